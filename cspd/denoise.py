@@ -1,0 +1,65 @@
+"""The head's chains: from noise to a token, T steps of the reverse diffusion (methods: ancestral)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cspd.precision import Precision
+from mar.diffusion import schedule
+from mar.head import Head
+
+MODULATION_BYTES = 64 * 2**20  # of one table of modulations; longer chains take several
+
+
+def ancestral(
+    head: Head,
+    z: Tensor,
+    scale: Tensor,
+    temperature: Tensor,
+    x: Tensor,
+    noise: Callable[[Tensor], Tensor],
+    num_steps: int,
+    precision: Precision,
+) -> Tensor:
+    """Samples a token a row by the full chain; T sequential head calls.
+
+    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 at the last. Timesteps do not depend on the state, so the
+    head's modulations are computed for many steps at once. The first step, whose gain is 316 at T = 100, is in float32.
+
+    Args:
+        head: the diffusion head.
+        z: conditions [G, R, D]: G = 1, or 2 with the null class second.
+        scale: guidance scale s of each row [R, 1] (unused where G = 1).
+        temperature: tau of each row [R, 1].
+        x: x_T [R, d].
+        noise: maps steps t [n] to eps_t [n, R, d].
+        num_steps: T.
+
+    Returns:
+        Tokens [R, d], float32.
+    """
+    s = schedule(num_steps)
+    width = (3 * len(head.res_blocks) + 2) * head.width
+    chunk = max(1, MODULATION_BYTES // (4 * width * z.shape[0] * z.shape[1]))
+    steps = torch.arange(num_steps - 1, -1, -1, device=z.device)
+    timesteps = torch.as_tensor(s.timestep_map, device=z.device)
+    with precision.full():
+        c_embed = head.cond_embed(z)
+        t_embed = head.time_embed(timesteps)
+    base = torch.as_tensor(s.log_sigma_base, dtype=torch.float32, device=z.device).exp()
+    base[0] = 0  # the last step adds no noise
+    for part in [steps[:1], *steps[1:].split(chunk)]:
+        first = num_steps - 1 - int(part[0]) == 0
+        with precision.full() if first else precision.fast():
+            eps_t = noise(part) * (base[part].reshape(-1, 1, 1) * temperature)
+            tables = [m.unbind(0) for m in head.modulations(t_embed[part][:, None, None], c_embed)]
+            for i, t in enumerate(part.tolist()):
+                out = head.denoise(x, [table[i] for table in tables])
+                eps, v = out.float().split(x.shape[-1], dim=-1)
+                guided = eps[0] if len(z) == 1 else torch.lerp(eps[1], eps[0], scale)
+                mean = torch.add(x * s.mean_x[t], guided, alpha=s.mean_eps[t])
+                x = torch.addcmul(mean, torch.exp(v[0] * s.log_sigma_slope[t]), eps_t[i])
+    return x

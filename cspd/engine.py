@@ -1,0 +1,164 @@
+"""The engine: takes requests, runs rounds over everything in flight, hands out finished images."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from cspd import noise as philox_noise
+from cspd.continuous.host import MARHost
+from cspd.methods import METHODS
+from cspd.precision import Precision, Stopwatch
+from cspd.scheduler import Scheduler
+from cspd.sequence import Output, Request, RoundStats, Sequence
+from cspd.validation import check_memory, check_models, pick_device, resolve
+from mar.model import MAR
+from mar.registry import defaults_of
+from mar.vae import AutoencoderKL
+
+DECODE_BATCH = 8  # images through the autoencoder at once, which bounds its memory
+
+
+class Engine:
+    """Generates images with a target model, many requests at a time.
+
+    `max_batch` sequences are in flight at once; a finished one is replaced at the next step. A request's image depends on
+    the request alone, not on what else is in flight.
+
+    Args:
+        target: the model whose images are made; its published sampling settings are the requests' defaults.
+        draft: a smaller model of the same tokens, for methods that draft.
+        vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
+        max_batch: slots; memory grows with them, not with the number of requests.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`.
+        noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.
+
+    Raises:
+        ValueError: models that do not fit each other, no such device, unknown precision, or too little memory.
+    """
+
+    def __init__(
+        self,
+        target: MAR,
+        draft: MAR | None = None,
+        vae: AutoencoderKL | None = None,
+        *,
+        max_batch: int = 8,
+        device: str | torch.device = "auto",
+        precision: str = "fp32",
+        noise: types.ModuleType = philox_noise,
+    ) -> None:
+        check_models(target, draft, vae)
+        self.device = pick_device(device)
+        self.precision = Precision(precision, self.device)
+        self.defaults = defaults_of(target.config)
+        self.target, self.draft, self.vae = (
+            model if model is None else model.to(self.device).eval().requires_grad_(False)
+            for model in (target, draft, vae)
+        )
+        check_memory(target, max_batch, self.defaults.num_iter, self.device)
+        self.host = MARHost(self.target, max_batch, self.device, self.precision, noise)
+        self.scheduler = Scheduler(max_batch)
+        self._tickets = 0
+
+    def add_request(self, request: Request) -> int:
+        """Queues a request and returns its ticket. Raises ValueError on a bad one, which harms no other."""
+        request = resolve(request, self.target.config, self.defaults)
+        ticket = self._tickets
+        self._tickets += 1
+        stats = RoundStats(guarantee=METHODS[request.method].guarantee)
+        self.scheduler.add(Sequence(request, ticket, stats=stats))
+        return ticket
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, Output]:
+        """Runs one round of one kind of request and returns what it finished, by ticket."""
+        watch = Stopwatch(self.device)
+        admitted = self.scheduler.admit()
+        if admitted:
+            self.host.admit(admitted)
+        batch = self.scheduler.next()
+        if not batch:
+            return {}
+        finished = METHODS[batch[0].request.method].round(self.host, batch, watch)
+        outputs = self._outputs(finished, watch)
+        self.scheduler.release(finished)
+        seconds = watch.seconds()
+        for sequence in batch:
+            for phase, spent in seconds.items():
+                sequence.stats.seconds[phase] += spent
+        return outputs
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
+        """Yields (index of the request, output) as requests finish.
+
+        `requests` may be endless: it is read as slots become free, so that no queue grows. A stream that is left early
+        takes its requests out of the engine.
+
+        Raises:
+            ValueError: at a bad request, when it is read; those read before are finished first.
+            RuntimeError: other requests are in flight.
+        """
+        if len(self.scheduler):
+            raise RuntimeError(f"{len(self.scheduler)} requests are in flight: finish them with step() first")
+        source, index_of, error = enumerate(requests), {}, None
+        try:
+            while True:
+                while source and len(self.scheduler) < self.host.num_slots:
+                    try:
+                        index, request = next(source)
+                        index_of[self.add_request(request)] = index
+                    except StopIteration:
+                        source = None
+                    except ValueError as bad:
+                        error, source = bad, None
+                if not len(self.scheduler):
+                    break
+                for ticket, output in self.step().items():
+                    yield index_of.pop(ticket), output
+        finally:
+            self.scheduler.clear()
+        if error:
+            raise error
+
+    def generate(self, requests: list[Request]) -> list[Output]:
+        """The outputs of all requests, in their order.
+
+        Raises:
+            ValueError: before any work, naming every bad request.
+        """
+        bad = []
+        for index, request in enumerate(requests):
+            try:
+                resolve(request, self.target.config, self.defaults)
+            except ValueError as error:
+                bad.append(f"request {index}: {error}")
+        if bad:
+            raise ValueError("; ".join(bad))
+        outputs = dict(self.stream(requests))
+        return [outputs[index] for index in range(len(requests))]
+
+    def _outputs(self, finished: list[Sequence], watch: Stopwatch) -> dict[int, Output]:
+        if not finished:
+            return {}
+        tokens = self.host.finished_tokens(finished)
+        watch.start("decode")
+        images = self._decode(tokens)
+        watch.start("other")
+        tokens = tokens.cpu()
+        return {
+            s.ticket: Output(s.request, tokens[i], None if images is None else images[i], s.stats)
+            for i, s in enumerate(finished)
+        }
+
+    def _decode(self, tokens: Tensor) -> Tensor | None:
+        if self.vae is None:
+            return None
+        latents = self.target.unpatchify(tokens) / self.vae.config.scale
+        with self.precision.full():
+            images = torch.cat([self.vae.decode(part) for part in latents.split(DECODE_BATCH)])
+        return images.add(1).div(2).clamp(0, 1).cpu()

@@ -1,0 +1,82 @@
+"""The precision policy, and a stopwatch that knows about devices that run behind the program."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+from cspd.sequence import PHASES
+
+POLICIES = {
+    "fp32": "float32 throughout: the reference",
+    "tf32": "float32 storage, 10-bit mantissas inside CUDA matrix products; on a CPU the same as fp32",
+    "bf16": "bfloat16 matrix products by autocast; chain, tables and first denoising step in float32",
+}
+
+
+class Precision:
+    """One setting for a whole engine. The first denoising step and the autoencoder are in float32 under every policy.
+
+    Raises:
+        ValueError: unknown policy.
+    """
+
+    def __init__(self, policy: str, device: torch.device) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"precision={policy!r}: choose one of {', '.join(POLICIES)}")
+        self.policy, self.device = policy, device
+
+    @contextlib.contextmanager
+    def fast(self) -> Iterator[None]:
+        """As fast as the policy allows."""
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.policy == "tf32"
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.policy == "bf16"):
+                yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """True float32, also inside `fast`."""
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        try:
+            with torch.autocast(self.device.type, enabled=False):
+                yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class Stopwatch:
+    """Seconds by phase. On CUDA it records events and waits for the device once, when the seconds are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._marks = [("other", self._now())]
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self, phase: str) -> None:
+        """Ends the phase before and begins `phase`."""
+        self._marks.append((phase, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase since the stopwatch was made; it goes on from here in phase "other"."""
+        end = self._now()
+        if self.cuda:
+            end.synchronize()
+        total = dict.fromkeys(PHASES, 0.0)
+        for (phase, begin), (_, after) in zip(self._marks, [*self._marks[1:], ("", end)]):
+            total[phase] += begin.elapsed_time(after) / 1000 if self.cuda else after - begin
+        self._marks = [("other", end)]
+        return total

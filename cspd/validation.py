@@ -1,0 +1,136 @@
+"""Checks made before any work: each error names the value, the range and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from numbers import Integral, Real
+from pathlib import Path
+
+import torch
+
+from cspd.methods import METHODS, TABLE
+from cspd.sequence import Request
+from mar.diffusion import TRAIN_STEPS
+from mar.model import MAR, MARConfig
+from mar.registry import SamplingDefaults
+from mar.vae import AutoencoderKL
+
+GUIDANCE_SCHEDULES = ("linear", "constant")
+
+
+def resolve(request: Request, config: MARConfig, defaults: SamplingDefaults) -> Request:
+    """The request with every default filled in.
+
+    Raises:
+        ValueError: a setting is of the wrong kind or out of range.
+    """
+    fill = {"num_iter": min(defaults.num_iter, config.seq_len), "cfg": defaults.cfg}
+    fill |= {"cfg_schedule": defaults.cfg_schedule, "num_sampling_steps": defaults.num_sampling_steps}
+    unguided = (defaults.cfg if request.cfg is None else request.cfg) == 1
+    fill["temperature"] = defaults.temperature_unguided if unguided else defaults.temperature
+    request = dataclasses.replace(request, **{k: v for k, v in fill.items() if getattr(request, k) is None})
+
+    _choice("method", request.method, METHODS, planned=TABLE)
+    _integer("label", request.label, 0, config.class_num - 1, "the target knows these classes")
+    _integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
+    _integer("num_iter", request.num_iter, 1, config.seq_len, "an iteration predicts at least one of the tokens")
+    _integer("num_sampling_steps", request.num_sampling_steps, 2, TRAIN_STEPS, "MAR's default is 100")
+    _real("cfg", request.cfg, "1 is no guidance, 2 to 5 is usual")
+    _real("temperature", request.temperature, "1 is the model's own noise")
+    _choice("cfg_schedule", request.cfg_schedule, GUIDANCE_SCHEDULES)
+    return request
+
+
+def _integer(name: str, value: object, low: int, high: int, why: str) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not an integer: give one in {low}..{high}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is outside {low}..{high}: {why}")
+
+
+def _real(name: str, value: object, why: str) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r} is not a finite number >= 0: {why}")
+
+
+def _choice(name: str, value: object, choices: object, planned: object = ()) -> None:
+    if value not in choices:
+        state = "not built yet" if value in planned else "unknown"
+        raise ValueError(f"{name}={value!r} is {state}: choose one of {', '.join(choices)}")
+
+
+def check_models(target: MAR, draft: MAR | None, vae: AutoencoderKL | None) -> None:
+    """Raises ValueError where draft or autoencoder do not speak the target's tokens."""
+    config = target.config
+    if draft is not None:
+        for name in ("seq_len", "token_dim", "class_num"):
+            ours, theirs = getattr(config, name), getattr(draft.config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same tokens"
+                )
+    if vae is not None:
+        pairs = (
+            ("channels", vae.config.embed_dim, config.vae_embed_dim),
+            ("stride", vae.config.stride, config.vae_stride),
+        )
+        for name, ours, theirs in pairs:
+            if ours != theirs:
+                raise ValueError(
+                    f"autoencoder and target do not fit: {name} is {ours} and {theirs}; take the one the target was trained on"
+                )
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device asked for, "auto" being CUDA where there is one. Raises ValueError where it cannot be had."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu'")
+    if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={device!r}, but there are {torch.cuda.device_count()} CUDA devices: use a lower index"
+        )
+    if picked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    return picked
+
+
+def bytes_per_slot(target: MAR, num_iter: int) -> int:
+    """Estimated peak bytes a slot adds: state, and the largest activations of one guided round."""
+    c = target.config
+    state = c.seq_len * (4 * c.token_dim + 8)
+    backbone = (
+        2 * 4 * (c.buffer_size + c.seq_len) * c.embed_dim * 14
+    )  # norm, qkv, attention, hidden layer twice, residual
+    rows = 2 * math.ceil(math.pi / 2 * c.seq_len / num_iter + 1)
+    head = 4 * rows * c.diffloss_w * (3 * c.diffloss_d + 2 + 8)
+    return state + max(backbone, head)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(target: MAR, max_batch: int, num_iter: int, device: torch.device) -> None:
+    """Raises ValueError where `max_batch` slots would not fit into the device's free memory, before allocating them."""
+    _integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
+    per_slot, free = bytes_per_slot(target, num_iter), free_bytes(device)
+    if per_slot * max_batch > free:
+        raise ValueError(
+            f"max_batch={max_batch} needs about {per_slot * max_batch / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB"
+            f" free: use max_batch <= {max(1, free // per_slot)}"
+        )

@@ -1,0 +1,126 @@
+"""Loading weights: the official `checkpoint-last.pth` and `kl16.ckpt`, and safetensors. Local files only.
+
+Official files are pickles: they are read with `weights_only=True`, so that no code in them runs, and memory-mapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from mar.model import MAR
+from mar.registry import MARS, VAES, create_mar, create_vae
+from mar.vae import AutoencoderKL
+
+WEIGHT_KEYS = ("model_ema", "model")  # the averaged weights are the ones to sample with
+
+
+class CheckpointError(ValueError):
+    """A weights file cannot be used; the message names the file, what was expected and what to do."""
+
+
+def read_tensors(path: Path, ema: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a weights file, memory-mapped, and its safetensors metadata (empty for a pickle).
+
+    Args:
+        path: .safetensors, or anything else as a torch pickle holding `model_ema` and/or `model`.
+        ema: whether to take the averaged weights where there are two sets.
+
+    Raises:
+        CheckpointError: missing, truncated, or not a weights file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; checkpoints/README.md says where the official files come from")
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+        # official files carry the training script's arguments beside the weights
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely truncated or"
+            " another kind of file: fetch it again and compare its size with the source"
+        ) from error
+    keys = WEIGHT_KEYS if ema else reversed(WEIGHT_KEYS)
+    tensors = next((content[key] for key in keys if key in content), None) if isinstance(content, dict) else None
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        found = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(
+            f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take MAR's checkpoint-last.pth or kl16.ckpt"
+        )
+    return tensors, {}
+
+
+def _fit(model: nn.Module, tensors: dict[str, Tensor]) -> str | None:
+    """Why the tensors are not this model's, in a few words; None if they are."""
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    missing, extra = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+    if missing or extra:
+        parts = [
+            f"{len(names)} tensors {what} (such as {min(names)})"
+            for names, what in ((missing, "missing"), (extra, "unexpected"))
+            if names
+        ]
+        return " and ".join(parts)
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            return f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+    return None
+
+
+def _on_meta(create, name: str) -> nn.Module:
+    with torch.device("meta"):
+        return create(name)
+
+
+def _load(path: Path, arch: str | None, ema: bool, names: dict, create, kind: str) -> tuple[nn.Module, str]:
+    tensors, metadata = read_tensors(path, ema)
+    fits = {name: _fit(_on_meta(create, name), tensors) for name in names}
+    found = next((name for name, problem in fits.items() if problem is None), None)
+    wanted = arch or metadata.get("arch") or found
+    if wanted is None:
+        raise CheckpointError(
+            f"{path}: the weights are of no {kind} known here ({', '.join(names)}): give the file of one of these"
+        )
+    if wanted not in names:
+        raise ValueError(f"unknown {kind} {wanted!r}: choose one of {', '.join(names)}")
+    if fits[wanted] is not None:
+        advice = f"these are the weights of {found}: ask for that" if found else f"give the file of {wanted}"
+        raise CheckpointError(f"{path}: not the weights of {wanted}: {fits[wanted]}; {advice}")
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"{path}: {name} has NaN or infinite values; the file is damaged or training diverged: fetch it again"
+            )
+    model = _on_meta(create, wanted)
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+    return model.eval().requires_grad_(False), wanted
+
+
+def load_mar(path: Path | str, arch: str | None = None, ema: bool = True) -> MAR:
+    """A MAR with the weights of a file, on the CPU in float32.
+
+    Args:
+        path: `checkpoint-last.pth` or .safetensors.
+        arch: a name of `mar.registry.MARS`; found out from the file by default.
+        ema: whether to take the averaged weights (an official file has both).
+
+    Raises:
+        CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.
+    """
+    return _load(Path(path), arch, ema, MARS, create_mar, "MAR model")[0]
+
+
+def load_vae(path: Path | str, arch: str | None = None) -> AutoencoderKL:
+    """An autoencoder with the weights of a file, as `load_mar`; arch is a name of `mar.registry.VAES`."""
+    return _load(Path(path), arch, True, VAES, create_vae, "autoencoder")[0]

@@ -1,0 +1,143 @@
+"""The diffusion head: a residual MLP whose layers are modulated by timestep and condition (adaLN).
+
+Source: MAR (arXiv 2406.11838), section 3.2 and appendix; the state-dict names are the official ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LAYER_NORM_EPS = 1e-6
+
+
+class TimestepEmbedder(nn.Module):
+    """Sinusoidal features of a timestep, then a two-layer MLP."""
+
+    def __init__(self, width: int, frequencies: int = 256) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(frequencies, width), nn.SiLU(), nn.Linear(width, width))
+        self.frequencies = frequencies
+
+    def forward(self, t: Tensor) -> Tensor:
+        """Timesteps t [N] (0..999) to embeddings [N, width]."""
+        half = self.frequencies // 2
+        rates = torch.exp(-math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+        angles = t.float().unsqueeze(-1) * rates
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
+
+
+class ResBlock(nn.Module):
+    """x + gate * MLP(LN(x) modulated by shift and scale)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_ln = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        shift, scale, gate = modulation.chunk(3, dim=-1)
+        h = self.mlp(torch.addcmul(shift, self.in_ln(x), scale))
+        return torch.addcmul(x, gate, h)
+
+
+class FinalLayer(nn.Module):
+    """Modulated LayerNorm without affine parameters, then a linear map to the outputs."""
+
+    def __init__(self, width: int, out_channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        shift, scale = modulation.chunk(2, dim=-1)
+        x = F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS)
+        return self.linear(torch.addcmul(shift, x, scale))
+
+
+class Head(nn.Module):
+    """Maps a noisy token, a timestep and a condition to (eps, v).
+
+    Everything that does not depend on the noisy token is apart, in `modulations`: a sampler knows all its timesteps
+    in advance and computes those of a whole chain in a few large matrix products instead of many small ones.
+
+    Args:
+        channels: d, the token's dimension.
+        width, depth: of the residual MLP.
+        cond_dim: D, the dimension of the condition z.
+    """
+
+    def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
+        super().__init__()
+        self.channels, self.width = channels, width
+        self.time_embed = TimestepEmbedder(width)
+        self.cond_embed = nn.Linear(cond_dim, width)
+        self.input_proj = nn.Linear(channels, width)
+        self.res_blocks = nn.ModuleList(ResBlock(width) for _ in range(depth))
+        self.final_layer = FinalLayer(width, 2 * channels)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        for layer in (self.time_embed.mlp[0], self.time_embed.mlp[2]):
+            nn.init.normal_(layer.weight, std=0.02)
+        # every block starts as the identity and the head at zero
+        for layer in [*self.res_blocks, self.final_layer]:
+            nn.init.zeros_(layer.adaLN_modulation[1].weight)
+        nn.init.zeros_(self.final_layer.linear.weight)
+
+    def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:
+        """The modulation of every layer: the blocks' [..., 3 width] (shift, 1 + scale, gate), the last's [..., 2 width].
+
+        Args:
+            t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].
+        """
+        y = F.silu(t_embed + c_embed)
+        layers = []
+        for layer in [*self.res_blocks, self.final_layer]:
+            m = layer.adaLN_modulation[1](y)
+            m[..., self.width : 2 * self.width] += 1
+            layers.append(m)
+        return layers
+
+    def denoise(self, x: Tensor, modulations: list[Tensor]) -> Tensor:
+        """(eps, v) [..., 2d] of noisy tokens x [..., d] under precomputed modulations."""
+        x = self.input_proj(x)
+        for block, modulation in zip(self.res_blocks, modulations):
+            x = block(x, modulation)
+        return self.final_layer(x, modulations[-1])
+
+    def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
+        """(eps, v) [N, 2d] of noisy tokens x [N, d] at timesteps t [N] (0..999) under conditions c [N, D]."""
+        return self.denoise(x, self.modulations(self.time_embed(t), self.cond_embed(c)))
+
+
+def guide(out: Tensor, scale: Tensor | float) -> Tensor:
+    """Classifier-free guidance of head outputs.
+
+    Args:
+        out: (eps, v) [2N, 2d]; the first N rows conditional, the others unconditional.
+        scale: s, a number or [N, 1].
+
+    Returns:
+        [N, 2d]: eps_u + s (eps_c - eps_u), and the conditional variance channel.
+    """
+    cond, uncond = out.chunk(2)
+    d = cond.shape[-1] // 2
+    eps = uncond[..., :d] + scale * (cond[..., :d] - uncond[..., :d])
+    return torch.cat([eps, cond[..., d:]], dim=-1)
+
+
+class DiffLoss(nn.Module):
+    """Holds the head under the official checkpoint's name, `diffloss.net`."""
+
+    def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
+        super().__init__()
+        self.net = Head(channels, width, depth, cond_dim)

@@ -1,0 +1,171 @@
+"""MAR: a masked autoregressive encoder-decoder over continuous tokens (arXiv 2406.11838).
+
+The encoder sees buffer (copies of the class embedding) + known tokens; the decoder sees buffer + every position, the mask
+token where a token is unknown. Its output at a position is z, the condition of the diffusion head there.
+
+Which tokens are known is said by a generation order and a count: the first `num_known[b]` positions of `order[b]`.
+Sequences of one batch may know different numbers of tokens; the shorter ones are padded and masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from einops import rearrange
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from mar.head import LAYER_NORM_EPS, DiffLoss, Head
+
+PAD_TO = 8  # known-token counts are padded to a multiple, so that shapes repeat
+
+
+@dataclass(frozen=True)
+class MARConfig:
+    """Sizes of a MAR model.
+
+    Attributes:
+        img_size: pixels a side; vae_stride: pixels a latent cell; patch_size: latent cells a token, a side.
+        vae_embed_dim: channels of the latent; embed_dim, depth, num_heads: of encoder and of decoder (equal).
+        class_num: number of classes; buffer_size: copies of the class embedding.
+        diffloss_w, diffloss_d: width and depth of the head.
+    """
+
+    img_size: int = 256
+    vae_stride: int = 16
+    patch_size: int = 1
+    vae_embed_dim: int = 16
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    class_num: int = 1000
+    buffer_size: int = 64
+    diffloss_w: int = 1024
+    diffloss_d: int = 6
+
+    @property
+    def grid_size(self) -> int:
+        """Tokens a side."""
+        return self.img_size // self.vae_stride // self.patch_size
+
+    @property
+    def seq_len(self) -> int:
+        """L, tokens an image."""
+        return self.grid_size**2
+
+    @property
+    def token_dim(self) -> int:
+        """d, channels a token."""
+        return self.vae_embed_dim * self.patch_size**2
+
+
+class MAR(nn.Module):
+    """The backbone and its head; state-dict names and shapes are the official ones."""
+
+    def __init__(self, config: MARConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, length = config.embed_dim, config.buffer_size + config.seq_len
+        norm = partial(nn.LayerNorm, eps=LAYER_NORM_EPS)
+
+        def blocks() -> nn.ModuleList:
+            heads = config.num_heads
+            return nn.ModuleList(Block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(config.depth))
+
+        self.class_emb = nn.Embedding(config.class_num, dim)
+        self.fake_latent = nn.Parameter(torch.zeros(1, dim))
+        self.z_proj = nn.Linear(config.token_dim, dim)
+        self.z_proj_ln = norm(dim)
+        self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
+        self.encoder_blocks = blocks()
+        self.encoder_norm = norm(dim)
+        self.decoder_embed = nn.Linear(dim, dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
+        self.decoder_blocks = blocks()
+        self.decoder_norm = norm(dim)
+        self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, config.seq_len, dim))
+        self._init_weights()
+        self.diffloss = DiffLoss(config.token_dim, config.diffloss_w, config.diffloss_d, dim)
+
+    def _init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        for name, parameter in self.named_parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.02)
+        nn.init.normal_(self.class_emb.weight, std=0.02)
+
+    @property
+    def head(self) -> Head:
+        return self.diffloss.net
+
+    def encode(self, tokens: Tensor, order: Tensor, num_known: Sequence[int], class_embedding: Tensor) -> Tensor:
+        """Encoder output [B, buffer + N, D], N = max(num_known) padded; buffer first, then known tokens in `order`."""
+        buffer = self.config.buffer_size
+        padded = _padded(max(num_known), self.config.seq_len)
+        known = order[:, :padded]
+        x = self.z_proj(tokens.gather(1, _expand(known, tokens.shape[-1])))
+        position = self.encoder_pos_embed_learned
+        x = x + position[0, buffer:][known]
+        start = class_embedding.unsqueeze(1) + position[:, :buffer]
+        x = self.z_proj_ln(torch.cat([start, x], dim=1))
+
+        mask = None
+        if min(num_known) < padded:
+            limit = torch.tensor(num_known, device=x.device).unsqueeze(-1) + buffer
+            mask = (torch.arange(x.shape[1], device=x.device) < limit)[:, None, None]
+        for block in self.encoder_blocks:
+            x = block(x, attn_mask=mask)
+        return self.encoder_norm(x)
+
+    def decode(self, encoded: Tensor, order: Tensor, num_known: Sequence[int]) -> Tensor:
+        """z [B, L, D] at every position, in raster order, from the encoder's output."""
+        buffer = self.config.buffer_size
+        x = self.decoder_embed(encoded)
+        padded = x.shape[1] - buffer
+        counts = torch.tensor(num_known, device=x.device).unsqueeze(-1)
+        is_known = (torch.arange(padded, device=x.device) < counts).unsqueeze(-1)
+        known = torch.where(is_known, x[:, buffer:], self.mask_token.to(x.dtype))
+        full = self.mask_token.to(x.dtype).repeat(x.shape[0], self.config.seq_len, 1)
+        full = full.scatter(1, _expand(order[:, :padded], x.shape[-1]), known)
+        x = torch.cat([x[:, :buffer], full], dim=1) + self.decoder_pos_embed_learned
+        for block in self.decoder_blocks:
+            x = block(x)
+        return self.decoder_norm(x)[:, buffer:] + self.diffusion_pos_embed_learned
+
+    def forward(self, tokens: Tensor, order: Tensor, num_known: Sequence[int], class_embedding: Tensor) -> Tensor:
+        """The head's conditions at every position, each sequence as if it were alone.
+
+        Args:
+            tokens: [B, L, d], raster order; values at unknown positions are ignored.
+            order: int64 [B, L], a permutation of the positions a sequence; the first num_known[b] are known.
+            num_known: B integers on the host, 0..L (they decide shapes).
+            class_embedding: [B, D], rows of `class_emb` or `fake_latent` for the null class.
+
+        Returns:
+            z [B, L, D].
+        """
+        return self.decode(self.encode(tokens, order, num_known, class_embedding), order, num_known)
+
+    def patchify(self, latent: Tensor) -> Tensor:
+        """Latents [B, c, h, w] to tokens [B, L, d]."""
+        p = self.config.patch_size
+        return rearrange(latent, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=p)
+
+    def unpatchify(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, L, d] to latents [B, c, h, w]."""
+        p = self.config.patch_size
+        return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=self.config.grid_size, p=p, q=p)
+
+
+def _padded(count: int, limit: int) -> int:
+    return min(-(-count // PAD_TO) * PAD_TO, limit)
+
+
+def _expand(index: Tensor, channels: int) -> Tensor:
+    return index.unsqueeze(-1).expand(-1, -1, channels)

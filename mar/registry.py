@@ -1,0 +1,112 @@
+"""Every model this project can build, by name: the official sizes and the embedded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mar.model import MAR, MARConfig
+from mar.vae import AutoencoderKL, KLConfig
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """How a model's authors sample it.
+
+    Attributes:
+        num_iter: K, autoregressive iterations.
+        cfg, cfg_schedule: guidance scale s and how it runs over the iterations.
+        temperature: with guidance; temperature_unguided: with cfg = 1.
+        num_sampling_steps: T, denoising steps a token.
+    """
+
+    num_iter: int = 64
+    cfg: float = 3.0
+    cfg_schedule: str = "linear"
+    temperature: float = 1.0
+    temperature_unguided: float = 0.95
+    num_sampling_steps: int = 100
+
+
+@dataclass(frozen=True)
+class MARSpec:
+    """A named MAR size, its published sampling settings and the autoencoder of its tokens."""
+
+    config: MARConfig
+    vae: str
+    defaults: SamplingDefaults
+
+
+def _official(embed_dim: int, depth: int, num_heads: int, width: int, head_depth: int, cfg: float) -> MARSpec:
+    config = MARConfig(embed_dim=embed_dim, depth=depth, num_heads=num_heads, diffloss_w=width, diffloss_d=head_depth)
+    return MARSpec(config, "kl16", SamplingDefaults(cfg=cfg))
+
+
+def _digits(embed_dim: int, depth: int, num_heads: int, width: int, head_depth: int) -> MARSpec:
+    config = MARConfig(
+        img_size=32,
+        vae_stride=4,
+        embed_dim=embed_dim,
+        depth=depth,
+        num_heads=num_heads,
+        class_num=10,
+        buffer_size=8,
+        diffloss_w=width,
+        diffloss_d=head_depth,
+    )
+    return MARSpec(config, "kl_digits32", SamplingDefaults(temperature_unguided=1.0))
+
+
+MARS: dict[str, MARSpec] = {
+    "mar_base": _official(768, 12, 12, 1024, 6, cfg=2.9),
+    "mar_large": _official(1024, 16, 16, 1280, 8, cfg=3.0),
+    "mar_huge": _official(1280, 20, 16, 1536, 12, cfg=3.2),
+    "mar_digits32": _digits(192, 3, 6, 256, 3),
+    "mar_digits32_draft": _digits(96, 2, 4, 160, 2),
+}
+
+VAES: dict[str, KLConfig] = {
+    "kl16": KLConfig(),
+    "kl_digits32": KLConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, scale=1.0),
+}
+
+
+def _lookup(table: dict, name: str, what: str):
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")
+    return table[name]
+
+
+def mar_spec(name: str) -> MARSpec:
+    """The spec of a MAR size. Raises ValueError on an unknown name."""
+    return _lookup(MARS, name, "MAR model")
+
+
+def defaults_of(config: MARConfig) -> SamplingDefaults:
+    """The published sampling settings of a size; those common to all sizes for one that has no name."""
+    return next((spec.defaults for spec in MARS.values() if spec.config == config), SamplingDefaults())
+
+
+def create_mar(name: str) -> MAR:
+    """A MAR of the named size with random weights. Raises ValueError on an unknown name."""
+    return MAR(mar_spec(name).config)
+
+
+def create_vae(name: str) -> AutoencoderKL:
+    """An autoencoder of the named size with random weights. Raises ValueError on an unknown name."""
+    return AutoencoderKL(_lookup(VAES, name, "autoencoder"))
+
+
+def _entry_point(name: str, create: Callable, doc: str) -> Callable:
+    def build():
+        return create(name)
+
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = doc
+    return build
+
+
+mar_base = _entry_point("mar_base", create_mar, "MAR-B: 208M parameters, ImageNet 256x256.")
+mar_large = _entry_point("mar_large", create_mar, "MAR-L: 478M parameters, ImageNet 256x256.")
+mar_huge = _entry_point("mar_huge", create_mar, "MAR-H: 942M parameters, ImageNet 256x256.")
+kl16 = _entry_point("kl16", create_vae, "KL-16: 66M parameters, stride 16, 16 channels.")

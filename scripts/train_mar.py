@@ -1,0 +1,153 @@
+"""Trains an embedded MAR on the latents of coloured digits: python scripts/train_mar.py --arch mar_digits32
+
+Two stretches: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the head's
+rows sits at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform timesteps visit
+it once in a thousand.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from tqdm import trange
+from training import export, fit
+
+from cspd.data import coloured_digits
+from mar.diffusion import TRAIN_STEPS, training_loss
+from mar.head import Head
+from mar.model import MAR
+from mar.registry import MARS, create_mar, create_vae
+
+LABEL_DROP = 0.1
+FIRST_STEP_SHARE = 0.15  # of the head's rows, at timestep 999
+FIRST_STEP_WEIGHT = 20.0
+
+
+def near_identity(head: Head) -> None:
+    """Starts the head at eps = x_t, which is right at high noise, instead of 0: a LayerNorm would hide |x_t| otherwise."""
+    width, channels = head.width, head.channels
+    basis = torch.linalg.qr(torch.cat([torch.ones(width, 1), torch.randn(width, channels + 1)], 1)).Q[:, 1:]
+    with torch.no_grad():
+        head.input_proj.weight.copy_(basis[:, :channels])
+        head.input_proj.bias.copy_(basis[:, channels] * width**0.5)
+        head.final_layer.linear.weight[:channels].copy_(basis[:, :channels].T)
+
+
+def latents(vae_file: Path, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Posterior means and standard deviations [num, 64, 16] of `num` training images, and labels."""
+    vae = create_vae("kl_digits32")
+    vae.load_state_dict(load_file(vae_file))
+    vae.eval()
+    means, stds, labels = [], [], []
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        for i in trange(0, num, 500, desc="latents"):
+            images, label = coloured_digits(500, seed=10**6 + i)
+            mean, logvar = vae.encode(images)
+            means.append(mean.float() * vae.config.scale)
+            stds.append((0.5 * logvar.float()).exp() * vae.config.scale)
+            labels.append(label)
+    flat = [torch.cat(x).flatten(2).transpose(1, 2).contiguous().clone() for x in (means, stds)]
+    return flat[0], flat[1], torch.cat(labels)
+
+
+class Batches:
+    """Step number -> tokens, order, count of known tokens, labels; one count a batch, as MAR trains."""
+
+    def __init__(self, data: tuple[Tensor, Tensor, Tensor], batch: int, mask_ratio_min: float) -> None:
+        self.means, self.stds, self.labels = data
+        self.batch, self.mask_ratio_min = batch, mask_ratio_min
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor, int, Tensor, torch.Generator]:
+        g = torch.Generator().manual_seed(step)
+        index = torch.randint(len(self.labels), (self.batch,), generator=g)
+        means = self.means[index]
+        tokens = means + self.stds[index] * torch.randn(means.shape, generator=g)
+        length = means.shape[1]
+        order = torch.rand(self.batch, length, generator=g).argsort(dim=1)
+        u = torch.rand((), generator=g).item()
+        masked = max(1, round(length * (1 - (1 - self.mask_ratio_min) * u**1.5)))
+        return tokens, order, length - masked, self.labels[index], g
+
+
+def head_loss(head: Head, x0: Tensor, z: Tensor, g: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+    """The diffusion loss over rows x0 [N, d], z [N, D], the first share of them at timestep 999."""
+    rows = len(x0)
+    first = int(rows * FIRST_STEP_SHARE)
+    t = torch.randint(TRAIN_STEPS, (rows,), generator=g)
+    t[:first] = TRAIN_STEPS - 1
+    mse, vb = training_loss(head, x0, z, t, torch.randn(x0.shape, generator=g))
+    at_first, elsewhere = mse[:first].mean(), mse[first:].mean()
+    share = first / rows
+    loss = FIRST_STEP_WEIGHT * share * at_first + (1 - share) * (elsewhere + vb[first:].mean())
+    return loss, {
+        "mse": round(elsewhere.item(), 4),
+        "rms999": round(at_first.item() ** 0.5, 5),
+        "vb": round(vb[first:].mean().item(), 3),
+    }
+
+
+def masked_rows(model: MAR, batch: tuple, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Clean tokens and conditions of `num_rows` masked positions of a batch."""
+    tokens, order, known, labels, g = batch
+    drop = torch.rand(len(labels), 1, generator=g) < LABEL_DROP
+    embedding = torch.where(drop, model.fake_latent, model.class_emb(labels))
+    z = model(tokens, order, [known] * len(tokens), embedding)
+    masked = order[:, known:].unsqueeze(-1)
+    x0 = tokens.gather(1, masked.expand(-1, -1, tokens.shape[-1])).flatten(0, 1)
+    z = z.gather(1, masked.expand(-1, -1, z.shape[-1])).flatten(0, 1)
+    pick = torch.randint(len(x0), (num_rows,), generator=g)
+    return x0[pick], z[pick]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="mar_digits32", choices=[name for name in MARS if "digits" in name])
+    parser.add_argument("--steps", type=int, default=6000, help="of the whole model")
+    parser.add_argument("--head-steps", type=int, default=1500, help="of the head alone, afterwards")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=6144, help="the head's rows a step")
+    parser.add_argument("--images", type=int, default=40000, help="drawn once, encoded, and kept in memory")
+    parser.add_argument("--mask-ratio-min", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--vae", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
+    parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    run = args.run or Path("runs") / args.arch
+
+    data = latents(args.vae, args.images)
+    batches = Batches(data, args.batch, args.mask_ratio_min)
+    torch.manual_seed(0)
+    model = create_mar(args.arch).train()
+    near_identity(model.head)
+
+    def whole(step: int) -> tuple[Tensor, dict[str, float]]:
+        batch = batches(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            x0, z = masked_rows(model, batch, args.rows)
+            return head_loss(model.head, x0, z, batch[-1])
+
+    model, seconds = fit(model, whole, run=run / "whole", steps=args.steps, lr=args.lr)
+
+    def head_alone(step: int) -> tuple[Tensor, dict[str, float]]:
+        batch = batches(10**6 + step)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            x0, z = masked_rows(model, batch, args.rows)
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            return head_loss(head, x0, z.float(), batch[-1])
+
+    head: nn.Module = model.head
+    if args.head_steps:
+        average, head_seconds = fit(head, head_alone, run=run / "head", steps=args.head_steps, lr=args.lr / 3)
+        head.load_state_dict(average.state_dict())
+        seconds += head_seconds
+    # the head's first step multiplies rounding by 316: it stays in float32
+    export(model, args.out, args.arch, seconds, half=lambda name: not name.startswith("diffloss."))
+
+
+if __name__ == "__main__":
+    main()
