@@ -1,7 +1,7 @@
 """Coloured digits: the embedded models' data set, 32x32 RGB in 10 classes, drawn on the fly from a seed.
 
-The 1,797 handwritten digits that ship with scikit-learn (8x8, grey), upsampled and smoothed, with a small random rotation,
-scale and shift, in a random bright colour on a random dark two-colour gradient.
+The 1,797 handwritten digits that ship with scikit-learn (8x8, grey), upsampled and smoothed, with a small random
+rotation, scale and shift, in a random bright colour on a random dark two-colour gradient.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ def ancestral(
 ) -> Tensor:
     """Samples a token a row by the full chain; T sequential head calls.
 
-    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 at the last. Timesteps do not depend on the state, so the
-    head's modulations are computed for many steps at once. The first step, whose gain is 316 at T = 100, is in float32.
+    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 at the last. Timesteps do not depend on the state, so
+    the head's modulations are computed for many steps at once. The first step, whose gain is 316 at T = 100, is in
+    float32.
 
     Args:
         head: the diffusion head.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from cspd import noise as philox_noise
 from cspd.continuous.host import MARHost
@@ -19,14 +20,15 @@ from mar.model import MAR
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
 
+BAR_FORMAT = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
 DECODE_BATCH = 8  # images through the autoencoder at once, which bounds its memory
 
 
 class Engine:
     """Generates images with a target model, many requests at a time.
 
-    `max_batch` sequences are in flight at once; a finished one is replaced at the next step. A request's image depends on
-    the request alone, not on what else is in flight.
+    `max_batch` sequences are in flight at once; a finished one is replaced at the next step. A request's image
+    depends on the request alone, not on what else is in flight.
 
     Args:
         target: the model whose images are made; its published sampling settings are the requests' defaults.
@@ -93,8 +95,8 @@ class Engine:
                 sequence.stats.seconds[phase] += spent
         return outputs
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
-        """Yields (index of the request, output) as requests finish.
+    def stream(self, requests: Iterable[Request], progress: bool = False) -> Iterator[tuple[int, Output]]:
+        """Yields (index of the request, output) as requests finish; `progress` shows a bar that counts images.
 
         `requests` may be endless: it is read as slots become free, so that no queue grows. A stream that is left early
         takes its requests out of the engine.
@@ -105,7 +107,9 @@ class Engine:
         """
         if len(self.scheduler):
             raise RuntimeError(f"{len(self.scheduler)} requests are in flight: finish them with step() first")
-        source, index_of, error = enumerate(requests), {}, None
+        source, index_of, error, finished = enumerate(requests), {}, None, 0
+        total = len(requests) if isinstance(requests, Sized) else None
+        bar = tqdm(total=total, unit="image", bar_format=BAR_FORMAT if total else None, disable=not progress)
         try:
             while True:
                 while source and len(self.scheduler) < self.host.num_slots:
@@ -118,15 +122,20 @@ class Engine:
                         error, source = bad, None
                 if not len(self.scheduler):
                     break
-                for ticket, output in self.step().items():
+                outputs = self.step()
+                finished += len(outputs)
+                bar.n = finished + self.scheduler.tokens_in_flight() / self.target.config.seq_len
+                bar.update(0)
+                for ticket, output in outputs.items():
                     yield index_of.pop(ticket), output
         finally:
+            bar.close()
             self.scheduler.clear()
         if error:
             raise error
 
-    def generate(self, requests: list[Request]) -> list[Output]:
-        """The outputs of all requests, in their order.
+    def generate(self, requests: list[Request], progress: bool = False) -> list[Output]:
+        """The outputs of all requests, in their order; `progress` shows a bar.
 
         Raises:
             ValueError: before any work, naming every bad request.
@@ -139,7 +148,7 @@ class Engine:
                 bad.append(f"request {index}: {error}")
         if bad:
             raise ValueError("; ".join(bad))
-        outputs = dict(self.stream(requests))
+        outputs = dict(self.stream(requests, progress))
         return [outputs[index] for index in range(len(requests))]
 
     def _outputs(self, finished: list[Sequence], watch: Stopwatch) -> dict[int, Output]:
@@ -147,7 +156,7 @@ class Engine:
             return {}
         tokens = self.host.finished_tokens(finished)
         watch.start("decode")
-        images = self._decode(tokens)
+        images = self.decode(tokens)
         watch.start("other")
         tokens = tokens.cpu()
         return {
@@ -155,7 +164,8 @@ class Engine:
             for i, s in enumerate(finished)
         }
 
-    def _decode(self, tokens: Tensor) -> Tensor | None:
+    def decode(self, tokens: Tensor) -> Tensor | None:
+        """Images [B, 3, H, W] in 0..1 on the CPU of tokens [B, L, d]; None without autoencoder."""
         if self.vae is None:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale

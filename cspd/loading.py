@@ -18,7 +18,7 @@ _DRAFT_FILES = ("draft.safetensors",)
 
 def embedded() -> dict[str, Path]:
     """The embedded checkpoints by name."""
-    return {path.parent.name: path.parent for root in _ROOTS for path in sorted(root.glob("*/target.safetensors"))}
+    return {path.name: path for root in _ROOTS if root.is_dir() for path in sorted(root.iterdir()) if path.is_dir()}
 
 
 def _find(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -26,7 +26,7 @@ def _find(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
-    """The files "target", "draft" and "vae" of an embedded name, a folder, or a target's file; None where there is none.
+    """The files "target", "draft" and "vae" of an embedded name, a folder, or a target's file; None where absent.
 
     Raises:
         CheckpointError: there is no target to be found.
@@ -35,8 +35,8 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     target = _find(place, _TARGET_FILES) if place.is_dir() else place
     if target is None or not target.is_file():
         raise CheckpointError(
-            f"{checkpoint}: no checkpoint there; give an embedded name ({', '.join(embedded())}), a file, or a folder with"
-            f" {' or '.join(_TARGET_FILES)} (checkpoints/README.md says where the official files come from)"
+            f"{checkpoint}: no checkpoint there; give an embedded name ({', '.join(embedded())}), a file, or a folder"
+            f" with {' or '.join(_TARGET_FILES)} (checkpoints/README.md says where the official files come from)"
         )
     # beside the target, whatever name or file it was found by
     return {"target": target, "draft": _find(target.parent, _DRAFT_FILES), "vae": _find(target.parent, _VAE_FILES)}

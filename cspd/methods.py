@@ -14,8 +14,8 @@ class Method:
 
     Attributes:
         family: "MAR" or "VQ", the models it decodes.
-        guarantee: "exact" (the output has the target sampler's distribution, to floating point), "bounded" (a stated bound
-            on the total variation from it is reported) or "heuristic" (no proof).
+        guarantee: "exact" (the output has the target sampler's distribution, to floating point), "bounded" (a stated
+            bound on the total variation from it is reported) or "heuristic" (no proof).
         summary: what it does, in a few words. paper: where it comes from.
         round: runs one batched round, (host, batch, stopwatch) -> finished sequences; None while planned.
     """

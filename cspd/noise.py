@@ -1,8 +1,8 @@
 """All randomness, as a pure function of (seed, purpose, position, step, index): nothing here has state.
 
-The generator is Philox4x32-10 (Salmon et al. 2011), counter-based: every number can be had alone, in any order and shape,
-on any device. So a request's draws never depend on its neighbours, on batch size or on arrival order, and a draw that is
-asked for twice is the same draw. The words of the counter are (block, position, step, purpose and index).
+The generator is Philox4x32-10 (Salmon et al. 2011), counter-based: every number can be had alone, in any order and
+shape, on any device. So a request's draws never depend on its neighbours, on batch size or on arrival order, and a draw
+that is asked for twice is the same draw. The words of the counter are (block, position, step, purpose and index).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def normal(
 
 
 def order(seed: Tensor, length: int) -> Tensor:
-    """A request's generation order, int64 [B, length]: a uniform permutation of the positions, first generated first."""
+    """A request's generation order, int64 [B, length]: a uniform permutation, first generated first."""
     keys = bits(seed.unsqueeze(-1), Purpose.ORDER, torch.arange(length, device=seed.device), 0, 0, 2)
     return ((keys[..., 0] << 31) + (keys[..., 1] >> 1)).argsort(dim=-1, stable=True)
 

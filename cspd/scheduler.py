@@ -10,8 +10,8 @@ from cspd.sequence import Sequence
 class Scheduler:
     """First come, first served into `num_slots` slots; the kinds of round in flight take turns.
 
-    Sequences with equal `Request.round_key` share a round. Where several kinds are in flight, each gets a round in turn, so
-    none waits longer than the number of kinds.
+    Sequences with equal `Request.round_key` share a round. Where several kinds are in flight, each gets a round in
+    turn, so none waits longer than the number of kinds.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -22,6 +22,10 @@ class Scheduler:
     def __len__(self) -> int:
         """Sequences not finished."""
         return len(self.waiting) + sum(map(len, self.running.values()))
+
+    def tokens_in_flight(self) -> int:
+        """Tokens committed by running sequences."""
+        return sum(sequence.num_known for batch in self.running.values() for sequence in batch)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)

@@ -79,7 +79,8 @@ def check_models(target: MAR, draft: MAR | None, vae: AutoencoderKL | None) -> N
         for name, ours, theirs in pairs:
             if ours != theirs:
                 raise ValueError(
-                    f"autoencoder and target do not fit: {name} is {ours} and {theirs}; take the one the target was trained on"
+                    f"autoencoder and target do not fit: {name} is {ours} and {theirs}; take the one the target was"
+                    " trained on"
                 )
 
 
@@ -131,6 +132,6 @@ def check_memory(target: MAR, max_batch: int, num_iter: int, device: torch.devic
     per_slot, free = bytes_per_slot(target, num_iter), free_bytes(device)
     if per_slot * max_batch > free:
         raise ValueError(
-            f"max_batch={max_batch} needs about {per_slot * max_batch / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB"
-            f" free: use max_batch <= {max(1, free // per_slot)}"
+            f"max_batch={max_batch} needs about {per_slot * max_batch / 2**30:.1f} GiB and {device} has"
+            f" {free / 2**30:.1f} GiB free: use max_batch <= {max(1, free // per_slot)}"
         )

@@ -48,15 +48,16 @@ def read_tensors(path: Path, ema: bool = True) -> tuple[dict[str, Tensor], dict[
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely truncated or"
-            " another kind of file: fetch it again and compare its size with the source"
+            f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely"
+            " truncated or another kind of file: fetch it again and compare its size with the source"
         ) from error
     keys = WEIGHT_KEYS if ema else reversed(WEIGHT_KEYS)
     tensors = next((content[key] for key in keys if key in content), None) if isinstance(content, dict) else None
     if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         found = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take MAR's checkpoint-last.pth or kl16.ckpt"
+            f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take MAR's checkpoint-last.pth or"
+            " kl16.ckpt"
         )
     return tensors, {}
 

@@ -94,7 +94,8 @@ class Head(nn.Module):
         nn.init.zeros_(self.final_layer.linear.weight)
 
     def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:
-        """The modulation of every layer: the blocks' [..., 3 width] (shift, 1 + scale, gate), the last's [..., 2 width].
+        """The modulation of every layer: the blocks' [..., 3 width] (shift, 1 + scale, gate), the last's [..., 2
+        width].
 
         Args:
             t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].

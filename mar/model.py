@@ -1,7 +1,7 @@
 """MAR: a masked autoregressive encoder-decoder over continuous tokens (arXiv 2406.11838).
 
-The encoder sees buffer (copies of the class embedding) + known tokens; the decoder sees buffer + every position, the mask
-token where a token is unknown. Its output at a position is z, the condition of the diffusion head there.
+The encoder sees buffer (copies of the class embedding) + known tokens; the decoder sees buffer + every position, the
+mask token where a token is unknown. Its output at a position is z, the condition of the diffusion head there.
 
 Which tokens are known is said by a generation order and a count: the first `num_known[b]` positions of `order[b]`.
 Sequences of one batch may know different numbers of tokens; the shorter ones are padded and masked.
@@ -17,6 +17,7 @@ import torch
 from einops import rearrange
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mar.head import LAYER_NORM_EPS, DiffLoss, Head
 
@@ -96,7 +97,7 @@ class MAR(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        for name, parameter in self.named_parameters(recurse=False):
+        for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=0.02)
         nn.init.normal_(self.class_emb.weight, std=0.02)
 
@@ -123,8 +124,10 @@ class MAR(nn.Module):
             x = block(x, attn_mask=mask)
         return self.encoder_norm(x)
 
-    def decode(self, encoded: Tensor, order: Tensor, num_known: Sequence[int]) -> Tensor:
-        """z [B, L, D] at every position, in raster order, from the encoder's output."""
+    def decode(
+        self, encoded: Tensor, order: Tensor, num_known: Sequence[int], positions: Tensor | None = None
+    ) -> Tensor:
+        """z [B, L, D] at every position in raster order, or [B, M, D] at `positions`, from the encoder's output."""
         buffer = self.config.buffer_size
         x = self.decoder_embed(encoded)
         padded = x.shape[1] - buffer
@@ -134,11 +137,22 @@ class MAR(nn.Module):
         full = self.mask_token.to(x.dtype).repeat(x.shape[0], self.config.seq_len, 1)
         full = full.scatter(1, _expand(order[:, :padded], x.shape[-1]), known)
         x = torch.cat([x[:, :buffer], full], dim=1) + self.decoder_pos_embed_learned
-        for block in self.decoder_blocks:
+        *blocks, last = self.decoder_blocks
+        for block in blocks:
             x = block(x)
-        return self.decoder_norm(x)[:, buffer:] + self.diffusion_pos_embed_learned
+        if positions is None:
+            return self.decoder_norm(last(x))[:, buffer:] + self.diffusion_pos_embed_learned
+        x = _block_at(last, x, positions + buffer)
+        return self.decoder_norm(x) + self.diffusion_pos_embed_learned[0, positions]
 
-    def forward(self, tokens: Tensor, order: Tensor, num_known: Sequence[int], class_embedding: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        order: Tensor,
+        num_known: Sequence[int],
+        class_embedding: Tensor,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """The head's conditions at every position, each sequence as if it were alone.
 
         Args:
@@ -146,11 +160,12 @@ class MAR(nn.Module):
             order: int64 [B, L], a permutation of the positions a sequence; the first num_known[b] are known.
             num_known: B integers on the host, 0..L (they decide shapes).
             class_embedding: [B, D], rows of `class_emb` or `fake_latent` for the null class.
+            positions: int64 [B, M], where z is wanted; everywhere by default. The last block is spared elsewhere.
 
         Returns:
-            z [B, L, D].
+            z [B, L, D], or [B, M, D] at `positions`.
         """
-        return self.decode(self.encode(tokens, order, num_known, class_embedding), order, num_known)
+        return self.decode(self.encode(tokens, order, num_known, class_embedding), order, num_known, positions)
 
     def patchify(self, latent: Tensor) -> Tensor:
         """Latents [B, c, h, w] to tokens [B, L, d]."""
@@ -161,6 +176,19 @@ class MAR(nn.Module):
         """Tokens [B, L, d] to latents [B, c, h, w]."""
         p = self.config.patch_size
         return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=self.config.grid_size, p=p, q=p)
+
+
+def _block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
+    """A transformer block's output at some positions [B, M] of x [B, N, D]: their queries over everybody's keys."""
+    attn, dim = block.attn, x.shape[-1]
+    normed, index = block.norm1(x), _expand(positions, dim)
+    weights, biases = attn.qkv.weight.split([dim, 2 * dim]), attn.qkv.bias.split([dim, 2 * dim])
+    q = F.linear(normed.gather(1, index), weights[0], biases[0])
+    k, v = F.linear(normed, weights[1], biases[1]).chunk(2, dim=-1)
+    q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=attn.num_heads) for t in (q, k, v))
+    h = rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)")
+    x = x.gather(1, index) + attn.proj(h)
+    return x + block.mlp(block.norm2(x))
 
 
 def _padded(count: int, limit: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,7 +91,7 @@ class _Level(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, num_blocks: int, attention: bool = False) -> None:
         super().__init__()
         widths = [in_channels] + [out_channels] * num_blocks
-        self.block = nn.ModuleList(ResnetBlock(a, b) for a, b in zip(widths, widths[1:]))
+        self.block = nn.ModuleList(ResnetBlock(a, b) for a, b in pairwise(widths))
         self.attn = nn.ModuleList(AttnBlock(out_channels) for _ in range(num_blocks if attention else 0))
 
     def forward(self, x: Tensor) -> Tensor:

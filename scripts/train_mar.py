@@ -1,8 +1,8 @@
 """Trains an embedded MAR on the latents of coloured digits: python scripts/train_mar.py --arch mar_digits32
 
-Two stretches: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the head's
-rows sits at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform timesteps visit
-it once in a thousand.
+Two stretches: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the
+head's rows sits at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform
+timesteps visit it once in a thousand.
 """
 
 from __future__ import annotations
@@ -28,13 +28,23 @@ FIRST_STEP_WEIGHT = 20.0
 
 
 def near_identity(head: Head) -> None:
-    """Starts the head at eps = x_t, which is right at high noise, instead of 0: a LayerNorm would hide |x_t| otherwise."""
-    width, channels = head.width, head.channels
+    """Starts the head at eps = x_t, which is right at high noise, instead of 0.
+
+    A LayerNorm divides by |h|, so a head whose stream h is a multiple of x_t cannot tell how large x_t is: here x_t
+    rides on a constant that is much larger, which makes every LayerNorm almost linear. The blocks see x_t alone, at
+    unit variance.
+    """
+    width, channels, amplitude = head.width, head.channels, 0.25
     basis = torch.linalg.qr(torch.cat([torch.ones(width, 1), torch.randn(width, channels + 1)], 1)).Q[:, 1:]
+    constant = basis[:, channels] * width**0.5
+    gain = (width / channels) ** 0.5 / amplitude
     with torch.no_grad():
-        head.input_proj.weight.copy_(basis[:, :channels])
-        head.input_proj.bias.copy_(basis[:, channels] * width**0.5)
-        head.final_layer.linear.weight[:channels].copy_(basis[:, :channels].T)
+        head.input_proj.weight.copy_(amplitude * basis[:, :channels])
+        head.input_proj.bias.copy_(constant)
+        for block in head.res_blocks:
+            block.in_ln.weight.fill_(gain)
+            block.in_ln.bias.copy_(-gain * constant)
+        head.final_layer.linear.weight[:channels].copy_(basis[:, :channels].T / amplitude)
 
 
 def latents(vae_file: Path, num: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +116,7 @@ def masked_rows(model: MAR, batch: tuple, num_rows: int) -> tuple[Tensor, Tensor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="mar_digits32", choices=[name for name in MARS if "digits" in name])
-    parser.add_argument("--steps", type=int, default=6000, help="of the whole model")
+    parser.add_argument("--steps", type=int, default=5000, help="of the whole model")
     parser.add_argument("--head-steps", type=int, default=1500, help="of the head alone, afterwards")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rows", type=int, default=6144, help="the head's rows a step")

@@ -1,7 +1,7 @@
 """Trains the embedded KL autoencoder on coloured digits: python scripts/train_vae.py
 
-Gaussian likelihood with a fixed variance against the KL term, so that latent channels which do not pay for themselves stay
-at the prior and the latents come out near unit variance.
+Gaussian likelihood with a fixed variance against the KL term, so that latent channels which do not pay for
+themselves stay at the prior and the latents come out near unit variance.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from training import export, fit
+from training import HELD_OUT_SEED, export, fit
 
 from cspd.data import coloured_digits
 from mar.registry import create_vae
-
-HELD_OUT_SEED = 10**9
 
 
 def main() -> None:

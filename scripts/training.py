@@ -1,4 +1,4 @@
-"""What the training programs share: a resumable loop with warm-up, cosine decay, an average of the weights and a bar."""
+"""What the training programs share: a resumable loop with warm-up, cosine decay and an average of the weights."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
 SAVE_SECONDS = 120
+HELD_OUT_SEED = 10**9  # training draws never come near
 
 
 def fit(
@@ -34,11 +35,12 @@ def fit(
     """Trains `model` in place and resumes from `run`/last.pt if it is there.
 
     Args:
-        loss_fn: maps the step's number to (loss, numbers to show). Its randomness must come from the step alone, so that
-            a resumed run goes on as if it had not stopped.
+        loss_fn: maps the step's number to (loss, numbers to show). Its randomness must come from the step alone, so
+            that a resumed run goes on as if it had not stopped.
 
     Returns:
-        The exponential average of the weights (ema_decay = 0: the last ones) as a model, and the seconds trained, earlier runs included.
+        The exponential average of the weights (ema_decay = 0: the last ones) as a model, and the seconds trained,
+        earlier runs included.
     """
     run.mkdir(parents=True, exist_ok=True)
     last = run / "last.pt"
@@ -94,7 +96,7 @@ def export(
     Args:
         half: says of a tensor's name whether it is stored in float16.
     """
-    tensors = {name: (t.half() if half(name) else t.float()).contiguous() for name, t in model.state_dict().items()}
+    tensors = {name: (t.half() if half(name) else t).contiguous() for name, t in model.state_dict().items()}
     parameters = sum(p.numel() for p in model.parameters())
     metadata = {
         "arch": arch,

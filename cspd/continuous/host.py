@@ -16,7 +16,7 @@ from mar.model import MAR
 
 
 def mask_len(request: Request, iteration: int, seq_len: int, masked: int) -> int:
-    """Tokens still masked after `iteration` (0-based) by MAR's cosine schedule, float64; 0 < masked is the count before.
+    """Tokens still masked after `iteration` (0-based) by MAR's cosine schedule, float64; `masked` > 0 before it.
 
     The last iteration's is what the schedule says (1), although that iteration predicts all that remain.
     """
@@ -37,12 +37,14 @@ class Rows:
 
     Attributes:
         counts: rows of each sequence, on the host.
-        sequence: int64 [R], index into the batch. slot, position: int64 [R]. seed: int64 [R].
+        sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
+            int64 [R].
         scale, temperature: float32 [R, 1].
     """
 
     counts: list[int]
     sequence: Tensor
+    offset: Tensor
     slot: Tensor
     position: Tensor
     seed: Tensor
@@ -84,15 +86,16 @@ class MARHost:
     def next_rows(self, batch: list[Sequence]) -> Rows:
         """The rows that the next iteration of each sequence predicts."""
         length = self.config.seq_len
-        counts, ranks, scales = [], [], []
+        counts, scales = [], []
         for sequence in batch:
             masked = length - sequence.num_known
             left = mask_len(sequence.request, sequence.iteration, length, masked)
             scales.append(guidance_scale(sequence.request, left, length))
             last = sequence.iteration + 1 == sequence.request.num_iter
             counts.append(masked if last else masked - left)
-            ranks.append(np.arange(sequence.num_known, sequence.num_known + counts[-1]))
         owner = np.repeat(np.arange(len(batch)), counts)
+        offset = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rank = offset + np.asarray([s.num_known for s in batch])[owner]
 
         def per_row(values: list, dtype: torch.dtype) -> Tensor:
             return self._tensor(np.asarray(values)[owner], dtype)
@@ -101,8 +104,9 @@ class MARHost:
         return Rows(
             counts=counts,
             sequence=self._tensor(owner),
+            offset=self._tensor(offset),
             slot=slot,
-            position=self.order[slot, self._tensor(np.concatenate(ranks))],
+            position=self.order[slot, self._tensor(rank)],
             seed=per_row([s.request.seed for s in batch], torch.int64),
             scale=per_row(scales, torch.float32).unsqueeze(-1),
             temperature=per_row([s.request.temperature for s in batch], torch.float32).unsqueeze(-1),
@@ -114,13 +118,15 @@ class MARHost:
         tokens, order = self.tokens[slots], self.order[slots]
         num_known = [s.num_known for s in batch]
         embedding = self.target.class_emb(self.label[slots])
+        positions = torch.zeros(len(batch), max(rows.counts), dtype=torch.int64, device=self.device)
+        positions[rows.sequence, rows.offset] = rows.position
         copies = 2 if batch[0].request.guided else 1
         if copies == 2:
-            tokens, order, num_known = tokens.repeat(2, 1, 1), order.repeat(2, 1), num_known * 2
             embedding = torch.cat([embedding, self.target.fake_latent.expand_as(embedding)])
+        tokens, order, positions = (t.repeat(copies, *[1] * (t.dim() - 1)) for t in (tokens, order, positions))
         with self.precision.fast():
-            z = self.target(tokens, order, num_known, embedding).float()
-        return z.unflatten(0, (copies, len(batch)))[:, rows.sequence, rows.position]
+            z = self.target(tokens, order, num_known * copies, embedding, positions).float()
+        return z.unflatten(0, (copies, len(batch)))[:, rows.sequence, rows.offset]
 
     def commit(self, rows: Rows, tokens: Tensor) -> None:
         """Writes predicted tokens [R, d] to their slots."""

@@ -1,0 +1,1 @@
+"""Judging images: the digits classifier and its features."""

@@ -1,0 +1,72 @@
+"""Measures an embedded MAR by the classifier: python scripts/evaluate_digits.py checkpoints/digits32/target.safetensors
+
+Tries guidance scales on a few images each, then takes the best for the count asked for. Writes a grid and the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cspd import Engine, Request
+from cspd.evaluation.classifier import accuracy, load_classifier
+from cspd.plots import grid, to_pil
+from mar.checkpoint import load_mar, load_vae
+
+EXPLODED = 8.0  # tokens have unit variance: none of the data's is this far out
+
+
+def sample(engine: Engine, num: int, seed: int, progress: bool = True, **settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Images [num, 3, 32, 32], labels [num] and the largest magnitude of each image's tokens [num]."""
+    requests = [Request(label=i % 10, seed=seed + i, **settings) for i in range(num)]
+    outputs = engine.generate(requests, progress=progress)
+    images = torch.stack([o.image for o in outputs])
+    return images, torch.tensor([r.label for r in requests]), torch.stack([o.tokens.abs().max() for o in outputs])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("--vae", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
+    parser.add_argument("--num", type=int, default=2000, help="images at the best guidance")
+    parser.add_argument("--try-num", type=int, default=200, help="images at each guidance tried")
+    parser.add_argument("--try-cfg", type=float, nargs="+", default=[1.5, 2.0, 3.0, 4.0])
+    parser.add_argument("--num-iter", type=int, default=64)
+    parser.add_argument("--max-batch", type=int, default=50)
+    parser.add_argument("--grid", type=Path, help="write a grid of the first 100 images here")
+    args = parser.parse_args()
+
+    engine = Engine(load_mar(args.weights), vae=load_vae(args.vae), max_batch=args.max_batch)
+    classifier = load_classifier()
+    tried = {}
+    for cfg in args.try_cfg:
+        images, labels, size = sample(engine, args.try_num, 10**6, cfg=cfg, num_iter=args.num_iter)
+        tried[cfg] = accuracy(classifier, images, labels)
+        print(f"cfg {cfg}: accuracy {tried[cfg]:.3f}, largest token {size.max():.2f}", flush=True)
+    best = max(tried, key=tried.get)
+    start = time.perf_counter()
+    images, labels, size = sample(engine, args.num, 0, cfg=best, num_iter=args.num_iter)
+    result = {
+        "weights": args.weights.name,
+        "cfg": best,
+        "num_iter": args.num_iter,
+        "images": args.num,
+        "accuracy": round(accuracy(classifier, images, labels), 4),
+        "exploded": int((~(size < EXPLODED)).sum()),
+        "largest_token": round(size.max().item(), 2),
+        "accuracy_by_cfg": {str(cfg): round(value, 3) for cfg, value in tried.items()},
+        "seconds": round(time.perf_counter() - start),
+    }
+    print(json.dumps(result))
+    if args.grid:
+        shown = [to_pil(image) for image in images[:100]]
+        grid(shown, [str(label) for label in labels[:100].tolist()], columns=20).save(args.grid)
+
+
+if __name__ == "__main__":
+    main()

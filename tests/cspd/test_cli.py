@@ -1,0 +1,125 @@
+"""The commands as a user meets them: files, records, resuming, and one-line errors."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cspd.cli import main, number_list
+
+QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
+
+
+def sample(out, *more):
+    return main(["sample", "--labels", "0-3", "--seed", "5", "--out", str(out), *QUICK, *more])
+
+
+def test_sample_writes_pictures_and_a_record(tmp_path, capsys):
+    assert sample(tmp_path, "--num", "6") == 0
+    record = json.loads((tmp_path / "samples.json").read_text())
+    assert record["schema"] == "cspd.samples/1"
+    assert [(image["request"]["label"], image["request"]["seed"]) for image in record["images"]] == [
+        (i % 4, 5 + i) for i in range(6)
+    ]
+    for image in record["images"]:
+        assert Image.open(tmp_path / image["file"]).size == (32, 32)
+        assert image["stats"]["iterations"] == 2
+        assert image["stats"]["head_calls"] == 10
+        assert image["request"]["num_sampling_steps"] == 5
+        assert image["request"]["temperature"] == 1.0  # defaults are written out
+    assert record["summary"]["images_per_second"] > 0
+    grid = Image.open(tmp_path / "grid.png")
+    assert grid.width > 3 * 64 and grid.height > 64
+    out = capsys.readouterr().out
+    assert "images/s" in out and "grid.png" in out
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path):
+    assert sample(tmp_path, "--num", "5") == 0
+    files = {path.name: path.read_bytes() for path in tmp_path.glob("0*.png")}
+    stamps = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("0*.png")}
+    lost = sorted(files)[2]
+    (tmp_path / lost).unlink()
+    assert sample(tmp_path, "--num", "5", "--max-batch", "1") == 0  # batch size is no part of an image
+    again = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("0*.png")}
+    assert [name for name in files if again[name] != stamps[name]] == [lost]
+    before, after = (np.asarray(Image.open(file), int) for file in (io.BytesIO(files[lost]), tmp_path / lost))
+    assert np.abs(before - after).max() <= 1  # rounding to 8 bits
+    record = json.loads((tmp_path / "samples.json").read_text())
+    assert record["summary"]["images_made"] == 1
+    assert [image["index"] for image in record["images"]] == list(range(5))
+
+
+def test_a_damaged_record_is_not_taken_over(tmp_path, capsys):
+    assert sample(tmp_path) == 0
+    (tmp_path / "samples.json").write_text('{"schema": ')
+    assert sample(tmp_path) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert sample(tmp_path, "--overwrite") == 0
+
+
+def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
+    assert sample(tmp_path) == 0
+    assert sample(tmp_path, "--temperature", "0.9") == 2
+    error = capsys.readouterr().err
+    assert "another run" in error and "--overwrite" in error and error.count("\n") == 1
+    assert sample(tmp_path, "--temperature", "0.9", "--overwrite") == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["--labels", "0-12"], "0..9"),
+        (["--num-iter", "65"], "1..64"),
+        (["--cfg", "nan"], "cfg=nan"),
+        (["--checkpoint", "nowhere"], "digits32"),
+        (["--num", "0"], "--num 0"),
+        (["--vae", "nowhere.ckpt"], "nowhere.ckpt"),
+        (["--arch", "mar_base"], "mar_digits32"),
+    ],
+)
+def test_errors_are_one_line_and_name_the_fix(arguments, hint, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["sample", *QUICK, "--out", str(out), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert hint in captured.err and captured.err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_methods_lists_guarantees(capsys):
+    assert main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:4] == ["ar", "MAR", "exact", "ready"] for line in lines)
+    assert any("planned" in line and "heuristic" in line for line in lines)
+
+
+def test_bench_times_both_samplers_and_memory(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert main(["bench", *QUICK, "--batch", "1,2", "--runs", "2", "--queued", "6", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [(row["name"], row["batch"]) for row in report["rows"]] == [
+        (name, batch) for batch in (1, 2) for name in ("ar", "published")
+    ]
+    for row in report["rows"]:
+        assert row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
+        assert row["ratio"]["median"] == 1 or row["name"] == "published"
+    assert [(m["slots"], m["requests"]) for m in report["memory"]] == [(1, 1), (1, 6), (2, 2), (2, 6)]
+    assert "backbone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, numbers", [("3", [3]), ("0-2", [0, 1, 2]), ("1,5,7-9", [1, 5, 7, 8, 9]), ("207,360", [207, 360])]
+)
+def test_number_lists(text, numbers):
+    assert number_list(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1;2"])
+def test_bad_number_lists_show_how_to_write_one(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["sample", "--labels", text])
+    assert "like 0-9" in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""The embedded checkpoints are what their model card says: sizes, autoencoder, classifier, samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cspd
+from cspd.data import coloured_digits
+from cspd.evaluation.classifier import accuracy, load_classifier
+from cspd.loading import checkpoint_files, embedded
+from mar.checkpoint import load_mar, load_vae
+
+HELD_OUT = {"seed": 10**9, "split": "held-out"}
+EXPLODED = 8.0
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_sizes():
+    files = checkpoint_files("digits32")
+    assert 3e6 <= parameters(load_mar(files["target"])) <= 6e6
+    assert 0.7e6 <= parameters(load_mar(files["draft"])) <= 1.2e6
+    assert sum(path.stat().st_size for path in embedded()["digits32"].iterdir()) < 24e6
+
+
+def test_autoencoder():
+    vae = load_vae(checkpoint_files("digits32")["vae"])
+    images, _ = coloured_digits(128, **HELD_OUT)
+    with torch.inference_mode():
+        mean, logvar = vae.encode(images)
+        decoded = vae.decode(mean).clamp(-1, 1)
+    assert -10 * torch.log10((decoded - images).square().mean() / 4) >= 27
+    spread = (mean.var() + logvar.exp().mean()).sqrt() * vae.config.scale
+    assert spread == pytest.approx(1, abs=0.02)
+
+
+def test_classifier():
+    images, labels = coloured_digits(2000, **HELD_OUT)
+    assert accuracy(load_classifier(), (images + 1) / 2, labels) >= 0.98
+
+
+def test_data_is_a_function_of_the_seed():
+    a, labels_a = coloured_digits(20, seed=1)
+    b, labels_b = coloured_digits(20, seed=1)
+    c, _ = coloured_digits(20, seed=2)
+    assert torch.equal(a, b) and torch.equal(labels_a, labels_b)
+    assert not torch.equal(a, c)
+    wanted = torch.arange(20) % 10
+    assert torch.equal(coloured_digits(20, seed=1, labels=wanted)[1], wanted)
+    assert a.min() >= -1 and a.max() <= 1
+    with pytest.raises(ValueError, match="held-out"):
+        coloured_digits(1, seed=0, split="test")
+
+
+@pytest.mark.parametrize("model, least", [("target", 0.85), ("draft", 0.5)])
+def test_samples_are_recognised(model, least):
+    """A hundred images at K = 16; the card's numbers are over 2,000 at K = 64."""
+    files = checkpoint_files("digits32")
+    engine = cspd.Engine(load_mar(files[model]), vae=load_vae(files["vae"]), max_batch=50)
+    requests = [cspd.Request(label=i % 10, seed=i, num_iter=16, cfg=3.0) for i in range(100)]
+    outputs = engine.generate(requests)
+    labels = torch.tensor([request.label for request in requests])
+    assert accuracy(load_classifier(), torch.stack([o.image for o in outputs]), labels) >= least
+    assert max(o.tokens.abs().max() for o in outputs) < EXPLODED
+
+
+def test_images_do_not_depend_on_the_batch():
+    """As for the small models, on trained ones: alone, in odd batches, and backwards."""
+    requests = [cspd.Request(label=i, seed=i, num_iter=16, cfg=3.0, num_sampling_steps=50) for i in range(8)]
+    alone = [o.image for o in cspd.load("digits32", max_batch=1).generate(requests)]
+    batched = [o.image for o in cspd.load("digits32", max_batch=7).generate(requests)]
+    backwards = [o.image for o in cspd.load("digits32", max_batch=8).generate(requests[::-1])][::-1]
+    for images in (batched, backwards):
+        assert max((a - b).abs().max() for a, b in zip(alone, images)) < 1e-3

@@ -1,0 +1,119 @@
+"""Randomness is Philox4x32-10, a pure function of its keys: the same draw in every batch, independent by every key."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from cspd.noise import Purpose, bits, initial, normal, order, philox, steps
+
+SEEDS = torch.tensor([0, 7, 2**31, 2**40 + 7, 2**63 - 1])
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+KNOWN_ANSWERS = {  # of the authors' Random123
+    "zeros": ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    "ones": ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    "pi": (*PI, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_ANSWERS)
+def test_known_answers(name):
+    counter, key, expected = KNOWN_ANSWERS[name]
+    drawn = philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+    assert tuple(word.item() for word in drawn) == expected
+
+
+def test_a_draw_alone_is_the_same_draw():
+    position, step = torch.arange(0, 70, 7), torch.tensor([0, 1, 99])
+    index = torch.tensor([0, 5, 2**24 - 1])
+    batch = normal(SEEDS.view(-1, 1, 1, 1), Purpose.STEP, position.view(-1, 1, 1), step.view(-1, 1), index, num=9)
+    assert batch.shape == (len(SEEDS), len(position), len(step), len(index), 9)
+    for place in [(0, 0, 0, 0), (1, 9, 2, 1), (3, 4, 1, 2), (4, 2, 0, 0)]:
+        keys = [values[i] for values, i in zip((SEEDS, position, step, index), place)]
+        for num in (9, 8, 1):
+            alone = normal(keys[0], Purpose.STEP, *keys[1:], num=num)
+            assert torch.equal(alone, batch[place][:num])
+
+
+def test_tokens_draws():
+    seed, position, step = SEEDS.repeat(2), torch.arange(10), torch.tensor([99, 3, 0])
+    assert torch.equal(initial(seed, position, 16)[4], normal(seed[4], Purpose.INIT, position[4], num=16))
+    drawn = steps(seed, position, step, 16)
+    assert drawn.shape == (3, 10, 16)
+    assert torch.equal(drawn[1, 4], normal(seed[4], Purpose.STEP, position[4], 3, num=16))
+    assert torch.equal(drawn[1:2, 4:5], steps(seed[4:5], position[4:5], step[1:2], 16))
+
+
+BASE = {"seed": 5, "purpose": Purpose.STEP, "step": 3, "index": 2}
+OTHERS = {
+    "seed": 6,
+    "seed above bit 32": 5 + 2**32,
+    "seed in bit 62": 5 + 2**62,
+    "purpose": Purpose.INIT,
+    "step": 4,
+    "step and index swapped": (2, 3),
+    "index": 3,
+    "index above bit 16": 2 + 2**16,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_different_keys_are_independent(other):
+    value = OTHERS[other]
+    changed = dict(zip(("step", "index"), value)) if isinstance(value, tuple) else {other.split()[0]: value}
+    first, second = (draws(**keys) for keys in (BASE, BASE | changed))
+    assert (first == second).float().mean() < 1e-4
+    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / len(first) ** 0.5
+    assert abs(np.corrcoef(first**2, second**2)[0, 1]) < 4 / len(first) ** 0.5
+
+
+def draws(seed, purpose, step, index):
+    """65,536 normals: 16 at each of 4096 positions."""
+    return normal(torch.tensor(seed), purpose, torch.arange(4096), step, index, num=16).flatten()
+
+
+@pytest.mark.parametrize("axis", ["channel", "position", "seed"])
+def test_neighbours_are_independent(axis):
+    x = normal(torch.arange(16).view(-1, 1), Purpose.INIT, torch.arange(256), num=16)
+    x = x.movedim({"seed": 0, "position": 1, "channel": 2}[axis], 0)
+    for lag in (1, 2, 3, 4):
+        first, second = x[:-lag].flatten(), x[lag:].flatten()
+        assert abs(np.corrcoef(first, second)[0, 1]) < 4 / len(first) ** 0.5
+        assert abs(np.corrcoef(first**2, second**2)[0, 1]) < 4 / len(first) ** 0.5
+
+
+def test_normals_are_normal():
+    x = normal(torch.arange(64).view(-1, 1), Purpose.STEP, torch.arange(1024), 50, num=16).flatten().double().numpy()
+    assert abs(x.mean()) < 4 / len(x) ** 0.5
+    assert abs(x.var() - 1) < 4 * (2 / len(x)) ** 0.5
+    assert abs(stats.kurtosis(x)) < 4 * (24 / len(x)) ** 0.5
+    assert abs(stats.skew(x)) < 4 * (6 / len(x)) ** 0.5
+    assert stats.kstest(x, "norm").pvalue > 0.001
+    beyond, expected = (abs(x) > 4).sum(), 2 * stats.norm.sf(4) * len(x)
+    assert abs(beyond - expected) < 4 * expected**0.5
+
+
+def test_extreme_bits_give_finite_normals():
+    """Box-Muller at its ends, through seeds and positions whose bits come near 0 or 2^32."""
+    drawn = bits(torch.arange(64).view(-1, 1), Purpose.INIT, torch.arange(4096), 0, 0, 16)
+    assert 0 <= drawn.min() < 2**14 and 2**32 - 2**14 < drawn.max() < 2**32
+    x = normal(torch.arange(64).view(-1, 1), Purpose.INIT, torch.arange(4096), num=16)
+    assert torch.isfinite(x).all() and 4.5 < x.abs().max() < 6.8
+
+
+@pytest.mark.parametrize("length", [1, 64, 256])
+def test_orders_are_permutations(length):
+    orders = order(SEEDS, length)
+    assert torch.equal(orders.sort(dim=1).values, torch.arange(length).expand(len(SEEDS), -1))
+    assert all(torch.equal(order(seed.view(1), length)[0], row) for seed, row in zip(SEEDS, orders))
+    assert len(orders.unique(dim=0)) == (len(SEEDS) if length > 1 else 1)
+
+
+@pytest.mark.parametrize("place", [0, 1, 15])
+def test_orders_are_uniform(place):
+    orders = order(torch.arange(20_000), 16)
+    assert stats.chisquare(torch.bincount(orders[:, place], minlength=16)).pvalue > 0.001
+    if place:
+        pairs = torch.bincount(orders[:, 0] * 16 + orders[:, place], minlength=256).view(16, 16)
+        off_diagonal = pairs[~torch.eye(16, dtype=torch.bool)]
+        assert stats.chisquare(off_diagonal).pvalue > 0.001

@@ -1,0 +1,182 @@
+"""Bad input gets one error that names the value and the fix, before any work, and harms nobody else."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+
+from cspd import Engine, Request
+from cspd.methods import METHODS, TABLE
+from cspd.validation import bytes_per_slot, check_memory, free_bytes, pick_device, resolve
+from mar.model import MAR, MARConfig
+from mar.registry import MARS, create_mar, defaults_of
+from mar.vae import AutoencoderKL, KLConfig
+
+SPEC = MARS["mar_digits32_draft"]  # 64 tokens, 10 classes
+QUICK = {"num_iter": 4, "num_sampling_steps": 3}
+TINY = dict(embed_dim=8, depth=1, num_heads=1, class_num=3, buffer_size=1, diffloss_w=8, diffloss_d=1)
+nan, inf = math.nan, math.inf
+
+PLANNED = sorted(TABLE.keys() - METHODS.keys())
+BAD = [  # field, value, what the message advises
+    *(("label", value, "0..9") for value in (-1, 10, True, 1.5, "3", None)),
+    *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5)),
+    *(("num_iter", value, "1..64") for value in (0, 65, -4, 8.0, True)),
+    *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),
+    *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True)),
+    *(("temperature", value, "1 is the model's own noise") for value in (-1, nan, inf, "1")),
+    *(("method", value, "choose one of ar") for value in ("magic", "", *PLANNED)),
+    *(("cfg_schedule", value, "choose one of linear, constant") for value in ("cosine", "")),
+]
+LIMITS = [
+    *({"label": value} for value in (0, 9)),
+    *({"seed": value} for value in (0, 2**63 - 1)),
+    *({"num_iter": value} for value in (1, 64)),
+    *({"num_sampling_steps": value} for value in (2, 1000)),
+    *({"cfg": value} for value in (1, 1.0, 20.0)),
+    *({"temperature": value} for value in (0, 2.5)),
+    *({"cfg_schedule": value} for value in ("linear", "constant")),
+    *({"method": value} for value in METHODS),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = create_mar("mar_digits32_draft")
+    for parameter in model.head.parameters():  # a new head is zero and would not look at anything
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.fixture
+def engine(model):
+    return Engine(model, max_batch=2, device="cpu")
+
+
+def request_with(field, value):
+    return dataclasses.replace(Request(3, **QUICK), **{field: value})
+
+
+@pytest.mark.parametrize("field, value, advice", BAD, ids=lambda value: str(value)[:24])
+def test_bad_field(field, value, advice):
+    with pytest.raises(ValueError) as caught:
+        resolve(request_with(field, value), SPEC.config, SPEC.defaults)
+    message = str(caught.value)
+    assert message.startswith(f"{field}={value!r} ") and advice in message
+
+
+@pytest.mark.parametrize("method", PLANNED)
+def test_planned_method_says_so(method):
+    with pytest.raises(ValueError, match="not built yet"):
+        resolve(request_with("method", method), SPEC.config, SPEC.defaults)
+
+
+@pytest.mark.parametrize("changes", LIMITS, ids=str)
+def test_limits_are_good(changes):
+    complete = {"num_iter": 8, "cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9, "num_sampling_steps": 50}
+    request = Request(**{"label": 3, **complete, **changes})
+    assert resolve(request, SPEC.config, SPEC.defaults) == request
+
+
+def test_bad_request_harms_nobody(model, engine):
+    good = [Request(label, seed=label, **QUICK) for label in range(3)]
+    tickets = [engine.add_request(request) for request in good]
+    outputs = engine.step()
+    for field, value, _ in BAD:
+        with pytest.raises(ValueError, match=field):
+            engine.add_request(request_with(field, value))
+    assert len(engine.scheduler) == 3
+    while len(engine.scheduler):
+        outputs |= engine.step()
+    assert all(torch.isfinite(output.tokens).all() for output in outputs.values())
+    undisturbed = Engine(model, max_batch=2, device="cpu").generate(good)
+    assert all(torch.equal(outputs[ticket].tokens, other.tokens) for ticket, other in zip(tickets, undisturbed))
+
+
+def test_generate_refuses_before_any_work(engine):
+    requests = [Request(0, **QUICK), Request(99), Request(1, **QUICK), Request(2, cfg=nan)]
+    with pytest.raises(ValueError, match=r"request 1: label=99 .*; request 3: cfg=nan ") as caught:
+        engine.generate(requests)
+    assert "request 0" not in str(caught.value) and "request 2" not in str(caught.value)
+    assert not len(engine.scheduler) and not engine.host.order.any()
+    assert len(engine.generate(requests[:1])) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [({"img_size": 16}, "seq_len"), ({"vae_embed_dim": 8}, "token_dim"), ({"class_num": 12}, "class_num")],
+)
+def test_draft_of_other_tokens(changes, name, model):
+    draft = MAR(dataclasses.replace(SPEC.config, **changes))
+    ours, theirs = getattr(SPEC.config, name), getattr(draft.config, name)
+    with pytest.raises(ValueError, match=f"{name} is {theirs} and {ours}; take a draft of the same tokens"):
+        Engine(model, draft, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"embed_dim": 4, "ch_mult": (1, 1, 1)}, "channels is 4 and 16"),
+        ({"embed_dim": 16, "ch_mult": (1, 1)}, "stride is 2 and 4"),
+    ],
+)
+def test_autoencoder_of_other_latents(sizes, message, model):
+    vae = AutoencoderKL(KLConfig(ch=32, num_res_blocks=1, **sizes))
+    with pytest.raises(ValueError, match=f"{message}; take the one the target was trained on"):
+        Engine(model, vae=vae, device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_no_cuda(device, model):
+    assert pick_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match=r"cuda.* sees no CUDA device: use device='cpu'"):
+        Engine(model, device=device)
+
+
+@pytest.mark.parametrize("device", ["tpu9", "meta", "cpu:x", ""])
+def test_no_such_device(device, model):
+    with pytest.raises(ValueError, match=f"device='{device}' is .*'cpu', 'cuda'"):
+        Engine(model, device=device)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "FP32", None])
+def test_unknown_precision(precision, model):
+    with pytest.raises(ValueError, match=f"precision={precision!r}: choose one of fp32, tf32, bf16"):
+        Engine(model, device="cpu", precision=precision)
+
+
+@pytest.mark.parametrize("max_batch", [0, -1, 1.5, True, "8"])
+def test_max_batch_is_a_count(max_batch, model):
+    with pytest.raises(ValueError, match=re.escape(f"max_batch={max_batch!r} is")):
+        Engine(model, max_batch=max_batch, device="cpu")
+
+
+def test_too_many_slots():
+    """A million slots of this model's tokens alone are 4 TB: to allocate them first would be another error."""
+    model = MAR(MARConfig(img_size=256, vae_stride=1, **TINY))
+    with pytest.raises(ValueError, match=r"max_batch=1000000 needs about [\d.]+ GiB and cpu has [\d.]+ GiB") as caught:
+        Engine(model, max_batch=10**6, device="cpu")
+    fits = int(re.search(r"use max_batch <= (\d+)", str(caught.value))[1])
+    per_slot = bytes_per_slot(model, SPEC.defaults.num_iter)
+    assert 1 <= fits <= 1.5 * free_bytes(torch.device("cpu")) / per_slot  # others use memory meanwhile
+    assert per_slot > model.config.seq_len * model.config.token_dim * 4
+    check_memory(model, -(-fits // 2), SPEC.defaults.num_iter, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name, cfg", [("mar_base", 2.9), ("mar_large", 3.0), ("mar_huge", 3.2)])
+def test_published_defaults(name, cfg):
+    config = MARS[name].config
+    published = {"num_iter": 64, "cfg": cfg, "cfg_schedule": "linear", "temperature": 1.0, "num_sampling_steps": 100}
+    assert resolve(Request(7), config, defaults_of(config)) == Request(7, **published)
+    unguided = published | {"cfg": 1, "temperature": 0.95}
+    assert resolve(Request(7, cfg=1), config, defaults_of(config)) == Request(7, **unguided)
+    assert resolve(Request(7, cfg=1, temperature=0.8), config, defaults_of(config)).temperature == 0.8
+
+
+def test_default_iterations_fit_the_sequence():
+    config = MARConfig(img_size=64, vae_stride=16)
+    assert resolve(Request(0), config, defaults_of(config)).num_iter == 16

@@ -1,0 +1,100 @@
+"""MAR's backbone is the authors': golden outputs and shapes; each sequence of a ragged batch is as if it were alone."""
+
+import json
+
+import pytest
+import torch
+from conftest import GOLDEN, relative_error
+
+from mar import model as model_module
+from mar import registry
+from mar.model import MAR, MARConfig
+
+SHAPES = json.loads((GOLDEN / "shapes_mar.json").read_text())
+RAGGED = [0, 1, 7, 8, 9, 31, 32, 33, 63, 64]  # both ends, and around the multiples that counts are padded to
+
+
+@pytest.fixture
+def batch(small_mar):
+    """Tokens, orders and class embeddings of ten sequences."""
+    g = torch.Generator().manual_seed(0)
+    size, length, dim = len(RAGGED), small_mar.config.seq_len, small_mar.config.token_dim
+    order = torch.rand(size, length, generator=g).argsort(1)
+    return torch.randn(size, length, dim, generator=g), order, small_mar.class_emb(torch.arange(size))
+
+
+def shuffled(order, start, stop):
+    """The order with its entries start..stop reversed."""
+    return torch.cat([order[:, :start], order[:, start:stop].flip(1), order[:, stop:]], dim=1)
+
+
+@pytest.mark.parametrize("condition", ["z", "z_uncond"])
+def test_golden_conditions(condition, small_mar, mar_golden):
+    tokens, mask, labels = (mar_golden[f"backbone.{name}"] for name in ("tokens", "mask", "labels"))
+    num_known = (mask == 0).sum(1).tolist()
+    embedding = small_mar.class_emb(labels) if condition == "z" else small_mar.fake_latent.expand(len(labels), -1)
+    z = small_mar(tokens, mask.argsort(dim=1, stable=True), num_known, embedding)
+    assert relative_error(z, mar_golden[f"backbone.{condition}"]) < 1e-5
+
+
+def test_golden_encoder(small_mar, mar_golden):
+    tokens, mask, labels = (mar_golden[f"backbone.{name}"] for name in ("tokens", "mask", "labels"))
+    expected = mar_golden["backbone.encoder_out"]  # buffer, then the known tokens in raster order
+    num_known = (mask == 0).sum(1).tolist()
+    encoded = small_mar.encode(tokens, mask.argsort(dim=1, stable=True), num_known, small_mar.class_emb(labels))
+    assert relative_error(encoded[:, : expected.shape[1]], expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_official_shapes(name):
+    with torch.device("meta"):
+        model = getattr(registry, name)()
+    assert {key: list(value.shape) for key, value in model.state_dict().items()} == SHAPES[name]
+
+
+def test_ragged_batch(small_mar, batch, monkeypatch):
+    tokens, order, embedding = batch
+    together = small_mar(tokens, order, RAGGED, embedding)
+    monkeypatch.setattr(model_module, "PAD_TO", 1)  # alone there is nothing to pad or to mask
+    for i, count in enumerate(RAGGED):
+        alone = small_mar(tokens[i : i + 1], order[i : i + 1], [count], embedding[i : i + 1])
+        assert relative_error(together[i : i + 1], alone) < 1e-5, count
+
+
+def test_unknown_values_are_ignored(small_mar, batch):
+    tokens, order, embedding = batch
+    unknown = order.argsort(1) >= torch.tensor(RAGGED).unsqueeze(1)
+    changed = torch.where(unknown.unsqueeze(-1), 1000 - 7 * tokens, tokens)
+    assert torch.equal(small_mar(changed, order, RAGGED, embedding), small_mar(tokens, order, RAGGED, embedding))
+
+
+@pytest.mark.parametrize("rank", [0, 12])
+def test_known_values_reach_every_condition(rank, small_mar, batch):
+    tokens, order, embedding = batch
+    counts = [13] * len(tokens)
+    changed = tokens.clone()
+    changed[torch.arange(len(tokens)), order[:, rank]] += 1
+    difference = small_mar(changed, order, counts, embedding) - small_mar(tokens, order, counts, embedding)
+    assert difference.abs().amax(-1).min() > 1e-5
+
+
+@pytest.mark.parametrize("stretch", [(0, 13), (13, 64)], ids=["known", "unknown"])
+def test_order_within_a_set_is_irrelevant(stretch, small_mar, batch):
+    tokens, order, embedding = batch
+    counts = [13] * len(tokens)
+    reference = small_mar(tokens, order, counts, embedding)
+    assert relative_error(small_mar(tokens, shuffled(order, *stretch), counts, embedding), reference) < 1e-5
+    assert relative_error(small_mar(tokens, shuffled(order, 10, 16), counts, embedding), reference) > 1e-3
+
+
+@pytest.mark.parametrize("patch", [1, 2])
+def test_patchify(patch):
+    sizes = dict(embed_dim=16, depth=1, num_heads=2, class_num=2, buffer_size=2, diffloss_w=8, diffloss_d=1)
+    model = MAR(MARConfig(img_size=16, vae_stride=2, patch_size=patch, vae_embed_dim=3, **sizes))
+    latent = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    tokens = model.patchify(latent)
+    assert tokens.shape == (2, model.config.seq_len, model.config.token_dim)
+    assert torch.equal(model.unpatchify(tokens), latent)
+    row, column = 1, 2
+    cell = latent[:, :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
+    assert torch.equal(tokens[:, row * model.config.grid_size + column], cell.flatten(1))
