@@ -45,22 +45,22 @@ def ancestral(
     s = schedule(num_steps)
     width = (3 * len(head.res_blocks) + 2) * head.width
     chunk = max(1, MODULATION_BYTES // (4 * width * z.shape[0] * z.shape[1]))
-    steps = torch.arange(num_steps - 1, -1, -1, device=z.device)
-    timesteps = torch.as_tensor(s.timestep_map, device=z.device)
     with precision.full():
         c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(timesteps)
-    base = torch.as_tensor(s.log_sigma_base, dtype=torch.float32, device=z.device).exp()
-    base[0] = 0  # the last step adds no noise
-    for part in [steps[:1], *steps[1:].split(chunk)]:
-        first = num_steps - 1 - int(part[0]) == 0
-        with precision.full() if first else precision.fast():
-            eps_t = noise(part) * (base[part].reshape(-1, 1, 1) * temperature)
-            tables = [m.unbind(0) for m in head.modulations(t_embed[part][:, None, None], c_embed)]
-            for i, t in enumerate(part.tolist()):
-                out = head.denoise(x, [table[i] for table in tables])
-                eps, v = out.float().split(x.shape[-1], dim=-1)
+        t_embed = head.time_embed(torch.as_tensor(s.timestep_map, device=z.device))
+    sigma = torch.as_tensor(s.log_sigma_base, dtype=torch.float32, device=z.device).exp()
+    sigma[0] = 0  # the last step adds no noise
+    first = num_steps - 1
+    later = [range(i, max(i - chunk, -1), -1) for i in range(first - 1, -1, -chunk)]
+    for steps in [range(first, first - 1, -1), *later]:
+        t = torch.tensor(steps, device=z.device)
+        with precision.full() if steps[0] == first else precision.fast():
+            eps_t = noise(t) * (sigma[t].reshape(-1, 1, 1) * temperature)
+            layers = head.modulations(t_embed[t][:, None, None], c_embed)
+            by_step = zip(*(zip(*(m.unbind(0) for m in layer)) for layer in layers))
+            for step, modulations, step_noise in zip(steps, by_step, eps_t):
+                eps, v = head.denoise(x, modulations).float().split(x.shape[-1], dim=-1)
                 guided = eps[0] if len(z) == 1 else torch.lerp(eps[1], eps[0], scale)
-                mean = torch.add(x * s.mean_x[t], guided, alpha=s.mean_eps[t])
-                x = torch.addcmul(mean, torch.exp(v[0] * s.log_sigma_slope[t]), eps_t[i])
+                mean = torch.add(x * s.mean_x[step], guided, alpha=s.mean_eps[step])
+                x = torch.addcmul(mean, torch.exp(v[0] * s.log_sigma_slope[step]), step_noise)
     return x

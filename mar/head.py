@@ -6,6 +6,7 @@ Source: MAR (arXiv 2406.11838), section 3.2 and appendix; the state-dict names a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,7 @@ class ResBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
 
-    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
-        shift, scale, gate = modulation.chunk(3, dim=-1)
+    def forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
         h = self.mlp(torch.addcmul(shift, self.in_ln(x), scale))
         return torch.addcmul(x, gate, h)
 
@@ -53,8 +53,7 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(width, out_channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
-    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
-        shift, scale = modulation.chunk(2, dim=-1)
+    def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         x = F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS)
         return self.linear(torch.addcmul(shift, x, scale))
 
@@ -93,9 +92,8 @@ class Head(nn.Module):
             nn.init.zeros_(layer.adaLN_modulation[1].weight)
         nn.init.zeros_(self.final_layer.linear.weight)
 
-    def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:
-        """The modulation of every layer: the blocks' [..., 3 width] (shift, 1 + scale, gate), the last's [..., 2
-        width].
+    def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[tuple[Tensor, ...]]:
+        """(shift, 1 + scale, gate) of every block and (shift, 1 + scale) of the last layer, each [..., width].
 
         Args:
             t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].
@@ -103,17 +101,16 @@ class Head(nn.Module):
         y = F.silu(t_embed + c_embed)
         layers = []
         for layer in [*self.res_blocks, self.final_layer]:
-            m = layer.adaLN_modulation[1](y)
-            m[..., self.width : 2 * self.width] += 1
-            layers.append(m)
+            shift, scale, *gate = layer.adaLN_modulation[1](y).split(self.width, dim=-1)
+            layers.append((shift, scale + 1, *gate))
         return layers
 
-    def denoise(self, x: Tensor, modulations: list[Tensor]) -> Tensor:
+    def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """(eps, v) [..., 2d] of noisy tokens x [..., d] under precomputed modulations."""
         x = self.input_proj(x)
         for block, modulation in zip(self.res_blocks, modulations):
-            x = block(x, modulation)
-        return self.final_layer(x, modulations[-1])
+            x = block(x, *modulation)
+        return self.final_layer(x, *modulations[-1])
 
     def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
         """(eps, v) [N, 2d] of noisy tokens x [N, d] at timesteps t [N] (0..999) under conditions c [N, D]."""

@@ -40,7 +40,7 @@ def test_tokens_draws():
     assert torch.equal(initial(seed, position, 16)[4], normal(seed[4], Purpose.INIT, position[4], num=16))
     drawn = steps(seed, position, step, 16)
     assert drawn.shape == (3, 10, 16)
-    assert torch.equal(drawn[1, 4], normal(seed[4], Purpose.STEP, position[4], 3, num=16))
+    assert torch.equal(drawn[0, 4], normal(seed[4], Purpose.STEP, position[4], 99, num=16))
     assert torch.equal(drawn[1:2, 4:5], steps(seed[4:5], position[4:5], step[1:2], 16))
 
 
@@ -70,6 +70,13 @@ def test_different_keys_are_independent(other):
 def draws(seed, purpose, step, index):
     """65,536 normals: 16 at each of 4096 positions."""
     return normal(torch.tensor(seed), purpose, torch.arange(4096), step, index, num=16).flatten()
+
+
+def test_keys_never_collide():
+    values = torch.tensor([0, 1, 2, 3, 255, 2**16, 2**24 - 1])
+    position, step, index = torch.meshgrid(values, values, values, indexing="ij")
+    drawn = [bits(torch.tensor(0), purpose, position, step, index, 8).flatten(0, 2) for purpose in Purpose]
+    assert len(torch.cat(drawn).unflatten(1, (2, 4)).flatten(0, 1).unique(dim=0)) == 2 * len(Purpose) * len(values) ** 3
 
 
 @pytest.mark.parametrize("axis", ["channel", "position", "seed"])
