@@ -11,7 +11,7 @@ from cspd.precision import Precision
 from mar.diffusion import schedule
 from mar.head import Head
 
-MODULATION_BYTES = 64 * 2**20  # of one table of modulations; longer chains take several
+MODULATION_BYTES = 16 * 2**20  # of one table of modulations; longer chains take several
 
 
 def ancestral(

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mar.model import MAR
@@ -25,8 +25,8 @@ class CheckpointError(ValueError):
     """A weights file cannot be used; the message names the file, what was expected and what to do."""
 
 
-def read_tensors(path: Path, ema: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a weights file, memory-mapped, and its safetensors metadata (empty for a pickle).
+def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
+    """The tensors of a weights file, memory-mapped.
 
     Args:
         path: .safetensors, or anything else as a torch pickle holding `model_ema` and/or `model`.
@@ -40,13 +40,13 @@ def read_tensors(path: Path, ema: bool = True) -> tuple[dict[str, Tensor], dict[
         raise CheckpointError(f"{path}: no such file; checkpoints/README.md says where the official files come from")
     try:
         if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+            return load_file(path)
         # official files carry the training script's arguments beside the weights
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # a damaged file can fail anywhere in the readers
+        code = isinstance(error, pickle.UnpicklingError)
+        reason = "not weights alone" if code else (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely"
             " truncated or another kind of file: fetch it again and compare its size with the source"
@@ -59,7 +59,7 @@ def read_tensors(path: Path, ema: bool = True) -> tuple[dict[str, Tensor], dict[
             f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take MAR's checkpoint-last.pth or"
             " kl16.ckpt"
         )
-    return tensors, {}
+    return tensors
 
 
 def _fit(model: nn.Module, tensors: dict[str, Tensor]) -> str | None:
@@ -85,10 +85,10 @@ def _on_meta(create, name: str) -> nn.Module:
 
 
 def _load(path: Path, arch: str | None, ema: bool, names: dict, create, kind: str) -> tuple[nn.Module, str]:
-    tensors, metadata = read_tensors(path, ema)
+    tensors = read_tensors(path, ema)
     fits = {name: _fit(_on_meta(create, name), tensors) for name in names}
     found = next((name for name, problem in fits.items() if problem is None), None)
-    wanted = arch or metadata.get("arch") or found
+    wanted = arch or found
     if wanted is None:
         raise CheckpointError(
             f"{path}: the weights are of no {kind} known here ({', '.join(names)}): give the file of one of these"

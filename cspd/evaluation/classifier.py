@@ -34,7 +34,7 @@ class DigitClassifier(nn.Module):
 
 def load_classifier(checkpoint: str = "digits32") -> DigitClassifier:
     """The classifier that is embedded beside a checkpoint, on the CPU in float32."""
-    tensors, _ = read_tensors(embedded()[checkpoint] / "classifier.safetensors")
+    tensors = read_tensors(embedded()[checkpoint] / "classifier.safetensors")
     model = DigitClassifier()
     model.load_state_dict({name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
     return model.eval().requires_grad_(False)

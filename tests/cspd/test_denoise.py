@@ -42,10 +42,10 @@ class GaussianHead(torch.nn.Module):
 
     def modulations(self, t_embed, c_embed):
         gain, slope, v = t_embed.split(1, dim=-1)
-        return [gain, slope * c_embed, v]
+        return [(gain, slope * c_embed, v)]
 
     def denoise(self, x, modulations):
-        gain, offset, v = modulations
+        ((gain, offset, v),) = modulations
         eps = gain * x + offset
         return torch.cat([eps, v.expand_as(eps)], dim=-1)
 

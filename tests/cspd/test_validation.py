@@ -180,3 +180,9 @@ def test_published_defaults(name, cfg):
 def test_default_iterations_fit_the_sequence():
     config = MARConfig(img_size=64, vae_stride=16)
     assert resolve(Request(0), config, defaults_of(config)).num_iter == 16
+
+
+def test_engine_takes_its_targets_defaults(engine):
+    """An official size would sample at temperature 0.95 without guidance, the embedded ones at 1."""
+    output = engine.generate([Request(1, cfg=1, **QUICK)])[0]
+    assert output.request == Request(1, cfg=1, cfg_schedule="linear", temperature=1.0, **QUICK)

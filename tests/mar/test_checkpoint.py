@@ -145,10 +145,18 @@ def test_another_size(save):
     assert f"not the weights of {DRAFT}" in message and f"these are the weights of {TARGET}: ask for that" in message
 
 
-def test_one_wrong_shape(save, weights):
-    changed = weights | {"mask_token": torch.zeros(1, 1, 7)}
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"mask_token": torch.zeros(1, 1, 7)}, "mask_token is [1, 1, 7], expected [1, 1, 96]"),
+        ({"extra": torch.zeros(1)}, "1 tensors unexpected (such as extra)"),
+        ({"mask_token": None}, "1 tensors missing (such as mask_token)"),
+    ],
+)
+def test_one_tensor_off(changes, problem, save, weights):
+    changed = {name: t for name, t in (weights | changes).items() if t is not None}
     message = refusal(load_mar, save("weights.pth", {"model": changed}), DRAFT)
-    assert "mask_token is [1, 1, 7], expected [1, 1, 96]" in message and f"give the file of {DRAFT}" in message
+    assert problem in message and f"give the file of {DRAFT}" in message
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

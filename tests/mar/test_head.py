@@ -20,9 +20,10 @@ def inputs(head):
     return torch.tensor([999, 500, 10, 0]), x, torch.randn(2, 5, head.cond_embed.in_features, generator=g)
 
 
-def tables(head, t, c):
-    """Modulations of every timestep [T, G, R, width], as `cspd.denoise` makes them."""
-    return head.modulations(head.time_embed(t)[:, None, None], head.cond_embed(c))
+def by_step(head, t, c):
+    """The modulations of every timestep, computed together, as `cspd.denoise` does."""
+    layers = head.modulations(head.time_embed(t)[:, None, None], head.cond_embed(c))
+    return [[tuple(part[i] for part in layer) for layer in layers] for i in range(len(t))]
 
 
 def test_golden(head, mar_golden):
@@ -57,9 +58,8 @@ def test_modulations_apart(head, mar_golden):
 def test_guidance_axis_in_front(head, inputs):
     timesteps, x, c = inputs
     scale = torch.linspace(1, 4, len(x)).unsqueeze(-1)
-    modulations = tables(head, timesteps, c)
-    for i, t in enumerate(timesteps):
-        out = head.denoise(x, [m[i] for m in modulations])
+    for t, modulations in zip(timesteps, by_step(head, timesteps, c)):
+        out = head.denoise(x, modulations)
         by_row = head(x.repeat(2, 1), t.expand(2 * len(x)), c.flatten(0, 1))
         assert relative_error(out.flatten(0, 1), by_row) < 1e-5
         eps, v = out.chunk(2, dim=-1)
@@ -69,8 +69,8 @@ def test_guidance_axis_in_front(head, inputs):
 
 def test_bf16_autocast(head, inputs):
     timesteps, x, c = inputs
-    exact = head.denoise(x, [m[1] for m in tables(head, timesteps, c)])
+    exact = head.denoise(x, by_step(head, timesteps, c)[1])
     with torch.autocast("cpu", torch.bfloat16):
-        out = head.denoise(x, [m[1] for m in tables(head, timesteps, c)])
+        out = head.denoise(x, by_step(head, timesteps, c)[1])
     assert torch.isfinite(out).all()
     assert 0 < relative_error(out.float(), exact) < 0.05

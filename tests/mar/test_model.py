@@ -61,6 +61,14 @@ def test_ragged_batch(small_mar, batch, monkeypatch):
         assert relative_error(together[i : i + 1], alone) < 1e-5, count
 
 
+def test_conditions_at_positions(small_mar, batch):
+    tokens, order, embedding = batch
+    positions = torch.cat([order[:, 5:8], torch.zeros(len(order), 2, dtype=torch.int64), order[:, -1:]], dim=1)
+    everywhere = small_mar(tokens, order, RAGGED, embedding)
+    expected = everywhere[torch.arange(len(order)).unsqueeze(1), positions]
+    assert relative_error(small_mar(tokens, order, RAGGED, embedding, positions), expected) < 1e-5
+
+
 def test_unknown_values_are_ignored(small_mar, batch):
     tokens, order, embedding = batch
     unknown = order.argsort(1) >= torch.tensor(RAGGED).unsqueeze(1)
