@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from cspd.engine import Engine
 from cspd.sequence import Request
-from cspd.validation import resolve
 from mar import reference as published
 
 SCHEMA = "cspd.bench/1"
@@ -46,7 +45,7 @@ def bench(
     Raises:
         ValueError: a batch larger than the engine's slots, or no runs.
     """
-    request = resolve(request, engine.target.config, engine.defaults)
+    request = engine.resolve(request)
     if runs < 1 or not 1 <= min(batches) <= max(batches) <= engine.host.num_slots:
         raise ValueError(
             f"runs={runs}, batches={batches}: give at least one run, and batches in 1..{engine.host.num_slots}"

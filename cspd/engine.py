@@ -67,9 +67,16 @@ class Engine:
         self.scheduler = Scheduler(max_batch)
         self._tickets = 0
 
+    def resolve(self, request: Request) -> Request:
+        """The request with every default filled in, checked. Raises ValueError on a bad one."""
+        request = resolve(request, self.target.config, self.defaults)
+        if request.num_iter < self.defaults.num_iter:  # more tokens an iteration than the slots were checked for
+            check_memory(self.target, self.host.num_slots, request.num_iter, self.device)
+        return request
+
     def add_request(self, request: Request) -> int:
         """Queues a request and returns its ticket. Raises ValueError on a bad one, which harms no other."""
-        request = resolve(request, self.target.config, self.defaults)
+        request = self.resolve(request)
         ticket = self._tickets
         self._tickets += 1
         stats = RoundStats(guarantee=METHODS[request.method].guarantee)
@@ -143,7 +150,7 @@ class Engine:
         bad = []
         for index, request in enumerate(requests):
             try:
-                resolve(request, self.target.config, self.defaults)
+                self.resolve(request)
             except ValueError as error:
                 bad.append(f"request {index}: {error}")
         if bad:

@@ -14,7 +14,6 @@ from PIL import Image
 from cspd.engine import Engine
 from cspd.plots import grid, to_pil
 from cspd.sequence import PHASES, Request
-from cspd.validation import resolve
 
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
@@ -47,7 +46,7 @@ def sample_to_folder(
     Raises:
         ValueError: a bad request, or `out` holds another run and `overwrite` is off.
     """
-    requests = [resolve(request, engine.target.config, engine.defaults) for request in requests]
+    requests = [engine.resolve(request) for request in requests]
     names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
     out.mkdir(parents=True, exist_ok=True)

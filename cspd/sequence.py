@@ -18,7 +18,7 @@ class Request:
         seed: of everything random in this image, 0 .. 2^63 - 1.
         method: a name of `cspd.methods.METHODS`.
         num_iter: K, autoregressive iterations, 1 .. L.
-        cfg: guidance scale s >= 1; 1 is no guidance.
+        cfg: guidance scale s >= 0; 1 is no guidance.
         cfg_schedule: "linear" (s grows over the iterations) or "constant".
         temperature: tau >= 0, multiplies the noise of the denoising steps.
         num_sampling_steps: T, denoising steps a token, 2 .. 1000.

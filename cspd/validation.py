@@ -56,8 +56,8 @@ def _real(name: str, value: object, why: str) -> None:
 
 
 def _choice(name: str, value: object, choices: object, planned: object = ()) -> None:
-    if value not in choices:
-        state = "not built yet" if value in planned else "unknown"
+    if not isinstance(value, str) or value not in choices:
+        state = "not built yet" if isinstance(value, str) and value in planned else "unknown"
         raise ValueError(f"{name}={value!r} is {state}: choose one of {', '.join(choices)}")
 
 
@@ -90,7 +90,7 @@ def pick_device(device: str | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r} is no device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
     if picked.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu'")
@@ -127,11 +127,13 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_memory(target: MAR, max_batch: int, num_iter: int, device: torch.device) -> None:
-    """Raises ValueError where `max_batch` slots would not fit into the device's free memory, before allocating them."""
+    """Raises ValueError, before allocating, where `max_batch` slots at K = `num_iter` would not fit into free memory."""
     _integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
     per_slot, free = bytes_per_slot(target, num_iter), free_bytes(device)
     if per_slot * max_batch > free:
+        fit = free // per_slot
+        fix = f"use max_batch <= {fit}" if fit else "use a larger num_iter, a smaller model or another device"
         raise ValueError(
-            f"max_batch={max_batch} needs about {per_slot * max_batch / 2**30:.1f} GiB and {device} has"
-            f" {free / 2**30:.1f} GiB free: use max_batch <= {max(1, free // per_slot)}"
+            f"max_batch={max_batch} at num_iter={num_iter} needs about {per_slot * max_batch / 2**30:.1f} GiB and"
+            f" {device} has {free / 2**30:.1f} GiB free: {fix}"
         )

@@ -45,15 +45,19 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        code = isinstance(error, pickle.UnpicklingError)
-        reason = "not weights alone" if code else (str(error).splitlines() or [type(error).__name__])[0]
+        code = isinstance(error, pickle.UnpicklingError)  # its own message advises to run that code
+        reason = (
+            "it holds other things than weights" if code else (str(error).splitlines() or [type(error).__name__])[0]
+        )
         raise CheckpointError(
             f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely"
             " truncated or another kind of file: fetch it again and compare its size with the source"
         ) from error
     keys = WEIGHT_KEYS if ema else reversed(WEIGHT_KEYS)
-    tensors = next((content[key] for key in keys if key in content), None) if isinstance(content, dict) else None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    tensors = next((content[key] for key in keys if content.get(key)), None) if isinstance(content, dict) else None
+    if isinstance(tensors, dict):
+        tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    if not isinstance(tensors, dict) or not tensors:
         found = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
             f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take MAR's checkpoint-last.pth or"

@@ -111,7 +111,8 @@ def training_loss(head: torch.nn.Module, x0: Tensor, c: Tensor, t: Tensor, noise
         noise: standard normal [N, d].
 
     Returns:
-        (mse [N], vb [N]); vb moves the variance channel only and is in bits per dimension.
+        (mse [N], vb [N]); vb moves the variance channel only and is in bits per dimension. At t = 0 too it is a KL
+        divergence, with the clipped posterior variance: tokens are continuous, so there is nothing to discretise.
     """
     s = schedule(TRAIN_STEPS)
     x_t = table(np.sqrt(s.alphas_cumprod), t) * x0 + table(np.sqrt(1 - s.alphas_cumprod), t) * noise

@@ -64,6 +64,7 @@ def test_a_damaged_record_is_not_taken_over(tmp_path, capsys):
 
 def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
     assert sample(tmp_path) == 0
+    capsys.readouterr()
     assert sample(tmp_path, "--temperature", "0.9") == 2
     error = capsys.readouterr().err
     assert "another run" in error and "--overwrite" in error and error.count("\n") == 1

@@ -158,7 +158,9 @@ def test_max_batch_is_a_count(max_batch, model):
 def test_too_many_slots():
     """A million slots of this model's tokens alone are 4 TB: to allocate them first would be another error."""
     model = MAR(MARConfig(img_size=256, vae_stride=1, **TINY))
-    with pytest.raises(ValueError, match=r"max_batch=1000000 needs about [\d.]+ GiB and cpu has [\d.]+ GiB") as caught:
+    with pytest.raises(
+        ValueError, match=r"max_batch=1000000 at num_iter=64 needs about [\d.]+ GiB and cpu has [\d.]+ GiB"
+    ) as caught:
         Engine(model, max_batch=10**6, device="cpu")
     fits = int(re.search(r"use max_batch <= (\d+)", str(caught.value))[1])
     per_slot = bytes_per_slot(model, SPEC.defaults.num_iter)
