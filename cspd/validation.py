@@ -127,7 +127,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_memory(target: MAR, max_batch: int, num_iter: int, device: torch.device) -> None:
-    """Raises ValueError, before allocating, where `max_batch` slots at K = `num_iter` would not fit into free memory."""
+    """Raises ValueError, before allocating, where `max_batch` slots at K = `num_iter` would not fit into memory."""
     _integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
     per_slot, free = bytes_per_slot(target, num_iter), free_bytes(device)
     if per_slot * max_batch > free:

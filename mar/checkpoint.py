@@ -46,9 +46,7 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged file can fail anywhere in the readers
         code = isinstance(error, pickle.UnpicklingError)  # its own message advises to run that code
-        reason = (
-            "it holds other things than weights" if code else (str(error).splitlines() or [type(error).__name__])[0]
-        )
+        reason = "it holds more than weights" if code else (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely"
             " truncated or another kind of file: fetch it again and compare its size with the source"
