@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 import statistics
@@ -67,9 +68,8 @@ def bench(
         rows += [_row(name, batch, timed[name], timed[request.method]) for name in contenders]
     bar.close()
     report = {"schema": SCHEMA, "machine": _machine(engine), "request": dataclasses.asdict(request), "rows": rows}
-    report["memory"] = [_memory(engine, request, batch, num) for batch in batches for num in (batch, queued or batch)]
-    if not queued:
-        report["memory"] = report["memory"][::2]
+    counts = {batch: [batch, queued] if queued else [batch] for batch in batches}
+    report["memory"] = [_memory(engine, request, batch, num) for batch in batches for num in counts[batch]]
     return report
 
 
@@ -128,8 +128,9 @@ def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
 def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif (reset := Path("/proc/self/clear_refs")).exists():
-        reset.write_text("5")
+    else:
+        with contextlib.suppress(OSError):  # Linux only, and not in every container
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_bytes(device: torch.device) -> int:

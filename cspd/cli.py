@@ -142,12 +142,13 @@ def _sample(args: argparse.Namespace) -> None:
     settings["target"] = checkpoint_files(args.checkpoint)["target"].name
     record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite)
     summary = record["summary"]
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in summary["seconds_by_phase"].items())
+    seconds = summary["seconds_by_phase"]
+    phases = ", ".join(f"{name} {spent / sum(seconds.values()):.0%}" for name, spent in seconds.items())
     print(f"{summary['images_made']} images in {summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s")
     print(
         f"per image: {summary['iterations_per_image']:.0f} iterations,"
         f" {summary['backbone_calls_per_image']:.0f} backbone calls,"
-        f" {summary['head_calls_per_image']:.0f} sequential head calls; in its rounds {phases}"
+        f" {summary['head_calls_per_image']:.0f} sequential head calls; time: {phases}"
     )
     print(f"wrote {args.out / 'grid.png'} (all images), {args.out / RECORD} (settings, statistics), {num} PNGs")
 

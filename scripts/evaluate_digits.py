@@ -34,8 +34,9 @@ def main() -> None:
     parser.add_argument("weights", type=Path)
     parser.add_argument("--vae", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
     parser.add_argument("--num", type=int, default=2000, help="images at the best guidance")
-    parser.add_argument("--try-num", type=int, default=200, help="images at each guidance tried")
-    parser.add_argument("--try-cfg", type=float, nargs="+", default=[1.5, 2.0, 3.0, 4.0])
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them: for doing the work in parts")
+    parser.add_argument("--cfg", type=float, nargs="+", default=[2.0, 3.0, 4.0], help="guidance scales to choose from")
+    parser.add_argument("--try-num", type=int, default=100, help="images at each, where there are several")
     parser.add_argument("--num-iter", type=int, default=64)
     parser.add_argument("--max-batch", type=int, default=50)
     parser.add_argument("--grid", type=Path, help="write a grid of the first 100 images here")
@@ -44,18 +45,20 @@ def main() -> None:
     engine = Engine(load_mar(args.weights), vae=load_vae(args.vae), max_batch=args.max_batch)
     classifier = load_classifier()
     tried = {}
-    for cfg in args.try_cfg:
+    for cfg in args.cfg if len(args.cfg) > 1 else []:
         images, labels, size = sample(engine, args.try_num, 10**6, cfg=cfg, num_iter=args.num_iter)
         tried[cfg] = accuracy(classifier, images, labels)
         print(f"cfg {cfg}: accuracy {tried[cfg]:.3f}, largest token {size.max():.2f}", flush=True)
-    best = max(tried, key=tried.get)
+    best = max(tried, key=tried.get) if tried else args.cfg[0]
     start = time.perf_counter()
-    images, labels, size = sample(engine, args.num, 0, cfg=best, num_iter=args.num_iter)
+    images, labels, size = sample(engine, args.num, args.seed, cfg=best, num_iter=args.num_iter)
     result = {
         "weights": args.weights.name,
         "cfg": best,
         "num_iter": args.num_iter,
         "images": args.num,
+        "first_seed": args.seed,
+        "recognised": round(args.num * accuracy(classifier, images, labels)),
         "accuracy": round(accuracy(classifier, images, labels), 4),
         "exploded": int((~(size < EXPLODED)).sum()),
         "largest_token": round(size.max().item(), 2),
