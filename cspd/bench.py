@@ -18,6 +18,7 @@ from cspd.sequence import Request
 from mar import reference as published
 
 SCHEMA = "cspd.bench/1"
+MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 10}  # for peak memory: fewer, larger iterations than usual
 
 
 def bench(
@@ -51,13 +52,15 @@ def bench(
         raise ValueError(
             f"runs={runs}, batches={batches}: give at least one run, and batches in 1..{engine.host.num_slots}"
         )
+    # memory first, small batches first: what the timed runs leave in the process would be counted too
+    counts = [(batch, num) for batch in sorted(batches) for num in ([batch, queued] if queued else [batch])]
+    memory = [_memory(engine, request, batch, num) for batch, num in counts]
     rows = []
     bar = tqdm(total=len(batches) * (runs + 1), unit="run", disable=not progress)
     for batch in batches:
         contenders = {request.method: lambda batch=batch: _ours(engine, request, batch)}
         if reference:
             contenders["published"] = lambda batch=batch: _published(engine, request, batch)
-        _reset_peak(engine.device)
         timed: dict[str, list[dict]] = {name: [] for name in contenders}
         for i in range(runs + 1):  # the first warms up
             for name, run in contenders.items():
@@ -68,9 +71,7 @@ def bench(
         rows += [_row(name, batch, timed[name], timed[request.method]) for name in contenders]
     bar.close()
     report = {"schema": SCHEMA, "machine": _machine(engine), "request": dataclasses.asdict(request), "rows": rows}
-    counts = {batch: [batch, queued] if queued else [batch] for batch in batches}
-    report["memory"] = [_memory(engine, request, batch, num) for batch in batches for num in counts[batch]]
-    return report
+    return report | {"memory": memory}
 
 
 def _requests(engine: Engine, request: Request, num: int) -> list[Request]:
@@ -91,7 +92,10 @@ def _ours(engine: Engine, request: Request, batch: int) -> dict:
 def _published(engine: Engine, request: Request, batch: int) -> dict:
     labels = torch.tensor([r.label for r in _requests(engine, request, batch)], device=engine.device)
     settings = {k: v for k, v in dataclasses.asdict(request).items() if k not in ("label", "seed", "method")}
-    engine.decode(published.sample(engine.target, labels, **settings))
+    with torch.no_grad():
+        with engine.precision.fast():
+            tokens = published.sample(engine.target, labels, **settings)
+        engine.decode(tokens)
     return {}
 
 
@@ -117,8 +121,9 @@ def _spread(values: list[float]) -> dict:
 
 def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     """Peak memory of `num` short requests through `batch` slots; the images are dropped as they come."""
-    small = Engine(engine.target, vae=engine.vae, max_batch=batch, device=engine.device)
-    quick = dataclasses.replace(request, num_iter=min(4, request.num_iter), num_sampling_steps=10)
+    precision = engine.precision.policy
+    small = Engine(engine.target, vae=engine.vae, max_batch=batch, device=engine.device, precision=precision)
+    quick = dataclasses.replace(request, **MEMORY_SETTINGS)
     _reset_peak(engine.device)
     for _ in small.stream(_requests(engine, quick, num)):
         pass
@@ -174,7 +179,6 @@ def format_report(report: dict) -> str:
         )
     lines.append("")
     for m in report["memory"]:
-        lines.append(
-            f"peak memory, {m['requests']} requests through {m['slots']} slots: {m['peak_bytes'] / 2**20:.0f} MiB"
-        )
+        what = f"{m['requests']} requests through {m['slots']} slots (K = {MEMORY_SETTINGS['num_iter']})"
+        lines.append(f"peak memory, {what}: {m['peak_bytes'] / 2**20:.0f} MiB")
     return "\n".join(lines)

@@ -45,6 +45,13 @@ def number_list(text: str) -> list[int]:
     return numbers
 
 
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -57,7 +64,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     policies = "; ".join(f"{name}: {text}" for name, text in POLICIES.items())
     group.add_argument("--precision", default="fp32", choices=POLICIES, help=f"(default: %(default)s) {policies}")
-    group.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    group.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
 
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -138,13 +145,20 @@ def _sample(args: argparse.Namespace) -> None:
     engine = _load(args, min(args.max_batch, num))
     labels = (args.labels[i % len(args.labels)] for i in range(num))
     requests = [_request(args, label, args.seed + i) for i, label in enumerate(labels)]
-    settings = {"version": cspd.__version__, "checkpoint": str(args.checkpoint), "precision": args.precision}
-    settings["target"] = checkpoint_files(args.checkpoint)["target"].name
+    files = checkpoint_files(args.checkpoint)
+    settings = {"version": cspd.__version__, "precision": args.precision}
+    for name, file in (("target", files["target"]), ("vae", args.vae or files["vae"])):
+        file = file.resolve()
+        settings[name] = {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns}
     record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite)
     summary = record["summary"]
     seconds = summary["seconds_by_phase"]
     phases = ", ".join(f"{name} {spent / sum(seconds.values()):.0%}" for name, spent in seconds.items())
-    print(f"{summary['images_made']} images in {summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s")
+    if summary["images_made"]:
+        speed = f"{summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s"
+        print(f"{summary['images_made']} images in {speed}")
+    else:
+        print(f"all {num} images were there already")
     print(
         f"per image: {summary['iterations_per_image']:.0f} iterations,"
         f" {summary['backbone_calls_per_image']:.0f} backbone calls,"
@@ -169,11 +183,12 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         print(f"cspd: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("cspd: stopped; the same command goes on from here", file=sys.stderr)
+        more = "; the same command goes on from here" if args.command == "sample" else ""
+        print(f"cspd: stopped{more}", file=sys.stderr)
         return 130
     return 0
 

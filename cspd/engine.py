@@ -31,7 +31,8 @@ class Engine:
     depends on the request alone, not on what else is in flight.
 
     Args:
-        target: the model whose images are made; its published sampling settings are the requests' defaults.
+        target: the model whose images are made; its published sampling settings are the requests' defaults. All models
+            are moved to the device, put in eval mode and frozen, in place.
         draft: a smaller model of the same tokens, for methods that draft.
         vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
         max_batch: slots; memory grows with them, not with the number of requests.
@@ -65,13 +66,16 @@ class Engine:
         check_memory(target, max_batch, self.defaults.num_iter, self.device)
         self.host = MARHost(self.target, max_batch, self.device, self.precision, noise)
         self.scheduler = Scheduler(max_batch)
+        self._least_iter = self.defaults.num_iter
         self._tickets = 0
+        self._streaming = False
 
     def resolve(self, request: Request) -> Request:
         """The request with every default filled in, checked. Raises ValueError on a bad one."""
         request = resolve(request, self.target.config, self.defaults)
-        if request.num_iter < self.defaults.num_iter:  # more tokens an iteration than the slots were checked for
+        if request.num_iter < self._least_iter:  # more tokens an iteration than memory was checked for
             check_memory(self.target, self.host.num_slots, request.num_iter, self.device)
+            self._least_iter = request.num_iter
         return request
 
     def add_request(self, request: Request) -> int:
@@ -83,7 +87,7 @@ class Engine:
         self.scheduler.add(Sequence(request, ticket, stats=stats))
         return ticket
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: outputs are ordinary tensors
     def step(self) -> dict[int, Output]:
         """Runs one round of one kind of request and returns what it finished, by ticket."""
         watch = Stopwatch(self.device)
@@ -94,8 +98,9 @@ class Engine:
         if not batch:
             return {}
         finished = METHODS[batch[0].request.method].round(self.host, batch, watch)
-        outputs = self._outputs(finished, watch)
+        tokens = self.host.finished_tokens(finished)
         self.scheduler.release(finished)
+        outputs = self._outputs(finished, tokens, watch)
         seconds = watch.seconds()
         for sequence in batch:
             for phase, spent in seconds.items():
@@ -112,8 +117,9 @@ class Engine:
             ValueError: at a bad request, when it is read; those read before are finished first.
             RuntimeError: other requests are in flight.
         """
-        if len(self.scheduler):
-            raise RuntimeError(f"{len(self.scheduler)} requests are in flight: finish them with step() first")
+        if self._streaming or len(self.scheduler):
+            raise RuntimeError(f"{len(self.scheduler)} requests are in flight: finish them, or the other stream, first")
+        self._streaming = True
         source, index_of, error, finished = enumerate(requests), {}, None, 0
         total = len(requests) if isinstance(requests, Sized) else None
         bar = tqdm(total=total, unit="image", bar_format=BAR_FORMAT if total else None, disable=not progress)
@@ -127,7 +133,7 @@ class Engine:
                         source = None
                     except ValueError as bad:
                         error, source = bad, None
-                if not len(self.scheduler):
+                if not index_of:
                     break
                 outputs = self.step()
                 finished += len(outputs)
@@ -138,6 +144,7 @@ class Engine:
         finally:
             bar.close()
             self.scheduler.clear()
+            self._streaming = False
         if error:
             raise error
 
@@ -158,16 +165,15 @@ class Engine:
         outputs = dict(self.stream(requests, progress))
         return [outputs[index] for index in range(len(requests))]
 
-    def _outputs(self, finished: list[Sequence], watch: Stopwatch) -> dict[int, Output]:
+    def _outputs(self, finished: list[Sequence], tokens: Tensor, watch: Stopwatch) -> dict[int, Output]:
         if not finished:
             return {}
-        tokens = self.host.finished_tokens(finished)
         watch.start("decode")
         images = self.decode(tokens)
         watch.start("other")
         tokens = tokens.cpu()
         return {
-            s.ticket: Output(s.request, tokens[i], None if images is None else images[i], s.stats)
+            s.ticket: Output(s.request, tokens[i].clone(), None if images is None else images[i].clone(), s.stats)
             for i, s in enumerate(finished)
         }
 

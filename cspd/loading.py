@@ -18,7 +18,8 @@ _DRAFT_FILES = ("draft.safetensors",)
 
 def embedded() -> dict[str, Path]:
     """The embedded checkpoints by name."""
-    return {path.name: path for root in _ROOTS if root.is_dir() for path in sorted(root.iterdir()) if path.is_dir()}
+    root = next(root for root in _ROOTS if root.is_dir())
+    return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
 
 
 def _find(folder: Path, names: tuple[str, ...]) -> Path | None:

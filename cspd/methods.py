@@ -34,9 +34,9 @@ _TABLE = [
     Method("cspd", "MAR", "heuristic", "continuous speculative decoding with a draft MAR", "arXiv 2411.11925"),
     Method("sd", "VQ", "exact", "speculative sampling, chain or tree, with a draft model or EAGLE", "arXiv 2401.15077"),
     Method("sjd", "VQ", "exact", "speculative Jacobi decoding, no draft model", "arXiv 2410.01699"),
-    Method("sjd-pac", "VQ", "exact", "Jacobi with proactive drafting and adaptive continuation", "papers: SJD-PAC"),
-    Method("uniform-rsd", "VQ", "bounded", "acceptance relaxed by a constant", "papers: COOL-SD"),
-    Method("cool-sd", "VQ", "bounded", "acceptance relaxed by a decaying schedule", "papers: COOL-SD"),
+    Method("sjd-pac", "VQ", "exact", "Jacobi with proactive drafting and adaptive continuation", "SJD-PAC"),
+    Method("uniform-rsd", "VQ", "bounded", "acceptance relaxed by a constant", "COOL-SD"),
+    Method("cool-sd", "VQ", "bounded", "acceptance relaxed by a decaying schedule", "COOL-SD"),
     Method(
         "lantern", "VQ", "bounded", "acceptance pooled over near codebook entries (and LANTERN++)", "arXiv 2410.03355"
     ),
@@ -48,8 +48,10 @@ METHODS: dict[str, Method] = {name: method for name, method in TABLE.items() if 
 
 def format_table() -> str:
     """The table of methods as text, planned ones marked."""
-    lines = [f"{'method':<12} {'models':<7} {'guarantee':<10} {'status':<8} what it does"]
+    lines = [f"{'method':<12} {'models':<7} {'guarantee':<10} {'status':<8} what it does (source)"]
     for method in _TABLE:
         status = "ready" if method.round else "planned"
-        lines.append(f"{method.name:<12} {method.family:<7} {method.guarantee:<10} {status:<8} {method.summary}")
+        lines.append(
+            f"{method.name:<12} {method.family:<7} {method.guarantee:<10} {status:<8} {method.summary} ({method.paper})"
+        )
     return "\n".join(lines)

@@ -30,40 +30,39 @@ class Precision:
         self.policy, self.device = policy, device
 
     @contextlib.contextmanager
-    def fast(self) -> Iterator[None]:
-        """As fast as the policy allows."""
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self.policy == "tf32"
+    def _apply(self, tf32: bool, bf16: bool) -> Iterator[None]:
+        flags = (torch.backends.cuda.matmul, torch.backends.cudnn)  # matrix products, convolutions
+        before = [flag.allow_tf32 for flag in flags]
+        for flag in flags:
+            flag.allow_tf32 = tf32
         try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.policy == "bf16"):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
                 yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            for flag, value in zip(flags, before):
+                flag.allow_tf32 = value
 
-    @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
+    def fast(self) -> contextlib.AbstractContextManager[None]:
+        """As fast as the policy allows."""
+        return self._apply(tf32=self.policy == "tf32", bf16=self.policy == "bf16")
+
+    def full(self) -> contextlib.AbstractContextManager[None]:
         """True float32, also inside `fast`."""
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
-        try:
-            with torch.autocast(self.device.type, enabled=False):
-                yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+        return self._apply(tf32=False, bf16=False)
 
 
 class Stopwatch:
     """Seconds by phase. On CUDA it records events and waits for the device once, when the seconds are read."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self._marks = [("other", self._now())]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def start(self, phase: str) -> None:

@@ -17,6 +17,7 @@ from cspd.sequence import PHASES, Request
 
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
+SAVE_SECONDS = 30  # between records of a long run; one that is interrupted is recorded too
 GRID_LIMIT = 400  # images in the grid, at most
 
 
@@ -50,24 +51,29 @@ def sample_to_folder(
     names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
     out.mkdir(parents=True, exist_ok=True)
-    if (out / RECORD).exists() and not overwrite:
+    if overwrite:
+        for path in (*out.glob("[0-9]*_label*_seed*.png"), out / RECORD):
+            path.unlink(missing_ok=True)
+    if (out / RECORD).exists():
         record = _resume(out, record, requests, names)
+    write_json(out / RECORD, record)  # claims the folder before the first picture
     done = {image["index"] for image in record["images"]}
     todo = [i for i in range(len(requests)) if i not in done]
 
     start, saved = time.perf_counter(), time.perf_counter()
-    for k, output in engine.stream([requests[i] for i in todo], progress):
-        index = todo[k]
-        to_pil(output.image).save(out / names[index])
-        entry = {"index": index, "file": names[index], "request": dataclasses.asdict(output.request)}
-        record["images"].append(entry | {"stats": output.stats.to_dict()})
-        if time.perf_counter() - saved > 5:
-            write_json(out / RECORD, record)
-            saved = time.perf_counter()
-    seconds = time.perf_counter() - start
+    try:
+        for k, output in engine.stream([requests[i] for i in todo], progress):
+            index = todo[k]
+            to_pil(output.image).save(out / names[index])
+            entry = {"index": index, "file": names[index], "request": dataclasses.asdict(output.request)}
+            record["images"].append(entry | {"stats": output.stats.to_dict()})
+            if time.perf_counter() - saved > SAVE_SECONDS:
+                write_json(out / RECORD, record)
+                saved = time.perf_counter()
+    finally:
+        write_json(out / RECORD, record)
     record["images"].sort(key=lambda image: image["index"])
-    if todo:
-        record["summary"] = _summary(record["images"], len(todo), seconds)
+    record["summary"] = _summary(record["images"], len(todo), time.perf_counter() - start)
     write_json(out / RECORD, record)
 
     shown = list(range(len(requests)))[:GRID_LIMIT]
@@ -91,7 +97,7 @@ def _resume(out: Path, fresh: dict, requests: Sequence[Request], names: list[str
     if not same:
         raise ValueError(f"{out} holds another run: give another --out, or --overwrite to replace it")
     kept = [image for image in old["images"] if (out / names[image["index"]]).is_file()]
-    return fresh | {"images": kept} | ({"summary": old["summary"]} if "summary" in old else {})
+    return fresh | {"images": kept}
 
 
 def _summary(images: list[dict], made: int, seconds: float) -> dict:

@@ -118,7 +118,8 @@ def bytes_per_slot(target: MAR, num_iter: int) -> int:
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated on a device."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))

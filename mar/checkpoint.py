@@ -51,11 +51,10 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
             f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely"
             " truncated or another kind of file: fetch it again and compare its size with the source"
         ) from error
-    keys = WEIGHT_KEYS if ema else reversed(WEIGHT_KEYS)
-    tensors = next((content[key] for key in keys if content.get(key)), None) if isinstance(content, dict) else None
-    if isinstance(tensors, dict):
-        tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
-    if not isinstance(tensors, dict) or not tensors:
+    sets = [content.get(key) for key in WEIGHT_KEYS] if isinstance(content, dict) else []
+    tensors = next((weights for weights in (sets if ema else reversed(sets)) if isinstance(weights, dict)), {})
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    if not tensors:
         found = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
             f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take MAR's checkpoint-last.pth or"

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from mar.head import LAYER_NORM_EPS, DiffLoss, Head
 
-PAD_TO = 8  # known-token counts are padded to a multiple, so that shapes repeat
+PAD_TO = 8  # counts of a ragged batch are padded to a multiple, so that shapes repeat
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,10 @@ class MAR(nn.Module):
         return self.diffloss.net
 
     def encode(self, tokens: Tensor, order: Tensor, num_known: Sequence[int], class_embedding: Tensor) -> Tensor:
-        """Encoder output [B, buffer + N, D], N = max(num_known) padded; buffer first, then known tokens in `order`."""
+        """Encoder output [B, buffer + N, D], buffer first, then known tokens in `order`; N is padded if ragged."""
         buffer = self.config.buffer_size
-        padded = _padded(max(num_known), self.config.seq_len)
+        ragged = min(num_known) < max(num_known)
+        padded = _padded(max(num_known), self.config.seq_len) if ragged else num_known[0]
         known = order[:, :padded]
         x = self.z_proj(tokens.gather(1, _expand(known, tokens.shape[-1])))
         position = self.encoder_pos_embed_learned
@@ -117,7 +118,7 @@ class MAR(nn.Module):
         x = self.z_proj_ln(torch.cat([start, x], dim=1))
 
         mask = None
-        if min(num_known) < padded:
+        if ragged:
             limit = torch.tensor(num_known, device=x.device).unsqueeze(-1) + buffer
             mask = (torch.arange(x.shape[1], device=x.device) < limit)[:, None, None]
         for block in self.encoder_blocks:

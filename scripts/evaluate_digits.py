@@ -21,10 +21,10 @@ from mar.checkpoint import load_mar, load_vae
 EXPLODED = 8.0  # tokens have unit variance: none of the data's is this far out
 
 
-def sample(engine: Engine, num: int, seed: int, progress: bool = True, **settings) -> tuple[Tensor, Tensor, Tensor]:
+def sample(engine: Engine, num: int, seed: int, **settings) -> tuple[Tensor, Tensor, Tensor]:
     """Images [num, 3, 32, 32], labels [num] and the largest magnitude of each image's tokens [num]."""
     requests = [Request(label=i % 10, seed=seed + i, **settings) for i in range(num)]
-    outputs = engine.generate(requests, progress=progress)
+    outputs = engine.generate(requests, progress=True)
     images = torch.stack([o.image for o in outputs])
     return images, torch.tensor([r.label for r in requests]), torch.stack([o.tokens.abs().max() for o in outputs])
 

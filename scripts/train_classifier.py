@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/classifier.safetensors"))
     args = parser.parse_args()
 
+    settings = {name: getattr(args, name) for name in ("steps", "batch", "lr")}
     torch.manual_seed(0)
     model = DigitClassifier().train()
 
@@ -32,7 +33,7 @@ def main() -> None:
         return loss, {"loss": round(loss.item(), 3)}
 
     # batch statistics are not averaged: take the last weights, which the learning rate's decay has settled
-    model, seconds = fit(model, loss_fn, run=args.run, steps=args.steps, lr=args.lr, ema_decay=0.0)
+    model, seconds = fit(model, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr, ema_decay=0.0)
     images, labels = coloured_digits(4000, seed=HELD_OUT_SEED, split="held-out")
     print(f"held-out accuracy {accuracy(model, (images + 1) / 2, labels):.4f}")
     export(model, args.out, "digit_classifier", seconds)

@@ -129,6 +129,8 @@ def main() -> None:
     args = parser.parse_args()
     run = args.run or Path("runs") / args.arch
 
+    names = ("arch", "steps", "batch", "rows", "images", "mask_ratio_min", "lr")
+    settings = {name: getattr(args, name) for name in names}
     data = latents(args.vae, args.images)
     batches = Batches(data, args.batch, args.mask_ratio_min)
     torch.manual_seed(0)
@@ -141,7 +143,7 @@ def main() -> None:
             x0, z = masked_rows(model, batch, args.rows)
             return head_loss(model.head, x0, z, batch[-1], FIRST_STEP_WEIGHT["whole"])
 
-    model, seconds = fit(model, whole, run=run / "whole", steps=args.steps, lr=args.lr)
+    model, seconds = fit(model, whole, run=run / "whole", settings=settings, steps=args.steps, lr=args.lr)
 
     def head_alone(step: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(10**6 + step)
@@ -152,7 +154,14 @@ def main() -> None:
 
     head: nn.Module = model.head
     if args.head_steps:
-        average, head_seconds = fit(head, head_alone, run=run / "head", steps=args.head_steps, lr=args.lr / 3)
+        average, head_seconds = fit(
+            head,
+            head_alone,
+            run=run / "head",
+            settings=settings | {"head_steps": args.head_steps},
+            steps=args.head_steps,
+            lr=args.lr / 3,
+        )
         head.load_state_dict(average.state_dict())
         seconds += head_seconds
     # the head's first step multiplies rounding by 316: it stays in float32

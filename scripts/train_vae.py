@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
     args = parser.parse_args()
 
+    settings = {name: getattr(args, name) for name in ("steps", "batch", "lr", "variance")}
     torch.manual_seed(0)
     vae = create_vae("kl_digits32").train()
 
@@ -44,7 +45,9 @@ def main() -> None:
         loss = mse + 2 * args.variance / images[0].numel() * kl
         return loss, {"psnr": round(-10 * torch.log10(mse / 4).item(), 2), "kl": round(kl.item(), 1)}
 
-    vae, seconds = fit(vae, loss_fn, run=args.run, steps=args.steps, lr=args.lr, weight_decay=0.0, ema_decay=0.0)
+    vae, seconds = fit(
+        vae, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr, weight_decay=0.0, ema_decay=0.0
+    )
     with torch.inference_mode():
         images, _ = coloured_digits(512, seed=HELD_OUT_SEED, split="held-out")
         vae = vae.half().float()  # as stored

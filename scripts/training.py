@@ -26,6 +26,7 @@ def fit(
     loss_fn: Callable[[int], tuple[Tensor, dict[str, float]]],
     *,
     run: Path,
+    settings: dict,
     steps: int,
     lr: float,
     warmup: int = 200,
@@ -35,6 +36,7 @@ def fit(
     """Trains `model` in place and resumes from `run`/last.pt if it is there.
 
     Args:
+        settings: what the run depends on, plain values; a run with others is not taken over.
         loss_fn: maps the step's number to (loss, numbers to show). Its randomness must come from the step alone, so
             that a resumed run goes on as if it had not stopped.
 
@@ -55,6 +57,8 @@ def fit(
     start, seconds = 0, 0.0
     if last.exists():
         state = torch.load(last, weights_only=True)
+        if state.get("settings") != settings:
+            raise SystemExit(f"{last} was trained with {state.get('settings')}: give another --run, or delete it")
         model.load_state_dict(state["model"])
         average.load_state_dict(state["average"])
         optimizer.load_state_dict(state["optimizer"])
@@ -62,7 +66,7 @@ def fit(
 
     def save(step: int) -> None:
         state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**state, "step": step, "seconds": seconds}, last.with_suffix(".tmp"))
+        torch.save({**state, "step": step, "seconds": seconds, "settings": settings}, last.with_suffix(".tmp"))
         os.replace(last.with_suffix(".tmp"), last)
 
     saved = clock = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from cspd import sampling
 from cspd.cli import main, number_list
+from cspd.loading import checkpoint_files
+from cspd.plots import to_pil
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
 
@@ -54,6 +58,42 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path):
     assert [image["index"] for image in record["images"]] == list(range(5))
 
 
+def test_an_interrupted_run_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
+    class Stopped:
+        left = 3
+
+    def stop(image):
+        Stopped.left -= 1
+        if Stopped.left < 0:
+            raise KeyboardInterrupt
+        return to_pil(image)
+
+    monkeypatch.setattr(sampling, "to_pil", stop)
+    assert sample(tmp_path, "--num", "6", "--max-batch", "2") == 130
+    assert "goes on from here" in capsys.readouterr().err
+    record = json.loads((tmp_path / "samples.json").read_text())
+    assert len(record["images"]) == 3 and "summary" not in record
+    Stopped.left = 3
+    assert sample(tmp_path, "--num", "6", "--max-batch", "2") == 0  # three more, not one again
+    assert Stopped.left == 0
+    assert sample(tmp_path, "--num", "6") == 0
+    assert "all 6 images were there already" in capsys.readouterr().out
+
+
+def test_overwriting_leaves_nothing_of_the_old_run(tmp_path):
+    assert sample(tmp_path, "--num", "6") == 0
+    assert sample(tmp_path, "--num", "2", "--overwrite") == 0
+    assert len(list(tmp_path.glob("0*.png"))) == 2
+
+
+def test_other_weights_are_another_run(tmp_path, capsys):
+    assert sample(tmp_path, "--num", "2") == 0
+    vae = tmp_path / "other.safetensors"
+    shutil.copy(checkpoint_files("digits32")["vae"], vae)
+    assert sample(tmp_path, "--num", "2", "--vae", str(vae)) == 2
+    assert "another run" in capsys.readouterr().err
+
+
 def test_a_damaged_record_is_not_taken_over(tmp_path, capsys):
     assert sample(tmp_path) == 0
     (tmp_path / "samples.json").write_text('{"schema": ')
@@ -79,6 +119,7 @@ def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
         (["--cfg", "nan"], "cfg=nan"),
         (["--checkpoint", "nowhere"], "digits32"),
         (["--num", "0"], "--num 0"),
+        (["--max-batch", "0"], "max_batch=0"),
         (["--vae", "nowhere.ckpt"], "nowhere.ckpt"),
         (["--arch", "mar_base"], "mar_digits32"),
     ],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import configparser
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +13,7 @@ import cspd
 from cspd.data import coloured_digits
 from cspd.evaluation.classifier import accuracy, load_classifier
 from cspd.loading import checkpoint_files, embedded
-from mar.checkpoint import load_mar, load_vae
+from mar.checkpoint import CheckpointError, load_mar, load_vae
 
 HELD_OUT = {"seed": 10**9, "split": "held-out"}
 EXPLODED = 8.0
@@ -24,6 +28,32 @@ def test_sizes():
     assert 3e6 <= parameters(load_mar(files["target"])) <= 6e6
     assert 0.7e6 <= parameters(load_mar(files["draft"])) <= 1.2e6
     assert sum(path.stat().st_size for path in embedded()["digits32"].iterdir()) < 24e6
+
+
+def test_official_names_load_from_a_folder(tmp_path):
+    """The embedded weights under the official files' names and layout give the embedded weights' images."""
+    files = checkpoint_files("digits32")
+    weights = load_mar(files["target"]).state_dict()
+    other = {name: torch.zeros_like(t) for name, t in weights.items()}
+    official = {"model": other, "model_ema": weights, "args": argparse.Namespace(epochs=1)}
+    torch.save(official, tmp_path / "checkpoint-last.pth")
+    with pytest.raises(CheckpointError, match="no autoencoder beside it"):
+        cspd.load(tmp_path)
+    torch.save({"model": load_vae(files["vae"]).state_dict()}, tmp_path / "kl16.ckpt")
+    request = cspd.Request(label=3, seed=1, num_iter=2, num_sampling_steps=5)
+    (ours,), (official,) = (cspd.load(place).generate([request]) for place in ("digits32", tmp_path))
+    assert torch.equal(ours.image, official.image)
+
+
+def test_every_package_is_installed():
+    root = Path(cspd.__file__).parent.parent
+    config = configparser.ConfigParser()
+    config.read(root / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    inits = [init for name in ("cspd", "mar") for init in (root / name).rglob("__init__.py")]
+    code = {".".join(init.parent.relative_to(root).parts) for init in inits}
+    assert code <= listed
+    assert {name.split(".")[-1] for name in listed - code} == set(embedded())
 
 
 def test_autoencoder():

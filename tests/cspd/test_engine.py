@@ -118,7 +118,8 @@ def test_wall_time_is_all_accounted_for(small_mar, vae):
     engine = Engine(small_mar, vae=vae, max_batch=1)
     start = time.perf_counter()
     output = engine.generate([Request(label=1, seed=1, **QUICK)])[0]
-    assert sum(output.stats.seconds.values()) == pytest.approx(time.perf_counter() - start, rel=0.1)
+    elapsed = time.perf_counter() - start
+    assert elapsed / 2 < sum(output.stats.seconds.values()) <= elapsed
 
 
 @pytest.mark.parametrize("num_iter", [1, 2, 16, 63, 64])
@@ -126,7 +127,8 @@ def test_every_iteration_predicts_and_the_last_one_ends(num_iter):
     request, masked = Request(label=0, num_iter=num_iter), 64
     for k in range(num_iter - 1):
         left = mask_len(request, k, 64, masked)
-        assert 1 <= left < masked or (masked == 1 and left == 1)
+        assert 1 <= left < masked
+        assert num_iter < 64 or left == masked - 1  # K = L: one token an iteration
         masked = left
     assert masked >= 1
 
@@ -207,6 +209,32 @@ def test_a_stream_needs_the_engine_to_itself(small_mar):
     engine.add_request(Request(label=1, **QUICK))
     with pytest.raises(RuntimeError, match="in flight"):
         engine.generate([Request(label=1, **QUICK)])
+
+
+def test_two_streams_do_not_take_turns_on_one_engine(small_mar):
+    engine = Engine(small_mar, max_batch=2)
+    first = engine.stream([Request(label=1, seed=i, **QUICK) for i in range(2)])
+    next(first)
+    with pytest.raises(RuntimeError, match="stream"):
+        next(engine.stream([Request(label=1, **QUICK)]))
+    assert len(list(first)) == 1
+
+
+def test_outputs_are_ordinary_tensors(small_mar):
+    (output,) = Engine(small_mar, max_batch=1).generate([Request(label=1, **QUICK)])
+    output.tokens.mul_(2)
+    assert not output.tokens.is_inference()
+
+
+def test_an_engine_survives_an_error_in_a_round(small_mar, vae, monkeypatch):
+    engine = Engine(small_mar, vae=vae, max_batch=2)
+    request = Request(label=1, num_iter=1, num_sampling_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "decode", lambda tokens: 1 / 0)
+        engine.add_request(request)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert len(engine.generate([request, request])) == 2
 
 
 def test_slots_are_allocated_once(small_mar):
