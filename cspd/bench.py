@@ -92,7 +92,7 @@ def _ours(engine: Engine, request: Request, batch: int) -> dict:
 def _published(engine: Engine, request: Request, batch: int) -> dict:
     labels = torch.tensor([r.label for r in _requests(engine, request, batch)], device=engine.device)
     settings = {k: v for k, v in dataclasses.asdict(request).items() if k not in ("label", "seed", "method")}
-    with torch.no_grad():
+    with torch.inference_mode():
         with engine.precision.fast():
             tokens = published.sample(engine.target, labels, **settings)
         engine.decode(tokens)

@@ -87,7 +87,7 @@ class Engine:
         self.scheduler.add(Sequence(request, ticket, stats=stats))
         return ticket
 
-    @torch.no_grad()  # not inference_mode: outputs are ordinary tensors
+    @torch.inference_mode()
     def step(self) -> dict[int, Output]:
         """Runs one round of one kind of request and returns what it finished, by ticket."""
         watch = Stopwatch(self.device)
@@ -172,10 +172,11 @@ class Engine:
         images = self.decode(tokens)
         watch.start("other")
         tokens = tokens.cpu()
-        return {
-            s.ticket: Output(s.request, tokens[i].clone(), None if images is None else images[i].clone(), s.stats)
-            for i, s in enumerate(finished)
-        }
+        with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
+            return {
+                s.ticket: Output(s.request, tokens[i].clone(), None if images is None else images[i].clone(), s.stats)
+                for i, s in enumerate(finished)
+            }
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 on the CPU of tokens [B, L, d]; None without autoencoder."""
