@@ -1,10 +1,9 @@
 """MAR's sampler as it is published, step by step: what `ar` is measured against and must agree with.
 
-Written to be held against the paper (arXiv 2406.11838, sections 3.2-3.4) and to cost what the published program
-costs: the
-encoder starts from scratch each iteration, guidance concatenates its halves each step, and a denoising step looks its
-coefficients up in float64 tables. It runs our modules, so its
-backbone and head cost what ours cost a call. Use `cspd` to sample; use this to check and to compare.
+Written to be held against the paper (arXiv 2406.11838, sections 3.2-3.4): the encoder starts from scratch each
+iteration, guidance concatenates its halves each step, and a denoising step looks its coefficients up in float64 tables.
+It calls our modules, so it is a baseline for the sampler, not for the layers. Use `cspd` to sample; use this to check
+and to compare.
 """
 
 from __future__ import annotations
