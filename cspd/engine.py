@@ -79,7 +79,16 @@ class Engine:
         return request
 
     def add_request(self, request: Request) -> int:
-        """Queues a request and returns its ticket. Raises ValueError on a bad one, which harms no other."""
+        """Queues a request and returns its ticket.
+
+        Raises:
+            ValueError: a bad request; it harms no other. RuntimeError: a stream has the engine to itself.
+        """
+        if self._streaming:
+            raise RuntimeError("a stream has the engine to itself: finish it first, or give it the request")
+        return self._queue(request)
+
+    def _queue(self, request: Request) -> int:
         request = self.resolve(request)
         ticket = self._tickets
         self._tickets += 1
@@ -128,7 +137,7 @@ class Engine:
                 while source and len(self.scheduler) < self.host.num_slots:
                     try:
                         index, request = next(source)
-                        index_of[self.add_request(request)] = index
+                        index_of[self._queue(request)] = index
                     except StopIteration:
                         source = None
                     except ValueError as bad:

@@ -217,6 +217,8 @@ def test_two_streams_do_not_take_turns_on_one_engine(small_mar):
     next(first)
     with pytest.raises(RuntimeError, match="stream"):
         next(engine.stream([Request(label=1, **QUICK)]))
+    with pytest.raises(RuntimeError, match="stream"):
+        engine.add_request(Request(label=1, **QUICK))
     assert len(list(first)) == 1
 
 
