@@ -1,4 +1,4 @@
-# make demo: set up and sample the embedded model. make test: set up, check the style, run the tests.
+# make demo: set up, and sample the embedded model by plain MAR and by `speculative`. make test: set up, check the style, run the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test bench clean
 
 demo: $(VENV)/ready
-	$(BIN)/cspd sample --checkpoint digits32 --labels 0-9 --num 40 --num-iter 64 --cfg 3 --seed 0 --max-batch 20 --out samples
+	$(BIN)/cspd compare --methods ar,speculative --labels 0-9 --num 20 --num-iter 64 --cfg 3 --max-batch 4 --out samples
 
 test: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -14,7 +14,7 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/ready
-	$(BIN)/cspd bench --num-iter 64 --cfg 3 --batch 1,8 --queued 1000
+	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
 
 $(VENV)/ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

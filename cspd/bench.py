@@ -7,112 +7,170 @@ import dataclasses
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.sequence import Request
-from mar import reference as published
+from cspd.methods import METHODS, with_method
+from cspd.sequence import Output, Request
+from mar import reference
 
-SCHEMA = "cspd.bench/1"
+SCHEMA = "cspd.bench/2"
+PUBLISHED = "published"  # MAR's sampler as published, `mar.reference`
 MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 10}  # for peak memory: fewer, larger iterations than usual
 
 
+def contenders(request: Request, names: Sequence[str], gammas: Sequence[int], verify: Sequence[str]) -> dict:
+    """What is timed against plain MAR at a request's settings, by the name it is reported under; None is published MAR.
+
+    `cspd` stands for each of `gammas` and `verify`, and plain MAR at the iterations that its parallel form amounts to.
+    """
+    made = {"ar": with_method(request, "ar")}
+    for name in names:
+        if name == PUBLISHED:
+            made[name] = None
+        elif name == "cspd":
+            for gamma in gammas:
+                iterations = max(1, request.num_iter // gamma)
+                made[f"ar K={iterations}"] = dataclasses.replace(made["ar"], num_iter=iterations)
+                for mode in verify:
+                    drafted = with_method(request, "cspd")
+                    made[f"cspd {gamma} {mode}"] = dataclasses.replace(drafted, gamma=gamma, verify=mode)
+        elif name in METHODS:
+            made[name] = with_method(request, name)
+        else:
+            raise ValueError(f"method {name!r} is unknown: choose of {', '.join(METHODS)}, {PUBLISHED}")
+    return made
+
+
 def bench(
-    engine: Engine,
-    request: Request,
-    batches: list[int],
+    engines: Callable[[int], Engine],
+    requests: Sequence[Request],
+    batches: Sequence[int],
+    names: Sequence[str] = ("speculative", PUBLISHED),
     *,
+    gammas: Sequence[int] = (8, 16),
+    verify: Sequence[str] = ("parallel",),
     runs: int = 5,
-    reference: bool = True,
     queued: int | None = None,
+    accuracy: Callable[[Tensor, Tensor], float] | None = None,
     progress: bool = True,
 ) -> dict:
-    """Times `request` at several batch sizes, labels and seeds taking turns.
+    """Times methods against plain MAR, at several settings and batch sizes, labels and seeds taking turns.
 
     Every run times each contender once, so that a machine that slows down slows all of them; ratios are
     taken run by run.
 
     Args:
-        engine: with at least max(batches) slots.
-        reference: also time MAR's sampler as published (`mar.reference`) with the same weights and settings.
+        engines: makes the engine with a number of slots; the window of `speculative` follows them.
+        requests: the settings, label and seed the first one's. names, gammas, verify: see `contenders`.
         queued: also measure the peak memory of this many requests through each number of slots.
+        accuracy: judges images [N, 3, H, W] by their labels [N].
 
     Returns:
         A JSON-able report, see `format_report`.
 
     Raises:
-        ValueError: a batch larger than the engine's slots, or no runs.
+        ValueError: a bad request, batch size or number of runs.
     """
-    request = engine.resolve(request)
-    if runs < 1 or not 1 <= min(batches) <= max(batches) <= engine.host.num_slots:
-        raise ValueError(
-            f"runs={runs}, batches={batches}: give at least one run, and batches in 1..{engine.host.num_slots}"
-        )
+    if runs < 1 or min(batches) < 1:
+        raise ValueError(f"runs={runs}, batches={list(batches)}: give at least one run, and batches of one or more")
     # memory first, small batches first: what the timed runs leave in the process would be counted too
+    first = engines(1)
     counts = [(batch, num) for batch in sorted(batches) for num in ([batch, queued] if queued else [batch])]
-    memory = [_memory(engine, request, batch, num) for batch, num in counts]
-    rows = []
-    bar = tqdm(total=len(batches) * (runs + 1), unit="run", disable=not progress)
-    for batch in batches:
-        contenders = {request.method: lambda batch=batch: _ours(engine, request, batch)}
-        if reference:
-            contenders["published"] = lambda batch=batch: _published(engine, request, batch)
-        timed: dict[str, list[dict]] = {name: [] for name in contenders}
-        for i in range(runs + 1):  # the first warms up
-            for name, run in contenders.items():
-                measured = _timed(run, engine.device)
-                if i:
-                    timed[name].append(measured)
-            bar.update()
-        rows += [_row(name, batch, timed[name], timed[request.method]) for name in contenders]
-    bar.close()
-    report = {"schema": SCHEMA, "machine": _machine(engine), "request": dataclasses.asdict(request), "rows": rows}
-    return report | {"memory": memory}
+    memory = [_memory(first, requests[0], batch, num) for batch, num in counts]
+    filled = [_fill(first, request) for request in requests]
+    cases = [(batch, request) for batch in batches for request in filled]
+    rows, total = [], sum(len(contenders(r, names, gammas, verify)) for _, r in cases) * (runs + 1)
+    with tqdm(total=total, unit="run", disable=not progress) as bar:
+        for batch, request in cases:
+            engine = engines(batch)
+            timed: dict[str, list[dict]] = {name: [] for name in contenders(request, names, gammas, verify)}
+            for i in range(runs + 1):  # the first warms up
+                for name, contender in contenders(request, names, gammas, verify).items():
+                    measured = _timed(engine, contender, request, batch, i, accuracy)
+                    if i:
+                        timed[name].append(measured)
+                    bar.update()
+            rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
+    return {"schema": SCHEMA, "machine": _machine(first), "runs": runs, "rows": rows, "memory": memory}
 
 
-def _requests(engine: Engine, request: Request, num: int) -> list[Request]:
+def _fill(engine: Engine, request: Request) -> Request:
+    """The request with K, guidance and the like filled in, and the options of methods as they were given."""
+    plain = engine.resolve(with_method(request, "ar"))
+    names = ("num_iter", "cfg", "cfg_schedule", "temperature", "num_sampling_steps")
+    return dataclasses.replace(request, **{name: getattr(plain, name) for name in names})
+
+
+def _requests(engine: Engine, request: Request, num: int, first: int = 0) -> list[Request]:
     classes = engine.target.config.class_num
     return [
-        dataclasses.replace(request, label=(request.label + i) % classes, seed=request.seed + i) for i in range(num)
+        dataclasses.replace(request, label=(request.label + i) % classes, seed=request.seed + i)
+        for i in range(first, first + num)
     ]
 
 
-def _ours(engine: Engine, request: Request, batch: int) -> dict:
-    stats = engine.generate(_requests(engine, request, batch))[0].stats
-    return {
-        "backbone_call": stats.seconds["backbone"] / stats.backbone_calls,
-        "head_call": stats.seconds["head"] / stats.head_calls,
+def _timed(
+    engine: Engine, contender: Request | None, request: Request, batch: int, run: int, accuracy: Callable | None
+) -> dict:
+    """One timed batch; run by run the seeds differ."""
+    requests = _requests(engine, contender or request, batch, run * batch)
+    start = time.perf_counter()
+    if contender is None:
+        images = _published(engine, requests)
+        _synchronize(engine.device)
+        return {"seconds": time.perf_counter() - start} | _judge(images, requests, accuracy)
+    outputs = engine.generate(requests)
+    _synchronize(engine.device)
+    measured = {"seconds": time.perf_counter() - start, "window": outputs[0].request.window}
+    return measured | _mean_stats(outputs) | _judge([o.image for o in outputs], requests, accuracy)
+
+
+def _mean_stats(outputs: list[Output]) -> dict:
+    stats = [output.stats for output in outputs]
+    judged, accepted = (sum(sum(s.by_lag[i]) for s in stats) for i in (0, 1))
+    mean = {
+        name: statistics.mean(getattr(s, name) for s in stats)
+        for name in ("head_calls_per_token", "backbone_calls", "head_calls", "draft_backbone_calls", "draft_head_calls")
     }
+    return mean | {"alpha": accepted / judged if judged else None}
 
 
-def _published(engine: Engine, request: Request, batch: int) -> dict:
-    labels = torch.tensor([r.label for r in _requests(engine, request, batch)], device=engine.device)
-    settings = {k: v for k, v in dataclasses.asdict(request).items() if k not in ("label", "seed", "method")}
+def _judge(images: Sequence[Tensor], requests: list[Request], accuracy: Callable | None) -> dict:
+    if accuracy is None or images[0] is None:
+        return {}
+    return {"accuracy": accuracy(torch.stack(list(images)), torch.tensor([r.label for r in requests]))}
+
+
+def _published(engine: Engine, requests: list[Request]) -> Tensor:
+    labels = torch.tensor([r.label for r in requests], device=engine.device)
+    names = ("num_iter", "cfg", "cfg_schedule", "temperature", "num_sampling_steps")
     with torch.inference_mode():
         with engine.precision.fast():
-            tokens = published.sample(engine.target, labels, **settings)
-        engine.decode(tokens)
-    return {}
+            tokens = reference.sample(engine.target, labels, **{name: getattr(requests[0], name) for name in names})
+        return engine.decode(tokens)
 
 
-def _timed(run: Callable[[], dict], device: torch.device) -> dict:
-    start = time.perf_counter()
-    measured = run()
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return measured | {"seconds": time.perf_counter() - start}
 
 
-def _row(name: str, batch: int, timed: list[dict], base: list[dict]) -> dict:
+def _row(name: str, batch: int, request: Request, timed: list[dict], base: list[dict]) -> dict:
     seconds = [t["seconds"] for t in timed]
-    ratios = [t["seconds"] / b["seconds"] for t, b in zip(timed, base)]
-    row = {"name": name, "batch": batch, "seconds": _spread(seconds), "ratio": _spread(ratios)}
+    speed_up = [b["seconds"] / t["seconds"] for t, b in zip(timed, base)]
+    row = {"name": name, "batch": batch, "num_iter": request.num_iter, "cfg": request.cfg}
+    row |= {"seconds": _spread(seconds), "speed_up": _spread(speed_up)}
     row["images_per_second"] = batch / row["seconds"]["median"]
-    return row | {k: statistics.median(t[k] for t in timed) for k in timed[0] if k != "seconds"}
+    for key in timed[0].keys() - {"seconds"}:
+        values = [t[key] for t in timed]
+        row[key] = None if None in values else statistics.mean(values)
+    return row
 
 
 def _spread(values: list[float]) -> dict:
@@ -123,7 +181,7 @@ def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     """Peak memory of `num` short requests through `batch` slots; the images are dropped as they come."""
     precision = engine.precision.policy
     small = Engine(engine.target, vae=engine.vae, max_batch=batch, device=engine.device, precision=precision)
-    quick = dataclasses.replace(request, **MEMORY_SETTINGS)
+    quick = dataclasses.replace(with_method(request, "ar"), **MEMORY_SETTINGS)
     _reset_peak(engine.device)
     for _ in small.stream(_requests(engine, quick, num)):
         pass
@@ -160,22 +218,27 @@ def _machine(engine: Engine) -> dict:
 
 def format_report(report: dict) -> str:
     """The report as text."""
-    machine, request = report["machine"], report["request"]
+    machine = report["machine"]
     lines = [
         f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['precision']};"
-        f" K = {request['num_iter']}, cfg {request['cfg']} {request['cfg_schedule']}, tau {request['temperature']},"
-        f" T = {request['num_sampling_steps']}",
+        f" medians of {report['runs']} runs (least..most)",
         "",
-        f"{'sampler':<12} {'batch':>5} {'seconds (min..max)':>24} {'images/s':>9} {'backbone':>10} {'head call':>10}"
-        f" {'takes (min..max)':>24}",
+        f"{'sampler':<22} {'K':>3} {'cfg':>4} {'batch':>5} {'W':>3} {'seconds':>9} {'images/s':>9}"
+        f" {'x ar (least..most)':>20} {'calls/token':>11} {'alpha':>6} {'class acc.':>10}",
     ]
     for row in report["rows"]:
-        s, r = row["seconds"], row["ratio"]
-        calls = [f"{row[k] * 1e3:.3f} ms" if k in row else "" for k in ("backbone_call", "head_call")]
+        r = row["speed_up"]
+
+        ratio = f"{r['median']:.2f} ({r['min']:.2f}..{r['max']:.2f})"
+
+        def cell(key: str, form: str, row: dict = row) -> str:
+            return format(row[key], form) if row.get(key) is not None else ""
+
         lines.append(
-            f"{row['name']:<12} {row['batch']:>5} {s['median']:>9.3f} ({s['min']:.3f}..{s['max']:.3f}) "
-            f"{row['images_per_second']:>9.2f} {calls[0]:>10} {calls[1]:>10}"
-            f" {r['median']:>9.2f}x ({r['min']:.2f}..{r['max']:.2f})"
+            f"{row['name']:<22} {row['num_iter']:>3} {row['cfg']:>4g} {row['batch']:>5} {cell('window', '.0f'):>3}"
+            f" {row['seconds']['median']:>9.3f} {row['images_per_second']:>9.2f}"
+            f" {ratio:>20} {cell('head_calls_per_token', '.1f'):>11}"
+            f" {cell('alpha', '.3f'):>6} {cell('accuracy', '.3f'):>10}"
         )
     lines.append("")
     for m in report["memory"]:

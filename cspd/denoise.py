@@ -1,8 +1,8 @@
-"""The head's chains: from noise to a token, T steps of the reverse diffusion (methods: ancestral)."""
+"""The head's evaluation, and the ancestral chain: from noise to a token, T steps of the reverse diffusion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,17 @@ from mar.head import Head
 MODULATION_BYTES = 16 * 2**20  # of one table of modulations; longer chains take several
 
 
+def evaluate(head: Head, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Guided noise prediction and (conditional) variance channel, float32 [..., d] each, of noisy tokens x [..., d].
+
+    Args:
+        modulations: of these tokens, [G, ..., width] each, G = 2 with the null class second.
+        scale: s, broadcast to [..., 1]; unused at G = 1.
+    """
+    eps, v = head.denoise(x, modulations).float().chunk(2, dim=-1)
+    return (eps[0] if len(eps) == 1 else torch.lerp(eps[1], eps[0], scale)), v[0]
+
+
 def ancestral(
     head: Head,
     z: Tensor,
@@ -23,6 +34,7 @@ def ancestral(
     noise: Callable[[Tensor], Tensor],
     num_steps: int,
     precision: Precision,
+    trace: Callable[[int, Tensor, Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """Samples a token a row by the full chain; T sequential head calls.
 
@@ -38,6 +50,7 @@ def ancestral(
         x: x_T [R, d].
         noise: maps steps t [n] to eps_t [n, R, d].
         num_steps: T.
+        trace: is told every step's (t, x_t, guided eps, v), the last three [R, d].
 
     Returns:
         Tokens [R, d], float32.
@@ -56,11 +69,12 @@ def ancestral(
         t = torch.tensor(steps, device=z.device)
         with precision.full() if steps[0] == first else precision.fast():
             eps_t = noise(t) * (sigma[t].reshape(-1, 1, 1) * temperature)
-            layers = head.modulations(t_embed[t][:, None, None], c_embed)
+            layers = head.split(head.modulations(t_embed[t][:, None, None], c_embed))
             by_step = zip(*(zip(*(m.unbind(0) for m in layer)) for layer in layers))
             for step, modulations, step_noise in zip(steps, by_step, eps_t):
-                eps, v = head.denoise(x, modulations).float().split(x.shape[-1], dim=-1)
-                guided = eps[0] if len(z) == 1 else torch.lerp(eps[1], eps[0], scale)
-                mean = torch.add(x * s.mean_x[step], guided, alpha=s.mean_eps[step])
-                x = torch.addcmul(mean, torch.exp(v[0] * s.log_sigma_slope[step]), step_noise)
+                eps, v = evaluate(head, x, modulations, scale)
+                if trace:
+                    trace(step, x, eps, v)
+                mean = torch.add(x * s.mean_x[step], eps, alpha=s.mean_eps[step])
+                x = torch.addcmul(mean, torch.exp(v * s.log_sigma_slope[step]), step_noise)
     return x

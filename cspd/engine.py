@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Sized
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from cspd import noise as philox_noise
+from cspd.calibration import Calibrations, user_cache
 from cspd.continuous.host import MARHost
+from cspd.costs import Costs, measured_costs
 from cspd.methods import METHODS
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler
@@ -38,6 +42,8 @@ class Engine:
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`.
+        compiled: run speculative rounds through torch.compile: half a minute on first use, then faster.
+        cache: where calibrations are kept, before the user's cache directory.
         noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.
 
     Raises:
@@ -53,6 +59,8 @@ class Engine:
         max_batch: int = 8,
         device: str | torch.device = "auto",
         precision: str = "fp32",
+        compiled: bool = False,
+        cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
     ) -> None:
         check_models(target, draft, vae)
@@ -64,19 +72,84 @@ class Engine:
             for model in (target, draft, vae)
         )
         check_memory(target, max_batch, self.defaults.num_iter, self.device)
-        self.host = MARHost(self.target, max_batch, self.device, self.precision, noise)
+        self._cache = cache
+        folders = [folder for folder in (cache, user_cache()) if folder]
+        self.calibrations = {
+            name: Calibrations(model, self.device, self.precision, folders)
+            for name, model in (("target", self.target), ("draft", self.draft))
+            if model is not None
+        }
+        self.host = MARHost(
+            self.target,
+            max_batch,
+            self.device,
+            self.precision,
+            noise,
+            draft=self.draft,
+            calibrations=self.calibrations,
+            compiled=compiled,
+        )
         self.scheduler = Scheduler(max_batch)
         self._least_iter = self.defaults.num_iter
         self._tickets = 0
         self._streaming = False
+        self._costs: dict[bool, Costs] = {}
+        self._windows: dict[Request, int] = {}
+
+    def with_slots(self, max_batch: int) -> Engine:
+        """Another engine over the same models."""
+        return Engine(
+            self.target,
+            self.draft,
+            self.vae,
+            max_batch=max_batch,
+            device=self.device,
+            precision=self.precision.policy,
+            compiled=self.host.compiled,
+            cache=self._cache,
+            noise=self.host.noise,
+        )
 
     def resolve(self, request: Request) -> Request:
-        """The request with every default filled in, checked. Raises ValueError on a bad one."""
+        """The request with every default filled in, checked. Raises ValueError on a bad one.
+
+        The window is chosen here, which calibrates the draft where that was not done before.
+        """
         request = resolve(request, self.target.config, self.defaults)
+        method = METHODS[request.method]
+        if method.needs == "draft model" and self.draft is None:
+            raise ValueError(
+                f"method={request.method!r} needs a draft model and this engine has none: Engine(target, draft=...),"
+                " load(..., draft=file), or --draft-checkpoint on the command line"
+            )
+        if "window" in method.options and request.window is None:
+            kind = dataclasses.replace(request, label=0, seed=0)
+            if kind not in self._windows:
+                self._windows[kind] = self._window(request)
+            request = dataclasses.replace(request, window=self._windows[kind])
         if request.num_iter < self._least_iter:  # more tokens an iteration than memory was checked for
             check_memory(self.target, self.host.num_slots, request.num_iter, self.device)
             self._least_iter = request.num_iter
         return request
+
+    def costs(self, guided: bool, again: bool = False) -> Costs:
+        """The head's costs on this device, measured on first use or `again`; kept in the user's cache directory."""
+        if guided not in self._costs or again:
+            self._costs[guided] = measured_costs(
+                self.target.head, guided, self.device, self.precision, self.host.compiled, user_cache(), again
+            )
+        return self._costs[guided]
+
+    def _window(self, request: Request) -> int:
+        """The fastest window for what is known of the request and the engine: not what else is in flight."""
+        if request.temperature == 0 or request.num_sampling_steps < 3:  # no densities, or nothing to draft
+            return 0
+        if request.chains == "ancestral":
+            return 0
+        tokens = request.gamma or self.target.config.seq_len / request.num_iter  # of an iteration, of one sequence
+        rows = self.host.num_slots * tokens
+        calibration = self.calibrations["target"].get(request)
+        return self.costs(request.guided).window(request.num_sampling_steps, rows, calibration)
 
     def add_request(self, request: Request) -> int:
         """Queues a request and returns its ticket.
@@ -107,9 +180,9 @@ class Engine:
         if not batch:
             return {}
         finished = METHODS[batch[0].request.method].round(self.host, batch, watch)
-        tokens = self.host.finished_tokens(finished)
+        tokens, heat = self.host.results(finished)
         self.scheduler.release(finished)
-        outputs = self._outputs(finished, tokens, watch)
+        outputs = self._outputs(finished, tokens, heat, watch)
         seconds = watch.seconds()
         for sequence in batch:
             for phase, spent in seconds.items():
@@ -153,6 +226,7 @@ class Engine:
         finally:
             bar.close()
             self.scheduler.clear()
+            self.host.clear()
             self._streaming = False
         if error:
             raise error
@@ -174,16 +248,22 @@ class Engine:
         outputs = dict(self.stream(requests, progress))
         return [outputs[index] for index in range(len(requests))]
 
-    def _outputs(self, finished: list[Sequence], tokens: Tensor, watch: Stopwatch) -> dict[int, Output]:
+    def _outputs(self, finished: list[Sequence], tokens: Tensor, heat: Tensor, watch: Stopwatch) -> dict[int, Output]:
         if not finished:
             return {}
         watch.start("decode")
         images = self.decode(tokens)
         watch.start("other")
-        tokens = tokens.cpu()
+        tokens, heat = tokens.cpu(), heat.cpu()
         with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
             return {
-                s.ticket: Output(s.request, tokens[i].clone(), None if images is None else images[i].clone(), s.stats)
+                s.ticket: Output(
+                    s.request,
+                    tokens[i].clone(),
+                    None if images is None else images[i].clone(),
+                    heat[i].clone(),
+                    s.stats,
+                )
                 for i, s in enumerate(finished)
             }
 

@@ -48,9 +48,11 @@ def load(
     *,
     arch: str | None = None,
     vae: str | Path | None = None,
+    draft: str | Path | None = None,
     max_batch: int = 8,
     device: str | torch.device = "auto",
     precision: str = "fp32",
+    compiled: bool = False,
 ) -> Engine:
     """An engine with the models of a checkpoint.
 
@@ -58,13 +60,14 @@ def load(
         checkpoint: an embedded name, a folder with official files, or a target's file.
         arch: the target's size (`mar.registry.MARS`); found out from the file by default.
         vae: the autoencoder's file, where it does not lie beside the target.
-        max_batch, device, precision: as in `Engine`.
+        draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
+        max_batch, device, precision, compiled: as in `Engine`.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model. ValueError: as in `Engine`.
     """
     files = checkpoint_files(checkpoint)
-    vae_file = vae or files["vae"]
+    vae_file, draft_file = vae or files["vae"], draft or files["draft"]
     if vae_file is None:
         raise CheckpointError(
             f"{checkpoint}: no autoencoder beside it ({' or '.join(_VAE_FILES)}): give its file (vae=..., --vae on the"
@@ -72,9 +75,11 @@ def load(
         )
     return Engine(
         load_mar(files["target"], arch),
-        load_mar(files["draft"]) if files["draft"] else None,
+        load_mar(draft_file) if draft_file else None,
         load_vae(vae_file),
         max_batch=max_batch,
         device=device,
         precision=precision,
+        compiled=compiled,
+        cache=files["target"].parent / "calibration",
     )

@@ -8,6 +8,7 @@ that is asked for twice is the same draw. The words of the counter are (block, p
 from __future__ import annotations
 
 import enum
+import functools
 import math
 
 import torch
@@ -18,6 +19,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 MAX_INDEX = 1 << 24
+DRAFT_OFFSET = 1 << 20  # of a draft model's residual candidates
 
 
 class Purpose(enum.IntEnum):
@@ -26,17 +28,31 @@ class Purpose(enum.IntEnum):
     ORDER = 0
     INIT = 1  # x_T
     STEP = 2  # eps_t
+    COIN = 3  # accepts a drafted state, or not
+    CANDIDATE = 4  # of the residual after a rejection
+    CANDIDATE_COIN = 5
+    TOKEN_COIN = 6  # accepts a drafted token, or not
+    TOKEN_CANDIDATE = 7
+    TOKEN_CANDIDATE_COIN = 8
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four words of 32 random bits for each counter and key; all are int64 tensors of values below 2^32, broadcast."""
-    a, b, c, d = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # wraps at 2^64, which keeps both halves right
-        a, b, c, d = (right >> 32 & MASK) ^ b ^ k0, right & MASK, (left >> 32 & MASK) ^ d ^ k1, left & MASK
-        k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
-    return a, b, c, d
+    a, b, c, d, k0, k1 = torch.broadcast_tensors(*counter, *key)
+    device, lanes = a.device, (2, *[1] * a.dim())
+    multipliers = torch.tensor(MULTIPLIERS[::-1], device=device).view(lanes)
+    bumps = torch.arange(ROUNDS, device=device).view(-1, *lanes[1:], 1) * torch.tensor(WEYL, device=device)
+    keys = torch.stack([k0, k1]) + bumps.movedim(-1, 1) & MASK
+    # both halves of a round at once: `even` are words a and c, `odd` are b and d
+    even, odd = torch.stack([a, c]), torch.stack([b, d])
+    for round_key in keys:
+        product = even.flip(0) * multipliers  # wraps at 2^64, which keeps both halves right
+        even, odd = (product >> 32 & MASK) ^ odd ^ round_key, product & MASK
+    return even[0], odd[0], even[1], odd[1]
+
+
+def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
+    return seed & MASK, seed >> 32 & MASK
 
 
 def bits(seed: Tensor, purpose: Purpose, position: Tensor, step: Tensor | int, index: Tensor | int, num: int) -> Tensor:
@@ -45,9 +61,19 @@ def bits(seed: Tensor, purpose: Purpose, position: Tensor, step: Tensor | int, i
     block = torch.arange(-(-num // 4), device=device)
     words = [torch.as_tensor(w, device=device).unsqueeze(-1) for w in (position, step, index)]
     tag = words[2] | (int(purpose) << 24)
-    key = (seed.unsqueeze(-1) & MASK, seed.unsqueeze(-1) >> 32 & MASK)
-    drawn = philox((block, words[0], words[1], tag), key)
+    drawn = philox((block, words[0], words[1], tag), _key(seed.unsqueeze(-1)))
     return torch.stack(torch.broadcast_tensors(*drawn), dim=-1).flatten(-2)[..., :num]
+
+
+def uniform(
+    seed: Tensor, purpose: Purpose, position: Tensor, step: Tensor | int = 0, index: Tensor | int = 0, *, num: int
+) -> Tensor:
+    """Uniform draws inside (0, 1), float32 [..., num]; arguments as in `normal`."""
+    return _uniform(bits(seed, purpose, position, step, index, num))
+
+
+def _uniform(words: Tensor) -> Tensor:
+    return ((words >> 8).float() + 0.5) * 2.0**-24
 
 
 def normal(
@@ -61,10 +87,13 @@ def normal(
         position, step, index: integers [...], broadcast; below 2^32, index below 2^24.
         num: how many a place, d for a token.
     """
-    u = (bits(seed, purpose, position, step, index, num + num % 2).float() + 0.5) * 2.0**-32
-    u1, u2 = u.unflatten(-1, (-1, 2)).unbind(-1)
-    radius, angle = (-2 * u1.log()).sqrt(), 2 * math.pi * u2  # Box-Muller
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)[..., :num]
+    return _box_muller(bits(seed, purpose, position, step, index, num + num % 2))[..., :num]
+
+
+def _box_muller(words: Tensor) -> Tensor:
+    u1, u2 = ((words.float() + 0.5) * 2.0**-32).unflatten(-1, (-1, 2)).unbind(-1)
+    radius, angle = (-2 * u1.log()).sqrt(), 2 * math.pi * u2
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)
 
 
 def order(seed: Tensor, length: int) -> Tensor:
@@ -73,11 +102,83 @@ def order(seed: Tensor, length: int) -> Tensor:
     return ((keys[..., 0] << 31) + (keys[..., 1] >> 1)).argsort(dim=-1, stable=True)
 
 
-def initial(seed: Tensor, position: Tensor, channels: int) -> Tensor:
-    """x_T of tokens: seed, position [R] to [R, channels]."""
-    return normal(seed, Purpose.INIT, position, num=channels)
+def initial(seed: Tensor, position: Tensor, channels: int, index: int = 0) -> Tensor:
+    """x_T of tokens: seed, position [R] to [R, channels]; index 1 for a target that is not aligned with its draft."""
+    return normal(seed, Purpose.INIT, position, 0, index, num=channels)
 
 
-def steps(seed: Tensor, position: Tensor, step: Tensor, channels: int) -> Tensor:
-    """eps_t of tokens: seed, position [R] and denoising steps t [n] to [n, R, channels]."""
-    return normal(seed, Purpose.STEP, position, step.unsqueeze(-1), num=channels)
+def steps(seed: Tensor, position: Tensor, step: Tensor, channels: int, index: int = 0) -> Tensor:
+    """eps_t of tokens: seed, position [R] and steps t [n] to [n, R, channels]; index as in `initial`."""
+    return normal(seed, Purpose.STEP, position, step.unsqueeze(-1), index, num=channels)
+
+
+def chain(
+    seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, coin_index: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a chain that speculates draws in advance: x_T, eps_t and each step's coin, by one pass of the generator.
+
+    Args:
+        index: of x_T and eps_t, as in `initial`. coin_index: 1 for the chains of a draft model, 0 for the target's.
+
+    Returns:
+        (`initial` [R, channels], `steps` [R, num_steps, channels], uniform coins [R, num_steps]), indexed by t; coin t
+        is word t of the purpose's stream at step 0.
+    """
+    counts, block, step, tag = _chain_counters(num_steps, channels, index, coin_index, seed.device)
+    seed, position = seed.unsqueeze(-1), position.unsqueeze(-1)
+    words = torch.stack(philox((block, position, step, tag), _key(seed)), dim=-1)
+    first, middle, last = words.split(counts, dim=1)
+    eps = _box_muller(middle.unflatten(1, (num_steps, -1)).flatten(2))
+    coins = _uniform(last.flatten(1)[:, :num_steps])
+    return _box_muller(first.flatten(1))[:, :channels], eps[..., :channels].contiguous(), coins
+
+
+@functools.lru_cache(maxsize=16)
+def _chain_counters(
+    num_steps: int, channels: int, index: int, coin_index: int, device: torch.device
+) -> tuple[list[int], Tensor, Tensor, Tensor]:
+    """The counters of a chain's x_T, eps_t and coins, one after the other: how many, and words block, step and tag."""
+    per_step, for_coins = -(-channels // 4), -(-num_steps // 4)
+    parts = [
+        (Purpose.INIT << 24 | index, torch.arange(per_step), torch.zeros(1, dtype=torch.int64)),
+        (Purpose.STEP << 24 | index, torch.arange(per_step), torch.arange(num_steps)),
+        (Purpose.COIN << 24 | coin_index, torch.arange(for_coins), torch.zeros(1, dtype=torch.int64)),
+    ]
+    counts = [len(block) * len(step) for _, block, step in parts]
+    block = torch.cat([block.repeat(len(step)) for _, block, step in parts])
+    step = torch.cat([step.repeat_interleave(len(block)) for _, block, step in parts])
+    tag = torch.cat([torch.full((n,), tag) for n, (tag, _, _) in zip(counts, parts)])
+    return counts, block.to(device), step.to(device), tag.to(device)
+
+
+def candidates(
+    seed: Tensor, position: Tensor, step: Tensor, first: int, num: int, channels: int, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Residual candidates first .. first + num - 1 of tokens at their denoising steps: seed, position, step [R].
+
+    `offset` keeps a draft model's apart from the target's: 0 or DRAFT_OFFSET.
+
+    Returns:
+        (standard normals [R, num, channels], uniform coins [R, num]).
+    """
+    return _candidates((Purpose.CANDIDATE, Purpose.CANDIDATE_COIN), seed, position, step, first + offset, num, channels)
+
+
+def token_candidates(seed: Tensor, position: Tensor, first: int, num: int, channels: int) -> tuple[Tensor, Tensor]:
+    """As `candidates`, for whole tokens that were rejected."""
+    purposes = (Purpose.TOKEN_CANDIDATE, Purpose.TOKEN_CANDIDATE_COIN)
+    return _candidates(purposes, seed, position, torch.zeros_like(position), first, num, channels)
+
+
+def token_coins(seed: Tensor, position: Tensor) -> Tensor:
+    """The coin that accepts a drafted token: seed, position [R] to uniform [R]."""
+    return uniform(seed, Purpose.TOKEN_COIN, position, num=1).squeeze(-1)
+
+
+def _candidates(
+    purposes: tuple[Purpose, Purpose], seed: Tensor, position: Tensor, step: Tensor, first: int, num: int, channels: int
+) -> tuple[Tensor, Tensor]:
+    seed, position, step = (t.unsqueeze(-1) for t in (seed, position, step))
+    index = torch.arange(first, first + num, device=seed.device)
+    normals = normal(seed, purposes[0], position, step, index, num=channels)
+    return normals, uniform(seed, purposes[1], position, step, index, num=1).squeeze(-1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -30,4 +32,46 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int, m
         y = MARGIN + i // columns * (side_y + line + MARGIN)
         canvas.paste(image.resize((side_x, side_y), Image.Resampling.NEAREST), (x, y))
         draw.text((x + side_x // 2, y + side_y), caption, fill="black", font=font, anchor="ma")
+    return canvas
+
+
+def heat_grid(
+    heat: Sequence[Sequence[float] | None],
+    size: tuple[int, int],
+    captions: Sequence[str],
+    columns: int,
+    accepted: bool,
+) -> Image.Image:
+    """A grid like `grid`'s where each token's cell is coloured by what it cost, with a legend below.
+
+    Args:
+        heat: [L] of each image, raster order, see `Output.heat`; None is left blank.
+        size: of an image, in pixels. accepted: 1 means accepted, 0 resampled; else heat counts head calls.
+    """
+    known = np.array([value for cells in heat if cells for value in cells], dtype=float)
+    low, high = (0.0, 1.0) if accepted or np.isnan(known).all() else (np.nanmin(known), np.nanmax(known))
+    colours = colormaps["RdYlGn" if accepted else "viridis"].with_extremes(bad="lightgrey")
+
+    def cells(values: Sequence[float] | None) -> Image.Image:
+        side = 1 if values is None else math.isqrt(len(values))
+        values = np.full(1, np.nan) if values is None else np.array(values, dtype=float)
+        scaled = (values.reshape(side, side) - low) / max(high - low, 1e-9)
+        picture = colours(np.ma.masked_invalid(scaled), bytes=True)[..., :3]
+        return Image.fromarray(picture).resize(size, Image.Resampling.NEAREST)
+
+    picture = grid([cells(values) for values in heat], captions, columns)
+    if accepted:
+        legend = [(0.0, "resampled"), (1.0, "accepted"), (np.nan, "target alone")]
+    else:
+        legend = [(value, f"{low + value * (high - low):.0f}") for value in np.linspace(0, 1, 5)]
+        legend[-1] = (1.0, f"{high:.0f} head calls")
+    line = 18
+    canvas = Image.new("RGB", (max(picture.width, 280), picture.height + line + 2 * MARGIN), "white")
+    canvas.paste(picture)
+    draw, x = ImageDraw.Draw(canvas), MARGIN
+    for value, text in legend:
+        colour = tuple(colours(np.ma.masked_invalid([value]), bytes=True)[0, :3].tolist())
+        draw.rectangle((x, picture.height, x + line, picture.height + line), fill=colour)
+        draw.text((x + line + MARGIN, picture.height + 2), text, fill="black", font=ImageFont.load_default(size=12))
+        x += line + 3 * MARGIN + int(draw.textlength(text, font=ImageFont.load_default(size=12)))
     return canvas

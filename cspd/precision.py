@@ -29,8 +29,13 @@ class Precision:
             raise ValueError(f"precision={policy!r}: choose one of {', '.join(POLICIES)}")
         self.policy, self.device = policy, device
 
+    def _apply(self, tf32: bool, bf16: bool) -> contextlib.AbstractContextManager[None]:
+        if self.device.type == "cpu" and torch.is_autocast_enabled("cpu") == bf16:  # there is nothing to change
+            return contextlib.nullcontext()
+        return self._switch(tf32, bf16)
+
     @contextlib.contextmanager
-    def _apply(self, tf32: bool, bf16: bool) -> Iterator[None]:
+    def _switch(self, tf32: bool, bf16: bool) -> Iterator[None]:
         flags = (torch.backends.cuda.matmul, torch.backends.cudnn)  # matrix products, convolutions
         before = [flag.allow_tf32 for flag in flags]
         for flag in flags:
@@ -41,6 +46,11 @@ class Precision:
         finally:
             for flag, value in zip(flags, before):
                 flag.allow_tf32 = value
+
+    @property
+    def uniform(self) -> bool:
+        """Whether `fast` and `full` are the same."""
+        return self.policy == "fp32"
 
     def fast(self) -> contextlib.AbstractContextManager[None]:
         """As fast as the policy allows."""

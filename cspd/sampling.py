@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 from PIL import Image
 
 from cspd.engine import Engine
-from cspd.plots import grid, to_pil
+from cspd.methods import METHODS
+from cspd.plots import grid, heat_grid, to_pil
 from cspd.sequence import PHASES, Request
 
 SCHEMA = "cspd.samples/1"
@@ -36,6 +38,7 @@ def sample_to_folder(
     *,
     progress: bool = True,
     overwrite: bool = False,
+    heatmap: bool = False,
 ) -> dict:
     """Generates `requests` into `out` and returns the record, which is also written to samples.json.
 
@@ -43,11 +46,12 @@ def sample_to_folder(
 
     Args:
         settings: what the images depend on beside the requests (checkpoint, precision); kept in the record.
+        heatmap: also write heatmap.png; images kept from a run without it are blank there.
 
     Raises:
         ValueError: a bad request, or `out` holds another run and `overwrite` is off.
     """
-    requests = [engine.resolve(request) for request in requests]
+    requests = [engine.resolve(request) for request in (requests if overwrite else _same_windows(out, requests))]
     names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
     out.mkdir(parents=True, exist_ok=True)
@@ -60,13 +64,19 @@ def sample_to_folder(
     done = {image["index"] for image in record["images"]}
     todo = [i for i in range(len(requests)) if i not in done]
 
+    totals: dict[str, list] = {}
     start, saved = time.perf_counter(), time.perf_counter()
     try:
         for k, output in engine.stream([requests[i] for i in todo], progress):
             index = todo[k]
             to_pil(output.image).save(out / names[index])
             entry = {"index": index, "file": names[index], "request": dataclasses.asdict(output.request)}
-            record["images"].append(entry | {"stats": output.stats.to_dict()})
+            stats = output.stats.to_dict()
+            for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
+                totals[name] = _add(totals.get(name), stats.pop(name))
+            if heatmap:
+                entry["heat"] = output.heat.tolist()
+            record["images"].append(entry | {"stats": stats})
             if time.perf_counter() - saved > SAVE_SECONDS:
                 write_json(out / RECORD, record)
                 saved = time.perf_counter()
@@ -74,6 +84,7 @@ def sample_to_folder(
         write_json(out / RECORD, record)
     record["images"].sort(key=lambda image: image["index"])
     record["summary"] = _summary(record["images"], len(todo), time.perf_counter() - start)
+    record["summary"]["judged_and_accepted"] = totals  # of the images of this run
     write_json(out / RECORD, record)
 
     shown = list(range(len(requests)))[:GRID_LIMIT]
@@ -82,8 +93,32 @@ def sample_to_folder(
     for i in shown:
         with Image.open(out / names[i]) as picture:
             pictures.append(picture.convert("RGB"))
-    grid(pictures, [str(requests[i].label) for i in shown], columns).save(out / "grid.png")
+    captions = [str(requests[i].label) for i in shown]
+    grid(pictures, captions, columns).save(out / "grid.png")
+    if heatmap:
+        heat = [record["images"][i].get("heat") for i in shown]
+        accepted = requests[0].method == "cspd"
+        heat_grid(heat, pictures[0].size, captions, columns, accepted).save(out / "heatmap.png")
     return record
+
+
+def _add(total: list | None, counts: list) -> list:
+    """Elementwise sums of [judged, accepted]; counts of other lengths, from other settings, are padded."""
+    if total is None:
+        return counts
+    return [[a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)] for pair in zip(total, counts)]
+
+
+def _same_windows(out: Path, requests: Sequence[Request]) -> list[Request]:
+    """The requests; where the window is left open, with that of an earlier run: measuring again may choose another."""
+    try:
+        window = json.loads((out / RECORD).read_text())["images"][0]["request"]["window"]
+    except (OSError, LookupError, TypeError, ValueError):
+        window = None
+    return [
+        dataclasses.replace(r, window=window) if r.window is None and "window" in METHODS[r.method].options else r
+        for r in requests
+    ]
 
 
 def _resume(out: Path, fresh: dict, requests: Sequence[Request], names: list[str]) -> dict:
@@ -107,7 +142,10 @@ def _summary(images: list[dict], made: int, seconds: float) -> dict:
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
-    counts = ("iterations", "backbone_calls", "head_calls", "head_evaluations")
+    counts = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls")
     summary = {"images_made": made, "seconds": seconds, "images_per_second": made / seconds}
     summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in counts}
+    alphas = [s["alpha"] for s in stats if s["alpha"] is not None]
+    summary |= {"alpha": mean(alphas) if alphas else None}
+    summary["head_calls_per_token"] = mean([s["head_calls_per_token"] for s in stats])
     return summary | {"seconds_by_phase": {p: mean([s["seconds"][p] for s in stats]) for p in PHASES}}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import Tensor
 
-PHASES = ("backbone", "head", "decode", "other")
+PHASES = ("backbone", "head", "draft", "decode", "other")
 
 
 @dataclass(frozen=True)
@@ -16,22 +17,40 @@ class Request:
     Attributes:
         label: class, 0 .. class_num - 1.
         seed: of everything random in this image, 0 .. 2^63 - 1.
-        method: a name of `cspd.methods.METHODS`.
+        method: a name of `cspd.methods.METHODS`; its options follow, None where a method has none of that name.
         num_iter: K, autoregressive iterations, 1 .. L.
         cfg: guidance scale s >= 0; 1 is no guidance.
         cfg_schedule: "linear" (s grows over the iterations) or "constant".
         temperature: tau >= 0, multiplies the noise of the denoising steps.
         num_sampling_steps: T, denoising steps a token, 2 .. 1000.
+        window: W, denoising steps drafted ahead in the head, 0 (ancestral) .. min(32, T); by default what this device's
+            cost model finds fastest for the engine's slots. It decides which image a seed gives, not the law.
+        draft: "calibrated" or "frozen", how the head's output is drafted.
+        gamma: tokens drafted a round by the draft model.
+        verify: "parallel" (all drafted tokens judged from the verified prefix, rejected ones replaced in place) or
+            "sequential" (each judged after those before it, the round ends at the first rejection).
+        ratio_temperature: divides the last step's z-scores in the ratio of the densities.
+        align: whether draft and target denoise a token with the same noise.
+        prefill: share of the tokens that the target makes alone, at first; in 0 .. 1.
+        chains: "ancestral" or "speculative", how both models denoise in `cspd`.
     """
 
     label: int
     seed: int = 0
-    method: str = "ar"
+    method: str = "speculative"
     num_iter: int | None = None
     cfg: float | None = None
     cfg_schedule: str | None = None
     temperature: float | None = None
     num_sampling_steps: int | None = None
+    window: int | None = None
+    draft: str | None = None
+    gamma: int | None = None
+    verify: str | None = None
+    ratio_temperature: float | None = None
+    align: bool | None = None
+    prefill: float | None = None
+    chains: str | None = None
 
     @property
     def guided(self) -> bool:
@@ -39,9 +58,11 @@ class Request:
         return self.cfg != 1
 
     @property
-    def round_key(self) -> tuple:
+    def round_key(self) -> Hashable:
         """Requests with equal keys can share a round, whatever else differs."""
-        return self.method, self.guided, self.num_sampling_steps
+        if self.method == "ar":
+            return self.method, self.guided, self.num_sampling_steps
+        return replace(self, label=0, seed=0, num_iter=None)
 
 
 @dataclass
@@ -50,10 +71,14 @@ class RoundStats:
 
     Attributes:
         guarantee: of the method: "exact", "bounded" or "heuristic".
-        iterations: autoregressive iterations.
-        backbone_calls: backbone forwards, conditional and null class in one.
-        head_calls: sequential calls of the head.
-        head_evaluations: rows of this request the head was evaluated on, null class included.
+        iterations: autoregressive iterations; rounds of draft and verification count as one.
+        backbone_calls: the target's backbone forwards, conditional and null class in one.
+        head_calls: sequential calls of the target's head; head_calls_per_token: of one token's chain, their mean.
+        head_evaluations: rows of this request it was evaluated on, null class included.
+        draft_backbone_calls, draft_head_calls: the same of the draft model.
+        by_lag, by_step, by_rank: drafts judged, and accepted, by how far ahead they were (from 1) and, if states of a
+            chain, by denoising step or, if tokens, by rank in the generation order.
+        resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
         seconds: wall time of the rounds it took part in, by phase; neighbours in the batch share the same seconds.
     """
 
@@ -61,11 +86,25 @@ class RoundStats:
     iterations: int = 0
     backbone_calls: int = 0
     head_calls: int = 0
+    head_calls_per_token: float = 0.0
     head_evaluations: int = 0
+    draft_backbone_calls: int = 0
+    draft_head_calls: int = 0
+    by_lag: list[list[int]] = field(default_factory=lambda: [[], []])
+    by_step: list[list[int]] = field(default_factory=lambda: [[], []])
+    by_rank: list[list[int]] = field(default_factory=lambda: [[], []])
+    resample_tries: int = 0
+    fallbacks: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
+    @property
+    def alpha(self) -> float | None:
+        """Share of the judged drafts that were accepted; None where nothing was judged."""
+        judged, accepted = map(sum, self.by_lag)
+        return accepted / judged if judged else None
+
     def to_dict(self) -> dict:
-        return asdict(self)
+        return asdict(self) | {"alpha": self.alpha}
 
 
 @dataclass(eq=False)
@@ -88,10 +127,13 @@ class Output:
         request: as it ran, defaults filled in.
         tokens: float32 [L, d] on the CPU, raster order.
         image: float32 [3, H, W] in 0..1 on the CPU; None in an engine without autoencoder.
+        heat: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` 1 where the drafted
+            token was accepted, 0 where it was resampled, NaN where the target made it alone.
         stats: what it cost.
     """
 
     request: Request
     tokens: Tensor
     image: Tensor | None
+    heat: Tensor
     stats: RoundStats

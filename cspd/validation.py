@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from cspd.calibration import DRAFTS, WINDOWS
+from cspd.continuous import cspd
 from cspd.methods import METHODS, TABLE
 from cspd.sequence import Request
 from mar.diffusion import TRAIN_STEPS
@@ -33,6 +35,7 @@ def resolve(request: Request, config: MARConfig, defaults: SamplingDefaults) -> 
     request = dataclasses.replace(request, **{k: v for k, v in fill.items() if getattr(request, k) is None})
 
     _choice("method", request.method, METHODS, planned=TABLE)
+    request = _options(request)
     _integer("label", request.label, 0, config.class_num - 1, "the target knows these classes")
     _integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
     _integer("num_iter", request.num_iter, 1, config.seq_len, "an iteration predicts at least one of the tokens")
@@ -40,7 +43,47 @@ def resolve(request: Request, config: MARConfig, defaults: SamplingDefaults) -> 
     _real("cfg", request.cfg, "1 is no guidance, 2 to 5 is usual")
     _real("temperature", request.temperature, "1 is the model's own noise")
     _choice("cfg_schedule", request.cfg_schedule, GUIDANCE_SCHEDULES)
+    if request.method == "cspd":
+        _check_cspd(request, config.seq_len)
+    if request.draft is not None:
+        _choice("draft", request.draft, DRAFTS)
+    if request.window is not None:
+        most = min(WINDOWS[-1], request.num_sampling_steps)
+        _integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
+        if request.window and request.temperature == 0:
+            raise ValueError("window > 0 needs temperature > 0: without noise there are no densities; leave it out")
     return request
+
+
+def _check_cspd(request: Request, seq_len: int) -> None:
+    _integer("gamma", request.gamma, 1, seq_len, "it is how many tokens are drafted a round, of the sequence's")
+    _choice("verify", request.verify, cspd.VERIFY)
+    _choice("chains", request.chains, cspd.CHAINS)
+    _real("ratio_temperature", request.ratio_temperature, "42 is the method's, 1 the paper's formula")
+    _real("prefill", request.prefill, "0.05 is the method's")
+    if request.ratio_temperature == 0 or request.prefill > 1:
+        raise ValueError(
+            f"ratio_temperature={request.ratio_temperature}, prefill={request.prefill}: give the first above 0 and the"
+            " second in 0..1"
+        )
+    if not isinstance(request.align, bool):
+        raise ValueError(f"align={request.align!r} is not True or False")
+    if request.temperature == 0:
+        raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
+    if request.window and request.chains == "ancestral":
+        raise ValueError(f"window={request.window} needs chains='speculative': ancestral chains draft no steps")
+
+
+def _options(request: Request) -> Request:
+    """The request with its method's own defaults filled in."""
+    method = METHODS[request.method]
+    for name in {name for m in METHODS.values() for name in m.options} - set(method.options):
+        if getattr(request, name) is not None:
+            having = ", ".join(m.name for m in METHODS.values() if name in m.options)
+            raise ValueError(
+                f"{name}={getattr(request, name)!r} is no option of {method.name!r}: it belongs to {having}"
+            )
+    return dataclasses.replace(request, **{k: v for k, v in method.options.items() if getattr(request, k) is None})
 
 
 def _integer(name: str, value: object, low: int, high: int, why: str) -> None:

@@ -92,21 +92,24 @@ class Head(nn.Module):
             nn.init.zeros_(layer.adaLN_modulation[1].weight)
         nn.init.zeros_(self.final_layer.linear.weight)
 
-    def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[tuple[Tensor, ...]]:
-        """(shift, 1 + scale, gate) of every block and (shift, 1 + scale) of the last layer, each [..., width].
+    def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:
+        """(shift, 1 + scale, gate) of every block and (shift, 1 + scale) of the last layer, each one [..., 3|2 width].
 
         Args:
             t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].
         """
         y = F.silu(t_embed + c_embed)
-        layers = []
-        for layer in [*self.res_blocks, self.final_layer]:
-            shift, scale, *gate = layer.adaLN_modulation[1](y).split(self.width, dim=-1)
-            layers.append((shift, scale + 1, *gate))
+        layers = [layer.adaLN_modulation[1](y) for layer in [*self.res_blocks, self.final_layer]]
+        for layer in layers:
+            layer[..., self.width : 2 * self.width] += 1
         return layers
 
+    def split(self, modulations: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """What `modulations` made, as the tuples that `denoise` takes; views."""
+        return [layer.view(*layer.shape[:-1], -1, self.width).unbind(-2) for layer in modulations]
+
     def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """(eps, v) [..., 2d] of noisy tokens x [..., d] under precomputed modulations."""
+        """(eps, v) [..., 2d] of noisy tokens x [..., d] under split modulations."""
         x = self.input_proj(x)
         for block, modulation in zip(self.res_blocks, modulations):
             x = block(x, *modulation)
@@ -114,7 +117,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
         """(eps, v) [N, 2d] of noisy tokens x [N, d] at timesteps t [N] (0..999) under conditions c [N, D]."""
-        return self.denoise(x, self.modulations(self.time_embed(t), self.cond_embed(c)))
+        return self.denoise(x, self.split(self.modulations(self.time_embed(t), self.cond_embed(c))))
 
 
 def guide(out: Tensor, scale: Tensor | float) -> Tensor:

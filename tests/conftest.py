@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
 
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="cspd-tests-")  # calibrations and costs are made anew
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
 GOLDEN = Path(__file__).parent / "golden"
 

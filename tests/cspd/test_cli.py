@@ -16,10 +16,11 @@ from cspd.loading import checkpoint_files
 from cspd.plots import to_pil
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
+SAMPLE = ["sample", "--method", "ar", *QUICK]
 
 
 def sample(out, *more):
-    return main(["sample", "--labels", "0-3", "--seed", "5", "--out", str(out), *QUICK, *more])
+    return main([*SAMPLE, "--labels", "0-3", "--seed", "5", "--out", str(out), *more])
 
 
 def test_sample_writes_pictures_and_a_record(tmp_path, capsys):
@@ -126,7 +127,7 @@ def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
 )
 def test_errors_are_one_line_and_name_the_fix(arguments, hint, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["sample", *QUICK, "--out", str(out), *arguments]) == 2
+    assert main([*SAMPLE, "--out", str(out), *arguments]) == 2
     captured = capsys.readouterr()
     assert hint in captured.err and captured.err.count("\n") == 1
     assert not list(tmp_path.rglob("*.png"))
@@ -135,22 +136,27 @@ def test_errors_are_one_line_and_name_the_fix(arguments, hint, tmp_path, capsys)
 def test_methods_lists_guarantees(capsys):
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[:4] == ["ar", "MAR", "exact", "ready"] for line in lines)
-    assert any("planned" in line and "heuristic" in line for line in lines)
+    rows = [line.split()[:5] for line in lines]
+    assert ["ar", "MAR", "exact", "-", "ready"] in rows
+    assert ["speculative", "MAR", "exact", "calibration", "ready"] in rows
+    assert any("planned" in line and "bounded" in line for line in lines)
 
 
-def test_bench_times_both_samplers_and_memory(tmp_path, capsys):
+def test_bench_times_all_samplers_and_memory(tmp_path, capsys):
     path = tmp_path / "bench.json"
-    assert main(["bench", *QUICK, "--batch", "1,2", "--runs", "2", "--queued", "6", "--json", str(path)]) == 0
+    arguments = ["--window", "0", "--batch", "1,2", "--runs", "2", "--queued", "6", "--json", str(path)]
+    assert main(["bench", *QUICK, *arguments]) == 0
     report = json.loads(path.read_text())
     assert [(row["name"], row["batch"]) for row in report["rows"]] == [
-        (name, batch) for batch in (1, 2) for name in ("ar", "published")
+        (name, batch) for batch in (1, 2) for name in ("ar", "speculative", "published")
     ]
     for row in report["rows"]:
         assert row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
-        assert row["ratio"]["median"] == 1 or row["name"] == "published"
+        assert 0 < row["speed_up"]["min"] <= row["speed_up"]["median"] <= row["speed_up"]["max"]
+        assert row["speed_up"]["median"] == 1 or row["name"] != "ar"
+        assert row["images_per_second"] == pytest.approx(row["batch"] / row["seconds"]["median"])
     assert [(m["slots"], m["requests"]) for m in report["memory"]] == [(1, 1), (1, 6), (2, 2), (2, 6)]
-    assert "backbone" in capsys.readouterr().out
+    assert "x ar" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

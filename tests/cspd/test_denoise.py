@@ -44,6 +44,9 @@ class GaussianHead(torch.nn.Module):
         gain, slope, v = t_embed.split(1, dim=-1)
         return [(gain, slope * c_embed, v)]
 
+    def split(self, modulations):
+        return modulations
+
     def denoise(self, x, modulations):
         ((gain, offset, v),) = modulations
         eps = gain * x + offset

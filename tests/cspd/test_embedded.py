@@ -40,7 +40,7 @@ def test_official_names_load_from_a_folder(tmp_path):
     with pytest.raises(CheckpointError, match="no autoencoder beside it"):
         cspd.load(tmp_path)
     torch.save({"model": load_vae(files["vae"]).state_dict()}, tmp_path / "kl16.ckpt")
-    request = cspd.Request(label=3, seed=1, num_iter=2, num_sampling_steps=5)
+    request = cspd.Request(label=3, seed=1, method="ar", num_iter=2, num_sampling_steps=5)
     (ours,), (official,) = (cspd.load(place).generate([request]) for place in ("digits32", tmp_path))
     assert torch.equal(ours.image, official.image)
 
@@ -90,7 +90,7 @@ def test_samples_are_recognised(model, least):
     """A hundred images at K = 16; the card's numbers are over 2,000 at K = 64."""
     files = checkpoint_files("digits32")
     engine = cspd.Engine(load_mar(files[model]), vae=load_vae(files["vae"]), max_batch=50)
-    requests = [cspd.Request(label=i % 10, seed=i, num_iter=16, cfg=3.0) for i in range(100)]
+    requests = [cspd.Request(label=i % 10, seed=i, method="ar", num_iter=16, cfg=3.0) for i in range(100)]
     outputs = engine.generate(requests)
     labels = torch.tensor([request.label for request in requests])
     assert accuracy(load_classifier(), torch.stack([o.image for o in outputs]), labels) >= least
@@ -99,7 +99,8 @@ def test_samples_are_recognised(model, least):
 
 def test_images_do_not_depend_on_the_batch():
     """As for the small models, on trained ones: alone, in odd batches, and backwards."""
-    requests = [cspd.Request(label=i, seed=i, num_iter=16, cfg=3.0, num_sampling_steps=50) for i in range(8)]
+    settings = {"method": "ar", "num_iter": 16, "cfg": 3.0, "num_sampling_steps": 50}
+    requests = [cspd.Request(label=i, seed=i, **settings) for i in range(8)]
     alone = [o.image for o in cspd.load("digits32", max_batch=1).generate(requests)]
     batched = [o.image for o in cspd.load("digits32", max_batch=7).generate(requests)]
     backwards = [o.image for o in cspd.load("digits32", max_batch=8).generate(requests[::-1])][::-1]

@@ -37,7 +37,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_samples_match(case, mar_golden, small_mar):
     engine = Engine(small_mar, max_batch=2, noise=GoldenNoise(mar_golden))  # 2 slots for 3: one starts late
-    settings = {"temperature": 1.0, **CASES[case]}
+    settings = {"method": "ar", "temperature": 1.0, **CASES[case]}
     labels = mar_golden["sample.labels"].tolist()
     outputs = engine.generate([Request(label, seed=i, **settings) for i, label in enumerate(labels)])
     tokens = torch.stack([output.tokens for output in outputs])

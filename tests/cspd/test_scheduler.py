@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from cspd.methods import METHODS
 from cspd.scheduler import Scheduler
 from cspd.sequence import Request, Sequence
 
@@ -35,9 +38,11 @@ def test_a_freed_slot_is_taken_at_once_by_the_next():
     assert scheduler.next() == [queue[0], queue[2]]
 
 
-def test_kinds_take_turns():
+@pytest.mark.parametrize("method", METHODS)
+def test_kinds_take_turns(method):
     scheduler = Scheduler(4)
-    guided, plain, coarse = sequences(2), sequences(1, cfg=1.0), sequences(1, num_sampling_steps=25)
+    kinds = {}, {"cfg": 1.0}, {"num_sampling_steps": 25}
+    guided, plain, coarse = (sequences(n, method=method, **kind) for n, kind in zip((2, 1, 1), kinds))
     for sequence in guided + plain + coarse:
         scheduler.add(sequence)
     scheduler.admit()

@@ -15,7 +15,7 @@ from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
 
 SPEC = MARS["mar_digits32_draft"]  # 64 tokens, 10 classes
-QUICK = {"num_iter": 4, "num_sampling_steps": 3}
+QUICK = {"method": "ar", "num_iter": 4, "num_sampling_steps": 3}
 TINY = dict(embed_dim=8, depth=1, num_heads=1, class_num=3, buffer_size=1, diffloss_w=8, diffloss_d=1)
 nan, inf = math.nan, math.inf
 
@@ -27,8 +27,10 @@ BAD = [  # field, value, what the message advises
     *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),
     *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True)),
     *(("temperature", value, "1 is the model's own noise") for value in (-1, nan, inf, "1")),
-    *(("method", value, "choose one of ar") for value in ("magic", "", *PLANNED)),
+    *(("method", value, f"choose one of {', '.join(METHODS)}") for value in ("magic", "", *PLANNED)),
     *(("cfg_schedule", value, "choose one of linear, constant") for value in ("cosine", "")),
+    *(("window", value, "0..3") for value in (-1, 4, 2.0, True, "2")),
+    *(("draft", value, "choose one of calibrated, frozen") for value in ("magic", "", True)),
 ]
 LIMITS = [
     *({"label": value} for value in (0, 9)),
@@ -38,7 +40,11 @@ LIMITS = [
     *({"cfg": value} for value in (1, 1.0, 20.0)),
     *({"temperature": value} for value in (0, 2.5)),
     *({"cfg_schedule": value} for value in ("linear", "constant")),
-    *({"method": value} for value in METHODS),
+    *({"method": name, "draft": None, **method.options} for name, method in METHODS.items()),
+    *({"window": value} for value in (0, 32)),
+    {"window": 2, "num_sampling_steps": 2},
+    {"window": 0, "temperature": 0},
+    {"draft": "frozen"},
 ]
 
 
@@ -57,7 +63,7 @@ def engine(model):
 
 
 def request_with(field, value):
-    return dataclasses.replace(Request(3, **QUICK), **{field: value})
+    return dataclasses.replace(Request(3, num_iter=4, num_sampling_steps=3), **{field: value})
 
 
 @pytest.mark.parametrize("field, value, advice", BAD, ids=lambda value: str(value)[:24])
@@ -77,8 +83,37 @@ def test_planned_method_says_so(method):
 @pytest.mark.parametrize("changes", LIMITS, ids=str)
 def test_limits_are_good(changes):
     complete = {"num_iter": 8, "cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9, "num_sampling_steps": 50}
-    request = Request(**{"label": 3, **complete, **changes})
+    request = Request(**{"label": 3, **complete, "draft": "calibrated", **changes})
     assert resolve(request, SPEC.config, SPEC.defaults) == request
+
+
+@pytest.mark.parametrize("option, value", [("window", 8), ("window", 0), ("draft", "frozen")])
+def test_an_option_of_another_method(option, value):
+    message = f"{option}={value!r} is no option of 'ar': it belongs to speculative"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        resolve(Request(3, method="ar", **{option: value}), SPEC.config, SPEC.defaults)
+
+
+def test_no_window_is_above_32():
+    with pytest.raises(ValueError, match=r"^window=33 is outside 0\.\.32"):
+        resolve(Request(3, num_sampling_steps=100, window=33), SPEC.config, SPEC.defaults)
+
+
+def test_a_window_needs_noise():
+    with pytest.raises(ValueError, match=r"^window.* needs temperature > 0: .*leave it out"):
+        resolve(Request(3, temperature=0, window=1), SPEC.config, SPEC.defaults)
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0}, {"num_sampling_steps": 2}], ids=str)
+def test_no_window_where_nothing_can_be_drafted(changes, engine, monkeypatch):
+    monkeypatch.setattr("cspd.engine.measured_costs", None)  # no need to time anything
+    resolved = engine.resolve(Request(3, **changes))
+    assert (resolved.method, resolved.window, resolved.draft) == ("speculative", 0, "calibrated")
+
+
+def test_a_window_that_is_given_stays(engine, monkeypatch):
+    monkeypatch.setattr("cspd.engine.measured_costs", None)
+    assert [engine.resolve(Request(3, window=window)).window for window in (0, 5)] == [0, 5]
 
 
 def test_bad_request_harms_nobody(model, engine):
@@ -173,6 +208,8 @@ def test_too_many_slots():
 def test_published_defaults(name, cfg):
     config = MARS[name].config
     published = {"num_iter": 64, "cfg": cfg, "cfg_schedule": "linear", "temperature": 1.0, "num_sampling_steps": 100}
+    assert resolve(Request(7, method="ar"), config, defaults_of(config)) == Request(7, method="ar", **published)
+    published |= {"method": "speculative", "draft": "calibrated", "window": None}  # the engine chooses the window
     assert resolve(Request(7), config, defaults_of(config)) == Request(7, **published)
     unguided = published | {"cfg": 1, "temperature": 0.95}
     assert resolve(Request(7, cfg=1), config, defaults_of(config)) == Request(7, **unguided)

@@ -22,7 +22,7 @@ def inputs(head):
 
 def by_step(head, t, c):
     """The modulations of every timestep, computed together, as `cspd.denoise` does."""
-    layers = head.modulations(head.time_embed(t)[:, None, None], head.cond_embed(c))
+    layers = head.split(head.modulations(head.time_embed(t)[:, None, None], head.cond_embed(c)))
     return [[tuple(part[i] for part in layer) for layer in layers] for i in range(len(t))]
 
 
@@ -51,7 +51,7 @@ def test_guide_by_row():
 
 def test_modulations_apart(head, mar_golden):
     x, t, c = (mar_golden[f"head.{name}"] for name in ("x", "t", "c"))
-    apart = head.denoise(x, head.modulations(head.time_embed(t), head.cond_embed(c)))
+    apart = head.denoise(x, head.split(head.modulations(head.time_embed(t), head.cond_embed(c))))
     assert relative_error(apart, head(x, t, c)) < 1e-6
 
 

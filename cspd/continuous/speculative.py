@@ -1,0 +1,107 @@
+"""Speculative denoising of MAR's tokens: many steps of the head's chain a call. Guarantee: exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from cspd.continuous import ar
+from cspd.continuous.host import MARHost
+from cspd.lookahead import draft_table
+from cspd.precision import Stopwatch
+from cspd.sequence import Request, Sequence
+from cspd.speculation import Chains, acceptance
+
+
+def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool = False) -> Chains:
+    """Speculative chains of the host's "target" or "draft", as the request asks for."""
+    calibration = host.calibrations[model].get(request)
+    table = draft_table(
+        calibration.coefficients,
+        calibration.drift,
+        request.num_sampling_steps,
+        request.window,
+        request.temperature,
+    )
+    head = host.models[model].head
+    table = torch.as_tensor(table, device=host.device)
+    drafting = model == "draft"
+    return Chains(
+        head, table, host.precision, host.noise, trace_sigma=trace_sigma, drafting=drafting, compiled=host.compiled
+    )
+
+
+class _Running:
+    """What sequences of one kind share while they run: the chains, and what is left of each one's iteration."""
+
+    def __init__(self, host: MARHost, request: Request) -> None:
+        self.chains = make_chains(host, "target", request)
+        self.left: Counter[Sequence] = Counter()  # tokens still under way
+        shape = (host.num_slots, host.config.seq_len, request.num_sampling_steps)
+        self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
+
+    def begin(self, host: MARHost, sequences: list[Sequence], watch: Stopwatch) -> None:
+        """Starts the next iteration of sequences: one backbone call, and the first step of their chains."""
+        rows = host.next_rows(sequences)
+        watch.start("backbone")
+        z = host.conditions(sequences, rows)
+        watch.start("head")
+        owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
+        self.chains.start(owners, rows.seed, rows.position, z, rows.scale, rows.temperature)
+        self.left.update(owners)
+        for sequence, count in zip(sequences, rows.counts):
+            sequence.iteration += 1
+            sequence.num_known += count
+            sequence.stats.iterations += 1
+            sequence.stats.backbone_calls += 1
+            sequence.stats.head_calls += 1
+            sequence.stats.head_evaluations += count * len(z)
+
+    def round(self, host: MARHost) -> None:
+        """One head call for all chains; commits the tokens of those that end."""
+        copies = 2 if self.chains.owners[0].request.guided else 1
+        for sequence, count in self.left.items():
+            sequence.stats.head_calls += 1
+            sequence.stats.head_evaluations += count * self.chains.window * copies
+        finished = self.chains.round()
+        if finished:
+            slot = torch.tensor([sequence.slot for sequence in finished.owners], device=host.device)
+            host.tokens[slot, finished.position] = finished.tokens
+            self.record[slot, finished.position] = finished.record
+            for sequence, tries, fallbacks in zip(finished.owners, finished.tries, finished.fallbacks):
+                sequence.stats.resample_tries += tries
+                sequence.stats.fallbacks += fallbacks
+            self.left = self.left - Counter(finished.owners)
+
+
+def round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Runs head calls until half of the sequences have ended their iteration, and returns those that are finished.
+
+    Those go on to their next iteration, and their rows join the chains still under way: no call waits for the slowest
+    token, and the backbone is still called for many at once.
+    """
+    request = batch[0].request
+    if request.window == 0:
+        return ar.round(host, batch, watch)
+    running = host.running.get(request.round_key)
+    if running is None:
+        running = host.running[request.round_key] = _Running(host, request)
+    idle = [s for s in batch if s not in running.left]
+    if idle:
+        running.begin(host, idle, watch)
+    watch.start("head")
+    while 2 * len(running.left) > len(batch):
+        running.round(host)
+    watch.start("other")
+    finished = [s for s in batch if s.iteration == s.request.num_iter and s not in running.left]
+    for sequence in finished:
+        record = running.record[sequence.slot]
+        heat = host.heat[sequence.slot] = (record != 0).sum(-1)
+        sequence.stats.head_calls_per_token = heat.float().mean().item()
+        sequence.stats.by_lag, sequence.stats.by_step = (
+            counts.tolist() for counts in acceptance(record.cpu().numpy(), request.window)
+        )
+    if len(finished) == len(batch):
+        del host.running[request.round_key]
+    return finished
