@@ -17,6 +17,7 @@ from tqdm import tqdm
 from cspd.engine import Engine
 from cspd.methods import METHODS, with_method
 from cspd.sequence import Output, Request
+from cspd.validation import resolve
 from mar import reference
 
 SCHEMA = "cspd.bench/2"
@@ -24,10 +25,13 @@ PUBLISHED = "published"  # MAR's sampler as published, `mar.reference`
 MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 10}  # for peak memory: fewer, larger iterations than usual
 
 
-def contenders(request: Request, names: Sequence[str], gammas: Sequence[int], verify: Sequence[str]) -> dict:
+def contenders(
+    request: Request, seq_len: int, names: Sequence[str], gammas: Sequence[int], verify: Sequence[str]
+) -> dict:
     """What is timed against plain MAR at a request's settings, by the name it is reported under; None is published MAR.
 
-    `cspd` stands for each of `gammas` and `verify`, and plain MAR at the iterations that its parallel form amounts to.
+    `cspd` stands for each of `gammas` and `verify`, and for plain MAR with as many iterations, K = L / gamma, as the
+    parallel form has rounds.
     """
     made = {"ar": with_method(request, "ar")}
     for name in names:
@@ -35,7 +39,7 @@ def contenders(request: Request, names: Sequence[str], gammas: Sequence[int], ve
             made[name] = None
         elif name == "cspd":
             for gamma in gammas:
-                iterations = max(1, request.num_iter // gamma)
+                iterations = -(-seq_len // gamma)
                 made[f"ar K={iterations}"] = dataclasses.replace(made["ar"], num_iter=iterations)
                 for mode in verify:
                     drafted = with_method(request, "cspd")
@@ -81,17 +85,22 @@ def bench(
         raise ValueError(f"runs={runs}, batches={list(batches)}: give at least one run, and batches of one or more")
     # memory first, small batches first: what the timed runs leave in the process would be counted too
     first = engines(1)
+    seq_len = first.target.config.seq_len
     counts = [(batch, num) for batch in sorted(batches) for num in ([batch, queued] if queued else [batch])]
-    memory = [_memory(first, requests[0], batch, num) for batch, num in counts]
     filled = [_fill(first, request) for request in requests]
-    cases = [(batch, request) for batch in batches for request in filled]
-    rows, total = [], sum(len(contenders(r, names, gammas, verify)) for _, r in cases) * (runs + 1)
+    plans = [(request, contenders(request, seq_len, names, gammas, verify)) for request in filled]
+    for contender in (c for _, plan in plans for c in plan.values() if c is not None):
+        resolve(contender, first.target.config, first.defaults)
+        first.check_draft(contender)
+    memory = [_memory(first, requests[0], batch, num) for batch, num in counts]
+    cases = [(batch, *plan) for batch in batches for plan in plans]
+    rows, total = [], sum(len(plan) for _, _, plan in cases) * (runs + 1)
     with tqdm(total=total, unit="run", disable=not progress) as bar:
-        for batch, request in cases:
+        for batch, request, plan in cases:
             engine = engines(batch)
-            timed: dict[str, list[dict]] = {name: [] for name in contenders(request, names, gammas, verify)}
+            timed: dict[str, list[dict]] = {name: [] for name in plan}
             for i in range(runs + 1):  # the first warms up
-                for name, contender in contenders(request, names, gammas, verify).items():
+                for name, contender in plan.items():
                     measured = _timed(engine, contender, request, batch, i, accuracy)
                     if i:
                         timed[name].append(measured)

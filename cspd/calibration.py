@@ -132,6 +132,12 @@ def trace(model: MAR, request: Request, device: torch.device, precision: Precisi
     return tuple(torch.cat(iterations, dim=2).unbind(1))
 
 
+def frozen(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients [T, lags, 3] and drift [T, lags] of the frozen draft, which needs no chains to be fitted to."""
+    lags = min(WINDOWS[-1], num_steps)
+    return np.tile(np.float32([0, 1, 0]), (num_steps, lags, 1)), np.zeros((num_steps, lags), np.float32)
+
+
 class Calibrations:
     """The calibrations of one model: made on first use, kept in memory and on disk.
 
@@ -196,6 +202,7 @@ class Calibrations:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 save_file(vars(made), temporary, metadata={"settings": text})
+                temporary.chmod(0o644)
                 os.replace(temporary, folder / name)
                 return made
             except (OSError, SafetensorError):
@@ -219,4 +226,4 @@ def content_hash(model: MAR) -> str:
 
 def user_cache() -> Path:
     """The user's cache directory for cspd: $XDG_CACHE_HOME/cspd, or ~/.cache/cspd."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cspd"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "cspd"

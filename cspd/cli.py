@@ -113,7 +113,12 @@ def _add_request_options(parser: argparse.ArgumentParser, several: bool = False)
     )
     num_iter, cfg, gamma, verify = lists if several else one
     group = parser.add_argument_group("decoding (default: what the model's authors published)")
-    group.add_argument("--num-iter", metavar="K", help="autoregressive iterations, 1 .. number of tokens", **num_iter)
+    group.add_argument(
+        "--num-iter",
+        metavar="K",
+        help="autoregressive iterations, 1 .. number of tokens (of cspd: its guidance and prefill)",
+        **num_iter,
+    )
     group.add_argument("--cfg", metavar="S", help="guidance scale; 1 is no guidance", **cfg)
     group.add_argument("--cfg-schedule", choices=GUIDANCE_SCHEDULES, help="how guidance runs over the iterations")
     group.add_argument("--temperature", type=float, metavar="TAU", help="multiplies the noise of the denoising steps")
@@ -126,9 +131,11 @@ def _add_request_options(parser: argparse.ArgumentParser, several: bool = False)
         help="denoising steps drafted ahead (default: this device's fastest; 0: none)",
     )
     drafts = "; ".join(f"{name}: {text}" for name, text in DRAFTS.items())
-    group.add_argument("--draft", choices=DRAFTS, help=f"how (default: calibrated) {drafts}")
+    group.add_argument(
+        "--draft", choices=DRAFTS, help=f"how the head's output is guessed (default: calibrated) {drafts}"
+    )
     group = parser.add_argument_group("cspd")
-    group.add_argument("--gamma", help="tokens drafted a round (default: 8)", **gamma)
+    group.add_argument("--gamma", help=f"tokens drafted a round (default: {'8,16' if several else '8'})", **gamma)
     group.add_argument(
         "--verify",
         help="parallel: from the verified prefix; sequential: after each other (default: parallel)",
@@ -159,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     text = "Generates images of classes into a folder; a run that was cut off goes on where it was."
-    sample = commands.add_parser("sample", help="generate images into a folder", description=text)
+    sample = commands.add_parser("sample", help="generate images into a folder", description=text, allow_abbrev=False)
     sample.set_defaults(run=_sample)
     _add_model_options(sample)
     group = sample.add_argument_group("method")
@@ -175,7 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--heatmap", action="store_true", help="also write heatmap.png: what each token cost")
 
     text = "Generates the same seeds by several methods, the first being the baseline of speed and law."
-    comparison = commands.add_parser("compare", help="methods side by side, on the same seeds", description=text)
+    comparison = commands.add_parser(
+        "compare", help="methods side by side, on the same seeds", description=text, allow_abbrev=False
+    )
     comparison.set_defaults(run=_compare)
     _add_model_options(comparison)
     group = comparison.add_argument_group("what to compare")
@@ -190,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     text = (
         "Times sampling end to end on this machine, in one process, as speed-ups over plain MAR at the same settings."
     )
-    timing = commands.add_parser("bench", help="time sampling on this machine", description=text)
+    timing = commands.add_parser("bench", help="time sampling on this machine", description=text, allow_abbrev=False)
     timing.set_defaults(run=_bench)
     _add_model_options(timing)
     _add_request_options(timing, several=True)
@@ -208,7 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--json", type=Path, help="also write the numbers here")
 
     text = "Fits the drafts of `speculative` for these settings, measures this device, and shows what both give."
-    calibrate = commands.add_parser("calibrate", help="prepare `speculative` ahead of time", description=text)
+    calibrate = commands.add_parser(
+        "calibrate", help="prepare `speculative` ahead of time", description=text, allow_abbrev=False
+    )
     calibrate.set_defaults(run=_calibrate)
     _add_model_options(calibrate)
     _add_request_options(calibrate)
@@ -244,12 +255,17 @@ def _sample(args: argparse.Namespace) -> None:
     num = len(args.labels) if args.num is None else args.num
     if num < 1:
         raise ValueError(f"--num {num} makes no image: give 1 or more")
-    engine = _load(args, min(args.max_batch, num))
+    engine = _load(args, args.max_batch)
     labels = (args.labels[i % len(args.labels)] for i in range(num))
     requests = [_request(args, label, args.seed + i) for i, label in enumerate(labels)]
     files = checkpoint_files(args.checkpoint)
     settings = {"version": cspd.__version__, "precision": args.precision}
-    for name, file in (("target", files["target"]), ("vae", args.vae or files["vae"])):
+    used = {"target": files["target"], "vae": args.vae or files["vae"]}
+    if args.method == "cspd":
+        used["draft"] = args.draft_checkpoint or files["draft"]
+    for name, file in used.items():
+        if file is None:
+            continue
         file = file.resolve()
         settings[name] = {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns}
     record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
@@ -267,6 +283,8 @@ def _sample(args: argparse.Namespace) -> None:
         f" {summary['head_calls_per_image']:.0f} sequential head calls"
         f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
     )
+    if summary["window"]:
+        print(f"window {summary['window']}: --window {summary['window']} gives these images on any machine")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")
     if args.heatmap:
@@ -275,7 +293,7 @@ def _sample(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    engine = _load(args, min(args.max_batch, args.num))
+    engine = _load(args, args.max_batch)
     requests = [_request(args, args.labels[i % len(args.labels)], args.seed + i) for i in range(args.num)]
     report = compare(engine, requests, args.methods.split(","), args.out)
     print(format_comparison(report))
@@ -291,7 +309,7 @@ def _bench(args: argparse.Namespace) -> None:
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [_request(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]
     accuracy = None
-    if checkpoint_files(args.checkpoint)["target"] == checkpoint_files("digits32")["target"]:
+    if checkpoint_files(args.checkpoint)["target"].resolve() == checkpoint_files("digits32")["target"].resolve():
         classifier = load_classifier()
         accuracy = lambda images, labels: classifier_accuracy(classifier, images, labels)  # noqa: E731
     report = bench(
@@ -314,10 +332,17 @@ def _bench(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     engine = _load(args, 1)
     request = engine.resolve(_request(args, window=0))
+    if request.temperature == 0 or request.num_sampling_steps < 3:
+        raise ValueError(
+            f"temperature={request.temperature}, num_sampling_steps={request.num_sampling_steps}: there is nothing to"
+            " speculate on without noise or below 3 steps; give others"
+        )
     calibrations = engine.calibrations["target"]
     costs, calibration = engine.costs(request.guided, args.force), calibrations.get(request)
     print(f"head calls a token, simulated on the fit's own chains (ancestral: {request.num_sampling_steps}):")
     for window, calls in zip(WINDOWS, calibration.calls):
+        if window > request.num_sampling_steps:
+            break
         print(f"  window {window:>2}: {calls.mean():5.1f}")
     print("seconds of the head for a token, predicted for this device, and the window taken, by tokens at once:")
     for rows in (1, 4, 16, 64, 256):

@@ -123,11 +123,18 @@ def measure(head: Head, guided: bool, device: torch.device, precision: Precision
             times["start"].append(_seconds(start, device) / STEPS)
             times["round"].append(statistics.median(_seconds(chains.round, device) for _ in range(ROUNDS)))
         for name, values in times.items():
-            measured[name].append(statistics.median(values))
+            before = measured[name][-1:]  # more rows never take less time: where they seem to, it was noise
+            measured[name].append(max([min(values), *before]))
         rows.append(size)
         if times["start"][0] * STEPS > PATIENCE:
             break
     return Costs(rows=rows, inputs=[size * WINDOW for size in rows], table_size=limit, **measured)
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
+    return platform.processor() or platform.machine()
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
@@ -152,7 +159,7 @@ def measured_costs(
     cuda = device.type == "cuda"
     key = {
         "schema": SCHEMA,
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {os.cpu_count()} cores",
         "threads": 0 if cuda else torch.get_num_threads(),
         "torch": torch.__version__,
         "precision": precision.policy,
@@ -163,7 +170,7 @@ def measured_costs(
     file = folder / "costs.json"
     entries = []
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        entries = json.loads(file.read_text())
+        entries = [entry for entry in json.loads(file.read_text()) if isinstance(entry, dict)]
         for entry in [] if again else entries:
             if entry["key"] == key:
                 return Costs(**entry["costs"])

@@ -98,7 +98,7 @@ class Engine:
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine over the same models."""
-        return Engine(
+        engine = Engine(
             self.target,
             self.draft,
             self.vae,
@@ -109,6 +109,9 @@ class Engine:
             cache=self._cache,
             noise=self.host.noise,
         )
+        engine.calibrations = engine.host.calibrations = self.calibrations
+        engine._costs = self._costs
+        return engine
 
     def resolve(self, request: Request) -> Request:
         """The request with every default filled in, checked. Raises ValueError on a bad one.
@@ -116,12 +119,8 @@ class Engine:
         The window is chosen here, which calibrates the draft where that was not done before.
         """
         request = resolve(request, self.target.config, self.defaults)
+        self.check_draft(request)
         method = METHODS[request.method]
-        if method.needs == "draft model" and self.draft is None:
-            raise ValueError(
-                f"method={request.method!r} needs a draft model and this engine has none: Engine(target, draft=...),"
-                " load(..., draft=file), or --draft-checkpoint on the command line"
-            )
         if "window" in method.options and request.window is None:
             kind = dataclasses.replace(request, label=0, seed=0)
             if kind not in self._windows:
@@ -131,6 +130,14 @@ class Engine:
             check_memory(self.target, self.host.num_slots, request.num_iter, self.device)
             self._least_iter = request.num_iter
         return request
+
+    def check_draft(self, request: Request) -> None:
+        """Raises ValueError where a method needs a draft model and there is none."""
+        if METHODS[request.method].needs == "draft model" and self.draft is None:
+            raise ValueError(
+                f"method={request.method!r} needs a draft model and this engine has none: Engine(target, draft=...),"
+                " load(..., draft=file), or --draft-checkpoint on the command line"
+            )
 
     def costs(self, guided: bool, again: bool = False) -> Costs:
         """The head's costs on this device, measured on first use or `again`; kept in the user's cache directory."""
@@ -171,7 +178,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> dict[int, Output]:
-        """Runs one round of one kind of request and returns what it finished, by ticket."""
+        """Runs one round of one kind of request and returns what it finished, by ticket.
+
+        An error or interruption in a round drops all requests in flight.
+        """
         watch = Stopwatch(self.device)
         admitted = self.scheduler.admit()
         if admitted:
@@ -179,7 +189,12 @@ class Engine:
         batch = self.scheduler.next()
         if not batch:
             return {}
-        finished = METHODS[batch[0].request.method].round(self.host, batch, watch)
+        try:
+            finished = METHODS[batch[0].request.method].round(self.host, batch, watch)
+        except BaseException:  # cut off in the middle of a round, its state is no one's any more
+            self.scheduler.clear()
+            self.host.clear()
+            raise
         tokens, heat = self.host.results(finished)
         self.scheduler.release(finished)
         outputs = self._outputs(finished, tokens, heat, watch)

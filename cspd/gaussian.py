@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 MAX_TRIES = 2**16
-FIRST_BLOCK = 32  # candidates a row in the first block; each block after it has four times as many
+FIRST_BLOCK = 32  # candidates a row in the first block; each block after it has four times as many, up to
+MOST_AT_ONCE = 2**18  # of all rows together
 
 Gaussian = tuple[Tensor, Tensor]
 Draws = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -110,5 +111,5 @@ def first_kept(p: Gaussian, keep: Callable, draws: Draws, max_tries: int) -> tup
         first = torch.where(found, kept.int().argmax(-1), block - 1)
         y = torch.where(searching.unsqueeze(-1), candidates[rows, first], y)
         tries = torch.where(searching & found, done + first + 1, tries)
-        done, block = done + block, 4 * block
+        done, block = done + block, max(FIRST_BLOCK, min(4 * block, MOST_AT_ONCE // len(rows)))
     return y, tries

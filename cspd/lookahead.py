@@ -96,7 +96,7 @@ def move(
 
     Args:
         table: of the draft, see `draft_table`, and the steps k of every window, int64 [T, W], not below 0.
-        draws: [rows, T, d + 1], eps_t and log coin by chain and step; the coin of step 0 is -inf: it is not judged.
+        draws: [rows, T, d + 1], eps_t and log coin by chain and step.
         modulations: the head's by layer, [G, rows, T, ..]; or (t_embed [T, width], c_embed [G, rows, width]).
         state: [R, 4, d], x_t and the anchor's eps', x', v'. t: int64 [R]. row: int64 [R], into draws and modulations.
         scale: guidance [R, 1, 1]. first: int64 [R], position of each chain's window in a flat list, less 1.
@@ -129,7 +129,7 @@ def move(
     log_p = torch.addcmul(base, slope, v)
     z_p = (y - mean_p) * torch.exp(-log_p)
     log_ratio = torch.addcmul(log_q - log_p, eps_t - z_p, eps_t + z_p, value=0.5).sum(-1)
-    accepted = (log_coin.squeeze(-1) < log_ratio).cumprod(1).sum(1)
+    accepted = ((log_coin.squeeze(-1) < log_ratio) | (k == 0)).cumprod(1).sum(1)  # the last step is never judged
     steps_left = (t + 1).clamp(max=window)
     rejected = accepted < steps_left
     signed = torch.where(rejected, ~accepted, steps_left)

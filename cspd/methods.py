@@ -67,7 +67,14 @@ _TABLE = [
         },
         round=cspd.round,
     ),
-    Method("sd", "VQ", "exact", "speculative sampling, chain or tree, with a draft model or EAGLE", "arXiv 2401.15077"),
+    Method(
+        "sd",
+        "VQ",
+        "exact",
+        "speculative sampling, chain or tree, with a draft model or EAGLE",
+        "arXiv 2401.15077",
+        needs="draft model",
+    ),
     Method("sjd", "VQ", "exact", "speculative Jacobi decoding, no draft model", "arXiv 2410.01699"),
     Method("sjd-pac", "VQ", "exact", "Jacobi with proactive drafting and adaptive continuation", "SJD-PAC"),
     Method("uniform-rsd", "VQ", "bounded", "acceptance relaxed by a constant", "COOL-SD"),
@@ -85,6 +92,8 @@ DEFAULT = "speculative"
 def with_method(request: Request, name: str) -> Request:
     """The request by another method, without the options that this one does not have."""
     others = {option for method in _TABLE for option in method.options} - set(TABLE[name].options)
+    if name == "cspd" and request.chains != "speculative":
+        others |= {"window"}
     return dataclasses.replace(request, method=name, **dict.fromkeys(others))
 
 

@@ -73,7 +73,7 @@ def uniform(
 
 
 def _uniform(words: Tensor) -> Tensor:
-    return ((words >> 8).float() + 0.5) * 2.0**-24
+    return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
 def normal(

@@ -45,11 +45,11 @@ def heat_grid(
     """A grid like `grid`'s where each token's cell is coloured by what it cost, with a legend below.
 
     Args:
-        heat: [L] of each image, raster order, see `Output.heat`; None is left blank.
+        heat: [L] of each image, raster order, see `Output.heat`; None, for an image or for NaN, is left blank.
         size: of an image, in pixels. accepted: 1 means accepted, 0 resampled; else heat counts head calls.
     """
-    known = np.array([value for cells in heat if cells for value in cells], dtype=float)
-    low, high = (0.0, 1.0) if accepted or np.isnan(known).all() else (np.nanmin(known), np.nanmax(known))
+    known = np.array([value for cells in heat if cells for value in cells], dtype=float)  # None becomes NaN
+    low, high = (0.0, 1.0) if accepted or not np.isfinite(known).any() else (np.nanmin(known), np.nanmax(known))
     colours = colormaps["RdYlGn" if accepted else "viridis"].with_extremes(bad="lightgrey")
 
     def cells(values: Sequence[float] | None) -> Image.Image:

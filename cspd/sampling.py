@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from pathlib import Path
 from PIL import Image
 
 from cspd.engine import Engine
-from cspd.methods import METHODS
 from cspd.plots import grid, heat_grid, to_pil
 from cspd.sequence import PHASES, Request
 
@@ -51,12 +51,17 @@ def sample_to_folder(
     Raises:
         ValueError: a bad request, or `out` holds another run and `overwrite` is off.
     """
-    requests = [engine.resolve(request) for request in (requests if overwrite else _same_windows(out, requests))]
+    requests = [
+        engine.resolve(request) for request in (requests if overwrite else _same_windows(engine, out, requests))
+    ]
     names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
     out.mkdir(parents=True, exist_ok=True)
     if overwrite:
-        for path in (*out.glob("[0-9]*_label*_seed*.png"), out / RECORD):
+        for path in (
+            *out.glob("[0-9]*_label*_seed*.png"),
+            *(out / name for name in (RECORD, "grid.png", "heatmap.png")),
+        ):
             path.unlink(missing_ok=True)
     if (out / RECORD).exists():
         record = _resume(out, record, requests, names)
@@ -75,7 +80,7 @@ def sample_to_folder(
             for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
                 totals[name] = _add(totals.get(name), stats.pop(name))
             if heatmap:
-                entry["heat"] = output.heat.tolist()
+                entry["heat"] = [None if math.isnan(value) else value for value in output.heat.tolist()]
             record["images"].append(entry | {"stats": stats})
             if time.perf_counter() - saved > SAVE_SECONDS:
                 write_json(out / RECORD, record)
@@ -84,6 +89,7 @@ def sample_to_folder(
         write_json(out / RECORD, record)
     record["images"].sort(key=lambda image: image["index"])
     record["summary"] = _summary(record["images"], len(todo), time.perf_counter() - start)
+    record["summary"]["window"] = requests[0].window
     record["summary"]["judged_and_accepted"] = totals  # of the images of this run
     write_json(out / RECORD, record)
 
@@ -109,16 +115,17 @@ def _add(total: list | None, counts: list) -> list:
     return [[a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)] for pair in zip(total, counts)]
 
 
-def _same_windows(out: Path, requests: Sequence[Request]) -> list[Request]:
+def _same_windows(engine: Engine, out: Path, requests: Sequence[Request]) -> list[Request]:
     """The requests; where the window is left open, with that of an earlier run: measuring again may choose another."""
     try:
-        window = json.loads((out / RECORD).read_text())["images"][0]["request"]["window"]
-    except (OSError, LookupError, TypeError, ValueError):
-        window = None
-    return [
-        dataclasses.replace(r, window=window) if r.window is None and "window" in METHODS[r.method].options else r
-        for r in requests
-    ]
+        earlier = json.loads((out / RECORD).read_text())["images"]
+        earlier = {image["index"]: image["request"] for image in earlier}
+        window = next(iter(earlier.values()))["window"]
+        kept = [dataclasses.replace(r, window=window) if r.window is None else r for r in requests]
+        same = all(dataclasses.asdict(engine.resolve(kept[i])) == request for i, request in earlier.items())
+    except (OSError, LookupError, TypeError, ValueError, StopIteration):
+        return list(requests)
+    return kept if same else list(requests)
 
 
 def _resume(out: Path, fresh: dict, requests: Sequence[Request], names: list[str]) -> dict:

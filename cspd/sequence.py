@@ -18,7 +18,7 @@ class Request:
         label: class, 0 .. class_num - 1.
         seed: of everything random in this image, 0 .. 2^63 - 1.
         method: a name of `cspd.methods.METHODS`; its options follow, None where a method has none of that name.
-        num_iter: K, autoregressive iterations, 1 .. L.
+        num_iter: K, autoregressive iterations, 1 .. L; to `cspd` only the guidance of each token, and the prefill.
         cfg: guidance scale s >= 0; 1 is no guidance.
         cfg_schedule: "linear" (s grows over the iterations) or "constant".
         temperature: tau >= 0, multiplies the noise of the denoising steps.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,7 @@ from cspd.precision import Precision
 from mar.diffusion import schedule
 from mar.head import Head
 
-CPU_TABLE_BYTES = 512 * 2**20  # of precomputed modulations; beyond it they are computed in the rounds
-CUDA_TABLE_SHARE = 1 / 8  # of the device's memory
+TABLE_SHARE = 1 / 8  # of the device's memory, for precomputed modulations; beyond it they are computed in the rounds
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ def bucket(rows: int) -> int:
 
 def table_size(head: Head, copies: int, device: torch.device) -> int:
     """Chains times steps whose modulations may be held at once; copies are 2 with guidance."""
-    limit = CPU_TABLE_BYTES
     if device.type == "cuda":
-        limit = CUDA_TABLE_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return int(limit / (4 * (3 * len(head.res_blocks) + 2) * head.width * copies))
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(TABLE_SHARE * memory / (4 * (3 * len(head.res_blocks) + 2) * head.width * copies))
 
 
 def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -134,7 +135,6 @@ class Chains:
             seed, position, self.num_steps, self.head.channels, index, int(self.drafting)
         )
         log_coin = coins.log()
-        log_coin[:, 0] = -torch.inf  # the last step is never judged
         with self.precision.full():
             c_embed = self.head.cond_embed(z)
         row = self._join(torch.cat([eps_t, log_coin.unsqueeze(-1)], dim=-1), c_embed)

@@ -51,7 +51,7 @@ def resolve(request: Request, config: MARConfig, defaults: SamplingDefaults) -> 
         most = min(WINDOWS[-1], request.num_sampling_steps)
         _integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
         if request.window and request.temperature == 0:
-            raise ValueError("window > 0 needs temperature > 0: without noise there are no densities; leave it out")
+            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
     return request
 
 

@@ -49,5 +49,5 @@ def advance(
         sequence.stats.iterations += 1
         sequence.stats.backbone_calls += 1
         sequence.stats.head_calls += num_steps
-        sequence.stats.head_calls_per_token = num_steps
+        sequence.stats.head_calls_per_token += num_steps * count / host.config.seq_len
         sequence.stats.head_evaluations += count * num_steps * len(z)

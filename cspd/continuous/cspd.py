@@ -9,7 +9,7 @@ authors' code divides that step's z-scores by 42, which is the default here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ CHAINS = ("ancestral", "speculative")
 MAX_TRIES = 100
 
 
+PER_ROW = ("tokens", "log_sigma", "log_sigma_last", "calls")
+
+
 @dataclass(frozen=True)
 class Denoised:
     """Tokens, and the Gaussians of the chains that made them.
@@ -37,16 +40,19 @@ class Denoised:
     Attributes:
         tokens: [R, d], which are the means of the last step. log_sigma: [R], summed over channels and steps T - 1 .. 1.
         log_sigma_last: [R, d], at step 0, where sampling adds no noise but a sigma exists.
-        head_calls: sequential ones.
+        head_calls: sequential ones, of all together. calls: int64 [R], of each token. window: W of the chains, 1 if
+            ancestral.
     """
 
     tokens: Tensor
     log_sigma: Tensor
     log_sigma_last: Tensor
     head_calls: int
+    calls: Tensor
+    window: int = 1
 
     def at(self, *index: Tensor) -> Denoised:
-        return Denoised(self.tokens[index], self.log_sigma[index], self.log_sigma_last[index], self.head_calls)
+        return replace(self, **{name: getattr(self, name)[index] for name in PER_ROW})
 
 
 def log_ratio(x: Tensor, p: Denoised, q: Denoised, ratio_temperature: float) -> Tensor:
@@ -81,7 +87,8 @@ def _denoise(host: MARHost, model: str, request: Request, rows: Rows, z: Tensor,
         trace,
     )
     *path, last = log_sigma
-    return Denoised(tokens, torch.stack(path).sum((0, 2)), last, num_steps)
+    calls = torch.full((len(tokens),), num_steps, device=tokens.device)
+    return Denoised(tokens, torch.stack(path).sum((0, 2)), last, num_steps, calls)
 
 
 class _Running:
@@ -124,16 +131,22 @@ def _denoise_speculatively(chains: Chains, rows: Rows, z: Tensor, index: int) ->
         if finished:
             parts.append(finished)
     back = torch.tensor(np.argsort([owner for part in parts for owner in part.owners]), device=z.device)
-    fields = ("tokens", "log_sigma", "log_sigma_last")
-    return Denoised(*(torch.cat([getattr(part, name) for part in parts])[back] for name in fields), calls)
+    fields = ("tokens", "log_sigma", "log_sigma_last", "record")
+    tokens, log_sigma, last, record = (torch.cat([getattr(part, name) for part in parts])[back] for name in fields)
+    return Denoised(tokens, log_sigma, last, calls, (record != 0).sum(1), chains.window)
 
 
 def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Denoised:
     """Drafts counts[i] tokens of batch[i] one after the other and writes them to the slots: fields [B, gamma, ...]."""
     request, channels = batch[0].request, host.config.token_dim
     shape = (len(batch), max(counts))
+    device = host.device
     drafted = Denoised(
-        *(torch.zeros(*shape, *extra, device=host.device) for extra in ((channels,), (), (channels,))), 0
+        tokens=torch.zeros(*shape, channels, device=device),
+        log_sigma=torch.zeros(shape, device=device),
+        log_sigma_last=torch.zeros(*shape, channels, device=device),
+        head_calls=0,
+        calls=torch.zeros(shape, dtype=torch.int64, device=device),
     )
     watch.start("draft")
     for j in range(max(counts)):
@@ -143,7 +156,7 @@ def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopw
         made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
         host.commit(rows, made.tokens)
         where = torch.tensor(index, device=host.device)
-        for name in ("tokens", "log_sigma", "log_sigma_last"):
+        for name in PER_ROW:
             getattr(drafted, name)[where, j] = getattr(made, name)
         for sequence in active:
             sequence.stats.draft_backbone_calls += 1
@@ -230,7 +243,9 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     index = torch.as_tensor(np.flatnonzero(judged), device=host.device)
     host.heat[rows.slot[index], rows.position[index]] = torch.as_tensor(accepted[judged], device=host.device).float()
 
-    copies, running = 2 if request.guided else 1, _running(host, request)
+    calls = p.calls.cpu().numpy()
+    evaluations = (1 + (calls - 1) * p.window) * (2 if request.guided else 1)
+    running = _running(host, request)
     for i, sequence in enumerate(batch):
         mine = slice(starts[i], starts[i] + committed[i])
         running.count(sequence, accepted[mine])
@@ -241,5 +256,5 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
         sequence.stats.iterations += 1
         sequence.stats.backbone_calls += 1
         sequence.stats.head_calls += p.head_calls
-        sequence.stats.head_calls_per_token = p.head_calls
-        sequence.stats.head_evaluations += counts[i] * request.num_sampling_steps * copies
+        sequence.stats.head_calls_per_token += calls[mine].sum().item() / length
+        sequence.stats.head_evaluations += evaluations[starts[i] : starts[i] + counts[i]].sum().item()

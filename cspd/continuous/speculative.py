@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from cspd.calibration import frozen
 from cspd.continuous import ar
 from cspd.continuous.host import MARHost
 from cspd.lookahead import draft_table
@@ -16,14 +17,12 @@ from cspd.speculation import Chains, acceptance
 
 def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool = False) -> Chains:
     """Speculative chains of the host's "target" or "draft", as the request asks for."""
-    calibration = host.calibrations[model].get(request)
-    table = draft_table(
-        calibration.coefficients,
-        calibration.drift,
-        request.num_sampling_steps,
-        request.window,
-        request.temperature,
-    )
+    if request.draft == "frozen":
+        coefficients, drift = frozen(request.num_sampling_steps)
+    else:
+        calibration = host.calibrations[model].get(request)
+        coefficients, drift = calibration.coefficients, calibration.drift
+    table = draft_table(coefficients, drift, request.num_sampling_steps, request.window, request.temperature)
     head = host.models[model].head
     table = torch.as_tensor(table, device=host.device)
     drafting = model == "draft"

@@ -9,8 +9,8 @@ from torch import Tensor
 def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) -> float:
     """p-value of the hypothesis that paired samples x, y [N, D] have one law (energy distance, Szekely & Rizzo 2013).
 
-    Row i of x and y come from the same seed, so labels are permuted within pairs. Small p-values say that they differ;
-    under the hypothesis the p-value is uniform.
+    Row i of x and y come from the same seed, so labels are permuted within pairs; p is uniform if swapping the two of
+    a pair changes nothing. A small p says that the laws differ; a large one of few samples says little.
 
     Raises:
         ValueError: fewer than 8 pairs, of which there are too few ways to permute.

@@ -1,0 +1,302 @@
+"""The methods from the command line: heat maps, records, comparisons, timings, calibrations, errors in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from matplotlib import colormaps
+from PIL import Image
+
+from cspd import calibration, costs
+from cspd.cli import main
+from cspd.loading import checkpoint_files
+
+QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
+FILES = checkpoint_files("digits32")
+SIDE, MARGIN, TOKENS = 64, 4, 8  # of a picture in a grid, in pixels, and tokens a side
+GREY = (211, 211, 211)
+
+
+def sample(out, *more, labels="0-2"):
+    return main(["sample", "--labels", labels, "--out", str(out), *QUICK, *more])
+
+
+def read(path):
+    """JSON as every reader takes it: Python's own lets NaN pass."""
+    return json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(f"{path} holds {text}"))
+
+
+def loose(path):
+    return json.loads(path.read_text())
+
+
+def cells(picture, index):
+    """Colours of an image's tokens [64, 3] in a heat map; each is of one colour all over."""
+    left = MARGIN + index * (SIDE + MARGIN)
+    part = np.asarray(picture.convert("RGB"))[MARGIN : MARGIN + SIDE, left : left + SIDE]
+    blocks = part.reshape(TOKENS, SIDE // TOKENS, TOKENS, SIDE // TOKENS, 3).swapaxes(1, 2).reshape(64, -1, 3)
+    assert (blocks == blocks[:, :1]).all()
+    return blocks[:, 0]
+
+
+def legend(out):
+    """Colours in the strip that heatmap.png has below what is as large as grid.png."""
+    grid, heat = (Image.open(out / name).convert("RGB") for name in ("grid.png", "heatmap.png"))
+    assert heat.size == (max(grid.width, 280), grid.height + 26)
+    return heat, {colour for _, colour in heat.crop((0, grid.height, *heat.size)).getcolors(10**6)}
+
+
+def colour(name, value):
+    return tuple(int(channel) for channel in colormaps[name](value, bytes=True)[:3])
+
+
+def test_heat_map_and_record_of_speculative_sampling(tmp_path, capsys):
+    assert sample(tmp_path, "--window", "4", "--heatmap") == 0
+    out = capsys.readouterr().out
+    assert all(
+        text in out for text in ("heatmap.png", "% of the drafts were accepted", "--window 4 gives these images")
+    )
+    record = read(tmp_path / "samples.json")
+    heat = np.array([image["heat"] for image in record["images"]])
+    assert heat.shape == (3, 64) and 2 <= heat.min() < heat.max() <= 6
+    picture, strip = legend(tmp_path)
+    low, high = heat.min(), heat.max()
+    for i, values in enumerate(heat):
+        expected = [colour("viridis", (value - low) / (high - low)) for value in values]
+        assert cells(picture, i).tolist() == [list(c) for c in expected]
+    assert {colour("viridis", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)} <= strip
+
+    summary, stats = record["summary"], [image["stats"] for image in record["images"]]
+    for image, values in zip(record["images"], heat):
+        assert not {"by_lag", "by_step", "by_rank"} & set(image["stats"])
+        assert (image["request"]["method"], image["request"]["window"]) == ("speculative", 4)
+        assert image["stats"]["head_calls_per_token"] == pytest.approx(values.mean())
+    assert summary["head_calls_per_token"] == pytest.approx(heat.mean()) and summary["head_calls_per_token"] < 6
+    assert summary["alpha"] == pytest.approx(np.mean([s["alpha"] for s in stats])) and 0 < summary["alpha"] < 1
+    totals = {name: np.array(table) for name, table in summary["judged_and_accepted"].items()}
+    assert {name: table.shape for name, table in totals.items()} == {
+        "by_lag": (2, 4),
+        "by_step": (2, 6),
+        "by_rank": (2, 0),
+    }
+    assert totals["by_lag"].sum(1).tolist() == totals["by_step"].sum(1).tolist()
+
+
+def test_heat_map_and_record_of_cspd(tmp_path, capsys):
+    """With the target as its own draft, which at so few steps is what makes some tokens right."""
+    own = ["--method", "cspd", "--draft-checkpoint", str(FILES["target"]), "--gamma", "2"]
+    assert sample(tmp_path, *own, "--heatmap", labels="3,4") == 0
+    record = read(tmp_path / "samples.json")
+    heat = np.array([image["heat"] for image in record["images"]], dtype=float)
+    picture, strip = legend(tmp_path)
+    colours = {0.0: colour("RdYlGn", 0.0), 1.0: colour("RdYlGn", 1.0)}
+    for i, values in enumerate(heat):
+        assert np.isnan(values).sum() == 4  # the prefill
+        assert [tuple(c) for c in cells(picture, i).tolist()] == [colours.get(value, GREY) for value in values]
+    assert {*colours.values(), GREY} <= strip
+    summary = record["summary"]
+    assert 0 < summary["alpha"] < 1 and summary["alpha"] == pytest.approx(np.nanmean(heat))
+    assert f"{summary['alpha']:.1%} of the drafts" in capsys.readouterr().out
+    (judged, accepted), by_rank = summary["judged_and_accepted"]["by_lag"], summary["judged_and_accepted"]["by_rank"]
+    assert judged == [60, 60] and sum(accepted) == np.nansum(heat) == sum(by_rank[1])
+    assert by_rank[0] == [0] * 4 + [2] * 60
+    assert (summary["iterations_per_image"], summary["draft_backbone_calls_per_image"]) == (1 + 30, 60)
+
+
+def test_heat_of_images_from_a_run_without_it_is_blank(tmp_path, capsys):
+    assert sample(tmp_path, "--window", "4") == 0
+    assert not (tmp_path / "heatmap.png").exists()
+    before = read(tmp_path / "samples.json")
+    assert all("heat" not in image for image in before["images"])
+    assert sample(tmp_path, "--window", "4", "--heatmap") == 0
+    assert "all 3 images were there already" in capsys.readouterr().out
+    picture, _ = legend(tmp_path)
+    assert all((cells(picture, i) == GREY).all() for i in range(3))
+
+    (tmp_path / before["images"][1]["file"]).unlink()
+    assert sample(tmp_path, "--window", "4", "--heatmap") == 0
+    picture, _ = legend(tmp_path)
+    assert [bool((cells(picture, i) == GREY).all()) for i in range(3)] == [True, False, True]
+    after = read(tmp_path / "samples.json")
+    assert [image["stats"]["alpha"] for image in after["images"]] == pytest.approx(
+        [image["stats"]["alpha"] for image in before["images"]]
+    )
+    assert after["summary"]["alpha"] == pytest.approx(before["summary"]["alpha"])
+
+
+def test_compare_writes_a_table_a_picture_and_the_numbers(tmp_path, capsys):
+    settings = [*QUICK, "--chains", "speculative", "--window", "3", "--prefill", "0.8"]
+    methods = ["ar", "speculative", "cspd"]
+    assert main(["compare", "--methods", ",".join(methods), "--num", "8", "--out", str(tmp_path), *settings]) == 0
+    report = read(tmp_path / "comparison.json")
+    assert (report["schema"], report["images"]) == ("cspd.compare/1", 8)
+    rows = {row["method"]: row for row in report["rows"]}
+    assert list(rows) == methods
+    assert [row["guarantee"] for row in rows.values()] == ["exact", "exact", "heuristic"]
+    assert [row["window"] for row in rows.values()] == [None, 3, 3]
+    assert rows["ar"]["speed_up"] == 1 and rows["ar"]["p_value"] is None
+    assert rows["ar"]["head_calls_per_token"] == 6 > rows["speculative"]["head_calls_per_token"] > 2
+    for name in methods[1:]:
+        assert 0 < rows[name]["p_value"] <= 1
+        ratio = rows[name]["images_per_second"] / rows["ar"]["images_per_second"]
+        assert rows[name]["speed_up"] == pytest.approx(ratio)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [[name, rows[name]["guarantee"]] for name in methods]
+    assert "1.00x" in lines[1] and lines[2].split()[-1] == f"{rows['speculative']['p_value']:.3f}"
+    picture = Image.open(tmp_path / "comparison.png")
+    assert picture.width == 8 * (SIDE + MARGIN) + MARGIN and picture.height > 3 * (SIDE + MARGIN)
+
+
+def test_too_few_images_are_compared_without_a_test_of_their_laws(tmp_path):
+    arguments = ["compare", "--methods", "ar,speculative", "--num", "7", "--window", "0", "--out", str(tmp_path)]
+    assert main([*arguments, *QUICK]) == 0
+    assert [row["p_value"] for row in read(tmp_path / "comparison.json")["rows"]] == [None, None]
+
+
+def test_bench_times_methods_and_settings(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    swept = ["--num-iter", "4,2", "--cfg", "1", "--gamma", "8", "--verify", "parallel,sequential", "--batch", "1"]
+    window = ["--chains", "speculative", "--window", "2", "--prefill", "0.8", "--num-sampling-steps", "6"]
+    methods = ["--methods", "speculative,published,cspd"]
+    assert main(["bench", *methods, *swept, *window, "--runs", "1", "--json", str(path)]) == 0
+    report = read(path)
+    names = ["ar", "speculative", "published", "ar K=8", "cspd 8 parallel", "cspd 8 sequential"]
+    assert [row["name"] for row in report["rows"]] == names * 2
+    text = capsys.readouterr().out
+    for row in report["rows"]:
+        spread, name = row["speed_up"], row["name"]
+        assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+        assert (spread["median"] == 1) == (name == "ar")
+        assert 0 <= row["accuracy"] <= 1  # the embedded checkpoint's classifier judges
+        assert row["images_per_second"] == pytest.approx(1 / row["seconds"]["median"])
+        assert row.get("window") == (2 if name == "speculative" or "cspd" in name else None)
+        if "cspd" in name:
+            assert 0 <= row["alpha"] <= 1 and row["draft_backbone_calls"] >= 12  # of 64 tokens, 52 are the target's
+        assert text.count(name) >= 2
+    by_name = {row["name"]: row for row in report["rows"][:6]}  # at K = 4
+    assert (by_name["ar"]["backbone_calls"], by_name["ar K=8"]["backbone_calls"]) == (4, 8)
+    assert by_name["cspd 8 parallel"]["backbone_calls"] == 4 + 2 and by_name["cspd 8 parallel"]["alpha"] is not None
+    assert by_name["ar"]["head_calls_per_token"] == 6 > by_name["speculative"]["head_calls_per_token"]
+    assert "accuracy" in by_name["published"] and "class acc." in text
+    assert report["runs"] == 1 and report["memory"][0]["peak_bytes"] > 2**20
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A copy of the checkpoint without a calibration, and a cache directory of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("target", "vae"):
+        shutil.copy(FILES[name], folder)
+    return folder
+
+
+def test_calibrate_prepares_once(place, tmp_path, monkeypatch, capsys):
+    done = []
+
+    def counted(function):
+        return lambda *args, **kwargs: done.append(function.__name__) or function(*args, **kwargs)
+
+    monkeypatch.setattr(calibration, "fit", counted(calibration.fit))
+    monkeypatch.setattr(costs, "measure", counted(costs.measure))
+    arguments = ["calibrate", "--checkpoint", str(place), "--num-sampling-steps", "12", "--cfg", "1"]
+    assert main(arguments) == 0
+    assert sorted(done) == ["fit", "measure"]
+    (file,) = (place / "calibration").iterdir()
+    measured = tmp_path / "cache" / "cspd" / "costs.json"
+    assert file.suffix == ".safetensors" and loose(measured)
+    first, stamps = capsys.readouterr().out, (file.stat().st_mtime_ns, measured.stat().st_mtime_ns)
+    assert str(place / "calibration") in first and str(measured.parent) in first
+
+    assert main(arguments) == 0  # from the files
+    assert len(done) == 2 and capsys.readouterr().out == first
+    assert (file.stat().st_mtime_ns, measured.stat().st_mtime_ns) == stamps
+    calls = [float(line.split()[-1]) for line in first.splitlines() if line.startswith("  window")]
+    assert len(calls) > 5 and calls == sorted(calls, reverse=True) and 2 <= calls[-1] < calls[0] < 12
+
+    assert main([*arguments, "--force"]) == 0  # measures the device, keeps the calibration
+    assert done[2:] == ["measure"] and len(loose(measured)) == 1
+    assert main(["calibrate", "--checkpoint", str(place), "--num-sampling-steps", "6", "--cfg", "1"]) == 0
+    assert done[3:] == ["fit"] and len(list((place / "calibration").iterdir())) == 2
+
+
+def test_a_calibration_goes_to_the_cache_where_the_checkpoint_is_not_writable(place, tmp_path, capsys):
+    (place / "calibration").write_text("no folder")
+    assert sample(tmp_path / "out", "--checkpoint", str(place), "--window", "2", labels="1") == 0
+    assert [file.suffix for file in (tmp_path / "cache" / "cspd").glob("calibration-*")] == [".safetensors"]
+
+
+def test_methods_shows_what_they_need(capsys):
+    assert main(["methods"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    column = header.index("needs")
+    needs = {line.split()[0]: line[column:].split("  ")[0] for line in lines}
+    assert needs["ar"] == "-"
+    assert {name: needs[name] for name in ("speculative", "cspd")} == {
+        "speculative": "calibration",
+        "cspd": "draft model",
+    }
+    assert ["heuristic" in line for line in lines if line.startswith("cspd")] == [True]
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        ("sample --method ar --gamma 4", "gamma=4 is no option of 'ar': it belongs to cspd"),
+        ("sample --method ar --window 4", "it belongs to speculative, cspd"),
+        ("sample --method speculative --no-align", "align=False is no option of 'speculative'"),
+        ("sample --method speculative --prefill 0.1", "no option of 'speculative'"),
+        ("sample --window 7", "0..6"),
+        ("sample --window 4 --temperature 0", "temperature > 0"),
+        ("sample --method cspd --window 4", "needs chains='speculative'"),
+        ("sample --method cspd --temperature 0", "give one above 0"),
+        ("sample --method cspd --gamma 65", "1..64"),
+        ("sample --method cspd --prefill 2", "0..1"),
+        ("sample --method cspd --ratio-temperature 0", "above 0"),
+        ("sample --method cspd --draft-checkpoint nowhere.safetensors", "nowhere.safetensors"),
+        ("compare --methods ar,nope", "ar, speculative, cspd"),
+        ("compare --methods ar,sd", "ar, speculative, cspd"),
+        ("compare --methods speculative --window 4 --temperature 0", "temperature > 0"),
+        ("bench --methods nope", "ar, speculative, cspd, published"),
+        ("bench --runs 0", "at least one run"),
+        ("bench --batch 0", "batches of one or more"),
+        ("bench --methods cspd --gamma 99 --batch 1 --runs 1", "1..64"),
+        ("calibrate --gamma 4", "no option of 'speculative'"),
+    ],
+)
+def test_bad_combinations_are_refused_in_one_line(arguments, hint, tmp_path, capsys):
+    command, *rest = arguments.split()
+    out = ["--out", str(tmp_path)] if command in ("sample", "compare") else []
+    assert main([command, *QUICK, *out, *rest]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cspd:")]
+    assert len(error) == 1 and hint in error[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        ("sample --method sd", "choose from 'ar', 'speculative', 'cspd'"),
+        ("sample --method cspd --verify serial", "choose from 'parallel', 'sequential'"),
+        ("sample --method cspd --chains fast", "choose from 'ancestral', 'speculative'"),
+        ("sample --draft none", "choose from 'calibrated', 'frozen'"),
+        ("bench --verify parallel,serial", "'parallel,serial': give some of parallel,sequential"),
+        ("bench --gamma 8;16", "write it like"),
+        ("sample --method cspd --gamma 8,16", "invalid int value"),
+    ],
+)
+def test_words_that_are_no_choice_show_the_choices(arguments, hint, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments.split())
+    assert exit.value.code == 2
+    assert hint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_checkpoint_without_a_draft_says_where_to_put_one(place, tmp_path, capsys):
+    assert sample(tmp_path / "out", "--checkpoint", str(place), "--method", "cspd") == 2
+    error = capsys.readouterr().err
+    assert "needs a draft model" in error and "--draft-checkpoint" in error and error.count("\n") == 1

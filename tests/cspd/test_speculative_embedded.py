@@ -1,0 +1,135 @@
+"""On the trained model speculation changes nothing: the law at a fixed z, and the images of requests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from heads import FP32, Case
+from laws import same_law_pvalue
+
+import cspd
+from cspd import Request
+from cspd.continuous import ar
+from cspd.continuous.host import MARHost
+from cspd.loading import checkpoint_files
+from cspd.precision import Precision, Stopwatch
+from cspd.sequence import Sequence
+from mar.checkpoint import load_mar
+from mar.head import Head
+
+ROWS = 4500
+SETTINGS = {"num_iter": 16, "cfg": 3.0, "cfg_schedule": "linear", "temperature": 1.0, "num_sampling_steps": 100}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_mar(checkpoint_files("digits32")["target"]).eval().requires_grad_(False)
+
+
+class OneCondition(Head):
+    """A head whose rows all have one condition: what it modulates by is computed once and not for each."""
+
+    def __init__(self, head):
+        self.__dict__ |= head.__dict__
+
+    def modulations(self, t_embed, c_embed):
+        rows = torch.broadcast_shapes(t_embed.shape, c_embed.shape)[:-1]
+        return [layer.expand(*rows, -1) for layer in super().modulations(t_embed, c_embed[:, :1])]
+
+
+@pytest.fixture(scope="module")
+def case(target):
+    """Chains at the condition of one token, ten iterations into an image."""
+    device = torch.device("cpu")
+    host, sequence = (
+        MARHost(target, 1, device, FP32),
+        Sequence(Request(label=4, seed=9, method="ar", **SETTINGS), 0, slot=0),
+    )
+    with torch.inference_mode():
+        host.admit([sequence])
+        for _ in range(10):
+            ar.round(host, [sequence], Stopwatch(device))
+        rows = host.next_rows([sequence])
+        z = host.conditions([sequence], rows)[:, :1]
+    return Case(OneCondition(target.head), z, num_steps=100, scale=rows.scale[0].item())
+
+
+@pytest.fixture(scope="module")
+def ancestral(case):
+    with torch.inference_mode():
+        return case.path(ROWS, seed=2)
+
+
+@pytest.mark.parametrize("window, frozen", [(12, False), (4, True)])
+def test_the_law_at_a_fixed_condition(window, frozen, case, ancestral):
+    """Tokens, and log sigma along the way, over 40 projections, radii and moments; other seeds than the ancestral's."""
+    with torch.inference_mode():
+        ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1)
+    calls = (ended.record != 0).float().sum(1).mean()
+    assert calls < (40 if frozen else 14)
+    speculative = torch.cat([ended.tokens, ended.log_sigma.unsqueeze(1)], dim=1)
+    assert same_law_pvalue(ancestral, speculative) > 1e-3
+    noise = torch.randn(speculative.shape, generator=torch.Generator().manual_seed(0))
+    assert same_law_pvalue(ancestral, speculative + 0.01 * speculative.std(0) * noise + 0.05) < 1e-4  # it has power
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return cspd.load("digits32", max_batch=1)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return [Request(label=i, seed=i, window=8, **SETTINGS) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def alone(engine, requests):
+    return [engine.generate([request])[0] for request in requests]
+
+
+@pytest.mark.parametrize("max_batch, order", [(3, 1), (7, -1)])
+def test_images_do_not_depend_on_the_batch(max_batch, order, engine, requests, alone):
+    """A rounding error may flip a decision now and then: at most one image in eight."""
+    outputs = engine.with_slots(max_batch).generate(requests[::order])[::order]
+    differ = sum((a.tokens - b.tokens).abs().max().item() > 1e-2 for a, b in zip(alone, outputs))
+    assert differ <= 1
+
+
+def test_statistics_agree_with_each_other(alone):
+    for output in alone:
+        stats = output.stats
+        (judged, accepted), (judged_at, accepted_at) = stats.by_lag, stats.by_step
+        assert all(a <= j for a, j in zip(accepted, judged)) and len(judged) == 8
+        assert sum(judged) == sum(judged_at) == 64 * 98 and sum(accepted) == sum(accepted_at)
+        assert stats.alpha == sum(accepted) / sum(judged) > 0.85
+        assert stats.head_calls_per_token == pytest.approx(output.heat.mean().item())
+        assert 13 < stats.head_calls_per_token < 18 and output.heat.shape == (64,)
+        assert stats.guarantee == "exact" and stats.iterations == stats.backbone_calls == 16
+        assert 16 * 14 <= stats.head_calls <= 16 * 25 and stats.fallbacks == 0
+
+
+def test_no_window_is_plain_mar(engine, requests):
+    speculative, plain = (
+        engine.generate([dataclasses.replace(requests[0], window=w, method=m)])[0].tokens
+        for w, m in ((0, "speculative"), (None, "ar"))
+    )
+    assert torch.equal(speculative, plain)
+
+
+def test_the_seed_decides(engine, requests, alone):
+    again = engine.generate(requests[:1])[0]
+    assert torch.equal(again.tokens, alone[0].tokens)
+    assert (alone[0].tokens - alone[1].tokens).abs().max() > 0.1
+
+
+def test_bf16_has_the_law_of_its_own_ancestral_chain(case):
+    """What is coarse is the head, in p; the draft and its density are not."""
+    bf16 = Precision("bf16", torch.device("cpu"))
+    small = dataclasses.replace(case, num_steps=25)
+    with torch.inference_mode():
+        plain = small.ancestral(1500, seed=2, precision=bf16)
+        ended = small.speculative(small.calibration(), 6, 1500, seed=1, precision=bf16)
+    assert same_law_pvalue(plain, ended.tokens) > 1e-3
