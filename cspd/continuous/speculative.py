@@ -75,10 +75,10 @@ class _Running:
 
 
 def round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Runs head calls until half of the sequences have ended their iteration, and returns those that are finished.
+    """Runs head calls until three in four sequences have ended their iteration, and returns those that are finished.
 
     Those go on to their next iteration, and their rows join the chains still under way: no call waits for the slowest
-    token, and the backbone is still called for many at once.
+    token, the backbone is called for many at once, and the tables of the chains that stay are moved seldom.
     """
     request = batch[0].request
     if request.window == 0:
@@ -90,7 +90,7 @@ def round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequen
     if idle:
         running.begin(host, idle, watch)
     watch.start("head")
-    while 2 * len(running.left) > len(batch):
+    while 4 * len(running.left) > len(batch):
         running.round(host)
     watch.start("other")
     finished = [s for s in batch if s.iteration == s.request.num_iter and s not in running.left]
