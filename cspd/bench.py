@@ -225,12 +225,17 @@ def _machine(engine: Engine) -> dict:
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "precision": precision}
 
 
+def _coverage(runs: int) -> float:
+    """How sure the least and the most of independent runs are to enclose their distribution's median."""
+    return 1 - 0.5 ** (runs - 1)
+
+
 def format_report(report: dict) -> str:
     """The report as text."""
     machine = report["machine"]
     lines = [
         f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['precision']};"
-        f" medians of {report['runs']} runs (least..most)",
+        f" medians of {report['runs']} runs (least..most holds the true median with {_coverage(report['runs']):.0%})",
         "",
         f"{'sampler':<22} {'K':>3} {'cfg':>4} {'batch':>5} {'W':>3} {'seconds':>9} {'images/s':>9}"
         f" {'x ar (least..most)':>20} {'calls/token':>11} {'alpha':>6} {'class acc.':>10}",
