@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import platform
 import statistics
 import time
@@ -15,23 +16,27 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.methods import METHODS, with_method
+from cspd.methods import METHODS, OPTIONS, with_method
 from cspd.sequence import Output, Request
-from cspd.validation import resolve
 from mar import reference
 
 SCHEMA = "cspd.bench/2"
-PUBLISHED = "published"  # MAR's sampler as published, `mar.reference`
+PUBLISHED = "published"  # MAR's or LlamaGen's sampler as published, `mar.reference` and `cspd.vq.reference`
+SETTINGS = {
+    "MAR": ("num_iter", "cfg", "cfg_schedule", "temperature", "num_sampling_steps"),
+    "VQ": ("cfg", "temperature", "top_k", "top_p"),
+}
 MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 10}  # for peak memory: fewer, larger iterations than usual
 
 
 def contenders(
     request: Request, seq_len: int, names: Sequence[str], gammas: Sequence[int], verify: Sequence[str]
 ) -> dict:
-    """What is timed against plain MAR at a request's settings, by the name it is reported under; None is published MAR.
+    """What is timed against plain sampling at a request's settings, by the name it is reported under; None stands for
+    the sampler as it was published.
 
     `cspd` stands for each of `gammas` and `verify`, and for plain MAR with as many iterations, K = L / gamma, as the
-    parallel form has rounds.
+    parallel form has rounds. Options may follow a name: "cool-sd:delta=1.5:gamma=4".
     """
     made = {"ar": with_method(request, "ar")}
     for name in names:
@@ -44,11 +49,23 @@ def contenders(
                 for mode in verify:
                     drafted = with_method(request, "cspd")
                     made[f"cspd {gamma} {mode}"] = dataclasses.replace(drafted, gamma=gamma, verify=mode)
-        elif name in METHODS:
-            made[name] = with_method(request, name)
         else:
-            raise ValueError(f"method {name!r} is unknown: choose of {', '.join(METHODS)}, {PUBLISHED}")
+            method, *options = name.split(":")
+            if method not in METHODS:
+                raise ValueError(f"method {method!r} is unknown: choose of {', '.join(METHODS)}, {PUBLISHED}")
+            made[name] = dataclasses.replace(with_method(request, method), **dict(map(_option, options)))
     return made
+
+
+def _option(text: str) -> tuple[str, object]:
+    """ "delta=1.5" to ("delta", 1.5)."""
+    name, _, value = text.partition("=")
+    if name not in OPTIONS:
+        raise ValueError(f"{text!r} is no option of a method: write it like delta=1.5, of {', '.join(sorted(OPTIONS))}")
+    try:
+        return name, json.loads(value)
+    except ValueError:  # a word
+        return name, value
 
 
 def bench(
@@ -85,13 +102,11 @@ def bench(
         raise ValueError(f"runs={runs}, batches={list(batches)}: give at least one run, and batches of one or more")
     # memory first, small batches first: what the timed runs leave in the process would be counted too
     first = engines(1)
-    seq_len = first.target.config.seq_len
     counts = [(batch, num) for batch in sorted(batches) for num in ([batch, queued] if queued else [batch])]
     filled = [_fill(first, request) for request in requests]
-    plans = [(request, contenders(request, seq_len, names, gammas, verify)) for request in filled]
+    plans = [(request, contenders(request, first.host.seq_len, names, gammas, verify)) for request in filled]
     for contender in (c for _, plan in plans for c in plan.values() if c is not None):
-        resolve(contender, first.target.config, first.defaults)
-        first.check_draft(contender)
+        first.check(contender)
     memory = [_memory(first, requests[0], batch, num) for batch, num in counts]
     cases = [(batch, *plan) for batch in batches for plan in plans]
     rows, total = [], sum(len(plan) for _, _, plan in cases) * (runs + 1)
@@ -106,18 +121,18 @@ def bench(
                         timed[name].append(measured)
                     bar.update()
             rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
-    return {"schema": SCHEMA, "machine": _machine(first), "runs": runs, "rows": rows, "memory": memory}
+    report = {"schema": SCHEMA, "family": first.host.family, "machine": _machine(first), "runs": runs}
+    return report | {"rows": rows, "memory": memory}
 
 
 def _fill(engine: Engine, request: Request) -> Request:
     """The request with K, guidance and the like filled in, and the options of methods as they were given."""
     plain = engine.resolve(with_method(request, "ar"))
-    names = ("num_iter", "cfg", "cfg_schedule", "temperature", "num_sampling_steps")
-    return dataclasses.replace(request, **{name: getattr(plain, name) for name in names})
+    return dataclasses.replace(request, **{name: getattr(plain, name) for name in SETTINGS[engine.host.family]})
 
 
 def _requests(engine: Engine, request: Request, num: int, first: int = 0) -> list[Request]:
-    classes = engine.target.config.class_num
+    classes = engine.host.num_classes
     return [
         dataclasses.replace(request, label=(request.label + i) % classes, seed=request.seed + i)
         for i in range(first, first + num)
@@ -143,11 +158,14 @@ def _timed(
 def _mean_stats(outputs: list[Output]) -> dict:
     stats = [output.stats for output in outputs]
     judged, accepted = (sum(sum(s.by_lag[i]) for s in stats) for i in (0, 1))
-    mean = {
-        name: statistics.mean(getattr(s, name) for s in stats)
-        for name in ("head_calls_per_token", "backbone_calls", "head_calls", "draft_backbone_calls", "draft_head_calls")
-    }
-    return mean | {"alpha": accepted / judged if judged else None}
+    names = ("head_calls_per_token", "backbone_calls", "head_calls", "draft_backbone_calls", "draft_head_calls")
+    mean = {name: statistics.mean(getattr(s, name) for s in stats) for name in names}
+    mean |= {"alpha": accepted / judged if judged else None, "guarantee": stats[0].guarantee}
+    if outputs[0].request.family == "VQ":
+        overhead = sum(s.seconds["other"] for s in stats) / sum(sum(s.seconds.values()) for s in stats)
+        mean |= {"bound": statistics.mean(s.bound for s in stats), "overhead": overhead}
+        mean |= {"step_compression": statistics.mean(s.step_compression for s in stats)}
+    return mean
 
 
 def _judge(images: Sequence[Tensor], requests: list[Request], accuracy: Callable | None) -> dict:
@@ -161,8 +179,10 @@ def _published(engine: Engine, requests: list[Request]) -> Tensor:
     names = ("num_iter", "cfg", "cfg_schedule", "temperature", "num_sampling_steps")
     with torch.inference_mode():
         with engine.precision.fast():
-            tokens = reference.sample(engine.target, labels, **{name: getattr(requests[0], name) for name in names})
-        return engine.decode(tokens)
+            tokens = reference.sample(
+                engine.host.target, labels, **{name: getattr(requests[0], name) for name in names}
+            )
+        return engine.host.decode(tokens)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -178,7 +198,7 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], base: list[
     row["images_per_second"] = batch / row["seconds"]["median"]
     for key in timed[0].keys() - {"seconds"}:
         values = [t[key] for t in timed]
-        row[key] = None if None in values else statistics.mean(values)
+        row[key] = values[0] if key == "guarantee" or None in values else statistics.mean(values)
     return row
 
 
@@ -188,9 +208,9 @@ def _spread(values: list[float]) -> dict:
 
 def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     """Peak memory of `num` short requests through `batch` slots; the images are dropped as they come."""
-    precision = engine.precision.policy
-    small = Engine(engine.target, vae=engine.vae, max_batch=batch, device=engine.device, precision=precision)
-    quick = dataclasses.replace(with_method(request, "ar"), **MEMORY_SETTINGS)
+    small, quick = engine.with_slots(batch), with_method(request, "ar")
+    if engine.host.family == "MAR":
+        quick = dataclasses.replace(quick, **MEMORY_SETTINGS)
     _reset_peak(engine.device)
     for _ in small.stream(_requests(engine, quick, num)):
         pass
@@ -230,32 +250,61 @@ def _coverage(runs: int) -> float:
     return 1 - 0.5 ** (runs - 1)
 
 
+# of the report, by family: title, width, what of a row, format
+COLUMNS = {
+    "MAR": [
+        ("K", 3, "num_iter", ".0f"),
+        ("cfg", 4, "cfg", "g"),
+        ("batch", 5, "batch", "d"),
+        ("W", 3, "window", ".0f"),
+        ("seconds", 8, "seconds", ".3f"),
+        ("images/s", 8, "images_per_second", ".2f"),
+        ("x ar (least..most)", 19, "speed_up", ""),
+        ("calls/token", 11, "head_calls_per_token", ".1f"),
+        ("alpha", 5, "alpha", ".3f"),
+        ("class acc.", 10, "accuracy", ".3f"),
+    ],
+    "VQ": [
+        ("guarantee", 9, "guarantee", ""),
+        ("cfg", 4, "cfg", "g"),
+        ("batch", 5, "batch", "d"),
+        ("seconds", 8, "seconds", ".3f"),
+        ("images/s", 8, "images_per_second", ".2f"),
+        ("x ar (least..most)", 19, "speed_up", ""),
+        ("codes/forward", 13, "step_compression", ".2f"),
+        ("draft calls", 11, "draft_backbone_calls", ".1f"),
+        ("alpha", 5, "alpha", ".3f"),
+        ("bound", 6, "bound", ".3f"),
+        ("overhead", 8, "overhead", ".0%"),
+        ("class acc.", 10, "accuracy", ".3f"),
+    ],
+}
+
+
+def _cell(row: dict, key: str, form: str) -> str:
+    value = row.get(key)
+    if key == "speed_up":
+        return f"{value['median']:.2f} ({value['min']:.2f}..{value['max']:.2f})"
+    value = value["median"] if key == "seconds" else value
+    return "" if value is None else format(value, form)
+
+
 def format_report(report: dict) -> str:
     """The report as text."""
-    machine = report["machine"]
+    machine, columns = report["machine"], COLUMNS[report["family"]]
+    name_width = max(len(row["name"]) for row in report["rows"])
     lines = [
         f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['precision']};"
         f" medians of {report['runs']} runs (least..most holds the true median with {_coverage(report['runs']):.0%})",
         "",
-        f"{'sampler':<22} {'K':>3} {'cfg':>4} {'batch':>5} {'W':>3} {'seconds':>9} {'images/s':>9}"
-        f" {'x ar (least..most)':>20} {'calls/token':>11} {'alpha':>6} {'class acc.':>10}",
+        " ".join(["sampler".ljust(name_width), *(title.rjust(width) for title, width, _, _ in columns)]),
     ]
     for row in report["rows"]:
-        r = row["speed_up"]
-
-        ratio = f"{r['median']:.2f} ({r['min']:.2f}..{r['max']:.2f})"
-
-        def cell(key: str, form: str, row: dict = row) -> str:
-            return format(row[key], form) if row.get(key) is not None else ""
-
-        lines.append(
-            f"{row['name']:<22} {row['num_iter']:>3} {row['cfg']:>4g} {row['batch']:>5} {cell('window', '.0f'):>3}"
-            f" {row['seconds']['median']:>9.3f} {row['images_per_second']:>9.2f}"
-            f" {ratio:>20} {cell('head_calls_per_token', '.1f'):>11}"
-            f" {cell('alpha', '.3f'):>6} {cell('accuracy', '.3f'):>10}"
-        )
+        cells = (_cell(row, key, form).rjust(width) for _, width, key, form in columns)
+        lines.append(" ".join([row["name"].ljust(name_width), *cells]))
     lines.append("")
     for m in report["memory"]:
-        what = f"{m['requests']} requests through {m['slots']} slots (K = {MEMORY_SETTINGS['num_iter']})"
+        what = f"{m['requests']} requests through {m['slots']} slots"
+        what += f" (K = {MEMORY_SETTINGS['num_iter']})" if report["family"] == "MAR" else ""
         lines.append(f"peak memory, {what}: {m['peak_bytes'] / 2**20:.0f} MiB")
     return "\n".join(lines)

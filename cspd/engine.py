@@ -12,33 +12,29 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd import noise as philox_noise
-from cspd.calibration import Calibrations, user_cache
-from cspd.continuous.host import MARHost
-from cspd.costs import Costs, measured_costs
-from cspd.methods import METHODS
+from cspd.continuous.host import MARHost, MARModels
+from cspd.continuous.tuning import Tuning
+from cspd.discrete.host import VQHost, VQModels
+from cspd.discrete.validation import check_cache, resolve_vq
+from cspd.methods import METHODS, guarantee_of, with_family
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler
 from cspd.sequence import Output, Request, RoundStats, Sequence
-from cspd.validation import check_memory, check_models, pick_device, resolve
-from mar.model import MAR
+from cspd.validation import check_draft, check_families, check_memory, pick_device, resolve_mar
 from mar.registry import defaults_of
-from mar.vae import AutoencoderKL
 
 BAR_FORMAT = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
-DECODE_BATCH = 8  # images through the autoencoder at once, which bounds its memory
 
 
 class Engine:
-    """Generates images with a target model, many requests at a time.
+    """Generates images with target models, many requests at a time.
 
     `max_batch` sequences are in flight at once; a finished one is replaced at the next step. A request's image
     depends on the request alone, not on what else is in flight.
 
     Args:
-        target: the model whose images are made; its published sampling settings are the requests' defaults. All models
-            are moved to the device, put in eval mode and frozen, in place.
-        draft: a smaller model of the same tokens, for methods that draft.
-        vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
+        models: of each family at most one set; a request that does not say otherwise is of the first that has its
+            method. All models are moved to the device, put in eval mode and frozen, in place.
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`.
@@ -46,16 +42,16 @@ class Engine:
         cache: where calibrations are kept, before the user's cache directory.
         noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.
 
+    Attributes:
+        hosts: by family, "MAR" or "VQ".
+
     Raises:
         ValueError: models that do not fit each other, no such device, unknown precision, or too little memory.
     """
 
     def __init__(
         self,
-        target: MAR,
-        draft: MAR | None = None,
-        vae: AutoencoderKL | None = None,
-        *,
+        *models: MARModels | VQModels,
         max_batch: int = 8,
         device: str | torch.device = "auto",
         precision: str = "fp32",
@@ -63,100 +59,78 @@ class Engine:
         cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
     ) -> None:
-        check_models(target, draft, vae)
+        check_families(models)
         self.device = pick_device(device)
         self.precision = Precision(precision, self.device)
-        self.defaults = defaults_of(target.config)
-        self.target, self.draft, self.vae = (
-            model if model is None else model.to(self.device).eval().requires_grad_(False)
-            for model in (target, draft, vae)
-        )
-        check_memory(target, max_batch, self.defaults.num_iter, self.device)
-        self._cache = cache
-        folders = [folder for folder in (cache, user_cache()) if folder]
-        self.calibrations = {
-            name: Calibrations(model, self.device, self.precision, folders)
-            for name, model in (("target", self.target), ("draft", self.draft))
-            if model is not None
-        }
-        self.host = MARHost(
-            self.target,
-            max_batch,
-            self.device,
-            self.precision,
-            noise,
-            draft=self.draft,
-            calibrations=self.calibrations,
-            compiled=compiled,
-        )
+        self._models = [_placed(each, self.device) for each in models]
+        self._settings = {"precision": precision, "compiled": compiled, "cache": cache, "noise": noise}
+        self.hosts: dict[str, MARHost | VQHost] = {}
+        for each in self._models:
+            if isinstance(each, MARModels):
+                self._least_iter = defaults_of(each.target.config).num_iter
+                check_memory(each.target, max_batch, self._least_iter, self.device)
+                tuning = Tuning(each.target, each.draft, self.device, self.precision, compiled, cache)
+                host = MARHost(
+                    each.target,
+                    max_batch,
+                    self.device,
+                    self.precision,
+                    noise,
+                    draft=each.draft,
+                    vae=each.vae,
+                    tuning=tuning,
+                )
+            else:
+                check_cache(each, max_batch, self.precision, self.device)
+                others = {"draft": each.draft, "eagle": each.eagle, "tokenizer": each.tokenizer}
+                host = VQHost(each.target, max_batch, self.device, self.precision, noise, **others)
+            self.hosts[host.family] = host
+        self.num_slots = max_batch
         self.scheduler = Scheduler(max_batch)
-        self._least_iter = self.defaults.num_iter
         self._tickets = 0
         self._streaming = False
-        self._costs: dict[bool, Costs] = {}
-        self._windows: dict[Request, int] = {}
+
+    @property
+    def host(self) -> MARHost | VQHost:
+        """The first family's."""
+        return next(iter(self.hosts.values()))
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine over the same models."""
-        engine = Engine(
-            self.target,
-            self.draft,
-            self.vae,
-            max_batch=max_batch,
-            device=self.device,
-            precision=self.precision.policy,
-            compiled=self.host.compiled,
-            cache=self._cache,
-            noise=self.host.noise,
-        )
-        engine.calibrations = engine.host.calibrations = self.calibrations
-        engine._costs = self._costs
+        engine = Engine(*self._models, max_batch=max_batch, device=self.device, **self._settings)
+        if "MAR" in self.hosts:
+            engine.hosts["MAR"].tuning = self.hosts["MAR"].tuning
         return engine
+
+    def check(self, request: Request) -> Request:
+        """The request with every default filled in but the window of `speculative`, which may take a calibration.
+
+        Raises:
+            ValueError: a setting is bad, or a model that the method needs is not there.
+        """
+        request = with_family(request, list(self.hosts))
+        host = self.hosts[request.family]
+        if request.family == "VQ":
+            return resolve_vq(request, host)
+        request = resolve_mar(request, host.config, host.defaults)
+        check_draft(request, host.models["draft"])
+        return request
 
     def resolve(self, request: Request) -> Request:
         """The request with every default filled in, checked. Raises ValueError on a bad one.
 
-        The window is chosen here, which calibrates the draft where that was not done before.
+        The window of `speculative` is chosen here, which calibrates the draft where that was not done before.
         """
-        request = resolve(request, self.target.config, self.defaults)
-        self.check_draft(request)
-        method = METHODS[request.method]
-        if "window" in method.options and request.window is None:
-            kind = dataclasses.replace(request, label=0, seed=0)
-            if kind not in self._windows:
-                self._windows[kind] = self._window(request)
-            request = dataclasses.replace(request, window=self._windows[kind])
+        request = self.check(request)
+        host = self.hosts[request.family]
+        if request.family == "VQ":
+            return request
         if request.num_iter < self._least_iter:  # more tokens an iteration than memory was checked for
-            check_memory(self.target, self.host.num_slots, request.num_iter, self.device)
+            check_memory(host.target, self.num_slots, request.num_iter, self.device)
             self._least_iter = request.num_iter
+        if "window" in METHODS[request.method].options and request.window is None:
+            request = dataclasses.replace(request, window=host.tuning.window(request, self.num_slots))
         return request
-
-    def check_draft(self, request: Request) -> None:
-        """Raises ValueError where a method needs a draft model and there is none."""
-        if METHODS[request.method].needs == "draft model" and self.draft is None:
-            raise ValueError(
-                f"method={request.method!r} needs a draft model and this engine has none: Engine(target, draft=...),"
-                " load(..., draft=file), or --draft-checkpoint on the command line"
-            )
-
-    def costs(self, guided: bool, again: bool = False) -> Costs:
-        """The head's costs on this device, measured on first use or `again`; kept in the user's cache directory."""
-        if guided not in self._costs or again:
-            self._costs[guided] = measured_costs(
-                self.target.head, guided, self.device, self.precision, self.host.compiled, user_cache(), again
-            )
-        return self._costs[guided]
-
-    def _window(self, request: Request) -> int:
-        """The fastest window for what is known of the request and the engine: not what else is in flight."""
-        if request.temperature == 0 or request.num_sampling_steps < 3:  # no densities, or nothing to draft
-            return 0
-        if request.chains == "ancestral":
-            return 0
-        tokens = request.gamma or self.target.config.seq_len / request.num_iter  # of an iteration, of one sequence
-        rows = self.host.num_slots * tokens
-        calibration = self.calibrations["target"].get(request)
-        return self.costs(request.guided).window(request.num_sampling_steps, rows, calibration)
 
     def add_request(self, request: Request) -> int:
         """Queues a request and returns its ticket.
@@ -172,7 +146,7 @@ class Engine:
         request = self.resolve(request)
         ticket = self._tickets
         self._tickets += 1
-        stats = RoundStats(guarantee=METHODS[request.method].guarantee)
+        stats = RoundStats(guarantee=guarantee_of(request))
         self.scheduler.add(Sequence(request, ticket, stats=stats))
         return ticket
 
@@ -184,20 +158,20 @@ class Engine:
         """
         watch = Stopwatch(self.device)
         admitted = self.scheduler.admit()
-        if admitted:
-            self.host.admit(admitted)
+        for family, host in self.hosts.items():
+            host.admit([sequence for sequence in admitted if sequence.request.family == family])
         batch = self.scheduler.next()
         if not batch:
             return {}
+        host = self.hosts[batch[0].request.family]
         try:
-            finished = METHODS[batch[0].request.method].round(self.host, batch, watch)
+            finished = METHODS[batch[0].request.method].rounds[host.family](host, batch, watch)
         except BaseException:  # cut off in the middle of a round, its state is no one's any more
-            self.scheduler.clear()
-            self.host.clear()
+            self._clear()
             raise
-        tokens, heat = self.host.results(finished)
+        tokens, heat = host.results(finished)
         self.scheduler.release(finished)
-        outputs = self._outputs(finished, tokens, heat, watch)
+        outputs = _outputs(host, finished, tokens, heat, watch)
         seconds = watch.seconds()
         for sequence in batch:
             for phase, spent in seconds.items():
@@ -222,7 +196,7 @@ class Engine:
         bar = tqdm(total=total, unit="image", bar_format=BAR_FORMAT if total else None, disable=not progress)
         try:
             while True:
-                while source and len(self.scheduler) < self.host.num_slots:
+                while source and len(self.scheduler) < self.num_slots:
                     try:
                         index, request = next(source)
                         index_of[self._queue(request)] = index
@@ -234,14 +208,14 @@ class Engine:
                     break
                 outputs = self.step()
                 finished += len(outputs)
-                bar.n = finished + self.scheduler.tokens_in_flight() / self.target.config.seq_len
+                running = self.scheduler.in_flight()
+                bar.n = finished + sum(s.num_known / self.hosts[s.request.family].seq_len for s in running)
                 bar.update(0)
                 for ticket, output in outputs.items():
                     yield index_of.pop(ticket), output
         finally:
             bar.close()
-            self.scheduler.clear()
-            self.host.clear()
+            self._clear()
             self._streaming = False
         if error:
             raise error
@@ -263,30 +237,33 @@ class Engine:
         outputs = dict(self.stream(requests, progress))
         return [outputs[index] for index in range(len(requests))]
 
-    def _outputs(self, finished: list[Sequence], tokens: Tensor, heat: Tensor, watch: Stopwatch) -> dict[int, Output]:
-        if not finished:
-            return {}
-        watch.start("decode")
-        images = self.decode(tokens)
-        watch.start("other")
-        tokens, heat = tokens.cpu(), heat.cpu()
-        with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
-            return {
-                s.ticket: Output(
-                    s.request,
-                    tokens[i].clone(),
-                    None if images is None else images[i].clone(),
-                    heat[i].clone(),
-                    s.stats,
-                )
-                for i, s in enumerate(finished)
-            }
+    def _clear(self) -> None:
+        """Drops everything in flight."""
+        self.scheduler.clear()
+        for host in self.hosts.values():
+            host.clear()
 
-    def decode(self, tokens: Tensor) -> Tensor | None:
-        """Images [B, 3, H, W] in 0..1 on the CPU of tokens [B, L, d]; None without autoencoder."""
-        if self.vae is None:
-            return None
-        latents = self.target.unpatchify(tokens) / self.vae.config.scale
-        with self.precision.full():
-            images = torch.cat([self.vae.decode(part) for part in latents.split(DECODE_BATCH)])
-        return images.add(1).div(2).clamp(0, 1).cpu()
+
+def _placed(models: MARModels | VQModels, device: torch.device) -> MARModels | VQModels:
+    """The models on a device, in eval mode and frozen."""
+    modules = {f.name: getattr(models, f.name) for f in dataclasses.fields(models)}
+    placed = {name: m.to(device).eval().requires_grad_(False) for name, m in modules.items() if m is not None}
+    return dataclasses.replace(models, **placed)
+
+
+def _outputs(
+    host: MARHost | VQHost, finished: list[Sequence], tokens: Tensor, heat: Tensor, watch: Stopwatch
+) -> dict[int, Output]:
+    if not finished:
+        return {}
+    watch.start("decode")
+    images = host.decode(tokens)
+    watch.start("other")
+    tokens, heat = tokens.cpu(), heat.cpu()
+    with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
+        return {
+            s.ticket: Output(
+                s.request, tokens[i].clone(), None if images is None else images[i].clone(), heat[i].clone(), s.stats
+            )
+            for i, s in enumerate(finished)
+        }

@@ -6,14 +6,26 @@ from pathlib import Path
 
 import torch
 
+from cspd.continuous.host import MARModels
+from cspd.discrete.host import VQModels
 from cspd.engine import Engine
+from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from mar.checkpoint import CheckpointError, load_mar, load_vae
 
 # beside the package in a source tree, inside it when installed
 _ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
-_TARGET_FILES = ("target.safetensors", "checkpoint-last.pth")
-_VAE_FILES = ("vae.safetensors", "kl16.ckpt")
-_DRAFT_FILES = ("draft.safetensors",)
+# file names looked for beside each other; {} stands for any text
+_MAR_FILES = {
+    "target": ("target.safetensors", "checkpoint-last.pth"),
+    "draft": ("draft.safetensors",),
+    "vae": ("vae.safetensors", "kl16.ckpt"),
+}
+_VQ_FILES = {
+    "target": ("target.safetensors", "c2i_*.pt"),
+    "draft": ("draft.safetensors",),
+    "eagle": ("eagle.safetensors",),
+    "tokenizer": ("tokenizer.safetensors", "vq_ds16_c2i.pt"),
+}
 
 
 def embedded() -> dict[str, Path]:
@@ -22,30 +34,36 @@ def embedded() -> dict[str, Path]:
     return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
 
 
-def _find(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+def _find(folder: Path, patterns: tuple[str, ...]) -> Path | None:
+    return next((path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()), None)
 
 
 def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
-    """The files "target", "draft" and "vae" of an embedded name, a folder, or a target's file; None where absent.
+    """The files of an embedded name, a folder, or a target's file, by what they are for; None where absent.
+
+    "target", "draft" and "vae" of MAR; "target", "draft", "eagle" and "tokenizer" of VQ models, which are known by a
+    tokenizer beside them or by their official name.
 
     Raises:
         CheckpointError: there is no target to be found.
     """
     place = embedded().get(str(checkpoint), Path(checkpoint))
-    target = _find(place, _TARGET_FILES) if place.is_dir() else place
+    folder = place if place.is_dir() else place.parent
+    is_vq = place.match("c2i_*") or (place.suffix != ".pth" and _find(folder, _VQ_FILES["tokenizer"]) is not None)
+    patterns = _VQ_FILES if is_vq else _MAR_FILES
+    target = _find(place, patterns["target"]) if place.is_dir() else place
     if target is None or not target.is_file():
+        wanted = ", ".join(name for names in (_MAR_FILES, _VQ_FILES) for name in names["target"])
         raise CheckpointError(
             f"{checkpoint}: no checkpoint there; give an embedded name ({', '.join(embedded())}), a file, or a folder"
-            f" with {' or '.join(_TARGET_FILES)} (checkpoints/README.md says where the official files come from)"
+            f" with one of {wanted} (checkpoints/README.md says where the official files come from)"
         )
     # beside the target, whatever name or file it was found by
-    return {"target": target, "draft": _find(target.parent, _DRAFT_FILES), "vae": _find(target.parent, _VAE_FILES)}
+    return {"target": target} | {name: _find(target.parent, patterns[name]) for name in patterns if name != "target"}
 
 
 def load(
-    checkpoint: str | Path = "digits32",
-    *,
+    *checkpoints: str | Path,
     arch: str | None = None,
     vae: str | Path | None = None,
     draft: str | Path | None = None,
@@ -54,32 +72,44 @@ def load(
     precision: str = "fp32",
     compiled: bool = False,
 ) -> Engine:
-    """An engine with the models of a checkpoint.
+    """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
 
     Args:
-        checkpoint: an embedded name, a folder with official files, or a target's file.
-        arch: the target's size (`mar.registry.MARS`); found out from the file by default.
-        vae: the autoencoder's file, where it does not lie beside the target.
+        checkpoints: embedded names, folders with official files, or targets' files; "digits32" by default.
+        arch: the target's size (`mar.registry.MARS`, `cspd.vq.registry.GPTS`); found out from the file by default.
+        vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
         draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
         max_batch, device, precision, compiled: as in `Engine`.
 
     Raises:
-        CheckpointError: a file is missing, damaged or of another model. ValueError: as in `Engine`.
+        CheckpointError: a file is missing, damaged or of another model. ValueError: as in `Engine`, or several
+            checkpoints and one arch, vae or draft for them.
     """
-    files = checkpoint_files(checkpoint)
-    vae_file, draft_file = vae or files["vae"], draft or files["draft"]
-    if vae_file is None:
-        raise CheckpointError(
-            f"{checkpoint}: no autoencoder beside it ({' or '.join(_VAE_FILES)}): give its file (vae=..., --vae on the"
-            " command line)"
-        )
-    return Engine(
-        load_mar(files["target"], arch),
-        load_mar(draft_file) if draft_file else None,
-        load_vae(vae_file),
-        max_batch=max_batch,
-        device=device,
-        precision=precision,
-        compiled=compiled,
-        cache=files["target"].parent / "calibration",
+    checkpoints = checkpoints or ("digits32",)
+    if len(checkpoints) > 1 and (arch or vae or draft):
+        raise ValueError("arch, vae and draft are of one checkpoint: put the files of several beside their targets")
+    models, cache = [], None
+    for checkpoint in checkpoints:
+        files = checkpoint_files(checkpoint)
+        decoder = "tokenizer" if "tokenizer" in files else "vae"
+        files |= {name: Path(file) for name, file in ((decoder, vae), ("draft", draft)) if file}
+        if files[decoder] is None:
+            wanted = " or ".join((_VQ_FILES if decoder == "tokenizer" else _MAR_FILES)[decoder])
+            raise CheckpointError(
+                f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
+            )
+        if decoder == "tokenizer":
+            models.append(_vq_models(files, arch))
+        else:
+            small = load_mar(files["draft"]) if files["draft"] else None
+            models.append(MARModels(load_mar(files["target"], arch), small, load_vae(files["vae"])))
+            cache = files["target"].parent / "calibration"
+    return Engine(*models, max_batch=max_batch, device=device, precision=precision, compiled=compiled, cache=cache)
+
+
+def _vq_models(files: dict[str, Path | None], arch: str | None) -> VQModels:
+    draft, eagle = (
+        load_any(files[name]) if files[name] else None
+        for name, load_any in (("draft", load_gpt), ("eagle", load_eagle))
     )
+    return VQModels(load_gpt(files["target"], arch), draft, eagle, load_tokenizer(files["tokenizer"]))

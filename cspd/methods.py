@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cspd.continuous import ar, cspd, speculative
+from cspd.discrete import jacobi
+from cspd.discrete import speculative as vq_speculative
 from cspd.sequence import Request
 
 
@@ -15,95 +17,161 @@ class Method:
     """A way to decode.
 
     Attributes:
-        family: "MAR" or "VQ", the models it decodes.
-        guarantee: "exact" (the output has the target sampler's distribution, to floating point), "bounded" (a stated
-            bound on the total variation from it is reported) or "heuristic" (no proof).
+        guarantee: "exact" (the output has the target sampler's distribution, to floating point), "bounded" (a bound on
+            the total variation from it is reported) or "heuristic" (no proof); of the defaults, see `guarantee_of`.
         summary: what it does, in a few words. paper: where it comes from.
-        needs: beside the target: "draft model", "calibration", or nothing.
+        needs: beside the target: "draft model", "EAGLE drafter", "calibration", or nothing.
         options: the request's fields that only some methods have, with their defaults.
-        round: runs one batched round, (host, batch, stopwatch) -> finished sequences; None while planned.
+        rounds: by family, "MAR" or "VQ": runs one batched round, (host, batch, stopwatch) -> finished sequences.
     """
 
     name: str
-    family: str
     guarantee: str
     summary: str
     paper: str
+    rounds: Mapping[str, Callable]
     needs: str = "-"
     options: Mapping[str, object] = field(default_factory=dict)
-    round: Callable | None = None
+
+
+# what any rule may be given; None takes the rule's own default
+RULE = {"rule": "exact", "delta": None, "schedule": None, "nu": None, "lam": None, "k": None, "metric": None}
+RULE |= {"optimal": None}
+CSPD = {"gamma": 8, "verify": "parallel", "ratio_temperature": 42.0, "align": True, "prefill": 0.05}
+CSPD |= {"chains": "ancestral", "window": None, "draft": "calibrated"}
+CHAIN, STATIC, DYNAMIC = (
+    {"draft": d, "gamma": g} for d, g in (("chain", 5), ("eagle-static", 5), ("eagle-dynamic", 6))
+)
+SJD = {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False}
+
+
+def _drafted(name: str, summary: str, paper: str, needs: str, guarantee: str = "exact", **options: object) -> Method:
+    """A method of VQ models that drafts and verifies; any rule and any other draft can be asked for."""
+    rounds = {"VQ": jacobi.round if "pd_k" in options else vq_speculative.round}
+    return Method(name, guarantee, summary, paper, rounds, needs, RULE | options)
 
 
 _TABLE = [
     Method(
-        "ar", "MAR", "exact", "plain MAR: every token by the full denoising chain", "arXiv 2406.11838", round=ar.round
+        "ar",
+        "exact",
+        "plain sampling: every token of MAR by the full denoising chain, VQ codes one by one",
+        "arXiv 2406.11838, 2406.06525",
+        {"MAR": ar.round, "VQ": vq_speculative.round},
     ),
     Method(
         "speculative",
-        "MAR",
         "exact",
         "speculation inside the diffusion head, no draft model",
         "arXiv 2501.05370",
-        needs="calibration",
-        options={"window": None, "draft": "calibrated"},
-        round=speculative.round,
+        {"MAR": speculative.round},
+        "calibration",
+        {"window": None, "draft": "calibrated"},
     ),
     Method(
         "cspd",
-        "MAR",
         "heuristic",
         "a draft MAR proposes tokens, the target accepts or resamples",
         "arXiv 2411.11925",
-        needs="draft model",
-        options={
-            "gamma": 8,
-            "verify": "parallel",
-            "ratio_temperature": 42.0,
-            "align": True,
-            "prefill": 0.05,
-            "chains": "ancestral",
-            "window": None,
-            "draft": "calibrated",
-        },
-        round=cspd.round,
+        {"MAR": cspd.round},
+        "draft model",
+        CSPD,
     ),
-    Method(
-        "sd",
-        "VQ",
-        "exact",
-        "speculative sampling, chain or tree, with a draft model or EAGLE",
-        "arXiv 2401.15077",
-        needs="draft model",
+    _drafted("sd", "speculative sampling of a chain by a smaller GPT", "arXiv 2211.17192", "draft model", **CHAIN),
+    _drafted("eagle", "EAGLE-1: a static tree by a drafter on features", "arXiv 2401.15077", "EAGLE drafter", **STATIC),
+    _drafted("eagle2", "EAGLE-2: a tree by the draft's confidence", "arXiv 2406.16858", "EAGLE drafter", **DYNAMIC),
+    _drafted(
+        "uniform-rsd",
+        "acceptance relaxed by a constant, on EAGLE's tree",
+        "COOL-SD",
+        "EAGLE drafter",
+        "bounded",
+        **STATIC | {"rule": "uniform-rsd", "delta": 1.1},
     ),
-    Method("sjd", "VQ", "exact", "speculative Jacobi decoding, no draft model", "arXiv 2410.01699"),
-    Method("sjd-pac", "VQ", "exact", "Jacobi with proactive drafting and adaptive continuation", "SJD-PAC"),
-    Method("uniform-rsd", "VQ", "bounded", "acceptance relaxed by a constant", "COOL-SD"),
-    Method("cool-sd", "VQ", "bounded", "acceptance relaxed by a decaying schedule", "COOL-SD"),
-    Method(
-        "lantern", "VQ", "bounded", "acceptance pooled over near codebook entries (and LANTERN++)", "arXiv 2410.03355"
+    _drafted(
+        "cool-sd",
+        "acceptance relaxed by a decaying schedule, on EAGLE's tree",
+        "COOL-SD",
+        "EAGLE drafter",
+        "bounded",
+        **STATIC | {"rule": "cool-sd", "delta": 1.1},
+    ),
+    _drafted(
+        "lantern",
+        "acceptance pooled over near codes, on EAGLE-2's tree",
+        "arXiv 2410.03355",
+        "EAGLE drafter",
+        "bounded",
+        **DYNAMIC | {"rule": "lantern", "delta": 0.2, "k": 100, "optimal": False},
+    ),
+    _drafted(
+        "lantern++",
+        "the same with a relative limit, on EAGLE's tree",
+        "arXiv 2502.06352",
+        "EAGLE drafter",
+        "bounded",
+        **STATIC | {"rule": "lantern++", "lam": 1.0, "k": 10, "optimal": False},
+    ),
+    _drafted("sjd", "Jacobi: the target drafts a window for itself", "arXiv 2410.01699", "-", **SJD),
+    _drafted(
+        "sjd-pac",
+        "Jacobi with proactive drafting and adaptive continuation",
+        "SJD-PAC",
+        "-",
+        **SJD | {"pd_k": 4, "pd_d": 3, "continuation": True},
     ),
 ]
 
-TABLE: dict[str, Method] = {method.name: method for method in _TABLE}
-METHODS: dict[str, Method] = {name: method for name, method in TABLE.items() if method.round}
-DEFAULT = "speculative"
+METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
+DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}
+OPTIONS = {option for method in _TABLE for option in method.options}
 
 
 def with_method(request: Request, name: str) -> Request:
     """The request by another method, without the options that this one does not have."""
-    others = {option for method in _TABLE for option in method.options} - set(TABLE[name].options)
+    others = OPTIONS - set(METHODS[name].options)
     if name == "cspd" and request.chains != "speculative":
         others |= {"window"}
     return dataclasses.replace(request, method=name, **dict.fromkeys(others))
 
 
+def with_family(request: Request, families: list[str]) -> Request:
+    """The request with method and family filled in: the first of `families` that has the method.
+
+    Raises:
+        ValueError: unknown method, or one that these families do not have.
+    """
+    wanted = [request.family] if request.family in families else families
+    if request.family is not None and request.family not in families:
+        raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
+    name = DEFAULTS[wanted[0]] if request.method is None else request.method
+    if not isinstance(name, str) or name not in METHODS:
+        raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(METHODS)}")
+    able = [family for family in wanted if family in METHODS[name].rounds]
+    if not able:
+        fitting = ", ".join(m.name for m in _TABLE if set(m.rounds) & set(wanted))
+        raise ValueError(f"method={name!r} does not decode {' or '.join(wanted)} models: choose one of {fitting}")
+    return dataclasses.replace(request, method=name, family=able[0])
+
+
+def guarantee_of(request: Request) -> str:
+    """The guarantee of a resolved request: its method's, or what its rule and draft allow together.
+
+    A relaxed rule is bounded over a chain or a tree, where Theorem 2 of COOL-SD adds up judgement by judgement. Over a
+    Jacobi window it is heuristic: a code may be judged more than once.
+    """
+    if request.rule is None:
+        return METHODS[request.method].guarantee
+    if request.rule == "exact":
+        return "exact"
+    return "heuristic" if request.pd_k else "bounded"
+
+
 def format_table() -> str:
-    """The table of methods as text, planned ones marked."""
-    lines = [f"{'method':<12} {'models':<7} {'guarantee':<10} {'needs':<12} {'status':<8} what it does (source)"]
+    """The table of methods as text."""
+    lines = [f"{'method':<12} {'models':<8} {'guarantee':<10} {'needs':<14} what it does (source)"]
     for method in _TABLE:
-        status = "ready" if method.round else "planned"
-        lines.append(
-            f"{method.name:<12} {method.family:<7} {method.guarantee:<10} {method.needs:<12} {status:<8}"
-            f" {method.summary} ({method.paper})"
-        )
+        families = ", ".join(method.rounds)
+        columns = f"{method.name:<12} {families:<8} {method.guarantee:<10} {method.needs:<14}"
+        lines.append(f"{columns} {method.summary} ({method.paper})")
     return "\n".join(lines)

@@ -34,6 +34,9 @@ class Purpose(enum.IntEnum):
     TOKEN_COIN = 6  # accepts a drafted token, or not
     TOKEN_CANDIDATE = 7
     TOKEN_CANDIDATE_COIN = 8
+    CODE = 9  # a VQ code, drafted or not
+    CODE_COIN = 10  # accepts a drafted code, or not
+    CODE_RESIDUAL = 11  # after all drafted codes for a place were refused
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

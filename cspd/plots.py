@@ -1,12 +1,14 @@
-"""Pictures: grids of images with captions."""
+"""Pictures: grids of images with captions, heat maps, and curves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -33,6 +35,27 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int, m
         canvas.paste(image.resize((side_x, side_y), Image.Resampling.NEAREST), (x, y))
         draw.text((x + side_x // 2, y + side_y), caption, fill="black", font=font, anchor="ma")
     return canvas
+
+
+def speed_quality(points: Sequence[tuple[str, float, float, str]], quality: str, path: Path) -> None:
+    """Writes a scatter of quality against speed-up, a colour and a line for every method, to an image file.
+
+    Args:
+        points: (label, speed-up over plain sampling, quality, method). quality: what it is called.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for method in dict.fromkeys(point[3] for point in points):
+        of_method = sorted((x, y, label) for label, x, y, name in points if name == method)
+        axes.plot([x for x, _, _ in of_method], [y for _, y, _ in of_method], "o-", label=method)
+        for x, y, label in of_method:
+            axes.annotate(
+                label.removeprefix(method).lstrip(":"), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
+            )
+    axes.axvline(1, color="lightgrey", zorder=0)
+    axes.set(xlabel="speed-up over plain sampling", ylabel=quality)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 def heat_grid(

@@ -103,7 +103,7 @@ def sample_to_folder(
     grid(pictures, captions, columns).save(out / "grid.png")
     if heatmap:
         heat = [record["images"][i].get("heat") for i in shown]
-        accepted = requests[0].method == "cspd"
+        accepted = requests[0].method == "cspd" or requests[0].family == "VQ"
         heat_grid(heat, pictures[0].size, captions, columns, accepted).save(out / "heatmap.png")
     return record
 
@@ -149,9 +149,11 @@ def _summary(images: list[dict], made: int, seconds: float) -> dict:
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
-    counts = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls")
+    counts = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
     summary = {"images_made": made, "seconds": seconds, "images_per_second": made / seconds}
     summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in counts}
+    if stats[0]["step_compression"] is not None:
+        summary["step_compression"] = mean([s["step_compression"] for s in stats])
     alphas = [s["alpha"] for s in stats if s["alpha"] is not None]
     summary |= {"alpha": mean(alphas) if alphas else None}
     summary["head_calls_per_token"] = mean([s["head_calls_per_token"] for s in stats])

@@ -23,9 +23,9 @@ class Scheduler:
         """Sequences not finished."""
         return len(self.waiting) + sum(map(len, self.running.values()))
 
-    def tokens_in_flight(self) -> int:
-        """Tokens committed by running sequences."""
-        return sum(sequence.num_known for batch in self.running.values() for sequence in batch)
+    def in_flight(self) -> list[Sequence]:
+        """The running sequences."""
+        return [sequence for batch in self.running.values() for sequence in batch]
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)

@@ -17,7 +17,8 @@ class Request:
     Attributes:
         label: class, 0 .. class_num - 1.
         seed: of everything random in this image, 0 .. 2^63 - 1.
-        method: a name of `cspd.methods.METHODS`; its options follow, None where a method has none of that name.
+        method: a name of `cspd.methods.METHODS`; its options follow, None where a method has none of that name. By
+            default `speculative` of MAR, `sjd-pac` of VQ models.
         num_iter: K, autoregressive iterations, 1 .. L; to `cspd` only the guidance of each token, and the prefill.
         cfg: guidance scale s >= 0; 1 is no guidance.
         cfg_schedule: "linear" (s grows over the iterations) or "constant".
@@ -33,11 +34,17 @@ class Request:
         align: whether draft and target denoise a token with the same noise.
         prefill: share of the tokens that the target makes alone, at first; in 0 .. 1.
         chains: "ancestral" or "speculative", how both models denoise in `cspd`.
+        top_k, top_p: of VQ models: the k likeliest codes are kept (0: all), then the fewest of this mass (1: all).
+        rule: how drafted VQ codes are accepted, of `cspd.discrete.rules.NAMES`; its parameters follow: delta, schedule,
+            nu, lam, k, optimal (see `cspd.discrete.rules.Rule`), and metric, "l2" or "cosine", of neighbouring codes.
+        pd_k, pd_d: K candidates at each of D levels after a rejection, of a Jacobi window; continuation: whether codes
+            after a rejection are kept where they can be.
+        family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
     """
 
     label: int
     seed: int = 0
-    method: str = "speculative"
+    method: str | None = None
     num_iter: int | None = None
     cfg: float | None = None
     cfg_schedule: str | None = None
@@ -51,6 +58,20 @@ class Request:
     align: bool | None = None
     prefill: float | None = None
     chains: str | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    rule: str | None = None
+    delta: float | None = None
+    schedule: str | None = None
+    nu: float | None = None
+    lam: float | None = None
+    k: int | None = None
+    metric: str | None = None
+    pd_k: int | None = None
+    pd_d: int | None = None
+    continuation: bool | None = None
+    optimal: bool | None = None
+    family: str | None = None
 
     @property
     def guided(self) -> bool:
@@ -60,6 +81,9 @@ class Request:
     @property
     def round_key(self) -> Hashable:
         """Requests with equal keys can share a round, whatever else differs."""
+        if self.family == "VQ":
+            settings = replace(self, label=0, seed=0, cfg=None, temperature=None, top_k=None, top_p=None)
+            return settings, self.guided, self.temperature == 0
         if self.method == "ar":
             return self.method, self.guided, self.num_sampling_steps
         return replace(self, label=0, seed=0, num_iter=None)
@@ -78,6 +102,8 @@ class RoundStats:
         draft_backbone_calls, draft_head_calls: the same of the draft model.
         by_lag, by_step, by_rank: drafts judged, and accepted, by how far ahead they were (from 1) and, if states of a
             chain, by denoising step or, if tokens, by rank in the generation order.
+        committed: how many rounds committed 1 VQ code, 2, ... bound: the rule's local bounds, summed: over requests its
+            mean bounds the total variation of an image's codes from the target's.
         resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
         seconds: wall time of the rounds it took part in, by phase; neighbours in the batch share the same seconds.
     """
@@ -93,6 +119,8 @@ class RoundStats:
     by_lag: list[list[int]] = field(default_factory=lambda: [[], []])
     by_step: list[list[int]] = field(default_factory=lambda: [[], []])
     by_rank: list[list[int]] = field(default_factory=lambda: [[], []])
+    committed: dict[int, int] = field(default_factory=dict)
+    bound: float = 0.0
     resample_tries: int = 0
     fallbacks: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -103,8 +131,13 @@ class RoundStats:
         judged, accepted = map(sum, self.by_lag)
         return accepted / judged if judged else None
 
+    @property
+    def step_compression(self) -> float | None:
+        """VQ codes a target forward; None of MAR."""
+        return sum(n * count for n, count in self.committed.items()) / self.backbone_calls if self.committed else None
+
     def to_dict(self) -> dict:
-        return asdict(self) | {"alpha": self.alpha}
+        return asdict(self) | {"alpha": self.alpha, "step_compression": self.step_compression}
 
 
 @dataclass(eq=False)

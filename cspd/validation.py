@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from numbers import Integral, Real
 from pathlib import Path
 
@@ -12,18 +13,19 @@ import torch
 
 from cspd.calibration import DRAFTS, WINDOWS
 from cspd.continuous import cspd
-from cspd.methods import METHODS, TABLE
+from cspd.continuous.host import MARModels
+from cspd.discrete.host import VQModels
+from cspd.methods import METHODS, OPTIONS
 from cspd.sequence import Request
 from mar.diffusion import TRAIN_STEPS
 from mar.model import MAR, MARConfig
 from mar.registry import SamplingDefaults
-from mar.vae import AutoencoderKL
 
 GUIDANCE_SCHEDULES = ("linear", "constant")
 
 
-def resolve(request: Request, config: MARConfig, defaults: SamplingDefaults) -> Request:
-    """The request with every default filled in.
+def resolve_mar(request: Request, config: MARConfig, defaults: SamplingDefaults) -> Request:
+    """The request with every default of MAR filled in.
 
     Raises:
         ValueError: a setting is of the wrong kind or out of range.
@@ -34,33 +36,37 @@ def resolve(request: Request, config: MARConfig, defaults: SamplingDefaults) -> 
     fill["temperature"] = defaults.temperature_unguided if unguided else defaults.temperature
     request = dataclasses.replace(request, **{k: v for k, v in fill.items() if getattr(request, k) is None})
 
-    _choice("method", request.method, METHODS, planned=TABLE)
-    request = _options(request)
-    _integer("label", request.label, 0, config.class_num - 1, "the target knows these classes")
-    _integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
-    _integer("num_iter", request.num_iter, 1, config.seq_len, "an iteration predicts at least one of the tokens")
-    _integer("num_sampling_steps", request.num_sampling_steps, 2, TRAIN_STEPS, "MAR's default is 100")
-    _real("cfg", request.cfg, "1 is no guidance, 2 to 5 is usual")
-    _real("temperature", request.temperature, "1 is the model's own noise")
-    _choice("cfg_schedule", request.cfg_schedule, GUIDANCE_SCHEDULES)
+    request = with_options(request, ("top_k", "top_p"))
+    check_common(request, config.class_num)
+    check_integer("num_iter", request.num_iter, 1, config.seq_len, "an iteration predicts at least one of the tokens")
+    check_integer("num_sampling_steps", request.num_sampling_steps, 2, TRAIN_STEPS, "MAR's default is 100")
+    check_choice("cfg_schedule", request.cfg_schedule, GUIDANCE_SCHEDULES)
     if request.method == "cspd":
         _check_cspd(request, config.seq_len)
     if request.draft is not None:
-        _choice("draft", request.draft, DRAFTS)
+        check_choice("draft", request.draft, DRAFTS)
     if request.window is not None:
         most = min(WINDOWS[-1], request.num_sampling_steps)
-        _integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
+        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
         if request.window and request.temperature == 0:
             raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
     return request
 
 
+def check_common(request: Request, num_classes: int) -> None:
+    """Raises ValueError where label, seed, guidance or temperature are of the wrong kind or out of range."""
+    check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
+    check_integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
+    check_real("cfg", request.cfg, "1 is no guidance, 2 to 5 is usual")
+    check_real("temperature", request.temperature, "1 is the model's own noise")
+
+
 def _check_cspd(request: Request, seq_len: int) -> None:
-    _integer("gamma", request.gamma, 1, seq_len, "it is how many tokens are drafted a round, of the sequence's")
-    _choice("verify", request.verify, cspd.VERIFY)
-    _choice("chains", request.chains, cspd.CHAINS)
-    _real("ratio_temperature", request.ratio_temperature, "42 is the method's, 1 the paper's formula")
-    _real("prefill", request.prefill, "0.05 is the method's")
+    check_integer("gamma", request.gamma, 1, seq_len, "it is how many tokens are drafted a round, of the sequence's")
+    check_choice("verify", request.verify, cspd.VERIFY)
+    check_choice("chains", request.chains, cspd.CHAINS)
+    check_real("ratio_temperature", request.ratio_temperature, "42 is the method's, 1 the paper's formula")
+    check_real("prefill", request.prefill, "0.05 is the method's")
     if request.ratio_temperature == 0 or request.prefill > 1:
         raise ValueError(
             f"ratio_temperature={request.ratio_temperature}, prefill={request.prefill}: give the first above 0 and the"
@@ -74,10 +80,19 @@ def _check_cspd(request: Request, seq_len: int) -> None:
         raise ValueError(f"window={request.window} needs chains='speculative': ancestral chains draft no steps")
 
 
-def _options(request: Request) -> Request:
-    """The request with its method's own defaults filled in."""
+def with_options(request: Request, foreign: tuple[str, ...]) -> Request:
+    """The request with its method's own defaults filled in.
+
+    Raises:
+        ValueError: an option that the method does not have, or one of `foreign`, settings of other models.
+    """
     method = METHODS[request.method]
-    for name in {name for m in METHODS.values() for name in m.options} - set(method.options):
+    for name in foreign:
+        if getattr(request, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(request, name)!r} is no setting of {request.family} models: leave it out"
+            )
+    for name in sorted(OPTIONS - set(method.options)):
         if getattr(request, name) is not None:
             having = ", ".join(m.name for m in METHODS.values() if name in m.options)
             raise ValueError(
@@ -86,27 +101,66 @@ def _options(request: Request) -> Request:
     return dataclasses.replace(request, **{k: v for k, v in method.options.items() if getattr(request, k) is None})
 
 
-def _integer(name: str, value: object, low: int, high: int, why: str) -> None:
+def check_integer(name: str, value: object, low: int, high: int, why: str) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not an integer: give one in {low}..{high}")
     if not low <= value <= high:
         raise ValueError(f"{name}={value} is outside {low}..{high}: {why}")
 
 
-def _real(name: str, value: object, why: str) -> None:
+def check_real(name: str, value: object, why: str) -> None:
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name}={value!r} is not a finite number >= 0: {why}")
 
 
-def _choice(name: str, value: object, choices: object, planned: object = ()) -> None:
+def check_choice(name: str, value: object, choices: object) -> None:
     if not isinstance(value, str) or value not in choices:
-        state = "not built yet" if isinstance(value, str) and value in planned else "unknown"
-        raise ValueError(f"{name}={value!r} is {state}: choose one of {', '.join(choices)}")
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
 
 
-def check_models(target: MAR, draft: MAR | None, vae: AutoencoderKL | None) -> None:
+def check_draft(request: Request, draft: object) -> None:
+    """Raises ValueError where a method needs a draft model and there is none."""
+    if draft is None and METHODS[request.method].needs == "draft model":
+        raise ValueError(
+            f"method={request.method!r} needs a draft model and this engine has none: give it to the engine's models,"
+            " to load(..., draft=file), or with --draft-checkpoint on the command line"
+        )
+
+
+def check_families(models: Sequence[MARModels | VQModels]) -> None:
+    """Raises ValueError where there are no models, two sets of a family, or models that do not fit each other."""
+    kinds = [type(each) for each in models]
+    if not kinds or len(set(kinds)) < len(kinds) or not set(kinds) <= {MARModels, VQModels}:
+        raise ValueError("an engine has MARModels(...), VQModels(...) or one of each")
+    for each in models:
+        check_models(each) if isinstance(each, MARModels) else check_vq_models(each)
+
+
+def check_vq_models(models: VQModels) -> None:
+    """Raises ValueError where draft, drafter or tokenizer do not speak the target's codes."""
+    config = models.target.config
+    if models.draft is not None:
+        for name in ("block_size", "vocab_size", "num_classes"):
+            ours, theirs = getattr(config, name), getattr(models.draft.config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same codes"
+                )
+    if models.eagle is not None and models.eagle.config.dim != config.dim:
+        raise ValueError(
+            f"EAGLE drafter and target do not fit: their width is {models.eagle.config.dim} and {config.dim}; take the"
+            " drafter that was trained on this target"
+        )
+    if models.tokenizer is not None and models.tokenizer.config.codebook_size != config.vocab_size:
+        raise ValueError(
+            f"tokenizer and target do not fit: they have {models.tokenizer.config.codebook_size} and"
+            f" {config.vocab_size} codes; take the one the target was trained on"
+        )
+
+
+def check_models(models: MARModels) -> None:
     """Raises ValueError where draft or autoencoder do not speak the target's tokens."""
-    config = target.config
+    config, draft, vae = models.target.config, models.draft, models.vae
     if draft is not None:
         for name in ("seq_len", "token_dim", "class_num"):
             ours, theirs = getattr(config, name), getattr(draft.config, name)
@@ -172,7 +226,7 @@ def free_bytes(device: torch.device) -> int:
 
 def check_memory(target: MAR, max_batch: int, num_iter: int, device: torch.device) -> None:
     """Raises ValueError, before allocating, where `max_batch` slots at K = `num_iter` would not fit into memory."""
-    _integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
+    check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
     per_slot, free = bytes_per_slot(target, num_iter), free_bytes(device)
     if per_slot * max_batch > free:
         fit = free // per_slot

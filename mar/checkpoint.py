@@ -1,4 +1,4 @@
-"""Loading weights: the official `checkpoint-last.pth` and `kl16.ckpt`, and safetensors. Local files only.
+"""Loading weights: MAR's `checkpoint-last.pth` and `kl16.ckpt`, and safetensors. Local files only.
 
 Official files are pickles: they are read with `weights_only=True`, so that no code in them runs, and memory-mapped.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from mar.model import MAR
 from mar.registry import MARS, VAES, create_mar, create_vae
 from mar.vae import AutoencoderKL
 
-WEIGHT_KEYS = ("model_ema", "model")  # the averaged weights are the ones to sample with
+WEIGHT_KEYS = ("model_ema", "model", "module", "state_dict")  # the averaged weights are the ones to sample with
 
 
 class CheckpointError(ValueError):
@@ -29,7 +30,7 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
     """The tensors of a weights file, memory-mapped.
 
     Args:
-        path: .safetensors, or anything else as a torch pickle holding `model_ema` and/or `model`.
+        path: .safetensors, or anything else as a torch pickle holding `model_ema` and/or another of WEIGHT_KEYS.
         ema: whether to take the averaged weights where there are two sets.
 
     Raises:
@@ -52,13 +53,14 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
             " truncated or another kind of file: fetch it again and compare its size with the source"
         ) from error
     sets = [content.get(key) for key in WEIGHT_KEYS] if isinstance(content, dict) else []
-    tensors = next((weights for weights in (sets if ema else reversed(sets)) if isinstance(weights, dict)), {})
+    named = [weights for weights in (sets if ema else reversed(sets)) if isinstance(weights, dict)]
+    tensors = (named or [content if isinstance(content, dict) else {}])[0]  # LlamaGen's largest files are bare
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     if not tensors:
         found = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take MAR's checkpoint-last.pth or"
-            " kl16.ckpt"
+            f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take the file as its authors"
+            " published it (checkpoints/README.md)"
         )
     return tensors
 
@@ -85,7 +87,18 @@ def _on_meta(create, name: str) -> nn.Module:
         return create(name)
 
 
-def _load(path: Path, arch: str | None, ema: bool, names: dict, create, kind: str) -> tuple[nn.Module, str]:
+def load_weights(
+    path: Path, arch: str | None, names: dict, create: Callable[[str], nn.Module], kind: str, ema: bool = True
+) -> tuple[nn.Module, str]:
+    """A model with the weights of a file, on the CPU in float32, and its name.
+
+    Args:
+        path: of the file. ema: whether to take the averaged weights where there are two sets.
+        arch: one of `names`; found out from the file by default. create: makes one by name. kind: what these are.
+
+    Raises:
+        CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.
+    """
     tensors = read_tensors(path, ema)
     fits = {name: _fit(_on_meta(create, name), tensors) for name in names}
     found = next((name for name, problem in fits.items() if problem is None), None)
@@ -120,9 +133,9 @@ def load_mar(path: Path | str, arch: str | None = None, ema: bool = True) -> MAR
     Raises:
         CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.
     """
-    return _load(Path(path), arch, ema, MARS, create_mar, "MAR model")[0]
+    return load_weights(Path(path), arch, MARS, create_mar, "MAR model", ema)[0]
 
 
 def load_vae(path: Path | str, arch: str | None = None) -> AutoencoderKL:
     """An autoencoder with the weights of a file, as `load_mar`; arch is a name of `mar.registry.VAES`."""
-    return _load(Path(path), arch, True, VAES, create_vae, "autoencoder")[0]
+    return load_weights(Path(path), arch, VAES, create_vae, "autoencoder")[0]

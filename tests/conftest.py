@@ -11,10 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from cspd.vq.gpt import GPT, GPTConfig
+from cspd.vq.tokenizer import VQConfig, VQModel
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
 
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="cspd-tests-")  # calibrations and costs are made anew
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
+    prefix="cspd-tests-"
+)  # costs, and calibrations of small models, are made anew
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -71,3 +75,29 @@ def small_vae(vae_golden: Golden) -> AutoencoderKL:
     vae = AutoencoderKL(KLConfig(embed_dim=c["embed_dim"], ch=c["ch"], ch_mult=tuple(c["ch_mult"]), scale=1.0))
     vae.load_state_dict(vae_golden.weights)
     return vae.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def gpt_golden() -> Golden:
+    return Golden("gpt_small.safetensors")
+
+
+@pytest.fixture(scope="session")
+def vq_golden() -> Golden:
+    return Golden("vq_small.safetensors")
+
+
+@pytest.fixture(scope="session")
+def small_gpt(gpt_golden: Golden) -> GPT:
+    model = GPT(GPTConfig(**gpt_golden.config))
+    model.load_state_dict(gpt_golden.weights)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def small_vq(vq_golden: Golden) -> VQModel:
+    c = vq_golden.config
+    names = ("ch", "z_channels", "codebook_size", "codebook_dim")
+    model = VQModel(VQConfig(**{name: c[name] for name in names}, ch_mult=tuple(c["ch_mult"])))
+    model.load_state_dict(vq_golden.weights)
+    return model.eval().requires_grad_(False)

@@ -16,9 +16,13 @@ from cspd import noise as philox_noise
 from cspd.precision import Precision
 from cspd.sequence import Request, Sequence
 from mar.model import MAR
+from mar.registry import defaults_of
+from mar.vae import AutoencoderKL
 
 if TYPE_CHECKING:
-    from cspd.calibration import Calibrations
+    from cspd.continuous.tuning import Tuning
+
+DECODE_BATCH = 8  # images through the autoencoder at once, which bounds its memory
 
 
 def mask_len(request: Request, iteration: int, seq_len: int, masked: int) -> int:
@@ -71,19 +75,36 @@ class Rows:
     temperature: Tensor
 
 
+@dataclass(frozen=True)
+class MARModels:
+    """What samples images by MAR.
+
+    Attributes:
+        target: the model whose images are made; its published settings are the requests' defaults.
+        draft: a smaller model of the same tokens, for methods that draft.
+        vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
+    """
+
+    target: MAR
+    draft: MAR | None = None
+    vae: AutoencoderKL | None = None
+
+
 class MARHost:
     """Answers what a method asks: which rows an iteration predicts, their z, and to commit tokens.
 
     Args:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
-        draft: a smaller model of the same tokens. calibrations: of "target" and "draft", for methods that speculate in
-            the head. compiled: run their rounds through torch.compile.
+        draft: a smaller model of the same tokens. vae: the autoencoder of them, for images.
+        tuning: for methods that speculate in the head.
 
     Attributes:
         heat: float32 [slots, L], what each token cost, for pictures; a method says what it means.
         running: what a method keeps between rounds, by round key.
     """
+
+    family = "MAR"
 
     def __init__(
         self,
@@ -94,11 +115,12 @@ class MARHost:
         noise: types.ModuleType = philox_noise,
         *,
         draft: MAR | None = None,
-        calibrations: dict[str, Calibrations] | None = None,
-        compiled: bool = False,
+        vae: AutoencoderKL | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
-        self.models, self.calibrations = {"target": target, "draft": draft}, calibrations
-        self.compiled = compiled
+        self.models, self.vae, self.tuning = {"target": target, "draft": draft}, vae, tuning
+        self.seq_len, self.num_classes = target.config.seq_len, target.config.class_num
+        self.defaults = defaults_of(target.config)
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
         self.config, self.num_slots = target.config, num_slots
         length = self.config.seq_len
@@ -181,6 +203,15 @@ class MARHost:
         """(tokens [B, L, d], heat [B, L]) of sequences."""
         slots = self._tensor([s.slot for s in sequences])
         return self.tokens[slots], self.heat[slots]
+
+    def decode(self, tokens: Tensor) -> Tensor | None:
+        """Images [B, 3, H, W] in 0..1 on the CPU of tokens [B, L, d]; None without autoencoder."""
+        if self.vae is None:
+            return None
+        latents = self.target.unpatchify(tokens) / self.vae.config.scale
+        with self.precision.full():
+            images = torch.cat([self.vae.decode(part) for part in latents.split(DECODE_BATCH)])
+        return images.add(1).div(2).clamp(0, 1).cpu()
 
     def _tensor(self, values: list | np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)

@@ -20,14 +20,20 @@ def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool =
     if request.draft == "frozen":
         coefficients, drift = frozen(request.num_sampling_steps)
     else:
-        calibration = host.calibrations[model].get(request)
+        calibration = host.tuning.calibrations[model].get(request)
         coefficients, drift = calibration.coefficients, calibration.drift
     table = draft_table(coefficients, drift, request.num_sampling_steps, request.window, request.temperature)
     head = host.models[model].head
     table = torch.as_tensor(table, device=host.device)
     drafting = model == "draft"
     return Chains(
-        head, table, host.precision, host.noise, trace_sigma=trace_sigma, drafting=drafting, compiled=host.compiled
+        head,
+        table,
+        host.precision,
+        host.noise,
+        trace_sigma=trace_sigma,
+        drafting=drafting,
+        compiled=host.tuning.compiled,
     )
 
 

@@ -137,9 +137,9 @@ def test_methods_lists_guarantees(capsys):
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[:5] for line in lines]
-    assert ["ar", "MAR", "exact", "-", "ready"] in rows
-    assert ["speculative", "MAR", "exact", "calibration", "ready"] in rows
-    assert any("planned" in line and "bounded" in line for line in lines)
+    assert ["ar", "MAR,", "VQ", "exact", "-"] in rows
+    assert ["speculative", "MAR", "exact", "calibration", "speculation"] in rows
+    assert ["cool-sd", "VQ", "bounded", "EAGLE", "drafter"] in rows
 
 
 def test_bench_times_all_samplers_and_memory(tmp_path, capsys):

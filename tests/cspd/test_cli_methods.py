@@ -127,13 +127,13 @@ def test_compare_writes_a_table_a_picture_and_the_numbers(tmp_path, capsys):
     methods = ["ar", "speculative", "cspd"]
     assert main(["compare", "--methods", ",".join(methods), "--num", "8", "--out", str(tmp_path), *settings]) == 0
     report = read(tmp_path / "comparison.json")
-    assert (report["schema"], report["images"]) == ("cspd.compare/1", 8)
+    assert (report["schema"], report["images"]) == ("cspd.compare/2", 8)
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == methods
     assert [row["guarantee"] for row in rows.values()] == ["exact", "exact", "heuristic"]
     assert [row["window"] for row in rows.values()] == [None, 3, 3]
     assert rows["ar"]["speed_up"] == 1 and rows["ar"]["p_value"] is None
-    assert rows["ar"]["head_calls_per_token"] == 6 > rows["speculative"]["head_calls_per_token"] > 2
+    assert rows["ar"]["calls_per_token"] == 6 > rows["speculative"]["calls_per_token"] > 2
     for name in methods[1:]:
         assert 0 < rows[name]["p_value"] <= 1
         ratio = rows[name]["images_per_second"] / rows["ar"]["images_per_second"]
@@ -259,7 +259,7 @@ def test_methods_shows_what_they_need(capsys):
         ("compare --methods ar,sd", "ar, speculative, cspd"),
         ("compare --num 0", "0 images"),
         ("compare --methods speculative --window 4 --temperature 0", "temperature > 0"),
-        ("bench --methods nope", "ar, speculative, cspd, published"),
+        ("bench --methods nope", "ar, speculative, cspd, sd"),
         ("bench --runs 0", "at least one run"),
         ("bench --batch 0", "batches of one or more"),
         ("bench --methods cspd --gamma 99 --batch 1 --runs 1", "1..64"),
@@ -280,7 +280,7 @@ def test_bad_combinations_are_refused_in_one_line(arguments, hint, tmp_path, cap
 @pytest.mark.parametrize(
     "arguments, hint",
     [
-        ("sample --method sd", "choose from 'ar', 'speculative', 'cspd'"),
+        ("sample --method nope", "choose from 'ar', 'speculative', 'cspd'"),
         ("sample --method cspd --verify serial", "choose from 'parallel', 'sequential'"),
         ("sample --method cspd --chains fast", "choose from 'ancestral', 'speculative'"),
         ("sample --draft none", "choose from 'calibrated', 'frozen'"),

@@ -23,7 +23,7 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 
 import cspd
-from cspd import Engine, Request, noise
+from cspd import Engine, MARModels, Request, noise
 from cspd.continuous import cspd as method
 from cspd.continuous.cspd import Denoised
 from cspd.sequence import Sequence
@@ -83,7 +83,7 @@ def plain(label: int = 3, seed: int = 5, **changes) -> Request:
 def generate(target: MAR, draft: MAR | None, *requests: Request, max_batch: int = 1, **functions) -> list:
     """Outputs; `functions` take the place of those of `cspd.noise`."""
     source = SimpleNamespace(**(vars(noise) | functions))
-    return Engine(target, draft, max_batch=max_batch, device="cpu", noise=source).generate(list(requests))
+    return Engine(MARModels(target, draft), max_batch=max_batch, device="cpu", noise=source).generate(list(requests))
 
 
 def order_of(request: Request) -> Tensor:
@@ -423,7 +423,7 @@ def test_other_draws_are_of_other_streams():
 @pytest.mark.parametrize("num_iter", [8, 64])
 def test_guidance_is_that_of_the_iteration_a_rank_belongs_to(num_iter, target, draft, monkeypatch):
     """MAR's own: s rises with the tokens known after the iteration, 1 .. 64 of 64."""
-    engine = Engine(target, draft, max_batch=2, device="cpu")
+    engine = Engine(MARModels(target, draft), max_batch=2, device="cpu")
     resolved = [engine.resolve(request(seed=i, num_iter=num_iter)) for i in (1, 2)]
     batch = [Sequence(r, i, slot=i) for i, r in enumerate(resolved)]
     with torch.inference_mode():
@@ -532,7 +532,12 @@ def test_images_do_not_depend_on_the_batch(max_batch, target, draft, alone):
 
 def test_images_do_not_depend_on_neighbours_and_arrival(target, draft, alone):
     """New requests join while others are on their way, in another order."""
-    engine, requests, tickets, outputs = Engine(target, draft, max_batch=7, device="cpu"), mixed_requests(), {}, {}
+    engine, requests, tickets, outputs = (
+        Engine(MARModels(target, draft), max_batch=7, device="cpu"),
+        mixed_requests(),
+        {},
+        {},
+    )
     order = random.Random(2).sample(range(len(requests)), len(requests))
     arrivals = iter(order)
     while len(outputs) < len(requests):
@@ -586,14 +591,14 @@ def test_both_chains_may_speculate(target, draft):
     ids=str,
 )
 def test_bad_options_are_refused_in_a_line_that_names_the_fix(changes, error, target, draft):
-    engine = Engine(target, draft, max_batch=1, device="cpu")
+    engine = Engine(MARModels(target, draft), max_batch=1, device="cpu")
     with pytest.raises(ValueError, match=error) as raised:
         engine.generate([request(**changes)])
     assert "\n" not in str(raised.value)
 
 
 def test_a_draft_model_is_asked_for(target):
-    with pytest.raises(ValueError, match=r"needs a draft model.*Engine\(target, draft=.*--draft-checkpoint"):
+    with pytest.raises(ValueError, match=r"needs a draft model.*draft=file.*--draft-checkpoint"):
         generate(target, None, request())
 
 

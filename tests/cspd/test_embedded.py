@@ -89,7 +89,7 @@ def test_data_is_a_function_of_the_seed():
 def test_samples_are_recognised(model, least):
     """A hundred images at K = 16; the card's numbers are over 2,000 at K = 64."""
     files = checkpoint_files("digits32")
-    engine = cspd.Engine(load_mar(files[model]), vae=load_vae(files["vae"]), max_batch=50)
+    engine = cspd.Engine(cspd.MARModels(load_mar(files[model]), vae=load_vae(files["vae"])), max_batch=50)
     requests = [cspd.Request(label=i % 10, seed=i, method="ar", num_iter=16, cfg=3.0) for i in range(100)]
     outputs = engine.generate(requests)
     labels = torch.tensor([request.label for request in requests])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import relative_error
 
-from cspd import Engine, Request
+from cspd import Engine, MARModels, Request
 from cspd.continuous.host import guidance_scale, mask_len
 from cspd.precision import Precision
 from mar import reference
@@ -43,13 +43,13 @@ def mixed_requests(num):
 @pytest.fixture(scope="module")
 def alone(small_mar, vae):
     """The images of the mixed requests, each made alone."""
-    engine = Engine(small_mar, vae=vae, max_batch=1)
+    engine = Engine(MARModels(small_mar, vae=vae), max_batch=1)
     return [engine.generate([request])[0] for request in mixed_requests(64)]
 
 
 @pytest.mark.parametrize("max_batch", [1, 7, 64])
 def test_images_do_not_depend_on_the_batch(max_batch, small_mar, vae, alone):
-    engine = Engine(small_mar, vae=vae, max_batch=max_batch)
+    engine = Engine(MARModels(small_mar, vae=vae), max_batch=max_batch)
     outputs = engine.generate(mixed_requests(64))
     for output, expected in zip(outputs, alone):
         assert output.request == expected.request
@@ -59,7 +59,7 @@ def test_images_do_not_depend_on_the_batch(max_batch, small_mar, vae, alone):
 
 
 def test_images_do_not_depend_on_arrival_order(small_mar, vae, alone):
-    engine = Engine(small_mar, vae=vae, max_batch=7)
+    engine = Engine(MARModels(small_mar, vae=vae), max_batch=7)
     order = list(range(64))
     random.Random(1).shuffle(order)
     requests = mixed_requests(64)
@@ -75,7 +75,7 @@ def test_images_do_not_depend_on_arrival_order(small_mar, vae, alone):
 
 
 def test_the_seed_decides(small_mar):
-    engine = Engine(small_mar, max_batch=4)
+    engine = Engine(MARModels(small_mar), max_batch=4)
     a, b, c = engine.generate([Request(label=3, seed=s, **QUICK) for s in (5, 5, 6)])
     assert torch.allclose(a.tokens, b.tokens, atol=1e-4)
     assert (a.tokens - c.tokens).abs().max() > 0.1
@@ -83,7 +83,7 @@ def test_the_seed_decides(small_mar):
 
 
 def test_stats_count_what_ran(small_mar, vae):
-    engine = Engine(small_mar, vae=vae, max_batch=3)
+    engine = Engine(MARModels(small_mar, vae=vae), max_batch=3)
     requests = [Request(label=1, seed=1, cfg=3.0, **QUICK), Request(label=2, seed=2, cfg=1.0, **QUICK)]
     calls = {"backbone": 0, "head": 0, "rows": 0}
 
@@ -115,7 +115,7 @@ def test_stats_count_what_ran(small_mar, vae):
 def test_wall_time_is_all_accounted_for(small_mar, vae):
     import time
 
-    engine = Engine(small_mar, vae=vae, max_batch=1)
+    engine = Engine(MARModels(small_mar, vae=vae), max_batch=1)
     start = time.perf_counter()
     output = engine.generate([Request(label=1, seed=1, **QUICK)])[0]
     elapsed = time.perf_counter() - start
@@ -154,7 +154,7 @@ def test_agrees_with_the_published_sampler(small_mar):
 
     expected = reference.sample(small_mar, labels, order=noise.order(seeds, 64), noise=draws, **settings)
     requests = [Request(int(x), int(s), method="ar", **settings) for x, s in zip(labels, seeds)]
-    actual = torch.stack([output.tokens for output in Engine(small_mar, max_batch=2).generate(requests)])
+    actual = torch.stack([output.tokens for output in Engine(MARModels(small_mar), max_batch=2).generate(requests)])
     assert relative_error(actual, expected) < 1e-3
 
 
@@ -171,13 +171,13 @@ def test_zero_temperature_adds_no_noise(small_mar):
             return torch.full((len(step), len(seed), channels), 1e3)
 
     request = Request(label=3, seed=1, temperature=0.0, **QUICK)
-    plain = Engine(small_mar, max_batch=1).generate([request])[0].tokens
-    other = Engine(small_mar, max_batch=1, noise=OtherSteps()).generate([request])[0].tokens
+    plain = Engine(MARModels(small_mar), max_batch=1).generate([request])[0].tokens
+    other = Engine(MARModels(small_mar), max_batch=1, noise=OtherSteps()).generate([request])[0].tokens
     assert torch.equal(plain, other)
 
 
 def test_streams_as_they_finish_and_reads_requests_lazily(small_mar):
-    engine = Engine(small_mar, max_batch=2)
+    engine = Engine(MARModels(small_mar), max_batch=2)
     read = []
 
     def endless():
@@ -195,7 +195,7 @@ def test_streams_as_they_finish_and_reads_requests_lazily(small_mar):
 
 
 def test_a_stream_finishes_what_it_read_before_a_bad_request(small_mar):
-    engine = Engine(small_mar, max_batch=2)
+    engine = Engine(MARModels(small_mar), max_batch=2)
     good = Request(label=1, **QUICK)
     seen = []
     with pytest.raises(ValueError, match="label=1000"):
@@ -205,14 +205,14 @@ def test_a_stream_finishes_what_it_read_before_a_bad_request(small_mar):
 
 
 def test_a_stream_needs_the_engine_to_itself(small_mar):
-    engine = Engine(small_mar, max_batch=2)
+    engine = Engine(MARModels(small_mar), max_batch=2)
     engine.add_request(Request(label=1, **QUICK))
     with pytest.raises(RuntimeError, match="in flight"):
         engine.generate([Request(label=1, **QUICK)])
 
 
 def test_two_streams_do_not_take_turns_on_one_engine(small_mar):
-    engine = Engine(small_mar, max_batch=2)
+    engine = Engine(MARModels(small_mar), max_batch=2)
     first = engine.stream([Request(label=1, seed=i, **QUICK) for i in range(2)])
     next(first)
     with pytest.raises(RuntimeError, match="stream"):
@@ -223,16 +223,16 @@ def test_two_streams_do_not_take_turns_on_one_engine(small_mar):
 
 
 def test_outputs_are_ordinary_tensors(small_mar):
-    (output,) = Engine(small_mar, max_batch=1).generate([Request(label=1, **QUICK)])
+    (output,) = Engine(MARModels(small_mar), max_batch=1).generate([Request(label=1, **QUICK)])
     output.tokens.mul_(2)
     assert not output.tokens.is_inference()
 
 
 def test_an_engine_survives_an_error_in_a_round(small_mar, vae, monkeypatch):
-    engine = Engine(small_mar, vae=vae, max_batch=2)
+    engine = Engine(MARModels(small_mar, vae=vae), max_batch=2)
     request = Request(label=1, method="ar", num_iter=1, num_sampling_steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "decode", lambda tokens: 1 / 0)
+        patch.setattr(engine.host, "decode", lambda tokens: 1 / 0)
         engine.add_request(request)
         with pytest.raises(ZeroDivisionError):
             engine.step()
@@ -240,7 +240,7 @@ def test_an_engine_survives_an_error_in_a_round(small_mar, vae, monkeypatch):
 
 
 def test_slots_are_allocated_once(small_mar):
-    engine = Engine(small_mar, max_batch=2)
+    engine = Engine(MARModels(small_mar), max_batch=2)
     before = [t.data_ptr() for t in (engine.host.tokens, engine.host.order)]
     settings = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
     engine.generate([Request(label=1, seed=i, **settings) for i in range(20)])
@@ -255,7 +255,7 @@ def test_bf16_keeps_the_first_step_in_float32(small_mar):
         seen = []
         hook = small_mar.head.final_layer.register_forward_hook(lambda m, a, out, seen=seen: seen.append(out))
         request = Request(label=3, seed=1, method="ar", num_iter=1, num_sampling_steps=10)
-        image = Engine(small_mar, max_batch=1, precision=policy).generate([request])[0].tokens
+        image = Engine(MARModels(small_mar), max_batch=1, precision=policy).generate([request])[0].tokens
         hook.remove()
         outputs[policy] = (seen, image)
     assert [out.dtype for out in outputs["bf16"][0]] == [torch.float32] + [torch.bfloat16] * 9
@@ -281,6 +281,6 @@ def test_a_patch_of_several_cells_decodes(vae):
     config = MARConfig(img_size=32, vae_stride=4, patch_size=2, embed_dim=32, depth=1, num_heads=2, class_num=10)
     config = dataclasses.replace(config, buffer_size=4, diffloss_w=32, diffloss_d=1)
     request = Request(label=0, method="ar", num_iter=4, num_sampling_steps=4)
-    (output,) = Engine(MAR(config), vae=vae).generate([request])
+    (output,) = Engine(MARModels(MAR(config), vae=vae)).generate([request])
     assert output.tokens.shape == (16, 64)
     assert output.image.shape == (3, 32, 32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import relative_error
 
-from cspd import Engine, Request
+from cspd import Engine, MARModels, Request
 
 
 class GoldenNoise:
@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_samples_match(case, mar_golden, small_mar):
-    engine = Engine(small_mar, max_batch=2, noise=GoldenNoise(mar_golden))  # 2 slots for 3: one starts late
+    engine = Engine(MARModels(small_mar), max_batch=2, noise=GoldenNoise(mar_golden))  # 2 slots for 3: one starts late
     settings = {"method": "ar", "temperature": 1.0, **CASES[case]}
     labels = mar_golden["sample.labels"].tolist()
     outputs = engine.generate([Request(label, seed=i, **settings) for i, label in enumerate(labels)])

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from cspd import Engine, Request
-from cspd.methods import METHODS, TABLE
-from cspd.validation import bytes_per_slot, check_memory, free_bytes, pick_device, resolve
+from cspd import Engine, MARModels, Request
+from cspd.methods import METHODS, with_family
+from cspd.validation import bytes_per_slot, check_memory, free_bytes, pick_device, resolve_mar
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
@@ -19,7 +19,7 @@ QUICK = {"method": "ar", "num_iter": 4, "num_sampling_steps": 3}
 TINY = dict(embed_dim=8, depth=1, num_heads=1, class_num=3, buffer_size=1, diffloss_w=8, diffloss_d=1)
 nan, inf = math.nan, math.inf
 
-PLANNED = sorted(TABLE.keys() - METHODS.keys())
+OF_MAR = {name: method for name, method in METHODS.items() if "MAR" in method.rounds}
 BAD = [  # field, value, what the message advises
     *(("label", value, "0..9") for value in (-1, 10, True, 1.5, "3", None)),
     *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5)),
@@ -27,7 +27,11 @@ BAD = [  # field, value, what the message advises
     *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),
     *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True)),
     *(("temperature", value, "1 is the model's own noise") for value in (-1, nan, inf, "1")),
-    *(("method", value, f"choose one of {', '.join(METHODS)}") for value in ("magic", "", *PLANNED)),
+    *(("method", value, f"choose one of {', '.join(METHODS)}") for value in ("magic", "", 3)),
+    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in METHODS.keys() - OF_MAR.keys()),
+    *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
+    ("rule", "exact", "it belongs to sd, eagle"),
+    ("family", "VQ", "this engine has models of MAR"),
     *(("cfg_schedule", value, "choose one of linear, constant") for value in ("cosine", "")),
     *(("window", value, "0..3") for value in (-1, 4, 2.0, True, "2")),
     *(("draft", value, "choose one of calibrated, frozen") for value in ("magic", "", True)),
@@ -40,7 +44,7 @@ LIMITS = [
     *({"cfg": value} for value in (1, 1.0, 20.0)),
     *({"temperature": value} for value in (0, 2.5)),
     *({"cfg_schedule": value} for value in ("linear", "constant")),
-    *({"method": name, "draft": None, **method.options} for name, method in METHODS.items()),
+    *({"method": name, "draft": None, **method.options} for name, method in OF_MAR.items()),
     *({"window": value} for value in (0, 32)),
     {"window": 2, "num_sampling_steps": 2},
     {"window": 0, "temperature": 0},
@@ -59,7 +63,11 @@ def model():
 
 @pytest.fixture
 def engine(model):
-    return Engine(model, max_batch=2, device="cpu")
+    return Engine(MARModels(model), max_batch=2, device="cpu")
+
+
+def resolve(request, config, defaults):
+    return resolve_mar(with_family(request, ["MAR"]), config, defaults)
 
 
 def request_with(field, value):
@@ -71,19 +79,14 @@ def test_bad_field(field, value, advice):
     with pytest.raises(ValueError) as caught:
         resolve(request_with(field, value), SPEC.config, SPEC.defaults)
     message = str(caught.value)
-    assert message.startswith(f"{field}={value!r} ") and advice in message
-
-
-@pytest.mark.parametrize("method", PLANNED)
-def test_planned_method_says_so(method):
-    with pytest.raises(ValueError, match="not built yet"):
-        resolve(request_with("method", method), SPEC.config, SPEC.defaults)
+    assert message.startswith((f"{field}={value!r} ", f"{field}={value!r}: ")) and advice in message
 
 
 @pytest.mark.parametrize("changes", LIMITS, ids=str)
 def test_limits_are_good(changes):
     complete = {"num_iter": 8, "cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9, "num_sampling_steps": 50}
-    request = Request(**{"label": 3, **complete, "draft": "calibrated", **changes})
+    settings = {"label": 3, "method": "speculative", "draft": "calibrated", "family": "MAR"}
+    request = Request(**settings | complete | changes)
     assert resolve(request, SPEC.config, SPEC.defaults) == request
 
 
@@ -106,13 +109,13 @@ def test_a_window_needs_noise():
 
 @pytest.mark.parametrize("changes", [{"temperature": 0}, {"num_sampling_steps": 2}], ids=str)
 def test_no_window_where_nothing_can_be_drafted(changes, engine, monkeypatch):
-    monkeypatch.setattr("cspd.engine.measured_costs", None)  # no need to time anything
+    monkeypatch.setattr("cspd.continuous.tuning.measured_costs", None)  # no need to time anything
     resolved = engine.resolve(Request(3, **changes))
     assert (resolved.method, resolved.window, resolved.draft) == ("speculative", 0, "calibrated")
 
 
 def test_a_window_that_is_given_stays(engine, monkeypatch):
-    monkeypatch.setattr("cspd.engine.measured_costs", None)
+    monkeypatch.setattr("cspd.continuous.tuning.measured_costs", None)
     assert [engine.resolve(Request(3, window=window)).window for window in (0, 5)] == [0, 5]
 
 
@@ -127,7 +130,7 @@ def test_bad_request_harms_nobody(model, engine):
     while len(engine.scheduler):
         outputs |= engine.step()
     assert all(torch.isfinite(output.tokens).all() for output in outputs.values())
-    undisturbed = Engine(model, max_batch=2, device="cpu").generate(good)
+    undisturbed = Engine(MARModels(model), max_batch=2, device="cpu").generate(good)
     assert all(torch.equal(outputs[ticket].tokens, other.tokens) for ticket, other in zip(tickets, undisturbed))
 
 
@@ -148,7 +151,7 @@ def test_draft_of_other_tokens(changes, name, model):
     draft = MAR(dataclasses.replace(SPEC.config, **changes))
     ours, theirs = getattr(SPEC.config, name), getattr(draft.config, name)
     with pytest.raises(ValueError, match=f"{name} is {theirs} and {ours}; take a draft of the same tokens"):
-        Engine(model, draft, device="cpu")
+        Engine(MARModels(model, draft), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,7 @@ def test_draft_of_other_tokens(changes, name, model):
 def test_autoencoder_of_other_latents(sizes, message, model):
     vae = AutoencoderKL(KLConfig(ch=32, num_res_blocks=1, **sizes))
     with pytest.raises(ValueError, match=f"{message}; take the one the target was trained on"):
-        Engine(model, vae=vae, device="cpu")
+        Engine(MARModels(model, vae=vae), device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
@@ -169,25 +172,25 @@ def test_autoencoder_of_other_latents(sizes, message, model):
 def test_no_cuda(device, model):
     assert pick_device("auto").type == "cpu"
     with pytest.raises(ValueError, match=r"cuda.* sees no CUDA device: use device='cpu'"):
-        Engine(model, device=device)
+        Engine(MARModels(model), device=device)
 
 
 @pytest.mark.parametrize("device", ["tpu9", "meta", "cpu:x", ""])
 def test_no_such_device(device, model):
     with pytest.raises(ValueError, match=f"device='{device}' is .*'cpu', 'cuda'"):
-        Engine(model, device=device)
+        Engine(MARModels(model), device=device)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "FP32", None])
 def test_unknown_precision(precision, model):
     with pytest.raises(ValueError, match=f"precision={precision!r}: choose one of fp32, tf32, bf16"):
-        Engine(model, device="cpu", precision=precision)
+        Engine(MARModels(model), device="cpu", precision=precision)
 
 
 @pytest.mark.parametrize("max_batch", [0, -1, 1.5, True, "8"])
 def test_max_batch_is_a_count(max_batch, model):
     with pytest.raises(ValueError, match=re.escape(f"max_batch={max_batch!r} is")):
-        Engine(model, max_batch=max_batch, device="cpu")
+        Engine(MARModels(model), max_batch=max_batch, device="cpu")
 
 
 def test_too_many_slots():
@@ -196,7 +199,7 @@ def test_too_many_slots():
     with pytest.raises(
         ValueError, match=r"max_batch=1000000 at num_iter=64 needs about [\d.]+ GiB and cpu has [\d.]+ GiB"
     ) as caught:
-        Engine(model, max_batch=10**6, device="cpu")
+        Engine(MARModels(model), max_batch=10**6, device="cpu")
     fits = int(re.search(r"use max_batch <= (\d+)", str(caught.value))[1])
     per_slot = bytes_per_slot(model, SPEC.defaults.num_iter)
     assert 1 <= fits <= 1.5 * free_bytes(torch.device("cpu")) / per_slot  # others use memory meanwhile
@@ -207,7 +210,14 @@ def test_too_many_slots():
 @pytest.mark.parametrize("name, cfg", [("mar_base", 2.9), ("mar_large", 3.0), ("mar_huge", 3.2)])
 def test_published_defaults(name, cfg):
     config = MARS[name].config
-    published = {"num_iter": 64, "cfg": cfg, "cfg_schedule": "linear", "temperature": 1.0, "num_sampling_steps": 100}
+    published = {
+        "num_iter": 64,
+        "cfg": cfg,
+        "cfg_schedule": "linear",
+        "temperature": 1.0,
+        "num_sampling_steps": 100,
+        "family": "MAR",
+    }
     assert resolve(Request(7, method="ar"), config, defaults_of(config)) == Request(7, method="ar", **published)
     published |= {"method": "speculative", "draft": "calibrated", "window": None}  # the engine chooses the window
     assert resolve(Request(7), config, defaults_of(config)) == Request(7, **published)
@@ -224,4 +234,4 @@ def test_default_iterations_fit_the_sequence():
 def test_engine_takes_its_targets_defaults(engine):
     """An official size would sample at temperature 0.95 without guidance, the embedded ones at 1."""
     output = engine.generate([Request(1, cfg=1, **QUICK)])[0]
-    assert output.request == Request(1, cfg=1, cfg_schedule="linear", temperature=1.0, **QUICK)
+    assert output.request == Request(1, cfg=1, cfg_schedule="linear", temperature=1.0, family="MAR", **QUICK)

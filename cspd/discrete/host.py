@@ -1,0 +1,325 @@
+"""The VQ host: owns the models and, in slots allocated once, the codes and key-value caches of running sequences."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cspd import noise as philox_noise
+from cspd.discrete.probabilities import guide, probabilities
+from cspd.discrete.rules import neighbours
+from cspd.noise import Purpose
+from cspd.precision import Precision
+from cspd.sequence import Sequence
+from cspd.vq.eagle import Eagle
+from cspd.vq.gpt import GPT, CacheView, GPTConfig
+from cspd.vq.registry import defaults_of
+from cspd.vq.tokenizer import VQModel
+
+DECODE_BATCH = 8  # images through the tokenizer at once, which bounds its memory
+MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or last code, and what is drafted
+WIDTH_STEP = 32  # cache columns are looked at in multiples of this, so that shapes repeat
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of one round, B of them.
+
+    Attributes:
+        known: codes committed, on the host; known_t: the same, int64 [B] on the device.
+        slot, seed, label, round: int64 [B]; round counts the request's own. scale, temperature: float32 [B].
+        top_k, top_p: on the host.
+        copies: 2 where the batch is guided: everything is evaluated under the class and under the null class.
+        rows: cache rows [B * copies], a sequence's two side by side; a slice where they lie so in the cache.
+    """
+
+    sequences: list[Sequence]
+    known: list[int]
+    known_t: Tensor
+    slot: Tensor
+    seed: Tensor
+    label: Tensor
+    round: Tensor
+    scale: Tensor
+    temperature: Tensor
+    top_k: list[int]
+    top_p: list[float]
+    copies: int
+    rows: Tensor | slice
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+
+@dataclass(frozen=True)
+class VQModels:
+    """What samples images by a GPT over VQ codes.
+
+    Attributes:
+        target: the model whose images are made; its published settings are the requests' defaults.
+        draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
+        tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
+    """
+
+    target: GPT
+    draft: GPT | None = None
+    eagle: Eagle | None = None
+    tokenizer: VQModel | None = None
+
+
+class Cache:
+    """Keys and values by layer, row and column: rows 2s and 2s + 1 are slot s under its class and the null class."""
+
+    def __init__(
+        self, config: GPTConfig, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        columns = -(-(config.block_size + MOST_NODES) // WIDTH_STEP) * WIDTH_STEP
+        shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
+        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
+
+    def view(self, rows: Tensor | slice, columns: Tensor, width: int) -> CacheView:
+        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, self.tensor.shape[3])
+        return CacheView(*self.tensor, rows, columns, width)
+
+    def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
+        """Copies columns `source` [R, n] of R rows onto columns `target`."""
+        if isinstance(rows, slice):
+            rows = torch.arange(self.tensor.shape[2], device=self.tensor.device)[rows]
+        rows = rows.unsqueeze(1)
+        self.tensor[:, :, rows, target] = self.tensor[:, :, rows, source]
+
+
+class VQHost:
+    """Answers what a method asks: the distributions after drafted codes, and to commit codes.
+
+    Args:
+        target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
+        noise: the source of randomness: a namespace with the functions of `cspd.noise`.
+        draft: a smaller model of the same codes; eagle: a drafter on the target's features. tokenizer: of the codes.
+
+    Attributes:
+        codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures; a method says what it
+            means.
+        draws: float32, the same, one inside (0, 1) for each code. running: what methods keep between rounds.
+    """
+
+    family = "VQ"
+
+    def __init__(
+        self,
+        target: GPT,
+        num_slots: int,
+        device: torch.device,
+        precision: Precision,
+        noise: types.ModuleType = philox_noise,
+        *,
+        draft: GPT | None = None,
+        eagle: Eagle | None = None,
+        tokenizer: VQModel | None = None,
+    ) -> None:
+        self.models = {"target": target, "draft": draft, "eagle": eagle, "tokenizer": tokenizer}
+        self.target, self.device, self.precision, self.noise = target, device, precision, noise
+        self.config, self.num_slots = target.config, num_slots
+        self.seq_len, self.num_classes = target.config.block_size, target.config.num_classes
+        self.defaults = defaults_of(target.config)
+        length = self.config.block_size + MOST_NODES  # a round may commit past the end
+        self.codes = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
+        self.heat = torch.zeros(num_slots, length, device=device)
+        self.draws = torch.zeros(num_slots, length, device=device)
+        self.running: dict[Hashable, object] = {}
+        self._caches: dict[str, Cache] = {}
+        self._kept: Tensor | None = None
+        self._near: dict[str, Tensor] = {}
+
+    def clear(self) -> None:
+        """Forgets what methods keep of sequences that were dropped."""
+        self.running.clear()
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Prepares the slots of sequences that are about to run: their draws; what was in caches is not looked at."""
+        if sequences:
+            slots, seeds = torch.tensor([[s.slot, s.request.seed] for s in sequences], device=self.device).T
+            position = torch.arange(self.draws.shape[1], device=self.device)
+            self.draws[slots] = self.noise.uniform(seeds.unsqueeze(1), Purpose.CODE, position, num=1).squeeze(-1)
+
+    def begin(self, sequences: list[Sequence]) -> Batch:
+        """What a round needs to know of its sequences, in the order of their slots."""
+        sequences = sorted(sequences, key=lambda s: s.slot)
+        requests = [s.request for s in sequences]
+        known, slots = [s.num_known for s in sequences], [s.slot for s in sequences]
+        copies = 2 if requests[0].guided else 1
+        whole = [known, slots, [r.seed for r in requests], [r.label for r in requests]]
+        whole = torch.tensor([*whole, [s.iteration for s in sequences]])
+        real = torch.tensor([[r.cfg for r in requests], [r.temperature for r in requests]], dtype=torch.float32)
+        whole, real = whole.to(self.device, non_blocking=True), real.to(self.device, non_blocking=True)
+        if slots[-1] - slots[0] == len(slots) - 1:
+            rows = slice(2 * slots[0], 2 * slots[-1] + copies, 3 - copies)
+        else:
+            rows = (2 * whole[1].unsqueeze(1) + torch.arange(copies, device=self.device)).flatten()
+        return Batch(
+            sequences,
+            known,
+            *whole,
+            *real,
+            top_k=[r.top_k for r in requests],
+            top_p=[r.top_p for r in requests],
+            copies=copies,
+            rows=rows,
+        )
+
+    def cache(self, model: str) -> Cache:
+        """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
+        if model not in self._caches:
+            module = self.models[model]
+            dtype = torch.bfloat16 if self.precision.policy == "bf16" else torch.float32
+            self._caches[model] = Cache(module.config, len(module.layers), self.num_slots, self.device, dtype)
+        return self._caches[model]
+
+    def embed(self, batch: Batch, codes: Tensor, position: Tensor, model: str = "target") -> Tensor:
+        """Inputs [B * copies, N, dim] of codes [B, N] at positions [B, N]: of the class where the position is 0."""
+        module = self.models["target" if model == "eagle" else model]
+        null = torch.full_like(batch.label, self.config.num_classes)
+        classes = torch.stack([batch.label, null], 1)[:, : batch.copies].flatten()
+        codes, position = (t.repeat_interleave(batch.copies, 0) for t in (codes, position))
+        of_class = module.cls_embedding.embedding_table(classes).unsqueeze(1)
+        return torch.where(position.unsqueeze(-1) == 0, of_class, module.tok_embeddings(codes.clamp(min=0)))
+
+    def features(
+        self,
+        batch: Batch,
+        codes: Tensor,
+        start: Tensor,
+        depth: Tensor,
+        sees: Tensor,
+        model: str = "target",
+        *,
+        columns: Tensor | None = None,
+        past: Tensor | None = None,
+    ) -> Tensor:
+        """Features [copies, B, N, dim] after codes [B, N]: one forward, which leaves keys and values in the cache.
+
+        Args:
+            start: int64 [B]. Everything in the cache before this column is seen by all.
+            depth: int64 [N] or [B, N], positions of the codes beyond `start`.
+            sees: bool [N, M] or [B, N, M], which of the M columns from `start` on each code looks at.
+            columns: int64 [N], where the codes' keys and values go, beyond `start`; 0 .. N - 1 by default.
+            past: [copies, B, N, dim], to "eagle": the features before the codes.
+        """
+        columns = torch.arange(codes.shape[1], device=self.device) if columns is None else columns
+        position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
+        places = (start.unsqueeze(1) + columns).repeat_interleave(batch.copies, 0)
+        view = self.cache(model).view(batch.rows, places, max(batch.known) + sees.shape[-1])
+        mask = _mask(start, sees, view.width).repeat_interleave(batch.copies, 0).unsqueeze(1)
+        with self.precision.fast():
+            inputs = self.embed(batch, codes, position, model)
+            position = position.repeat_interleave(batch.copies, 0)
+            if model == "eagle":
+                table = self.target.table(position)
+                features = self.models[model](past.transpose(0, 1).flatten(0, 1), inputs, table, mask, view)
+            else:
+                features = self.models[model].features(inputs, position, mask, view)
+        return features.unflatten(0, (len(batch), batch.copies)).transpose(0, 1)
+
+    def distributions(self, batch: Batch, features: Tensor, model: str = "target", soft: bool = False) -> Tensor:
+        """Guided, filtered code distributions, float32 [B, N, V], after features [copies, B, N, dim].
+
+        `soft` takes temperature 1 where it is 0, for rules that choose the likeliest code themselves.
+        """
+        output = self.models["target" if model == "eagle" else model].output
+        with self.precision.fast():
+            logits = output(features)
+        temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature) if soft else batch.temperature
+        return probabilities(guide(logits.float(), batch.scale), temperature, batch.top_k, batch.top_p)
+
+    def drawn(self, batch: Batch, ahead: Tensor) -> Tensor:
+        """The request's own draws inside (0, 1), float32 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the
+        committed ones: a draft that equals the target draws what the target would have.
+        """
+        return self.draws[batch.slot.unsqueeze(1), batch.known_t.unsqueeze(1) + ahead]
+
+    def uniform(self, batch: Batch, purpose: int, ahead: Tensor, index: Tensor | int = 0, fresh: bool = True) -> Tensor:
+        """Draws inside (0, 1), float32 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the committed ones.
+
+        Args:
+            index: int64 [n] or [B, n], which of several draws for a code.
+            fresh: whether the draw is this round's alone, as where a decision looks at it and the code may be judged
+                again. Others may only be looked at in the round that commits the code.
+        """
+        position, seed = batch.known_t.unsqueeze(1) + ahead, batch.seed.unsqueeze(1)
+        step = batch.round.unsqueeze(1) if fresh else 0
+        return self.noise.uniform(seed, purpose, position, step, index, num=1).squeeze(-1)
+
+    def last(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+        """The codes [B, count] of the last `count` inputs and the position int64 [B] of the first of them, at least 0.
+
+        The input at position p is the code before p; at 0 it is the class, and beyond the committed codes anything.
+        """
+        start = (batch.known_t - count + 1).clamp(min=0)
+        place = start.unsqueeze(1) + torch.arange(count, device=self.device) - 1
+        return self.codes[batch.slot.unsqueeze(1), place.clamp(min=0)], start
+
+    def past_features(self, batch: Batch, position: Tensor) -> Tensor:
+        """The target's features before positions [B, N], for EAGLE: [copies, B, N, dim]; 0 before the class."""
+        return self._features()[: batch.copies, batch.slot.unsqueeze(1), position]
+
+    def keep_features(self, batch: Batch, features: Tensor) -> None:
+        """Keeps the target's features [copies, B, n, dim] at the last committed input and those after it."""
+        place = batch.known_t.unsqueeze(1) + 1 + torch.arange(features.shape[2], device=self.device)
+        self._features()[: batch.copies, batch.slot.unsqueeze(1), place] = features.float()
+
+    def _features(self) -> Tensor:
+        """[2, slots, 1 + columns, dim], the feature at position p in column p + 1; allocated on first use."""
+        if self._kept is None:
+            columns = self.codes.shape[1] + 1
+            self._kept = torch.zeros(2, self.num_slots, columns, self.config.dim, device=self.device)
+        return self._kept
+
+    def commit(self, batch: Batch, codes: Tensor, heat: Tensor) -> None:
+        """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""
+        place = batch.known_t.unsqueeze(1) + torch.arange(codes.shape[1], device=self.device)
+        slot = batch.slot.unsqueeze(1)
+        self.codes[slot, place], self.heat[slot, place] = codes, heat
+
+    def compact(self, batch: Batch, path: Tensor) -> None:
+        """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
+        start = batch.known_t.unsqueeze(1)
+        places = (start + path, start + torch.arange(path.shape[1], device=self.device))
+        self.cache("target").move(batch.rows, *(p.repeat_interleave(batch.copies, 0) for p in places))
+
+    def near(self, metric: str, k: int) -> Tensor:
+        """The k codes nearest to each one as the decoder sees them, int64 [V, k]; found on first use."""
+        if metric not in self._near or self._near[metric].shape[1] < min(k, self.config.vocab_size - 1):
+            self._near[metric] = neighbours(self.models["tokenizer"].codebook.float(), k, metric)
+        return self._near[metric]
+
+    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+        """(codes [B, L], heat [B, L]) of sequences."""
+        slots = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.device)
+        return self.codes[slots, : self.config.block_size], self.heat[slots, : self.config.block_size]
+
+    def decode(self, codes: Tensor) -> Tensor | None:
+        """Images [B, 3, H, W] in 0..1 on the CPU of codes [B, L], resized as published; None without tokenizer."""
+        tokenizer = self.models["tokenizer"]
+        if tokenizer is None:
+            return None
+        with self.precision.full():
+            images = torch.cat([tokenizer.decode(part) for part in codes.split(DECODE_BATCH)])
+        size = self.defaults.image_size
+        if images.shape[-1] > size:
+            images = functional.interpolate(images, (size, size), mode="bicubic")
+        return images.add(1).div(2).clamp(0, 1).cpu()
+
+
+def _mask(start: Tensor, sees: Tensor, width: int) -> Tensor:
+    """bool [B, N, width]: all columns before start [B], and what sees [N, M] or [B, N, M] says of those from it on."""
+    offset = torch.arange(width, device=start.device) - start.unsqueeze(1)
+    count = sees.shape[-1]
+    index = torch.where((offset < 0) | (offset >= count), count, offset).unsqueeze(1)
+    padded = functional.pad(sees, (0, 1)).expand(len(start), -1, -1)
+    own = padded.gather(2, index.expand(-1, padded.shape[1], -1))
+    return (offset < 0).unsqueeze(1) | own

@@ -1,0 +1,157 @@
+"""Speculative Jacobi decoding (arXiv 2410.01699) and SJD-PAC: the target drafts for itself, a window at a time.
+
+The window is a chain, the first path, with `pd_k` - 1 siblings of it at each of the first `pd_d` levels (a comb). The
+draft's distributions Q are the target's own of the round before. Nodes: the root, the first path, then the siblings.
+Guarantee: exact by the exact rule; otherwise heuristic, no bound is proved over a window that is judged more than once.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cspd.discrete.host import Batch, VQHost
+from cspd.discrete.rules import Rule, draw_siblings, judge_siblings, sample, without
+from cspd.discrete.speculative import account, rule_of
+from cspd.discrete.tree import Shape, shape_of
+from cspd.noise import Purpose
+from cspd.precision import Stopwatch
+from cspd.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Comb:
+    """The shape of a window: `path` levels of the first path, `siblings` [D, K - 1] nodes beside its first D."""
+
+    path: int
+    siblings: Tensor
+    shape: Shape
+
+
+@functools.lru_cache(maxsize=32)
+def comb(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
+    """The comb of `window` drafted nodes, K = pd_k of them at each of the first D = pd_d levels."""
+    pd_d = pd_d if pd_k > 1 else 0
+    path = window - (pd_k - 1) * pd_d
+    parents = [*range(-1, path), *(level for level in range(pd_d) for _ in range(pd_k - 1))]
+    siblings = path + 1 + torch.arange(pd_d * (pd_k - 1), device=device).view(pd_d, pd_k - 1)
+    return Comb(path, siblings, shape_of(torch.tensor(parents, device=device), path, pd_k))
+
+
+@dataclass
+class Windows:
+    """What is drafted for every slot: codes int64 [slots, F] of the first path, and Q [slots, F, V]."""
+
+    codes: Tensor
+    Q: Tensor
+
+
+def _windows(host: VQHost, path: int) -> Windows:
+    key = ("window", path)
+    if key not in host.running:
+        codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
+        Q = torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
+        host.running[key] = Windows(codes, Q)
+    return host.running[key]
+
+
+def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Judges every window by one forward of the target, commits the accepted prefix and one code more (two after a
+    sibling), drafts the rest anew, and returns the sequences that are finished.
+    """
+    batch, request = host.begin(sequences), sequences[0].request
+    rule = rule_of(request)
+    watch.start("draft")
+    c = comb(request.window, request.pd_k, request.pd_d, host.device)
+    windows, F, D = _windows(host, c.path), c.path, len(c.siblings)
+    levels = torch.arange(F, device=host.device)
+    # all of one round: u[:, j] for the code j places after the committed ones, drawn, drawn again, or filled in
+    ahead = torch.arange(2 * F + 1, device=host.device)
+    u = host.uniform(batch, Purpose.CODE, ahead)
+    fill = host.uniform(batch, Purpose.CODE_RESIDUAL, ahead)
+    fresh = (batch.round == 0).unsqueeze(1)
+    vocabulary = host.config.vocab_size
+    anything = (fill * vocabulary).long()
+    codes = torch.where(fresh, anything[:, :F], windows.codes[batch.slot])
+    Q = torch.where(fresh.unsqueeze(-1), 1 / vocabulary, windows.Q[batch.slot])
+    others = _siblings(host, batch, c, rule, codes, Q)
+
+    watch.start("backbone")
+    nodes = torch.cat([host.last(batch, 1)[0], codes, others.flatten(1)], 1)
+    features = host.features(batch, nodes, batch.known_t, c.shape.depth, c.shape.sees)
+    everywhere = host.distributions(batch, features, soft=rule.greedy)
+    P = everywhere[:, :F]  # of level j, after its parent on the first path
+
+    watch.start("other")
+    room = (host.config.block_size - batch.known_t).unsqueeze(1)
+    coins = host.uniform(
+        batch, Purpose.CODE_COIN, (c.shape.depth - 1).clamp(min=0), torch.arange(c.shape.num_nodes, device=host.device)
+    )
+    near = host.near(request.metric or "l2", request.k) if rule.pools else None
+    first = judge_siblings(rule, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1, near)
+    kept = ((first.index == 0) & (levels < room)).int().cumprod(1)
+    count = kept.sum(1, keepdim=True)  # codes of the first path that are accepted
+    rows, at = torch.arange(len(batch), device=host.device), count.squeeze(1)
+    refused = at < torch.minimum(room.squeeze(1), torch.full_like(at, F))
+    level = at.clamp(max=F - 1)
+    # the refused level's siblings, against what their first leaves
+    beside = (refused & (at < D)).unsqueeze(1)
+    tooth = level.clamp(max=max(D - 1, 0))
+    tokens = torch.where(beside, others[rows, tooth], -1) if D else others.new_full((len(batch), 0), -1)
+    left = without(Q[rows, level], codes[rows, level].unsqueeze(-1))
+    side = c.siblings[tooth] if D else tokens
+    remaining = (P if rule.greedy else first.residual)[rows, level]
+    second = judge_siblings(rule, remaining, left, tokens, coins.gather(1, side), level + 1, near)
+    found = second.index >= 0
+    node = side.gather(1, second.index.clamp(min=0).unsqueeze(1)).squeeze(1) if D else at
+    sibling = tokens.gather(1, second.index.clamp(min=0).unsqueeze(1)).squeeze(1) if D else at
+    end = torch.where(found, node, at)  # the last accepted node
+    rest = torch.where((refused & ~found).unsqueeze(1), second.residual, rule.target(everywhere[rows, end]))
+    accepted = at + found
+    last = sample(rest, u[rows, accepted])
+
+    steps = torch.arange(F + 2, device=host.device)
+    new = torch.nn.functional.pad(codes, (0, 2))
+    new = torch.where(found.unsqueeze(1) & (steps == count), sibling.unsqueeze(1), new)
+    new = torch.where(steps == accepted.unsqueeze(1), last.unsqueeze(1), new)
+    host.commit(batch, new, (steps < accepted.unsqueeze(1)).float())
+    if D:
+        path = torch.where(found.unsqueeze(1) & (steps[: D + 1] == count + 1), end.unsqueeze(1), steps[: D + 1])
+        host.compact(batch, path)
+
+    # the tail: kept or drawn again, by the exact rule whatever the request's, so that its law is P's
+    exact = Rule(greedy=rule.greedy)
+    if request.continuation:
+        again = judge_siblings(exact, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1)
+        tail = torch.where(again.index == 0, codes, sample(again.residual, u[:, :F]))
+    else:
+        tail = sample(exact.target(P), u[:, :F])
+    source = levels + accepted.unsqueeze(1) + 1
+    inside = source < F
+    source = source.clamp(max=F - 1)
+    filled = anything.gather(1, levels + accepted.unsqueeze(1) + 1)
+    windows.codes[batch.slot] = torch.where(inside, tail.gather(1, source), filled)
+    shifted = P.gather(1, source.unsqueeze(-1).expand(-1, -1, vocabulary))
+    windows.Q[batch.slot] = torch.where(inside.unsqueeze(-1), shifted, 1 / vocabulary)
+
+    judged = levels < torch.minimum(count + refused.unsqueeze(1), room)
+    bound = (first.bound * judged).sum(1) + second.bound
+    return account(host, batch, accepted, bound, judged, kept.bool())
+
+
+def _siblings(host: VQHost, batch: Batch, c: Comb, rule: Rule, codes: Tensor, Q: Tensor) -> Tensor:
+    """Candidates beside the first path's [B, D, K - 1], drawn from what it leaves of Q without replacement."""
+    depth, beside = c.siblings.shape
+    if not c.siblings.numel():
+        return codes.new_zeros(len(batch), depth, beside)
+    left = without(Q[:, :depth], codes[:, :depth].unsqueeze(-1))
+    if rule.greedy:
+        best = left.topk(min(beside, left.shape[-1]))
+        found = torch.where(best.values > 0, best.indices, -1)
+        return torch.nn.functional.pad(found, (0, beside - found.shape[-1]), value=-1)
+    ahead = torch.arange(depth, device=codes.device).repeat_interleave(beside)
+    u = host.uniform(batch, Purpose.CODE, ahead, c.siblings.flatten())
+    return draw_siblings(left, u.unflatten(1, c.siblings.shape))

@@ -1,0 +1,205 @@
+"""LlamaGen's class-conditional GPT over VQ tokens (Sun et al. 2024, arXiv 2406.06525); official state-dict names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT.
+
+    Attributes:
+        dim, n_layer, n_head: width, depth, attention heads. vocab_size: codes. num_classes: the null class comes after.
+        block_size: L, tokens an image, a square number in raster order.
+        multiple_of: the feed-forward width is rounded up to it. norm_eps: of RMSNorm. rope_base: of the rotary angles.
+    """
+
+    dim: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    vocab_size: int = 16384
+    block_size: int = 256
+    num_classes: int = 1000
+    multiple_of: int = 256
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_head
+
+    @property
+    def hidden_dim(self) -> int:
+        """Of the feed-forward layers."""
+        return -(-(8 * self.dim // 3) // self.multiple_of) * self.multiple_of
+
+    @property
+    def grid(self) -> int:
+        """Tokens along a side of the image."""
+        return round(self.block_size**0.5)
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """Where a forward finds the past and leaves its own keys and values.
+
+    Attributes:
+        keys, values: [layers, rows, columns, heads, head_dim], shared by all sequences, written in place.
+        rows: the row of each of B sequences, int64 [B] or a slice, which saves copies. columns: int64 [B, N], where
+            their N inputs go.
+        width: columns that are looked at, from the first.
+    """
+
+    keys: Tensor
+    values: Tensor
+    rows: Tensor | slice
+    columns: Tensor
+    width: int
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores keys and values [B, N, heads, head_dim] and returns all that are looked at [B, width, ...]."""
+        return self._update(self.keys[layer], key), self._update(self.values[layer], value)
+
+    def _update(self, cache: Tensor, new: Tensor) -> Tensor:
+        new, width = new.to(cache.dtype), self.width
+        if isinstance(self.rows, slice):
+            cache = cache[self.rows]
+            cache[torch.arange(len(new), device=new.device).unsqueeze(1), self.columns] = new
+            return cache[:, :width]
+        cache[self.rows.unsqueeze(1), self.columns] = new
+        return cache[self.rows, :width]
+
+
+def rotary_table(config: GPTConfig) -> Tensor:
+    """cos and sin [1 + L, head_dim / 2, 2] by position: row and column of the grid; zero at the class position.
+
+    The zeros are the authors': queries and keys of the class token are zero, so that every token gives it logit 0.
+    """
+    half = config.head_dim // 2
+    exponent = torch.arange(0, half, 2)[: half // 2].float() / half
+    angle = torch.outer(torch.arange(config.grid).float(), config.rope_base**-exponent)  # [grid, half / 2]
+    down, across = angle.unsqueeze(1).expand(-1, config.grid, -1), angle.unsqueeze(0).expand(config.grid, -1, -1)
+    angles = torch.cat([down, across], dim=-1).flatten(0, 1)
+    table = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return torch.cat([torch.zeros(1, *table.shape[1:]), table])
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turns pairs of channels of x [B, N, heads, head_dim] by the angles of table [B or 1, N, head_dim / 2, 2]."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = table.unsqueeze(2).unbind(-1)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).type_as(x)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.n_head, self.layer = config.n_head, layer
+        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None, cache: CacheView | None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)) for part in self.wqkv(x).chunk(3, dim=-1))
+        q, k = rotate(q, table), rotate(k, table)
+        if cache is not None:
+            k, v = (t.type_as(q) for t in cache.update(self.layer, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """A transformer layer; EAGLE's drafter is one of these too."""
+
+    def __init__(self, config: GPTConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None = None, cache: CacheView | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table, mask, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class _LabelEmbedder(nn.Module):
+    def __init__(self, num_classes: int, dim: int) -> None:
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+
+
+class GPT(nn.Module):
+    """Predicts each VQ token from its class and the tokens before it in raster order.
+
+    Inputs are embeddings: of the class at position 0, of token i at position i + 1; the output at position i predicts
+    token i.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.cls_embedding = _LabelEmbedder(config.num_classes, config.dim)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._table: Tensor | None = None
+
+    def table(self, position: Tensor) -> Tensor:
+        """cos and sin of positions [...] as [..., head_dim / 2, 2], float32."""
+        if self._table is None or self._table.device != position.device:
+            with torch.inference_mode(False):  # a constant, also of use to training; no buffer: files do not have it
+                self._table = rotary_table(self.config).to(position.device)
+        return self._table[position]
+
+    def embed(self, labels: Tensor, tokens: Tensor) -> Tensor:
+        """Inputs [B, 1 + N, dim] of classes [B] (num_classes is the null class) and tokens [B, N]."""
+        return torch.cat([self.cls_embedding.embedding_table(labels).unsqueeze(1), self.tok_embeddings(tokens)], dim=1)
+
+    def features(
+        self, x: Tensor, position: Tensor, mask: Tensor | None = None, cache: CacheView | None = None
+    ) -> Tensor:
+        """What the output layer reads [B, N, dim] of inputs x [B, N, dim].
+
+        Args:
+            position: int64 [B or 1, N], of the inputs.
+            mask: bool [B, 1, N, width], True where an input looks; by default it looks at itself and those before it.
+            cache: the past, and where the inputs' own keys and values go; by default there is no past.
+        """
+        table = self.table(position)
+        for layer in self.layers:
+            x = layer(x, table, mask, cache)
+        return self.norm(x)
+
+    def forward(self, labels: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, 1 + N, V] of the tokens after each prefix of tokens [B, N], teacher-forced."""
+        position = torch.arange(tokens.shape[1] + 1, device=tokens.device).unsqueeze(0)
+        return self.output(self.features(self.embed(labels, tokens), position))

@@ -1,0 +1,82 @@
+"""Trains EAGLE's drafter on an embedded GPT: python scripts/train_eagle.py
+
+Regression onto the target's next feature and cross-entropy with the target's own distribution (EAGLE, section 4.2),
+on the codes of coloured digits, a tenth of the labels replaced by the null class so that guidance can be drafted too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from train_gpt import LABEL_DROP
+from training import HELD_OUT_SEED, export, fit
+
+from cspd.data import coloured_digits
+from cspd.vq.checkpoint import load_gpt, load_tokenizer
+from cspd.vq.eagle import Eagle
+from cspd.vq.gpt import GPT
+from cspd.vq.registry import create_eagle
+
+CLASSIFICATION = 0.1  # weight of the cross-entropy, as published
+NOISE = 0.1  # uniform, on the features that are read: at inference they are predicted ones
+
+
+def predict(target: GPT, drafter: Eagle, labels: Tensor, codes: Tensor, noise: float, g: torch.Generator) -> tuple:
+    """(predicted, true) features [B, L - 1, dim] of positions 1 .. L - 1."""
+    position = torch.arange(codes.shape[1]).unsqueeze(0)
+    with torch.no_grad():
+        inputs = target.embed(labels, codes[:, :-1])
+        features = target.features(inputs, position)
+    past = features[:, :-1] + noise * (2 * torch.rand(features[:, :-1].shape, generator=g) - 1)
+    return drafter(past, inputs[:, 1:], target.table(position[:, 1:])), features[:, 1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=Path("checkpoints/digits32_vq/target.safetensors"))
+    parser.add_argument("--arch", default="gpt_digits32", help="the target's")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/digits32_vq/tokenizer.safetensors"))
+    parser.add_argument("--run", type=Path, default=Path("runs/eagle"), help="resumes from here if it was cut off")
+    parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32_vq/eagle.safetensors"))
+    args = parser.parse_args()
+
+    settings = {name: getattr(args, name) for name in ("arch", "steps", "batch", "lr")}
+    tokenizer, target = load_tokenizer(args.tokenizer), load_gpt(args.target, args.arch)
+    torch.manual_seed(0)
+    drafter = create_eagle(args.arch).train()
+
+    def loss_fn(step: int) -> tuple[Tensor, dict[str, float]]:
+        g = torch.Generator().manual_seed(step)
+        images, labels = coloured_digits(args.batch, seed=step)
+        with torch.no_grad():
+            codes = tokenizer.encode(images)
+        labels = torch.where(torch.rand(len(labels), generator=g) < LABEL_DROP, target.config.num_classes, labels)
+        with torch.autocast("cpu", torch.bfloat16):
+            predicted, features = predict(target, drafter, labels, codes, NOISE, g)
+            wanted = target.output(features).float().softmax(-1)
+            logits = target.output(predicted).float()
+        regression = F.smooth_l1_loss(predicted.float(), features.float())
+        entropy = -(wanted * logits.log_softmax(-1)).sum(-1).mean()
+        overlap = torch.minimum(wanted, logits.softmax(-1)).sum(-1).mean()
+        shown = {"l1": round(regression.item(), 4), "accepted": round(overlap.item(), 3)}
+        return regression + CLASSIFICATION * entropy, shown
+
+    drafter, seconds = fit(drafter, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr)
+    with torch.inference_mode():
+        drafter = drafter.half().float()  # as stored
+        images, labels = coloured_digits(256, seed=HELD_OUT_SEED, split="held-out")
+        predicted, features = predict(target, drafter, labels, tokenizer.encode(images), 0.0, torch.Generator())
+        p, q = (target.output(f).softmax(-1) for f in (features, predicted))
+    print(f"held-out: {torch.minimum(p, q).sum(-1).mean():.3f} of drafts accepted at depth 1, without guidance")
+    export(drafter, args.out, args.arch, seconds, half=lambda name: True)
+
+
+if __name__ == "__main__":
+    main()

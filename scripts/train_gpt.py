@@ -1,0 +1,72 @@
+"""Trains an embedded GPT on the codes of coloured digits: python scripts/train_gpt.py --out FILE
+
+Next-token cross-entropy over all codes of an image, a tenth of the labels replaced by the null class, as LlamaGen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from training import HELD_OUT_SEED, export, fit
+
+from cspd.data import coloured_digits
+from cspd.vq.checkpoint import load_tokenizer
+from cspd.vq.gpt import GPT
+from cspd.vq.registry import GPTS, create_gpt
+
+LABEL_DROP = 0.1
+
+
+def cross_entropy(model: GPT, labels: Tensor, codes: Tensor) -> Tensor:
+    """Nats a code of codes [B, L]."""
+    return F.cross_entropy(model(labels, codes[:, :-1]).float().flatten(0, 1), codes.flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="gpt_digits32", choices=[name for name in GPTS if "digits" in name])
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/digits32_vq/tokenizer.safetensors"))
+    parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+
+    settings = {name: getattr(args, name) for name in ("arch", "steps", "batch", "lr")}
+    tokenizer = load_tokenizer(args.tokenizer)
+    torch.manual_seed(0)
+    model = create_gpt(args.arch).train()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.0 if name == "output.weight" else 0.02)
+
+    def loss_fn(step: int) -> tuple[Tensor, dict[str, float]]:
+        images, labels = coloured_digits(args.batch, seed=step)
+        with torch.no_grad():
+            codes = tokenizer.encode(images)
+        drop = torch.rand(len(labels), generator=torch.Generator().manual_seed(step)) < LABEL_DROP
+        labels = torch.where(drop, model.config.num_classes, labels)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model, labels, codes)
+        return loss, {"bits": round(loss.item() / math.log(2), 3)}
+
+    model, seconds = fit(
+        model, loss_fn, run=args.run or Path("runs") / args.arch, settings=settings, steps=args.steps, lr=args.lr
+    )
+    with torch.inference_mode():
+        images, labels = coloured_digits(512, seed=HELD_OUT_SEED, split="held-out")
+        model = model.half().float()  # as stored
+        batches = zip(labels.split(64), tokenizer.encode(images).split(64))
+        nats = sum(cross_entropy(model, *batch).item() for batch in batches) / 8
+    print(f"held-out {nats / math.log(2):.3f} bits a code")
+    export(model, args.out, args.arch, seconds, half=lambda name: True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""VQ requests on the engine: golden samples, a draft that is the target, independence of neighbours, MAR in between."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from conftest import relative_error
+from toys import CLASSES, draw, request_of, toy_gpt, toy_models
+
+from cspd import Engine, MARModels, Request, VQModels, noise
+from cspd.discrete.probabilities import probabilities
+from cspd.discrete.rules import sample
+from cspd.methods import METHODS, OPTIONS
+from cspd.noise import Purpose
+from cspd.vq import reference
+from cspd.vq.eagle import Eagle
+
+OF_VQ = [name for name, method in METHODS.items() if "VQ" in method.rounds]
+SMALL = {"sjd": {"window": 6}, "sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
+COMPOSED = [
+    Request(1, method="sd", rule="cool-sd", delta=1.3, gamma=3),
+    Request(1, method="sd", rule="cool-sd", delta=1.3, gamma=3, schedule="linear"),
+    Request(1, method="eagle", rule="uniform-rsd", delta=1.5, optimal=False),
+    Request(1, method="eagle2", rule="lantern++", lam=0.5, k=3, metric="cosine"),
+    Request(1, method="sjd-pac", rule="cool-sd", delta=1.1, **SMALL["sjd-pac"]),
+    Request(1, method="sjd", rule="lantern", delta=0.2, k=2, window=5, continuation=True),
+]
+
+
+@pytest.fixture(scope="module")
+def golden_models(small_gpt):
+    """The golden GPT with a drafter of random weights."""
+    torch.manual_seed(0)
+    return VQModels(small_gpt, eagle=Eagle(small_gpt.config))
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in OF_VQ if METHODS[name].needs != "draft model" and "lantern" not in name]
+)
+def test_golden_greedy_sample(method, golden_models, gpt_golden):
+    """At temperature 0 every rule commits the likeliest code, whatever was drafted."""
+    engine = Engine(golden_models, max_batch=2, device="cpu")
+    requests = [
+        Request(label, method=method, cfg=2.0, temperature=0, **SMALL.get(method, {}))
+        for label in gpt_golden["labels"].tolist()
+    ]
+    codes = torch.stack([output.tokens for output in engine.generate(requests)])
+    assert torch.equal(codes, gpt_golden["greedy_cfg2"])
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"cfg": 1.0}, {"top_k": 3}, {"top_p": 0.8}, {"temperature": 0.5}, {"top_k": 3, "top_p": 0.7}]
+)
+def test_plain_sampling_is_the_published_one(settings):
+    target, seeds = toy_gpt(0, codes=11, length=9), torch.arange(20)
+    request = request_of("ar", cfg=2.0) if "cfg" not in settings else request_of("ar")
+    request = dataclasses.replace(request, **settings)
+    codes, _ = draw({"target": target}, request, len(seeds))
+    names = ("cfg", "temperature", "top_k", "top_p")
+
+    def ours(p, position):
+        return sample(p, noise.uniform(seeds, Purpose.CODE, torch.full_like(seeds, position), num=1).squeeze(-1))
+
+    labels = torch.full_like(seeds, request.label)
+    assert torch.equal(codes, reference.sample(target, labels, draw=ours, **{n: getattr(request, n) for n in names}))
+
+
+def test_a_draft_that_is_the_target_changes_no_draw():
+    models = toy_models(codes=11, length=9)
+    plain, _ = draw(models, request_of("ar"), 30)
+    drafted, statistics = draw(models | {"draft": models["target"]}, request_of("sd", gamma=3), 30)
+    assert torch.equal(plain, drafted)
+    assert all(s.alpha == 1 and s.backbone_calls == 3 for s in statistics)  # 4 + 4 + 1 codes
+
+
+def test_batched_settings_are_those_of_the_reference():
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 50, generator=g)
+    top_k, top_p = [0, 7, 0, 7, 50, 1], [1.0, 1.0, 0.6, 0.6, 0.9, 0.5]
+    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 1.0])
+    ours = probabilities(logits, temperature, top_k, top_p)
+    for i in range(6):
+        expected = reference.distribution(logits[i : i + 1], temperature[i].item(), top_k[i], top_p[i])[0]
+        assert torch.allclose(ours[i], expected, atol=1e-6)
+
+
+def mixed_requests():
+    vq = [Request(i % CLASSES, method=name, **SMALL.get(name, {})) for i, name in enumerate(OF_VQ)]
+    greedy = [
+        Request(0, method=name, temperature=0, family="VQ", **SMALL.get(name, {}))
+        for name in ("ar", "eagle2", "sjd-pac")
+    ]
+    settings = [
+        Request(2, method="eagle", cfg=1.0),
+        Request(1, method="eagle", cfg=3.0, top_k=5),
+        Request(1, method="ar", family="VQ", top_p=0.8),
+    ]
+    mar = [
+        Request(i, method=name, num_iter=4 + i, num_sampling_steps=12, window=w)
+        for i, (name, w) in enumerate([("ar", None), ("speculative", 4), ("speculative", 0)])
+    ]
+    mar.append(Request(1, method="cspd", gamma=8, num_sampling_steps=6))
+    requests = [
+        dataclasses.replace(r, family="VQ") if r.method not in ("ar", "speculative", "cspd") else r
+        for r in [*vq, *greedy, *settings, *COMPOSED]
+    ]
+    requests[0] = dataclasses.replace(requests[0], family="VQ")
+    every = [dataclasses.replace(r, seed=17 * i) for i, r in enumerate([*requests, *mar] * 2)][:40]
+    random.Random(0).shuffle(every)
+    return every
+
+
+def test_forty_mixed_requests_each_as_if_alone(small_mar):
+    toys = toy_models(codes=9, length=16)
+    models = [MARModels(small_mar, small_mar), VQModels(**toys)]
+    requests = mixed_requests()
+    assert len(requests) == 40 and {r.method for r in requests} == METHODS.keys()
+    together = Engine(*models, max_batch=8, device="cpu").generate(requests)
+    alone = Engine(*models, max_batch=1, device="cpu")
+    for output, request in zip(together, requests):
+        solo = alone.generate([request])[0]
+        assert output.request == solo.request and output.stats.guarantee == solo.stats.guarantee
+        if output.request.family == "VQ":
+            assert torch.equal(output.tokens, solo.tokens) and torch.equal(output.heat, solo.heat)
+            assert output.stats.committed == solo.stats.committed
+        else:
+            assert relative_error(output.tokens, solo.tokens) < 1e-3
+
+
+def test_what_is_counted():
+    models = toy_models(length=9)
+    for method in OF_VQ:
+        _, statistics = draw(models, request_of(method, **SMALL.get(method, {})), 20)
+        for s in statistics:
+            assert sum(n * count for n, count in s.committed.items()) == 9
+            assert sum(s.committed.values()) == s.backbone_calls == s.iterations
+            judged, accepted = s.by_lag
+            assert all(0 <= a <= j for a, j in zip(accepted, judged))
+            assert sum(accepted) >= 9 - s.backbone_calls - (1 if method == "sjd-pac" else 0) * s.backbone_calls
+            assert (s.bound > 0) or METHODS[method].options.get("rule", "exact") == "exact"
+
+
+def test_guarantees():
+    engine = Engine(VQModels(**toy_models()), max_batch=1, device="cpu")
+    assert engine.resolve(Request(0)).method == "sjd-pac"
+    for request, expected in zip(COMPOSED, ["bounded"] * 4 + ["heuristic"] * 2):
+        output = engine.generate([dataclasses.replace(request, window=7 if request.window else None)])[0]
+        assert output.stats.guarantee == expected
+    assert [engine.generate([Request(0, method=m, **SMALL.get(m, {}))])[0].stats.guarantee for m in ("sd", "sjd")] == [
+        "exact"
+    ] * 2
+
+
+BAD = [
+    ({"method": "speculative"}, "choose one of ar, sd, eagle"),
+    ({"family": "MAR"}, "this engine has models of VQ"),
+    ({"num_iter": 4}, "no setting of VQ models"),
+    ({"method": "ar", "rule": "exact"}, "it belongs to"),
+    ({"method": "sd", "gamma": 0}, "1..79"),
+    ({"method": "eagle", "gamma": 6}, "1..5"),
+    ({"method": "sd", "rule": "magic"}, "choose one of exact, uniform-rsd"),
+    ({"method": "sd", "rule": "uniform-rsd"}, "delta"),
+    ({"method": "cool-sd", "delta": -1}, "delta"),
+    ({"method": "sd", "rule": "cool-sd", "delta": 1.1, "gamma": 8, "schedule": "linear"}, "ell=8"),
+    ({"method": "sjd", "window": 80}, "1..79"),
+    ({"method": "sjd-pac", "window": 12}, "give a larger window"),
+    ({"method": "sjd", "continuation": 1}, "True or False"),
+    ({"top_k": -1}, "0 keeps all"),
+    ({"top_p": 0.0}, "1 keeps all"),
+    ({"label": 3}, "0..2"),
+    ({"method": "sd", "metric": "l1", "rule": "lantern", "delta": 0.1}, "l2, cosine"),
+    ({"method": "eagle", "draft": "jacobi"}, "choose one of chain"),
+]
+
+
+@pytest.mark.parametrize("changes, advice", BAD, ids=str)
+def test_bad_requests(changes, advice):
+    engine = Engine(VQModels(**toy_models()), max_batch=1, device="cpu")
+    with pytest.raises(ValueError) as caught:
+        engine.resolve(Request(**{"label": 0, **changes}))
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "missing, method, advice",
+    [
+        ("draft", "sd", "a draft model"),
+        ("eagle", "eagle2", "an EAGLE drafter"),
+        ("tokenizer", "lantern", "tokenizer's codes"),
+    ],
+)
+def test_a_model_that_is_needed(missing, method, advice):
+    engine = Engine(VQModels(**toy_models() | {missing: None}), max_batch=1, device="cpu")
+    with pytest.raises(ValueError, match=advice):
+        engine.resolve(Request(0, method=method))
+
+
+def test_models_that_do_not_fit():
+    models = toy_models()
+    for changes, advice in [
+        ({"draft": toy_gpt(0, codes=5)}, "vocab_size is 5 and 4"),
+        ({"eagle": Eagle(dataclasses.replace(models["target"].config, dim=16))}, "width is 16 and 8"),
+        ({"tokenizer": toy_models(codes=6)["tokenizer"]}, "6 and 4 codes"),
+    ]:
+        with pytest.raises(ValueError, match=advice):
+            Engine(VQModels(**models | changes), device="cpu")
+    with pytest.raises(ValueError, match="one of each"):
+        Engine(VQModels(**models), VQModels(**models), device="cpu")
+    with pytest.raises(ValueError, match=r"max_batch=1048576 needs about .* of key-value caches"):
+        Engine(VQModels(toy_gpt(0, length=16384)), max_batch=2**20, device="cpu")
+
+
+def test_images_are_decoded_and_resized():
+    toys = toy_models(length=16)
+    engine = Engine(VQModels(**toys), max_batch=2, device="cpu")
+    output = engine.generate([Request(0, method="ar")])[0]
+    assert (
+        output.image.shape == (3, 8, 8) and 0 <= output.image.min() <= output.image.max() <= 1
+    )  # 4 x 4 codes, stride 2
+    engine.host.defaults = dataclasses.replace(engine.host.defaults, image_size=6)
+    assert engine.generate([Request(0, method="ar")])[0].image.shape == (3, 6, 6)
+    assert Engine(VQModels(toys["target"]), max_batch=1, device="cpu").generate([Request(0)])[0].image is None
+
+
+def test_every_option_is_a_field_of_the_request():
+    assert {field.name for field in dataclasses.fields(Request)} >= OPTIONS

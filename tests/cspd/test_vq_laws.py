@@ -1,0 +1,129 @@
+"""The law of every draft by every rule, over whole sequences: the target's own where the rule is exact, within the
+reported bound where it is not; and what a wrong formula does to it."""
+
+import pytest
+import torch
+from toys import counts, draw, law, p_value, request_of, toy_models
+
+from cspd.discrete import jacobi, rules, speculative, tree
+from cspd.noise import Purpose
+
+NUM = 200_000
+SAME, OTHER = 1e-4, 1e-8  # p-values: seeds are fixed, so a right law never fails, and a wrong one is far off
+SMALL = {"window": 3}
+COMB = {"window": 7, "pd_k": 3, "pd_d": 2}
+EXACT = {
+    "ar": ("ar", {}),
+    "chain": ("sd", {"gamma": 3}),
+    "static tree": ("eagle", {"gamma": 3}),
+    "dynamic tree": ("eagle2", {"gamma": 3}),
+    "jacobi": ("sjd", SMALL),
+    "jacobi AC": ("sjd", SMALL | {"continuation": True}),
+    "jacobi PD": ("sjd", COMB),
+    "jacobi PD AC": ("sjd-pac", COMB),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    return toy_models()
+
+
+def test(models, method, num=NUM, **changes):
+    request = request_of(method, **changes)
+    codes, statistics = draw(models, request, num)
+    observed, expected = counts(codes), law(models["target"], request)
+    return p_value(observed, expected), 0.5 * (observed / num - expected).abs().sum().item(), statistics
+
+
+test.__test__ = False
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact(kind, models):
+    method, changes = EXACT[kind]
+    p, _, statistics = test(models, method, **changes)
+    assert p > SAME
+    assert all(s.bound < 1e-5 for s in statistics)
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.6, "cfg": 1.0}], ids=str)
+@pytest.mark.parametrize("kind", ["static tree", "jacobi PD AC"])
+def test_exact_where_codes_are_filtered(kind, changes, models):
+    method, options = EXACT[kind]
+    assert test(models, method, 50_000, **options, **changes)[0] > SAME
+
+
+RELAXED = {
+    "uniform-rsd": {"rule": "uniform-rsd", "delta": 1.5},
+    "cool-sd": {"rule": "cool-sd", "delta": 1.5},
+    "lantern": {"rule": "lantern", "delta": 0.4, "k": 2},
+    "lantern, own G": {"rule": "lantern", "delta": 0.4, "k": 2, "optimal": False},
+    "lantern++": {"rule": "lantern++", "lam": 1.0, "k": 2},
+}
+
+
+@pytest.mark.parametrize("method", ["sd", "eagle", "eagle2"])
+@pytest.mark.parametrize("rule", RELAXED)
+def test_a_relaxed_rule_is_within_its_bound(rule, method, models):
+    num = 20_000
+    p, distance, statistics = test(models, method, num, gamma=3, **RELAXED[rule])
+    bounds = torch.tensor([s.bound for s in statistics]).clamp(max=1)
+    noise = 0.5 * (2 / torch.pi / num) ** 0.5 * counts(torch.zeros(1, 4, dtype=torch.int64)).numel() ** 0.5
+    assert distance <= bounds.mean() + 3 * bounds.std() / num**0.5 + noise
+    assert bounds.mean() > 0.001 and (p < OTHER or distance < 0.05)
+
+
+def plant_no_residual(patch):
+    patch.setattr(rules.Rule, "resample", lambda self, P, Q, f, x, near=None: P)
+
+
+def plant_siblings_judged_with_the_whole_of_q(patch):
+    patch.setattr(rules, "without", lambda Q, earlier: Q)
+
+
+def plant_choice_judged_as_a_draw(patch):
+    """EAGLE-2's chosen codes judged as if they had been drawn from the draft."""
+    judge = tree.judge_siblings
+
+    def wrong(rule, P, Q, *args):
+        return judge(rule, P, torch.full_like(P, 1 / P.shape[-1]), *args)
+
+    patch.setattr(tree, "judge_siblings", wrong)
+
+
+def plant_coin_of_an_earlier_round(patch):
+    uniform = jacobi.VQHost.uniform
+
+    def wrong(self, batch, purpose, ahead, index=0, fresh=True):
+        return uniform(self, batch, purpose, ahead, index, fresh and purpose != Purpose.CODE_COIN)
+
+    patch.setattr(jacobi.VQHost, "uniform", wrong)
+
+
+def plant_draft_and_residual_from_one_stream(patch):
+    uniform = speculative.VQHost.uniform
+
+    def wrong(self, batch, purpose, ahead, index=0, fresh=True):
+        same = purpose == Purpose.CODE_RESIDUAL
+        return uniform(self, batch, Purpose.CODE if same else purpose, ahead, index, fresh and not same)
+
+    patch.setattr(speculative.VQHost, "uniform", wrong)
+
+
+@pytest.mark.parametrize(
+    "kind, plant",
+    [
+        ("chain", plant_no_residual),
+        ("chain", plant_draft_and_residual_from_one_stream),
+        ("static tree", plant_siblings_judged_with_the_whole_of_q),
+        ("dynamic tree", plant_choice_judged_as_a_draw),
+        ("jacobi", plant_no_residual),
+        ("jacobi AC", plant_coin_of_an_earlier_round),
+        ("jacobi PD AC", plant_siblings_judged_with_the_whole_of_q),
+    ],
+)
+def test_a_planted_bug_shows(kind, plant, models, monkeypatch):
+    plant(monkeypatch)
+    method, changes = EXACT[kind]
+    assert test(models, method, 100_000, **changes)[0] < OTHER

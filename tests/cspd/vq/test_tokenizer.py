@@ -1,0 +1,38 @@
+"""The tokenizer is LlamaGen's: golden codes, vectors, images and shapes."""
+
+import json
+
+import pytest
+import torch
+from conftest import GOLDEN, relative_error
+
+from cspd.vq import registry
+
+SHAPES = json.loads((GOLDEN / "shapes_vq.json").read_text())
+
+
+def test_golden_codes(small_vq, vq_golden):
+    codes = small_vq.encode(vq_golden["image"])
+    assert torch.equal(codes, vq_golden["encoded_indices"].reshape(codes.shape))
+    assert relative_error(small_vq.lookup(codes), vq_golden["quantized"]) < 1e-5
+
+
+def test_golden_image(small_vq, vq_golden):
+    assert relative_error(small_vq.decode(vq_golden["codes"]), vq_golden["decoded"]) < 1e-5
+
+
+def test_official_shapes():
+    with torch.device("meta"):
+        model = registry.create_tokenizer("vq16")
+    assert {key: list(t.shape) for key, t in model.state_dict().items()} == SHAPES["vq16"]
+    assert model.config.stride == 16
+
+
+def test_codebook_is_on_the_sphere(small_vq):
+    assert torch.allclose(small_vq.codebook.norm(dim=-1), torch.ones(small_vq.config.codebook_size))
+
+
+@pytest.mark.parametrize("create", [registry.create_gpt, registry.create_tokenizer, registry.create_eagle])
+def test_unknown_names(create):
+    with pytest.raises(ValueError, match="choose one of"):
+        create("nope")

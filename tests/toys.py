@@ -1,0 +1,108 @@
+"""Toy VQ models whose law over whole sequences can be written down, and runs of the methods on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from cspd.discrete.host import VQHost
+from cspd.discrete.probabilities import guide, probabilities
+from cspd.methods import METHODS
+from cspd.precision import Precision, Stopwatch
+from cspd.sequence import Request, RoundStats, Sequence
+from cspd.vq.eagle import Eagle
+from cspd.vq.gpt import GPT, GPTConfig
+from cspd.vq.tokenizer import VQConfig, VQModel
+
+CPU = torch.device("cpu")
+LEAST_EXPECTED = 10  # draws a cell of a chi-square test; rarer sequences are pooled
+CODES, LENGTH, CLASSES = 4, 4, 3
+SETTINGS = {"cfg": 1.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+def toy_gpt(seed: int, scale: float = 0.7, codes: int = CODES, length: int = LENGTH) -> GPT:
+    """A GPT with random weights, larger than a new one's so that its distributions are uneven."""
+    sizes = {"dim": 8, "n_layer": 1, "n_head": 2, "multiple_of": 8, "num_classes": CLASSES}
+    model = GPT(GPTConfig(vocab_size=codes, block_size=length, **sizes)).eval().requires_grad_(False)
+    g = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=g))
+    return model
+
+
+def toy_models(codes: int = CODES, length: int = LENGTH) -> dict:
+    """Target, draft, EAGLE drafter and tokenizer, as `VQHost` and `VQModels` take them."""
+    target, draft = toy_gpt(0, 0.7, codes, length), toy_gpt(1, 0.5, codes, length)
+    torch.manual_seed(5)
+    eagle = Eagle(target.config).eval().requires_grad_(False)
+    sizes = {"ch": 32, "ch_mult": (1, 1), "z_channels": 32, "num_res_blocks": 1, "attention": False}
+    tokenizer = VQModel(VQConfig(codebook_size=codes, codebook_dim=2, **sizes)).eval().requires_grad_(False)
+    return {"target": target, "draft": draft, "eagle": eagle, "tokenizer": tokenizer}
+
+
+def sequences(codes: int = CODES, length: int = LENGTH) -> Tensor:
+    """Every sequence there is, int64 [codes ** length, length]."""
+    return torch.tensor(list(itertools.product(range(codes), repeat=length)))
+
+
+def law(target: GPT, request: Request) -> Tensor:
+    """The target sampler's probability of each of `sequences`, float64."""
+    every = sequences(target.config.vocab_size, target.config.block_size)
+    labels = torch.full((len(every),), request.label)
+    halves = [target(labels, every[:, :-1]), target(torch.full_like(labels, CLASSES), every[:, :-1])]
+    logits = guide(torch.stack(halves), torch.full((len(every),), request.cfg))
+    p = probabilities(logits, torch.full((len(every),), request.temperature), [request.top_k], [request.top_p])
+    return p.double().gather(-1, every.unsqueeze(-1)).squeeze(-1).prod(1)
+
+
+def draw(
+    models: dict, request: Request, num: int, batch: int = 20000, first_seed: int = 0
+) -> tuple[Tensor, list[RoundStats]]:
+    """Codes int64 [num, L] of requests that differ in their seeds, and their statistics."""
+    models = dict(models)
+    host = VQHost(models.pop("target"), batch, CPU, Precision("fp32", CPU), **models)
+    round = METHODS[request.method].rounds["VQ"]
+    made, statistics = [], []
+    with torch.inference_mode():
+        for start in range(0, num, batch):
+            seeds = range(first_seed + start, first_seed + min(start + batch, num))
+            settings = {name: value for name, value in vars(request).items() if name != "seed"}
+            running = [
+                Sequence(Request(**settings, seed=s), 0, slot=i, stats=RoundStats()) for i, s in enumerate(seeds)
+            ]
+            everyone = list(running)
+            host.admit(everyone)
+            while running:
+                finished = set(round(host, running, Stopwatch(CPU)))
+                running = [s for s in running if s not in finished]
+            made.append(host.results(everyone)[0].clone())
+            statistics += [s.stats for s in everyone]
+    return torch.cat(made), statistics
+
+
+def counts(codes: Tensor, vocabulary: int = CODES) -> Tensor:
+    """How often each of `sequences` was drawn, float64."""
+    weights = vocabulary ** torch.arange(codes.shape[1] - 1, -1, -1)
+    return torch.bincount((codes * weights).sum(1), minlength=vocabulary ** codes.shape[1]).double()
+
+
+def p_value(observed: Tensor, expected_law: Tensor) -> float:
+    """Of a chi-square test that counts follow a law; cells of few expected draws are pooled."""
+    expected = observed.sum() * expected_law
+    large = expected >= LEAST_EXPECTED
+    pool: Callable[[Tensor], Tensor] = lambda x: torch.cat([x[large], x[~large].sum().unsqueeze(0)])  # noqa: E731
+    observed, expected = pool(observed), pool(expected)
+    if expected[-1] < LEAST_EXPECTED:
+        observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
+    statistic = ((observed - expected).square() / expected).sum().item()
+    return stats.chi2.sf(statistic, len(expected) - 1)
+
+
+def request_of(method: str, **changes: object) -> Request:
+    """A resolved request of a VQ method, its options' defaults filled in."""
+    return Request(**{"label": 1, "family": "VQ", "method": method, **SETTINGS, **METHODS[method].options, **changes})
