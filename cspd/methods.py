@@ -155,16 +155,10 @@ def with_family(request: Request, families: list[str]) -> Request:
 
 
 def guarantee_of(request: Request) -> str:
-    """The guarantee of a resolved request: its method's, or what its rule and draft allow together.
-
-    A relaxed rule is bounded over a chain or a tree, where Theorem 2 of COOL-SD adds up judgement by judgement. Over a
-    Jacobi window it is heuristic: a code may be judged more than once.
-    """
+    """The guarantee of a resolved request: its method's, or its rule's, whatever the draft (docs/bounds.md)."""
     if request.rule is None:
         return METHODS[request.method].guarantee
-    if request.rule == "exact":
-        return "exact"
-    return "heuristic" if request.pd_k else "bounded"
+    return "exact" if request.rule == "exact" else "bounded"
 
 
 def format_table() -> str:

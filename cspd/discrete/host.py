@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from cspd import noise as philox_noise
 from cspd.discrete.probabilities import guide, probabilities
-from cspd.discrete.rules import neighbours
+from cspd.discrete.rules import neighbours, point
 from cspd.noise import Purpose
 from cspd.precision import Precision
 from cspd.sequence import Sequence
@@ -26,6 +27,9 @@ MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or 
 WIDTH_STEP = 32  # cache columns are looked at in multiples of this, so that shapes repeat
 
 
+_NEAR: weakref.WeakKeyDictionary[VQModel, dict[str, Tensor]] = weakref.WeakKeyDictionary()  # by metric, see `near`
+
+
 @dataclass(frozen=True)
 class Batch:
     """The sequences of one round, B of them.
@@ -35,6 +39,7 @@ class Batch:
         slot, seed, label, round: int64 [B]; round counts the request's own. scale, temperature: float32 [B].
         top_k, top_p: on the host.
         copies: 2 where the batch is guided: everything is evaluated under the class and under the null class.
+        greedy: whether their temperature is 0, of all or of none.
         rows: cache rows [B * copies], a sequence's two side by side; a slice where they lie so in the cache.
     """
 
@@ -50,6 +55,7 @@ class Batch:
     top_k: list[int]
     top_p: list[float]
     copies: int
+    greedy: bool
     rows: Tensor | slice
 
     def __len__(self) -> int:
@@ -134,7 +140,6 @@ class VQHost:
         self.running: dict[Hashable, object] = {}
         self._caches: dict[str, Cache] = {}
         self._kept: Tensor | None = None
-        self._near: dict[str, Tensor] = {}
 
     def clear(self) -> None:
         """Forgets what methods keep of sequences that were dropped."""
@@ -169,6 +174,7 @@ class VQHost:
             top_k=[r.top_k for r in requests],
             top_p=[r.top_p for r in requests],
             copies=copies,
+            greedy=requests[0].temperature == 0,
             rows=rows,
         )
 
@@ -228,13 +234,17 @@ class VQHost:
     def distributions(self, batch: Batch, features: Tensor, model: str = "target", soft: bool = False) -> Tensor:
         """Guided, filtered code distributions, float32 [B, N, V], after features [copies, B, N, dim].
 
-        `soft` takes temperature 1 where it is 0, for rules that choose the likeliest code themselves.
+        At temperature 0 everything is on the likeliest code; `soft` takes temperature 1 there, for rules that choose
+        the likeliest code themselves.
         """
         output = self.models["target" if model == "eagle" else model].output
         with self.precision.fast():
             logits = output(features)
-        temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature) if soft else batch.temperature
-        return probabilities(guide(logits.float(), batch.scale), temperature, batch.top_k, batch.top_p)
+        logits = guide(logits.float(), batch.scale)
+        if batch.greedy and not soft:
+            return point(logits.argmax(-1), logits)
+        temperature = torch.ones_like(batch.temperature) if batch.greedy else batch.temperature
+        return probabilities(logits, temperature, batch.top_k, batch.top_p)
 
     def drawn(self, batch: Batch, ahead: Tensor) -> Tensor:
         """The request's own draws inside (0, 1), float32 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the
@@ -293,9 +303,10 @@ class VQHost:
 
     def near(self, metric: str, k: int) -> Tensor:
         """The k codes nearest to each one as the decoder sees them, int64 [V, k]; found on first use."""
-        if metric not in self._near or self._near[metric].shape[1] < min(k, self.config.vocab_size - 1):
-            self._near[metric] = neighbours(self.models["tokenizer"].codebook.float(), k, metric)
-        return self._near[metric]
+        tables = _NEAR.setdefault(self.models["tokenizer"], {})
+        if metric not in tables or tables[metric].shape[1] < min(k, self.config.vocab_size - 1):
+            tables[metric] = neighbours(self.models["tokenizer"].codebook.float(), k, metric)
+        return tables[metric]
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         """(codes [B, L], heat [B, L]) of sequences."""

@@ -2,7 +2,7 @@
 
 The window is a chain, the first path, with `pd_k` - 1 siblings of it at each of the first `pd_d` levels (a comb). The
 draft's distributions Q are the target's own of the round before. Nodes: the root, the first path, then the siblings.
-Guarantee: exact by the exact rule; otherwise heuristic, no bound is proved over a window that is judged more than once.
+Guarantee: that of the rule, see docs/bounds.md.
 """
 
 from __future__ import annotations

@@ -18,20 +18,15 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: list[int], top_p: 
     """Token probabilities [B, ..., V] of logits, as LlamaGen: temperature, then top-k, then top-p of what is left.
 
     Args:
-        logits: [B, ..., V].
-        temperature: [B]; 0 puts everything on the likeliest token, the lowest index among equals.
+        logits: [B, ..., V]. temperature: [B], above 0.
         top_k: the k likeliest tokens are kept, 0 keeps all; top_p: then the fewest that reach this mass, 1 keeps all.
             Tokens as likely as the last kept one are kept too.
     """
     batch = [-1, *[1] * (logits.dim() - 1)]
-    greedy = (temperature == 0).view(batch)
-    scaled = logits / torch.where(greedy, 1.0, temperature.view(batch))
+    scaled = logits / temperature.view(batch)
     if any(top_k) or min(top_p) < 1:
         scaled = scaled.masked_fill(scaled < _least(scaled, top_k, top_p, batch), -torch.inf)
-    soft = scaled.softmax(-1)
-    index = torch.arange(logits.shape[-1], device=logits.device)
-    hard = (index == logits.argmax(-1, keepdim=True)).to(soft.dtype)
-    return torch.where(greedy, hard, soft)
+    return scaled.softmax(-1)
 
 
 def _least(logits: Tensor, top_k: list[int], top_p: list[float], batch: list[int]) -> Tensor:

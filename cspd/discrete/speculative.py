@@ -1,6 +1,6 @@
 """One round of draft, verification and commitment for VQ codes; with nothing drafted it is plain sampling, `ar`.
 
-Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft.
+Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft, see docs/bounds.md.
 """
 
 from __future__ import annotations

@@ -55,12 +55,14 @@ def sample(
     """
     config, device, guided = model.config, labels.device, cfg != 1
     classes = torch.cat([labels, torch.full_like(labels, config.num_classes)]) if guided else labels
-    rows = torch.arange(len(classes), device=device)
-    keys = torch.zeros(2, config.n_layer, len(rows), config.block_size, config.n_head, config.head_dim, device=device)
+    rows = slice(0, len(classes))
+    keys = torch.zeros(
+        2, config.n_layer, len(classes), config.block_size, config.n_head, config.head_dim, device=device
+    )
     inputs = model.cls_embedding.embedding_table(classes).unsqueeze(1)
     codes = torch.empty(len(labels), config.block_size, dtype=torch.int64, device=device)
     for i in range(config.block_size):
-        place = torch.full((len(rows), 1), i, device=device)
+        place = torch.full((len(classes), 1), i, device=device)
         cache = CacheView(*keys, rows, place, i + 1)
         everything = torch.ones(1, 1, 1, i + 1, dtype=torch.bool, device=device)
         logits = model.output(model.features(inputs, place, everything, cache))[:, 0].float()

@@ -3,20 +3,20 @@ reported bound where it is not; and what a wrong formula does to it."""
 
 import pytest
 import torch
-from toys import counts, draw, law, p_value, request_of, toy_models
+from toys import counts, draw, law, p_value, request_of, sequences, toy_models
 
-from cspd.discrete import jacobi, rules, speculative, tree
+from cspd.discrete import drafts, jacobi, rules, speculative, tree
 from cspd.noise import Purpose
 
 NUM = 200_000
 SAME, OTHER = 1e-4, 1e-8  # p-values: seeds are fixed, so a right law never fails, and a wrong one is far off
 SMALL = {"window": 3}
-COMB = {"window": 7, "pd_k": 3, "pd_d": 2}
+COMB = {"window": 5, "pd_k": 2, "pd_d": 2}
 EXACT = {
     "ar": ("ar", {}),
-    "chain": ("sd", {"gamma": 3}),
-    "static tree": ("eagle", {"gamma": 3}),
-    "dynamic tree": ("eagle2", {"gamma": 3}),
+    "chain": ("sd", {"gamma": 2}),
+    "static tree": ("eagle", {"gamma": 2}),
+    "dynamic tree": ("eagle2", {"gamma": 2}),
     "jacobi": ("sjd", SMALL),
     "jacobi AC": ("sjd", SMALL | {"continuation": True}),
     "jacobi PD": ("sjd", COMB),
@@ -51,7 +51,7 @@ def test_exact(kind, models):
 @pytest.mark.parametrize("kind", ["static tree", "jacobi PD AC"])
 def test_exact_where_codes_are_filtered(kind, changes, models):
     method, options = EXACT[kind]
-    assert test(models, method, 50_000, **options, **changes)[0] > SAME
+    assert test(models, method, 20_000, **options, **changes)[0] > SAME
 
 
 RELAXED = {
@@ -63,13 +63,13 @@ RELAXED = {
 }
 
 
-@pytest.mark.parametrize("method", ["sd", "eagle", "eagle2"])
+@pytest.mark.parametrize("kind", [kind for kind in EXACT if kind != "ar"])
 @pytest.mark.parametrize("rule", RELAXED)
-def test_a_relaxed_rule_is_within_its_bound(rule, method, models):
-    num = 20_000
-    p, distance, statistics = test(models, method, num, gamma=3, **RELAXED[rule])
+def test_a_relaxed_rule_is_within_its_bound(rule, kind, models):
+    num, (method, changes) = 20_000, EXACT[kind]
+    p, distance, statistics = test(models, method, num, **changes | RELAXED[rule])
     bounds = torch.tensor([s.bound for s in statistics]).clamp(max=1)
-    noise = 0.5 * (2 / torch.pi / num) ** 0.5 * counts(torch.zeros(1, 4, dtype=torch.int64)).numel() ** 0.5
+    noise = 0.5 * (2 / torch.pi / num) ** 0.5 * len(sequences()) ** 0.5
     assert distance <= bounds.mean() + 3 * bounds.std() / num**0.5 + noise
     assert bounds.mean() > 0.001 and (p < OTHER or distance < 0.05)
 
@@ -78,8 +78,19 @@ def plant_no_residual(patch):
     patch.setattr(rules.Rule, "resample", lambda self, P, Q, f, x, near=None: P)
 
 
-def plant_siblings_judged_with_the_whole_of_q(patch):
-    patch.setattr(rules, "without", lambda Q, earlier: Q)
+def plant_siblings_sorted_by_q(patch):
+    for module in (drafts, jacobi):
+        draw_siblings = module.draw_siblings
+
+        def wrong(Q, u, draw_siblings=draw_siblings):
+            drawn = draw_siblings(Q, u)
+            return drawn.gather(-1, Q.gather(-1, drawn.clamp(min=0)).argsort(-1, descending=True))
+
+        patch.setattr(module, "draw_siblings", wrong)
+
+
+def plant_siblings_that_are_chosen(patch):
+    patch.setattr(jacobi, "draw_siblings", lambda Q, u: Q.topk(u.shape[-1]).indices)
 
 
 def plant_choice_judged_as_a_draw(patch):
@@ -96,7 +107,8 @@ def plant_coin_of_an_earlier_round(patch):
     uniform = jacobi.VQHost.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
-        return uniform(self, batch, purpose, ahead, index, fresh and purpose != Purpose.CODE_COIN)
+        coin = purpose == Purpose.CODE_COIN
+        return uniform(self, batch, purpose, ahead, 0 if coin else index, fresh and not coin)
 
     patch.setattr(jacobi.VQHost, "uniform", wrong)
 
@@ -116,14 +128,14 @@ def plant_draft_and_residual_from_one_stream(patch):
     [
         ("chain", plant_no_residual),
         ("chain", plant_draft_and_residual_from_one_stream),
-        ("static tree", plant_siblings_judged_with_the_whole_of_q),
+        ("static tree", plant_siblings_sorted_by_q),
         ("dynamic tree", plant_choice_judged_as_a_draw),
         ("jacobi", plant_no_residual),
         ("jacobi AC", plant_coin_of_an_earlier_round),
-        ("jacobi PD AC", plant_siblings_judged_with_the_whole_of_q),
+        ("jacobi PD AC", plant_siblings_that_are_chosen),
     ],
 )
 def test_a_planted_bug_shows(kind, plant, models, monkeypatch):
     plant(monkeypatch)
     method, changes = EXACT[kind]
-    assert test(models, method, 100_000, **changes)[0] < OTHER
+    assert test(models, method, 50_000, **changes)[0] < OTHER
