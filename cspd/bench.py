@@ -18,6 +18,7 @@ from tqdm import tqdm
 from cspd.engine import Engine
 from cspd.methods import METHODS, OPTIONS, with_method
 from cspd.sequence import Output, Request
+from cspd.vq import reference as vq_reference
 from mar import reference
 
 SCHEMA = "cspd.bench/2"
@@ -162,8 +163,9 @@ def _mean_stats(outputs: list[Output]) -> dict:
     mean = {name: statistics.mean(getattr(s, name) for s in stats) for name in names}
     mean |= {"alpha": accepted / judged if judged else None, "guarantee": stats[0].guarantee}
     if outputs[0].request.family == "VQ":
-        overhead = sum(s.seconds["other"] for s in stats) / sum(sum(s.seconds.values()) for s in stats)
-        mean |= {"bound": statistics.mean(s.bound for s in stats), "overhead": overhead}
+        spent = {phase: sum(s.seconds[phase] for s in stats) for phase in ("backbone", "draft", "other")}
+        bound = min(1.0, statistics.mean(s.bound for s in stats))
+        mean |= {"bound": bound, "overhead": spent["other"] / sum(spent.values())}
         mean |= {"step_compression": statistics.mean(s.step_compression for s in stats)}
     return mean
 
@@ -176,12 +178,11 @@ def _judge(images: Sequence[Tensor], requests: list[Request], accuracy: Callable
 
 def _published(engine: Engine, requests: list[Request]) -> Tensor:
     labels = torch.tensor([r.label for r in requests], device=engine.device)
-    names = ("num_iter", "cfg", "cfg_schedule", "temperature", "num_sampling_steps")
+    settings = {name: getattr(requests[0], name) for name in SETTINGS[engine.host.family]}
+    published = {"MAR": reference.sample, "VQ": vq_reference.sample}[engine.host.family]
     with torch.inference_mode():
         with engine.precision.fast():
-            tokens = reference.sample(
-                engine.host.target, labels, **{name: getattr(requests[0], name) for name in names}
-            )
+            tokens = published(engine.host.target, labels, **settings)
         return engine.host.decode(tokens)
 
 

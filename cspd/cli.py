@@ -17,7 +17,7 @@ from cspd.compare import compare, format_comparison
 from cspd.evaluation.classifier import accuracy as classifier_accuracy
 from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded, load
-from cspd.methods import METHODS, format_table
+from cspd.methods import DEFAULTS, METHODS, format_table
 from cspd.options import add_model_options, add_request_options, number_list
 from cspd.plots import speed_quality
 from cspd.sampling import RECORD, sample_to_folder, write_json
@@ -29,7 +29,7 @@ examples:
       40 images of the embedded digits model: PNGs, grid.png and samples.json
   cspd sample --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt --labels 207,360 --num 8 --out dogs/
       an official MAR checkpoint (checkpoints/README.md says where to get one)
-  cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1 --method sd
+  cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
   cspd compare --methods ar,speculative --num 20 --out comparison/
       the same seeds by two methods: speed, head calls, whether the laws differ, a picture
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     comparison.set_defaults(run=_compare)
     add_model_options(comparison)
     group = comparison.add_argument_group("what to compare")
-    group.add_argument("--methods", default="ar,speculative", help="(default: %(default)s)")
+    group.add_argument("--methods", help="(default: ar,speculative; of VQ models ar,sjd-pac)")
     group.add_argument("--labels", type=number_list, default="0-9", help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
     group.add_argument("--num", type=int, default=20, help="images of each; the labels take turns (default: 20)")
     group.add_argument("--seed", type=int, default=0, help="of the first image; the next has the next (default: 0)")
@@ -150,10 +150,11 @@ def _sample(args: argparse.Namespace) -> None:
     settings = {"version": cspd.__version__, "precision": args.precision}
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     used = {"target": files["target"], decoder: args.vae or files[decoder]}
-    if args.method in ("cspd", "sd"):
+    resolved = engine.check(requests[0])
+    if resolved.method == "cspd" or resolved.draft == "chain":
         used["draft"] = args.draft_checkpoint or files["draft"]
-    if args.method is None or (args.method in METHODS and METHODS[args.method].needs == "EAGLE drafter"):
-        used["eagle"] = files.get("eagle")
+    if resolved.draft in ("eagle-static", "eagle-dynamic"):
+        used["eagle"] = files["eagle"]
     for name, file in used.items():
         if file is None:
             continue
@@ -173,8 +174,10 @@ def _sample(args: argparse.Namespace) -> None:
             f"per image: {summary['backbone_calls_per_image']:.1f} target forwards,"
             f" {summary['step_compression']:.2f} codes each; time: {phases}"
         )
-        if summary["bound_per_image"] > 1e-3:
-            print(f"total variation from the target: at most {min(summary['bound_per_image'], 1):.3f}, estimated")
+        if summary["bound_per_image"] > 0:
+            bound, error = min(summary["bound_per_image"], 1), summary["bound_standard_error"]
+            spread = "" if error is None else f" +- {error:.3f}"
+            print(f"total variation from the target, of an image's codes: at most {bound:.3f}{spread} (docs/bounds.md)")
     else:
         print(
             f"per image: {summary['iterations_per_image']:.0f} iterations,"
@@ -194,7 +197,8 @@ def _sample(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace) -> None:
     engine = _load(args, args.max_batch)
     requests = [_request(args, args.labels[i % len(args.labels)], args.seed + i) for i in range(args.num)]
-    report = compare(engine, requests, args.methods.split(","), args.out)
+    methods = args.methods.split(",") if args.methods else ["ar", DEFAULTS[engine.host.family]]
+    report = compare(engine, requests, methods, args.out)
     print(format_comparison(report))
     print(f"wrote {args.out / 'comparison.png'} (a row a method), {args.out / 'comparison.json'}")
 
@@ -233,7 +237,12 @@ def _bench(args: argparse.Namespace) -> None:
         print(f"wrote {args.json}")
     if args.plot:
         rows = [row for row in report["rows"] if "accuracy" in row]
-        points = [(r["name"], r["speed_up"]["median"], r["accuracy"], r["name"].split(":")[0]) for r in rows]
+        several = len({(row["batch"], row["cfg"]) for row in rows}) > 1
+        points = []
+        for row in rows:
+            method, _, options = row["name"].partition(":")
+            case = f", batch {row['batch']}, cfg {row['cfg']:g}" if several else ""
+            points.append((options, row["speed_up"]["median"], row["accuracy"], method + case))
         speed_quality(points, "share recognised by the classifier", args.plot)
         print(f"wrote {args.plot}")
 

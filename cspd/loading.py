@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -112,4 +113,7 @@ def _vq_models(files: dict[str, Path | None], arch: str | None) -> VQModels:
         load_any(files[name]) if files[name] else None
         for name, load_any in (("draft", load_gpt), ("eagle", load_eagle))
     )
-    return VQModels(load_gpt(files["target"], arch), draft, eagle, load_tokenizer(files["tokenizer"]))
+    target = load_gpt(files["target"], arch)
+    for model in filter(None, (draft, eagle)):  # weights fit any resolution
+        model.config = dataclasses.replace(model.config, block_size=target.config.block_size)
+    return VQModels(target, draft, eagle, load_tokenizer(files["tokenizer"]))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from cspd.continuous import ar, cspd, speculative
 from cspd.discrete import jacobi
 from cspd.discrete import speculative as vq_speculative
+from cspd.discrete.drafts import DRAFTS
 from cspd.sequence import Request
 
 
@@ -123,6 +124,7 @@ _TABLE = [
 ]
 
 METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
+VQ_DRAFTS = [draft for draft in DRAFTS if draft != "none"]  # a request that names one needs no method
 DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}
 OPTIONS = {option for method in _TABLE for option in method.options}
 
@@ -144,7 +146,9 @@ def with_family(request: Request, families: list[str]) -> Request:
     wanted = [request.family] if request.family in families else families
     if request.family is not None and request.family not in families:
         raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
-    name = DEFAULTS[wanted[0]] if request.method is None else request.method
+    name = request.method
+    if name is None:
+        name = "sd" if "VQ" in wanted and request.draft in VQ_DRAFTS else DEFAULTS[wanted[0]]
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(METHODS)}")
     able = [family for family in wanted if family in METHODS[name].rounds]

@@ -42,16 +42,23 @@ class Purpose(enum.IntEnum):
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four words of 32 random bits for each counter and key; all are int64 tensors of values below 2^32, broadcast."""
     a, b, c, d, k0, k1 = torch.broadcast_tensors(*counter, *key)
-    device, lanes = a.device, (2, *[1] * a.dim())
-    multipliers = torch.tensor(MULTIPLIERS[::-1], device=device).view(lanes)
-    bumps = torch.arange(ROUNDS, device=device).view(-1, *lanes[1:], 1) * torch.tensor(WEYL, device=device)
-    keys = torch.stack([k0, k1]) + bumps.movedim(-1, 1) & MASK
+    multipliers, bumps = _constants(a.dim(), a.device)
+    keys = torch.stack([k0, k1]) + bumps & MASK
     # both halves of a round at once: `even` are words a and c, `odd` are b and d
     even, odd = torch.stack([a, c]), torch.stack([b, d])
     for round_key in keys:
         product = even.flip(0) * multipliers  # wraps at 2^64, which keeps both halves right
         even, odd = (product >> 32 & MASK) ^ odd ^ round_key, product & MASK
     return even[0], odd[0], even[1], odd[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The multipliers [2, 1, ...] and every round's key bumps [ROUNDS, 2, 1, ...], for counters of `dims` dimensions."""
+    with torch.inference_mode(False):
+        multipliers = torch.tensor(MULTIPLIERS[::-1], device=device).view(2, *[1] * dims)
+        bumps = torch.arange(ROUNDS, device=device).view(-1, 1) * torch.tensor(WEYL, device=device)
+    return multipliers, bumps.view(ROUNDS, 2, *[1] * dims)
 
 
 def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,6 +80,14 @@ def uniform(
 ) -> Tensor:
     """Uniform draws inside (0, 1), float32 [..., num]; arguments as in `normal`."""
     return _uniform(bits(seed, purpose, position, step, index, num))
+
+
+def fine_uniform(
+    seed: Tensor, purpose: Purpose, position: Tensor, step: Tensor | int = 0, index: Tensor | int = 0
+) -> Tensor:
+    """Uniform draws inside (0, 1) of 52 bits, float64 [...], for distributions with many rare outcomes."""
+    high, low = bits(seed, purpose, position, step, index, 2).unbind(-1)
+    return ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52
 
 
 def _uniform(words: Tensor) -> Tensor:

@@ -49,9 +49,7 @@ def speed_quality(points: Sequence[tuple[str, float, float, str]], quality: str,
         of_method = sorted((x, y, label) for label, x, y, name in points if name == method)
         axes.plot([x for x, _, _ in of_method], [y for _, y, _ in of_method], "o-", label=method)
         for x, y, label in of_method:
-            axes.annotate(
-                label.removeprefix(method).lstrip(":"), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7
-            )
+            axes.annotate(label, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
     axes.axvline(1, color="lightgrey", zorder=0)
     axes.set(xlabel="speed-up over plain sampling", ylabel=quality)
     axes.legend(fontsize=8)
@@ -84,7 +82,7 @@ def heat_grid(
 
     picture = grid([cells(values) for values in heat], captions, columns)
     if accepted:
-        legend = [(0.0, "resampled"), (1.0, "accepted"), (np.nan, "target alone")]
+        legend = [(0.0, "drawn by the target"), (1.0, "accepted"), (np.nan, "target alone")]
     else:
         legend = [(value, f"{low + value * (high - low):.0f}") for value in np.linspace(0, 1, 5)]
         legend[-1] = (1.0, f"{high:.0f} head calls")

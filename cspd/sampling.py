@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,6 +155,12 @@ def _summary(images: list[dict], made: int, seconds: float) -> dict:
     summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in counts}
     if stats[0]["step_compression"] is not None:
         summary["step_compression"] = mean([s["step_compression"] for s in stats])
+        rounds: dict[int, int] = {}
+        for n, count in (pair for s in stats for pair in s["committed"].items()):
+            rounds[int(n)] = rounds.get(int(n), 0) + count
+        summary["rounds_by_codes_committed"] = dict(sorted(rounds.items()))
+        bounds = [s["bound"] for s in stats]
+        summary["bound_standard_error"] = statistics.stdev(bounds) / len(bounds) ** 0.5 if len(bounds) > 1 else None
     alphas = [s["alpha"] for s in stats if s["alpha"] is not None]
     summary |= {"alpha": mean(alphas) if alphas else None}
     summary["head_calls_per_token"] = mean([s["head_calls_per_token"] for s in stats])

@@ -22,12 +22,14 @@ class Request:
         num_iter: K, autoregressive iterations, 1 .. L; to `cspd` only the guidance of each token, and the prefill.
         cfg: guidance scale s >= 0; 1 is no guidance.
         cfg_schedule: "linear" (s grows over the iterations) or "constant".
-        temperature: tau >= 0, multiplies the noise of the denoising steps.
+        temperature: tau >= 0, multiplies the noise of the denoising steps; of VQ models, divides the logits.
         num_sampling_steps: T, denoising steps a token, 2 .. 1000.
         window: W, denoising steps drafted ahead in the head, 0 (ancestral) .. min(32, T); by default what this device's
-            cost model finds fastest for the engine's slots. It decides which image a seed gives, not the law.
-        draft: "calibrated" or "frozen", how the head's output is drafted.
-        gamma: tokens drafted a round by the draft model.
+            cost model finds fastest for the engine's slots. It decides which image a seed gives, not the law. Of a
+            Jacobi method, how many codes are judged at once.
+        draft: "calibrated" or "frozen", how the head's output is drafted; of VQ models "chain", "eagle-static" or
+            "eagle-dynamic".
+        gamma: tokens drafted a round by the draft model; the height of a tree.
         verify: "parallel" (all drafted tokens judged from the verified prefix, rejected ones replaced in place) or
             "sequential" (each judged after those before it, the round ends at the first rejection).
         ratio_temperature: divides the last step's z-scores in the ratio of the densities.
@@ -158,10 +160,10 @@ class Output:
 
     Attributes:
         request: as it ran, defaults filled in.
-        tokens: float32 [L, d] on the CPU, raster order.
+        tokens: on the CPU, raster order: MAR's float32 [L, d], VQ codes int64 [L].
         image: float32 [3, H, W] in 0..1 on the CPU; None in an engine without autoencoder.
-        heat: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` 1 where the drafted
-            token was accepted, 0 where it was resampled, NaN where the target made it alone.
+        heat: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` and VQ models 1 where
+            a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design.
         stats: what it cost.
     """
 

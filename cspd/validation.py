@@ -133,7 +133,7 @@ def check_families(models: Sequence[MARModels | VQModels]) -> None:
     if not kinds or len(set(kinds)) < len(kinds) or not set(kinds) <= {MARModels, VQModels}:
         raise ValueError("an engine has MARModels(...), VQModels(...) or one of each")
     for each in models:
-        check_models(each) if isinstance(each, MARModels) else check_vq_models(each)
+        (check_models if isinstance(each, MARModels) else check_vq_models)(each)
 
 
 def check_vq_models(models: VQModels) -> None:
@@ -146,11 +146,14 @@ def check_vq_models(models: VQModels) -> None:
                 raise ValueError(
                     f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same codes"
                 )
-    if models.eagle is not None and models.eagle.config.dim != config.dim:
-        raise ValueError(
-            f"EAGLE drafter and target do not fit: their width is {models.eagle.config.dim} and {config.dim}; take the"
-            " drafter that was trained on this target"
-        )
+    if models.eagle is not None:
+        for name in ("dim", "n_head"):
+            ours, theirs = getattr(config, name), getattr(models.eagle.config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"EAGLE drafter and target do not fit: {name} is {theirs} and {ours}; take the drafter that was"
+                    " trained on this target"
+                )
     if models.tokenizer is not None and models.tokenizer.config.codebook_size != config.vocab_size:
         raise ValueError(
             f"tokenizer and target do not fit: they have {models.tokenizer.config.codebook_size} and"

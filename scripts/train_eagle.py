@@ -26,13 +26,14 @@ NOISE = 0.1  # uniform, on the features that are read: at inference they are pre
 
 
 def predict(target: GPT, drafter: Eagle, labels: Tensor, codes: Tensor, noise: float, g: torch.Generator) -> tuple:
-    """(predicted, true) features [B, L - 1, dim] of positions 1 .. L - 1."""
+    """(predicted, true) features [B, L, dim]; as in drafting, nothing comes before the class."""
     position = torch.arange(codes.shape[1]).unsqueeze(0)
     with torch.no_grad():
         inputs = target.embed(labels, codes[:, :-1])
         features = target.features(inputs, position)
     past = features[:, :-1] + noise * (2 * torch.rand(features[:, :-1].shape, generator=g) - 1)
-    return drafter(past, inputs[:, 1:], target.table(position[:, 1:])), features[:, 1:]
+    past = torch.cat([torch.zeros_like(past[:, :1]), past], dim=1)
+    return drafter(past, inputs, target.table(position)), features
 
 
 def main() -> None:

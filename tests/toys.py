@@ -20,7 +20,7 @@ from cspd.vq.tokenizer import VQConfig, VQModel
 
 CPU = torch.device("cpu")
 LEAST_EXPECTED = 10  # draws a cell of a chi-square test; rarer sequences are pooled
-CODES, LENGTH, CLASSES = 4, 3, 3
+CODES, LENGTH, CLASSES = 4, 4, 3
 SETTINGS = {"cfg": 1.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 

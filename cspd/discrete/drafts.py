@@ -17,9 +17,9 @@ from cspd.discrete.host import Batch, VQHost
 from cspd.discrete.rules import draw_siblings
 from cspd.noise import Purpose
 
-# EAGLE-1's tree, children by parent: (rank, rank, ...) has so many
-EAGLE_TREE = {(): 4, (0,): 4, (1,): 3, (2,): 2, (3,): 1, (0, 0): 3, (0, 1): 2, (0, 2): 2, (1, 0): 2}
-EAGLE_TREE |= {(0, 0, 0): 2, (0, 0, 0, 0): 1}
+# EAGLE-1's tree of 25 codes: the path of ranks (rank, rank, ...) has so many children
+EAGLE_TREE = {(): 4, (0,): 3, (1,): 2, (2,): 2, (3,): 1, (0, 0): 3, (0, 1): 2, (0, 2): 2, (1, 0): 1}
+EAGLE_TREE |= {(0, 0, 0): 3, (0, 0, 0, 0): 2}
 BRANCHES, NODES = 10, 60  # EAGLE-2: expanded a level, and children tried of each; codes kept of all
 LEAST_LOG = -1e4
 
@@ -82,7 +82,7 @@ def _eagle_root(host: VQHost, batch: Batch, height: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[list[int]]]:
+def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[Tensor]]:
     """EAGLE-1's tree down to a height, and the nodes of each depth that have children."""
     paths = [(), *((*parent, i) for parent, count in EAGLE_TREE.items() for i in range(count) if len(parent) < height)]
     paths = sorted(paths, key=lambda path: (len(path), path))
@@ -91,7 +91,8 @@ def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[l
     tallest = len(paths[-1])
     shape = tree.shape_of(parent.to(device), tallest, max(EAGLE_TREE.values()))
     parents = set(parent.tolist())
-    return shape, [[place[p] for p in paths if len(p) == depth and place[p] in parents] for depth in range(tallest)]
+    levels = [[place[p] for p in paths if len(p) == depth and place[p] in parents] for depth in range(tallest)]
+    return shape, [torch.tensor(level, device=device) for level in levels]
 
 
 def eagle_static(host: VQHost, batch: Batch) -> Drafted:
@@ -107,8 +108,7 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     Q = torch.zeros(size, num, host.config.vocab_size, device=host.device)
     features = _eagle_root(host, batch, shape.height)
     known = features.new_zeros(*features.shape[:2], num, features.shape[3])
-    for depth, level in enumerate(levels):
-        nodes = torch.tensor(level, device=host.device)
+    for depth, nodes in enumerate(levels):
         if depth:
             past = known[:, :, shape.parent[nodes]]
             sees, at = shape.sees[nodes], shape.depth[nodes]

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from cspd import noise as philox_noise
 from cspd.discrete.probabilities import guide, probabilities
-from cspd.discrete.rules import neighbours, point
+from cspd.discrete.rules import METRICS, neighbours, point
 from cspd.noise import Purpose
-from cspd.precision import Precision
+from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Sequence
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, CacheView, GPTConfig
@@ -82,9 +82,9 @@ class Cache:
     """Keys and values by layer, row and column: rows 2s and 2s + 1 are slot s under its class and the null class."""
 
     def __init__(
-        self, config: GPTConfig, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
+        self, config: GPTConfig, length: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        columns = -(-(config.block_size + MOST_NODES) // WIDTH_STEP) * WIDTH_STEP
+        columns = -(-(length + MOST_NODES) // WIDTH_STEP) * WIDTH_STEP
         shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
 
@@ -111,7 +111,8 @@ class VQHost:
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures; a method says what it
             means.
-        draws: float32, the same, one inside (0, 1) for each code. running: what methods keep between rounds.
+        draws: float64, the same, one inside (0, 1) for each code. draft_calls: forwards of draft models in this round.
+        running: what methods keep between rounds.
     """
 
     family = "VQ"
@@ -136,7 +137,7 @@ class VQHost:
         length = self.config.block_size + MOST_NODES  # a round may commit past the end
         self.codes = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, length, device=device)
-        self.draws = torch.zeros(num_slots, length, device=device)
+        self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
         self.running: dict[Hashable, object] = {}
         self._caches: dict[str, Cache] = {}
         self._kept: Tensor | None = None
@@ -150,10 +151,11 @@ class VQHost:
         if sequences:
             slots, seeds = torch.tensor([[s.slot, s.request.seed] for s in sequences], device=self.device).T
             position = torch.arange(self.draws.shape[1], device=self.device)
-            self.draws[slots] = self.noise.uniform(seeds.unsqueeze(1), Purpose.CODE, position, num=1).squeeze(-1)
+            self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position)
 
-    def begin(self, sequences: list[Sequence]) -> Batch:
-        """What a round needs to know of its sequences, in the order of their slots."""
+    def begin(self, sequences: list[Sequence], watch: Stopwatch) -> Batch:
+        """What a round needs to know of its sequences, in the order of their slots; `watch` times its forwards."""
+        self._watch, self.draft_calls = watch, 0
         sequences = sorted(sequences, key=lambda s: s.slot)
         requests = [s.request for s in sequences]
         known, slots = [s.num_known for s in sequences], [s.slot for s in sequences]
@@ -183,7 +185,8 @@ class VQHost:
         if model not in self._caches:
             module = self.models[model]
             dtype = torch.bfloat16 if self.precision.policy == "bf16" else torch.float32
-            self._caches[model] = Cache(module.config, len(module.layers), self.num_slots, self.device, dtype)
+            length = self.config.block_size  # weights do not show it, so that a draft's own may be another
+            self._caches[model] = Cache(module.config, length, len(module.layers), self.num_slots, self.device, dtype)
         return self._caches[model]
 
     def embed(self, batch: Batch, codes: Tensor, position: Tensor, model: str = "target") -> Tensor:
@@ -221,6 +224,8 @@ class VQHost:
         places = (start.unsqueeze(1) + columns).repeat_interleave(batch.copies, 0)
         view = self.cache(model).view(batch.rows, places, max(batch.known) + sees.shape[-1])
         mask = _mask(start, sees, view.width).repeat_interleave(batch.copies, 0).unsqueeze(1)
+        self._watch.start("backbone" if model == "target" else "draft")
+        self.draft_calls += model != "target"
         with self.precision.fast():
             inputs = self.embed(batch, codes, position, model)
             position = position.repeat_interleave(batch.copies, 0)
@@ -229,6 +234,7 @@ class VQHost:
                 features = self.models[model](past.transpose(0, 1).flatten(0, 1), inputs, table, mask, view)
             else:
                 features = self.models[model].features(inputs, position, mask, view)
+        self._watch.start("other")
         return features.unflatten(0, (len(batch), batch.copies)).transpose(0, 1)
 
     def distributions(self, batch: Batch, features: Tensor, model: str = "target", soft: bool = False) -> Tensor:
@@ -238,8 +244,10 @@ class VQHost:
         the likeliest code themselves.
         """
         output = self.models["target" if model == "eagle" else model].output
+        self._watch.start("backbone" if model == "target" else "draft")
         with self.precision.fast():
             logits = output(features)
+        self._watch.start("other")
         logits = guide(logits.float(), batch.scale)
         if batch.greedy and not soft:
             return point(logits.argmax(-1), logits)
@@ -247,13 +255,13 @@ class VQHost:
         return probabilities(logits, temperature, batch.top_k, batch.top_p)
 
     def drawn(self, batch: Batch, ahead: Tensor) -> Tensor:
-        """The request's own draws inside (0, 1), float32 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the
+        """The request's own draws inside (0, 1), float64 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the
         committed ones: a draft that equals the target draws what the target would have.
         """
         return self.draws[batch.slot.unsqueeze(1), batch.known_t.unsqueeze(1) + ahead]
 
     def uniform(self, batch: Batch, purpose: int, ahead: Tensor, index: Tensor | int = 0, fresh: bool = True) -> Tensor:
-        """Draws inside (0, 1), float32 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the committed ones.
+        """Draws inside (0, 1), float64 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the committed ones.
 
         Args:
             index: int64 [n] or [B, n], which of several draws for a code.
@@ -262,7 +270,7 @@ class VQHost:
         """
         position, seed = batch.known_t.unsqueeze(1) + ahead, batch.seed.unsqueeze(1)
         step = batch.round.unsqueeze(1) if fresh else 0
-        return self.noise.uniform(seed, purpose, position, step, index, num=1).squeeze(-1)
+        return self.noise.fine_uniform(seed, purpose, position, step, index)
 
     def last(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """The codes [B, count] of the last `count` inputs and the position int64 [B] of the first of them, at least 0.
@@ -301,8 +309,9 @@ class VQHost:
         places = (start + path, start + torch.arange(path.shape[1], device=self.device))
         self.cache("target").move(batch.rows, *(p.repeat_interleave(batch.copies, 0) for p in places))
 
-    def near(self, metric: str, k: int) -> Tensor:
-        """The k codes nearest to each one as the decoder sees them, int64 [V, k]; found on first use."""
+    def near(self, metric: str | None, k: int) -> Tensor:
+        """The k codes nearest to each one as the decoder sees them, int64 [V, k], by "l2" or "cosine"; found once."""
+        metric = metric or METRICS[0]
         tables = _NEAR.setdefault(self.models["tokenizer"], {})
         if metric not in tables or tables[metric].shape[1] < min(k, self.config.vocab_size - 1):
             tables[metric] = neighbours(self.models["tokenizer"].codebook.float(), k, metric)

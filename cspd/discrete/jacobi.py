@@ -62,9 +62,8 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     """Judges every window by one forward of the target, commits the accepted prefix and one code more (two after a
     sibling), drafts the rest anew, and returns the sequences that are finished.
     """
-    batch, request = host.begin(sequences), sequences[0].request
+    batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
-    watch.start("draft")
     c = comb(request.window, request.pd_k, request.pd_d, host.device)
     windows, F, D = _windows(host, c.path), c.path, len(c.siblings)
     levels = torch.arange(F, device=host.device)
@@ -79,18 +78,16 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     Q = torch.where(fresh.unsqueeze(-1), 1 / vocabulary, windows.Q[batch.slot])
     others = _siblings(host, batch, c, rule, codes, Q)
 
-    watch.start("backbone")
     nodes = torch.cat([host.last(batch, 1)[0], codes, others.flatten(1)], 1)
     features = host.features(batch, nodes, batch.known_t, c.shape.depth, c.shape.sees)
     everywhere = host.distributions(batch, features, soft=rule.greedy)
     P = everywhere[:, :F]  # of level j, after its parent on the first path
 
-    watch.start("other")
     room = (host.config.block_size - batch.known_t).unsqueeze(1)
     coins = host.uniform(
         batch, Purpose.CODE_COIN, (c.shape.depth - 1).clamp(min=0), torch.arange(c.shape.num_nodes, device=host.device)
     )
-    near = host.near(request.metric or "l2", request.k) if rule.pools else None
+    near = host.near(request.metric, rule.k) if rule.pools else None
     first = judge_siblings(rule, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1, near)
     kept = ((first.index == 0) & (levels < room)).int().cumprod(1)
     count = kept.sum(1, keepdim=True)  # codes of the first path that are accepted
@@ -125,7 +122,9 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     # the tail: kept or drawn again, by the exact rule whatever the request's, so that its law is P's
     exact = Rule(greedy=rule.greedy)
     if request.continuation:
-        again = judge_siblings(exact, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1)
+        again = first
+        if rule.name != "exact":
+            again = judge_siblings(exact, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1)
         tail = torch.where(again.index == 0, codes, sample(again.residual, u[:, :F]))
     else:
         tail = sample(exact.target(P), u[:, :F])
@@ -139,7 +138,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
 
     judged = levels < torch.minimum(count + refused.unsqueeze(1), room)
     bound = (first.bound * judged).sum(1) + second.bound
-    return account(host, batch, accepted, bound, judged, kept.bool())
+    return account(host, batch, accepted, bound, judged, levels < accepted.unsqueeze(1))
 
 
 def _siblings(host: VQHost, batch: Batch, c: Comb, rule: Rule, codes: Tensor, Q: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def probabilities(logits: Tensor, temperature: Tensor, top_k: list[int], top_p: 
             Tokens as likely as the last kept one are kept too.
     """
     batch = [-1, *[1] * (logits.dim() - 1)]
-    scaled = logits / temperature.view(batch)
+    scaled = logits / temperature.view(batch).clamp(min=1e-5)
     if any(top_k) or min(top_p) < 1:
         scaled = scaled.masked_fill(scaled < _least(scaled, top_k, top_p, batch), -torch.inf)
     return scaled.softmax(-1)
@@ -38,5 +38,7 @@ def _least(logits: Tensor, top_k: list[int], top_p: list[float], batch: list[int
     beyond = torch.arange(max(kept), device=logits.device) >= count
     mass = ordered.masked_fill(beyond, -torch.inf).softmax(-1)
     before = mass.cumsum(-1) - mass
-    reached = before > torch.tensor(top_p, device=logits.device, dtype=logits.dtype).view(batch)
+    # rounding must not cut the tail of who keeps everything
+    most = torch.tensor([p if p < 1 else 2 for p in top_p], device=logits.device, dtype=logits.dtype)
+    reached = before > most.view(batch)
     return ordered.masked_fill(beyond | reached, torch.inf).amin(-1, keepdim=True)

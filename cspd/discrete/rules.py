@@ -122,9 +122,9 @@ def sample(P: Tensor, u: Tensor) -> Tensor:
 def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
     """Siblings without replacement, in the order drawn: uniforms [..., K] to tokens [..., K], -1 once Q is used up."""
     drawn = []
-    for uniform in u.unbind(-1):
+    for i, uniform in enumerate(u.unbind(-1)):
+        Q = without(Q, drawn[-1].unsqueeze(-1)) if i else Q
         drawn.append(torch.where(Q.amax(-1) > 0, sample(Q, uniform), -1))
-        Q = without(Q, drawn[-1].unsqueeze(-1))
     return torch.stack(drawn, dim=-1)
 
 
@@ -247,6 +247,8 @@ class Rule:
 
     def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         """What judging a candidate adds to the bound on the total variation [...]; the cap at 1 is the caller's."""
+        if self.name == "exact":
+            return torch.zeros_like(P[..., 0])
         # where omega < 1 the shortcut is biased though Q f <= P
         shortcut = self.name == "cool-sd" and not (self.optimal or self.greedy)
         return bound(self.target(P), Q, f, residual(P, Q, 1.0) if shortcut else None)
@@ -293,6 +295,6 @@ def judge_siblings(
         total = total + torch.where(judged, rule.bound(P, q, f), 0)
         if not rule.greedy:
             P = torch.where(judged.unsqueeze(-1), rule.resample(P, q, f, token, near), P)
-        if not points:
+        if not points and i + 1 < candidates.shape[-1]:
             Q = without(Q, x.unsqueeze(-1))
     return Judged(index, rule.target(P), total)

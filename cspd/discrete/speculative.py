@@ -33,7 +33,10 @@ def rule_of(request: Request) -> Rule:
     """
     names = ("delta", "schedule", "nu", "lam", "k", "optimal")
     parameters = {name: getattr(request, name) for name in names}
-    length = request.gamma or min(request.window or 1, WINDOW_CAP)
+    length = request.gamma
+    if request.pd_k is not None:  # of a window: the first path, as far as a schedule goes
+        path = request.window - (request.pd_k - 1) * request.pd_d
+        length = min(path, WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP)
     return _rule(request.rule or "exact", request.temperature == 0, length=length, **parameters)
 
 
@@ -41,19 +44,16 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     """Drafts codes for every sequence, has the target judge them all in one forward, commits what is accepted and one
     code more, and returns the sequences that are finished.
     """
-    batch, request = host.begin(sequences), sequences[0].request
+    batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
-    watch.start("draft")
     shape, codes, Q = DRAFTS[request.draft or "none"](host, batch)
-    watch.start("backbone")
     features = host.features(batch, codes, batch.known_t, shape.depth, shape.sees)
-    P = host.distributions(batch, features, soft=rule.greedy)
-    watch.start("other")
+    P = host.distributions(batch, features, soft=rule.pools)
     length, height, device = host.config.block_size, shape.height, host.device
     coins, nodes = P[..., 0], torch.arange(shape.num_nodes, device=device)
     if height:
         coins = host.uniform(batch, Purpose.CODE_COIN, (shape.depth - 1).clamp(min=0), nodes)
-    near = host.near(request.metric or "l2", request.k) if rule.pools else None
+    near = host.near(request.metric, rule.k) if rule.pools else None
     verified = verify(rule, shape, codes, P, Q, coins, length - batch.known_t, near)
     # a refused code's successor is drawn anew; any other is what the target itself would draw there
     place = verified.count.unsqueeze(1)
@@ -93,6 +93,7 @@ def account(
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
+        stats.draft_backbone_calls += host.draft_calls
         stats.bound += bound
         stats.committed[committed] = stats.committed.get(committed, 0) + 1
         parts = by_depth[:height], by_depth[height:]

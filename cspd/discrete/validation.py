@@ -17,6 +17,9 @@ from cspd.validation import check_choice, check_common, check_integer, check_rea
 
 FOREIGN = ("num_iter", "cfg_schedule", "num_sampling_steps")  # settings of MAR
 HIGHEST = {"chain": MOST_NODES - 1, "eagle-static": 1 + max(map(len, EAGLE_TREE)), "eagle-dynamic": 8}
+WORKING = 10  # tensors [N, V] that a round may hold at once
+PARAMETERS = {"uniform-rsd": {"delta", "optimal"}, "cool-sd": {"delta", "schedule", "nu", "optimal"}}
+PARAMETERS |= {"lantern": {"delta", "k", "metric", "optimal"}, "lantern++": {"lam", "k", "metric", "optimal"}}
 NEEDED = {"chain": "draft", "eagle-static": "eagle", "eagle-dynamic": "eagle"}
 
 
@@ -66,11 +69,22 @@ def _check_draft(request: Request, host: VQHost) -> None:
 
 def _check_rule(request: Request, host: VQHost) -> None:
     check_choice("rule", request.rule, NAMES)
+    for name in sorted(set().union(*PARAMETERS.values()) - PARAMETERS.get(request.rule, set())):
+        if getattr(request, name) is not None:
+            having = ", ".join(rule for rule, names in PARAMETERS.items() if name in names)
+            raise ValueError(f"{name}={getattr(request, name)!r} is no parameter of rule {request.rule!r}: of {having}")
+    for name in ("delta", "nu", "lam", "k"):
+        if getattr(request, name) is not None:
+            check_real(name, getattr(request, name), "see `cspd sample --help`")
+    if request.optimal not in (None, True, False):
+        raise ValueError(f"optimal={request.optimal!r} is not True or False")
     if request.metric is not None:
         check_choice("metric", request.metric, METRICS)
     rule = rule_of(request)
-    if rule.pools and host.models["tokenizer"] is None:
-        raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
+    if rule.pools:
+        if host.models["tokenizer"] is None:
+            raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
+        host.near(request.metric, rule.k)  # now, and not while others wait in a round
 
 
 def check_cache(models: VQModels, max_batch: int, precision: Precision, device: torch.device) -> None:
@@ -78,11 +92,15 @@ def check_cache(models: VQModels, max_batch: int, precision: Precision, device: 
     check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
     size = 2 if precision.policy == "bf16" else 4
     gpts = [m for m in (models.target, models.draft, models.eagle) if m is not None]
-    per_slot = sum(4 * size * len(m.layers) * (m.config.block_size + MOST_NODES) * m.config.dim for m in gpts)
+    config = models.target.config
+    judged = 4 * MOST_NODES * config.vocab_size * WORKING
+    columns = config.block_size + MOST_NODES
+    per_slot = judged + sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)
     free = free_bytes(device)
     if per_slot * max_batch > free:
+        fit = free // per_slot
+        fix = f"use max_batch <= {fit}" if fit else "use a smaller model or another device"
         raise ValueError(
-            f"max_batch={max_batch} needs about {per_slot * max_batch / 2**30:.1f} GiB of key-value caches and"
-            f" {device} has {free / 2**30:.1f} GiB free: use max_batch <= {free // per_slot}, or precision 'bf16',"
-            " which halves it"
+            f"max_batch={max_batch} needs about {per_slot * max_batch / 2**30:.1f} GiB for key-value caches and"
+            f" distributions, and {device} has {free / 2**30:.1f} GiB free: {fix}"
         )

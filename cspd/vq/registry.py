@@ -28,11 +28,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class GPTSpec:
-    """A named GPT size, its published sampling settings and the tokenizer of its tokens.
-
-    Attributes:
-        block_size: tokens an image of the published file; weights do not show it.
-    """
+    """A named GPT size, its published sampling settings and the tokenizer of its tokens."""
 
     config: GPTConfig
     tokenizer: str

@@ -9,6 +9,7 @@ from conftest import relative_error
 from toys import CLASSES, draw, request_of, toy_gpt, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
+from cspd.discrete.host import VQHost
 from cspd.discrete.probabilities import probabilities
 from cspd.discrete.rules import sample
 from cspd.methods import METHODS, OPTIONS
@@ -24,7 +25,7 @@ COMPOSED = [
     Request(1, method="eagle", rule="uniform-rsd", delta=1.5, optimal=False),
     Request(1, method="eagle2", rule="lantern++", lam=0.5, k=3, metric="cosine"),
     Request(1, method="sjd-pac", rule="cool-sd", delta=1.1, **SMALL["sjd-pac"]),
-    Request(1, method="sjd", rule="lantern", delta=0.2, k=2, window=5, continuation=True),
+    Request(1, method="sjd", rule="lantern", delta=0.2, window=5, continuation=True),
 ]
 
 
@@ -60,7 +61,7 @@ def test_plain_sampling_is_the_published_one(settings):
     names = ("cfg", "temperature", "top_k", "top_p")
 
     def ours(p, position):
-        return sample(p, noise.uniform(seeds, Purpose.CODE, torch.full_like(seeds, position), num=1).squeeze(-1))
+        return sample(p, noise.fine_uniform(seeds, Purpose.CODE, torch.full_like(seeds, position)))
 
     labels = torch.full_like(seeds, request.label)
     assert torch.equal(codes, reference.sample(target, labels, draw=ours, **{n: getattr(request, n) for n in names}))
@@ -83,6 +84,57 @@ def test_batched_settings_are_those_of_the_reference():
     for i in range(6):
         expected = reference.distribution(logits[i : i + 1], temperature[i].item(), top_k[i], top_p[i])[0]
         assert torch.allclose(ours[i], expected, atol=1e-6)
+
+
+def recorded(monkeypatch, module, name, keep):
+    """Has module.name note what it returns, as `keep` makes it of (arguments, result)."""
+    noted, function = [], getattr(module, name)
+
+    def wrapper(*args, **options):
+        result = function(*args, **options)
+        noted.append(keep(args, options, result))
+        return result
+
+    monkeypatch.setattr(module, name, wrapper)
+    return noted
+
+
+def teacher_forced(models, label, codes):
+    """Features of target, draft and drafter at every position of a class and its codes [L], and of the null class."""
+    inputs = torch.tensor([label, CLASSES]), codes[:-1].expand(2, -1)
+    position = torch.arange(len(codes)).unsqueeze(0)
+    target, draft = (models[m].features(models[m].embed(*inputs), position) for m in ("target", "draft"))
+    past = torch.cat([torch.zeros_like(target[:, :1]), target[:, :-1]], 1)
+    eagle = models["eagle"](past, models["target"].embed(*inputs), models["target"].table(position))
+    return {"target": target, "draft": draft, "eagle": eagle}
+
+
+@pytest.mark.parametrize("method", OF_VQ)
+def test_caches_hold_what_a_forward_from_scratch_would_say(method, monkeypatch):
+    """At the root of every round, after codes were accepted along any path, in slots apart from each other."""
+    models = toy_models(codes=9, length=16)
+
+    def root(args, options, result):
+        model = args[6] if len(args) > 6 else options.get("model", "target")
+        return model, args[1], result
+
+    noted = recorded(monkeypatch, VQHost, "features", root)
+    codes, _ = draw(models, request_of(method, **SMALL.get(method, {})), 12, batch=12)
+    checked = dict.fromkeys(("target", "draft", "eagle"), 0)
+    expected = [teacher_forced(models, 1, c) for c in codes]
+    seen = set()
+    for model, batch, features in noted:
+        kind = model, tuple(batch.known), tuple(batch.slot.tolist())
+        if kind in seen:
+            continue  # a tree's lower levels
+        seen.add(kind)
+        recent = {"target": 1, "draft": 2}.get(model, features.shape[2])  # the root is the last of so many inputs
+        for row, (slot, known) in enumerate(zip(batch.slot.tolist(), batch.known)):
+            at = min(known, recent - 1)
+            assert relative_error(features[:, row, at], expected[slot][model][:, known]) < 1e-4
+            checked[model] += 1
+    needed = {"ar": set(), "sd": {"draft"}, "sjd": set(), "sjd-pac": set()}.get(method, {"eagle"}) | {"target"}
+    assert {model for model, count in checked.items() if count > 12} == needed
 
 
 def mixed_requests():
@@ -137,13 +189,17 @@ def test_what_is_counted():
             assert sum(s.committed.values()) == s.backbone_calls == s.iterations
             judged, accepted = s.by_lag
             assert all(0 <= a <= j for a, j in zip(accepted, judged))
-            assert sum(accepted) >= 9 - s.backbone_calls - (1 if method == "sjd-pac" else 0) * s.backbone_calls
+            assert 9 - s.backbone_calls <= sum(accepted) <= 9
+            assert (s.draft_backbone_calls > 0) == (METHODS[method].needs != "-")
             assert (s.bound > 0) or METHODS[method].options.get("rule", "exact") == "exact"
 
 
 def test_guarantees():
     engine = Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
     assert engine.resolve(Request(0)).method == "sjd-pac"
+    assert engine.resolve(Request(0, draft="eagle-static", rule="cool-sd", delta=1.1, gamma=3)).method == "sd"
+    linear = Request(0, method="sjd", window=64, rule="cool-sd", delta=1.1, schedule="linear")
+    assert engine.resolve(linear).schedule == "linear"
     for request, expected in zip(COMPOSED, ["bounded"] * 6):
         output = engine.generate([dataclasses.replace(request, window=7 if request.window else None)])[0]
         assert output.stats.guarantee == expected
@@ -171,6 +227,10 @@ BAD = [
     ({"label": 3}, "0..2"),
     ({"method": "sd", "metric": "l1", "rule": "lantern", "delta": 0.1}, "l2, cosine"),
     ({"method": "eagle", "draft": "jacobi"}, "choose one of chain"),
+    ({"method": "sd", "delta": 1.5}, "of uniform-rsd, cool-sd, lantern"),
+    ({"method": "cool-sd", "lam": 1.0}, "of lantern++"),
+    ({"method": "cool-sd", "delta": [1]}, "delta=[1] is not a finite number"),
+    ({"method": "cool-sd", "optimal": "no"}, "True or False"),
 ]
 
 
@@ -200,14 +260,14 @@ def test_models_that_do_not_fit():
     models = toy_models()
     for changes, advice in [
         ({"draft": toy_gpt(0, codes=5)}, "vocab_size is 5 and 4"),
-        ({"eagle": Eagle(dataclasses.replace(models["target"].config, dim=16))}, "width is 16 and 8"),
+        ({"eagle": Eagle(dataclasses.replace(models["target"].config, dim=16))}, "dim is 16 and 8"),
         ({"tokenizer": toy_models(codes=6)["tokenizer"]}, "6 and 4 codes"),
     ]:
         with pytest.raises(ValueError, match=advice):
             Engine(VQModels(**models | changes), device="cpu")
     with pytest.raises(ValueError, match="one of each"):
         Engine(VQModels(**models), VQModels(**models), device="cpu")
-    with pytest.raises(ValueError, match=r"max_batch=1048576 needs about .* of key-value caches"):
+    with pytest.raises(ValueError, match=r"max_batch=1048576 needs about .* for key-value caches"):
         Engine(VQModels(toy_gpt(0, length=16384)), max_batch=2**20, device="cpu")
 
 
