@@ -15,6 +15,7 @@ test: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
+	$(BIN)/cspd bench --vq --batch 1,8
 
 $(VENV)/ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

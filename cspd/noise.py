@@ -54,7 +54,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 @functools.lru_cache(maxsize=64)
 def _constants(dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The multipliers [2, 1, ...] and every round's key bumps [ROUNDS, 2, 1, ...], for counters of `dims` dimensions."""
+    """The multipliers [2, 1, ...] and the rounds' key bumps [ROUNDS, 2, 1, ...], for counters of so many dimensions."""
     with torch.inference_mode(False):
         multipliers = torch.tensor(MULTIPLIERS[::-1], device=device).view(2, *[1] * dims)
         bumps = torch.arange(ROUNDS, device=device).view(-1, 1) * torch.tensor(WEYL, device=device)
