@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from cspd import noise as philox_noise
@@ -169,9 +168,8 @@ class Engine:
         except BaseException:  # cut off in the middle of a round, its state is no one's any more
             self._clear()
             raise
-        tokens, heat = host.results(finished)
-        self.scheduler.release(finished)
-        outputs = _outputs(host, finished, tokens, heat, watch)
+        self.scheduler.release(finished)  # first: an image that cannot be decoded must not run on
+        outputs = _outputs(host, finished, watch)
         seconds = watch.seconds()
         for sequence in batch:
             for phase, spent in seconds.items():
@@ -251,11 +249,10 @@ def _placed(models: MARModels | VQModels, device: torch.device) -> MARModels | V
     return dataclasses.replace(models, **placed)
 
 
-def _outputs(
-    host: MARHost | VQHost, finished: list[Sequence], tokens: Tensor, heat: Tensor, watch: Stopwatch
-) -> dict[int, Output]:
+def _outputs(host: MARHost | VQHost, finished: list[Sequence], watch: Stopwatch) -> dict[int, Output]:
     if not finished:
         return {}
+    tokens, heat = host.results(finished)
     watch.start("decode")
     images = host.decode(tokens)
     watch.start("other")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cspd.continuous import ar, cspd, speculative
+from cspd.discrete import ar as vq_ar
 from cspd.discrete import jacobi
 from cspd.discrete import speculative as vq_speculative
 from cspd.discrete.drafts import DRAFTS
@@ -58,7 +59,7 @@ _TABLE = [
         "exact",
         "plain sampling: every token of MAR by the full denoising chain, VQ codes one by one",
         "arXiv 2406.11838, 2406.06525",
-        {"MAR": ar.round, "VQ": vq_speculative.round},
+        {"MAR": ar.round, "VQ": vq_ar.round},
     ),
     Method(
         "speculative",
@@ -124,7 +125,6 @@ _TABLE = [
 ]
 
 METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
-VQ_DRAFTS = [draft for draft in DRAFTS if draft != "none"]  # a request that names one needs no method
 DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}
 OPTIONS = {option for method in _TABLE for option in method.options}
 
@@ -147,8 +147,8 @@ def with_family(request: Request, families: list[str]) -> Request:
     if request.family is not None and request.family not in families:
         raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
     name = request.method
-    if name is None:
-        name = "sd" if "VQ" in wanted and request.draft in VQ_DRAFTS else DEFAULTS[wanted[0]]
+    if name is None:  # a draft of VQ codes says enough
+        name = "sd" if "VQ" in wanted and request.draft in DRAFTS else DEFAULTS[wanted[0]]
     if not isinstance(name, str) or name not in METHODS:
         raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(METHODS)}")
     able = [family for family in wanted if family in METHODS[name].rounds]

@@ -86,13 +86,14 @@ def heat_grid(
     else:
         legend = [(value, f"{low + value * (high - low):.0f}") for value in np.linspace(0, 1, 5)]
         legend[-1] = (1.0, f"{high:.0f} head calls")
-    line = 18
-    canvas = Image.new("RGB", (max(picture.width, 280), picture.height + line + 2 * MARGIN), "white")
+    line, font = 18, ImageFont.load_default(size=12)
+    widths = [line + 3 * MARGIN + math.ceil(font.getlength(text)) for _, text in legend]
+    canvas = Image.new("RGB", (max(picture.width, sum(widths)), picture.height + line + 2 * MARGIN), "white")
     canvas.paste(picture)
     draw, x = ImageDraw.Draw(canvas), MARGIN
-    for value, text in legend:
+    for (value, text), width in zip(legend, widths):
         colour = tuple(colours(np.ma.masked_invalid([value]), bytes=True)[0, :3].tolist())
         draw.rectangle((x, picture.height, x + line, picture.height + line), fill=colour)
-        draw.text((x + line + MARGIN, picture.height + 2), text, fill="black", font=ImageFont.load_default(size=12))
-        x += line + 3 * MARGIN + int(draw.textlength(text, font=ImageFont.load_default(size=12)))
+        draw.text((x + line + MARGIN, picture.height + 2), text, fill="black", font=font)
+        x += width
     return canvas

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from training import HELD_OUT_SEED, export, fit
 
 from cspd.data import coloured_digits
-from cspd.vq.checkpoint import load_tokenizer
+from cspd.vq.checkpoint import load_gpt, load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, create_gpt
 
@@ -33,24 +33,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the data: a later run takes another")
     parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/digits32_vq/tokenizer.safetensors"))
+    parser.add_argument("--init", type=Path, help="weights to start from, of an earlier run (default: random)")
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    settings = {name: getattr(args, name) for name in ("arch", "steps", "batch", "lr")}
+    settings = {name: getattr(args, name) for name in ("arch", "steps", "batch", "lr", "first_seed")}
+    settings["init"] = str(args.init)
     tokenizer = load_tokenizer(args.tokenizer)
     torch.manual_seed(0)
     model = create_gpt(args.arch).train()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.0 if name == "output.weight" else 0.02)
+    if args.init:
+        model.load_state_dict(load_gpt(args.init, args.arch).state_dict())
 
     def loss_fn(step: int) -> tuple[Tensor, dict[str, float]]:
-        images, labels = coloured_digits(args.batch, seed=step)
+        seed = args.first_seed + step
+        images, labels = coloured_digits(args.batch, seed=seed)
         with torch.no_grad():
             codes = tokenizer.encode(images)
-        drop = torch.rand(len(labels), generator=torch.Generator().manual_seed(step)) < LABEL_DROP
+        drop = torch.rand(len(labels), generator=torch.Generator().manual_seed(seed)) < LABEL_DROP
         labels = torch.where(drop, model.config.num_classes, labels)
         with torch.autocast("cpu", torch.bfloat16):
             loss = cross_entropy(model, labels, codes)

@@ -1,4 +1,4 @@
-"""What is drafted for the target to judge: nothing, a chain by a smaller model, or a tree by EAGLE's drafter.
+"""What is drafted for the target to judge: a chain by a smaller model, or a tree by EAGLE's drafter.
 
 Codes are drawn from the draft's own guided and filtered distribution, siblings without replacement; EAGLE-2's, and all
 at temperature 0, are chosen, and judged as point masses.
@@ -32,19 +32,9 @@ class Drafted(NamedTuple):
     Q: Tensor | None
 
 
-def none(host: VQHost, batch: Batch) -> Drafted:
-    """Only the root: the next code is drawn from the target."""
-    return Drafted(_chain_shape(0, host.device), host.last(batch, 1)[0], None)
-
-
 @functools.lru_cache(maxsize=64)
 def _chain_shape(length: int, device: torch.device) -> tree.Shape:
     return tree.chain(length, device)
-
-
-@functools.lru_cache(maxsize=64)
-def _causal(count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, count, dtype=torch.bool, device=device).tril()
 
 
 def _pick(features: Tensor, index: Tensor) -> Tensor:
@@ -55,17 +45,15 @@ def _pick(features: Tensor, index: Tensor) -> Tensor:
 def chain(host: VQHost, batch: Batch) -> Drafted:
     """gamma codes, one after the other, by the draft model."""
     gamma, device = batch.sequences[0].request.gamma, host.device
-    steps, causal = torch.arange(max(gamma, 2), device=device), _causal(max(gamma, 2), device)
     # the last two inputs: of a round that accepted everything, the draft has not seen the last but one
     recent, start = host.last(batch, 2)
-    features = host.features(batch, recent, start, steps[:2], causal[:2, :2], "draft")
+    features = host.features(batch, recent, start, "draft")
     features = _pick(features, (batch.known_t - start).unsqueeze(1))
-    u = host.drawn(batch, steps[:gamma])
+    u = host.drawn(batch, torch.arange(gamma, device=device))
     codes, Q = [host.last(batch, 1)[0]], []
     for i in range(gamma):
         if i:
-            at = steps[i : i + 1]
-            features = host.features(batch, codes[-1], batch.known_t, at, causal[at], "draft", columns=at)
+            features = host.features(batch, codes[-1], batch.known_t + i, "draft", ahead=i)
         Q.append(host.distributions(batch, features, "draft"))
         codes.append(draw_siblings(Q[-1][:, 0], u[:, i : i + 1]))
     Q.append(torch.zeros_like(Q[0]))  # after the last code nothing is drafted
@@ -77,7 +65,7 @@ def _eagle_root(host: VQHost, batch: Batch, height: int) -> Tensor:
     recent, start = host.last(batch, height + 1)
     steps = torch.arange(height + 1, device=host.device)
     past = host.past_features(batch, start.unsqueeze(1) + steps)
-    features = host.features(batch, recent, start, steps, _causal(height + 1, host.device), "eagle", past=past)
+    features = host.features(batch, recent, start, "eagle", past=past)
     return _pick(features, (batch.known_t - start).unsqueeze(1))
 
 
@@ -112,7 +100,9 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
         if depth:
             past = known[:, :, shape.parent[nodes]]
             sees, at = shape.sees[nodes], shape.depth[nodes]
-            features = host.features(batch, codes[:, nodes], batch.known_t, at, sees, "eagle", columns=nodes, past=past)
+            features = host.features(
+                batch, codes[:, nodes], batch.known_t, "eagle", depth=at, sees=sees, columns=nodes, past=past
+            )
         known[:, :, nodes] = features
         Q[:, nodes] = host.distributions(batch, features, "eagle", soft=greedy)
         children = shape.children[nodes]  # [n, K]
@@ -153,7 +143,7 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
         sees = sees[rows, above] | (torch.arange(width, device=device) == columns.unsqueeze(1))
         at = torch.full((branches,), depth, device=device)
         past, codes = _pick(features, above), codes.flatten(1).gather(1, best)
-        features = host.features(batch, codes, batch.known_t, at, sees, "eagle", columns=columns, past=past)
+        features = host.features(batch, codes, batch.known_t, "eagle", depth=at, sees=sees, columns=columns, past=past)
     codes, value, parent = (torch.cat(parts, 1) for parts in zip(*found))
     # a child is never likelier than its parent; equals are told apart so that a parent is kept first
     depths = torch.cat([torch.full_like(part[2][0], depth) for depth, part in enumerate(found)])
@@ -164,4 +154,4 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     return Drafted(tree.shape_of(parent, height, branches), codes, None)
 
 
-DRAFTS = {"none": none, "chain": chain, "eagle-static": eagle_static, "eagle-dynamic": eagle_dynamic}
+DRAFTS = {"chain": chain, "eagle-static": eagle_static, "eagle-dynamic": eagle_dynamic}

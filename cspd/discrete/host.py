@@ -24,7 +24,7 @@ from cspd.vq.tokenizer import VQModel
 
 DECODE_BATCH = 8  # images through the tokenizer at once, which bounds its memory
 MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or last code, and what is drafted
-WIDTH_STEP = 32  # cache columns are looked at in multiples of this, so that shapes repeat
+WIDTH_STEP = 8  # cache columns are looked at in multiples of this, so that shapes repeat
 
 
 _NEAR: weakref.WeakKeyDictionary[VQModel, dict[str, Tensor]] = weakref.WeakKeyDictionary()  # by metric, see `near`
@@ -88,8 +88,11 @@ class Cache:
         shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
 
+    def width(self, least: int) -> int:
+        """How many columns to look at, at least so many."""
+        return min(-(-least // WIDTH_STEP) * WIDTH_STEP, self.tensor.shape[3])
+
     def view(self, rows: Tensor | slice, columns: Tensor, width: int) -> CacheView:
-        width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, self.tensor.shape[3])
         return CacheView(*self.tensor, rows, columns, width)
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
@@ -192,6 +195,8 @@ class VQHost:
     def embed(self, batch: Batch, codes: Tensor, position: Tensor, model: str = "target") -> Tensor:
         """Inputs [B * copies, N, dim] of codes [B, N] at positions [B, N]: of the class where the position is 0."""
         module = self.models["target" if model == "eagle" else model]
+        if min(batch.known) >= codes.shape[1]:  # no input is before the last so many
+            return module.tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
         null = torch.full_like(batch.label, self.config.num_classes)
         classes = torch.stack([batch.label, null], 1)[:, : batch.copies].flatten()
         codes, position = (t.repeat_interleave(batch.copies, 0) for t in (codes, position))
@@ -203,27 +208,37 @@ class VQHost:
         batch: Batch,
         codes: Tensor,
         start: Tensor,
-        depth: Tensor,
-        sees: Tensor,
         model: str = "target",
         *,
+        depth: Tensor | None = None,
+        sees: Tensor | None = None,
         columns: Tensor | None = None,
         past: Tensor | None = None,
+        ahead: int = 0,
     ) -> Tensor:
         """Features [copies, B, N, dim] after codes [B, N]: one forward, which leaves keys and values in the cache.
 
         Args:
             start: int64 [B]. Everything in the cache before this column is seen by all.
-            depth: int64 [N] or [B, N], positions of the codes beyond `start`.
-            sees: bool [N, M] or [B, N, M], which of the M columns from `start` on each code looks at.
-            columns: int64 [N], where the codes' keys and values go, beyond `start`; 0 .. N - 1 by default.
+            depth: int64 [N] or [B, N], positions of the codes beyond `start`; by default one after the other.
+            sees: bool [N, M] or [B, N, M], which of the M columns from `start` on each code looks at; by default its
+                own and those before it.
+            columns: int64 [N], where the codes' keys and values go, beyond `start`; by default one after the other.
             past: [copies, B, N, dim], to "eagle": the features before the codes.
+            ahead: how far `start` is beyond the last committed input, at most.
         """
-        columns = torch.arange(codes.shape[1], device=self.device) if columns is None else columns
+        count = codes.shape[1]
+        columns = torch.arange(count, device=self.device) if columns is None else columns
+        depth = columns if depth is None else depth
         position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
-        places = (start.unsqueeze(1) + columns).repeat_interleave(batch.copies, 0)
-        view = self.cache(model).view(batch.rows, places, max(batch.known) + sees.shape[-1])
-        mask = _mask(start, sees, view.width).repeat_interleave(batch.copies, 0).unsqueeze(1)
+        places = start.unsqueeze(1) + columns
+        width = self.cache(model).width(max(batch.known) + ahead + (count if sees is None else sees.shape[-1]))
+        view = self.cache(model).view(batch.rows, places.repeat_interleave(batch.copies, 0), width)
+        if sees is None:
+            mask = torch.arange(width, device=self.device) <= places.unsqueeze(-1)
+        else:
+            mask = _mask(start, sees, width)
+        mask = mask.repeat_interleave(batch.copies, 0).unsqueeze(1)
         self._watch.start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
         with self.precision.fast():

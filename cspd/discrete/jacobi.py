@@ -79,7 +79,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     others = _siblings(host, batch, c, rule, codes, Q)
 
     nodes = torch.cat([host.last(batch, 1)[0], codes, others.flatten(1)], 1)
-    features = host.features(batch, nodes, batch.known_t, c.shape.depth, c.shape.sees)
+    features = host.features(batch, nodes, batch.known_t, depth=c.shape.depth, sees=c.shape.sees)
     everywhere = host.distributions(batch, features, soft=rule.greedy)
     P = everywhere[:, :F]  # of level j, after its parent on the first path
 

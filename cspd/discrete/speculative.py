@@ -1,4 +1,4 @@
-"""One round of draft, verification and commitment for VQ codes; with nothing drafted it is plain sampling, `ar`.
+"""One round of draft, verification and commitment for VQ codes.
 
 Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft, see docs/bounds.md.
 """
@@ -37,7 +37,7 @@ def rule_of(request: Request) -> Rule:
     if request.pd_k is not None:  # of a window: the first path, as far as a schedule goes
         path = request.window - (request.pd_k - 1) * request.pd_d
         length = min(path, WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP)
-    return _rule(request.rule or "exact", request.temperature == 0, length=length, **parameters)
+    return _rule(request.rule, request.temperature == 0, length=length, **parameters)
 
 
 def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -46,20 +46,18 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     """
     batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
-    shape, codes, Q = DRAFTS[request.draft or "none"](host, batch)
-    features = host.features(batch, codes, batch.known_t, shape.depth, shape.sees)
+    shape, codes, Q = DRAFTS[request.draft](host, batch)
+    features = host.features(batch, codes, batch.known_t, depth=shape.depth, sees=shape.sees)
     P = host.distributions(batch, features, soft=rule.pools)
     length, height, device = host.config.block_size, shape.height, host.device
-    coins, nodes = P[..., 0], torch.arange(shape.num_nodes, device=device)
-    if height:
-        coins = host.uniform(batch, Purpose.CODE_COIN, (shape.depth - 1).clamp(min=0), nodes)
+    nodes = torch.arange(shape.num_nodes, device=device)
+    coins = host.uniform(batch, Purpose.CODE_COIN, (shape.depth - 1).clamp(min=0), nodes)
     near = host.near(request.metric, rule.k) if rule.pools else None
     verified = verify(rule, shape, codes, P, Q, coins, length - batch.known_t, near)
     # a refused code's successor is drawn anew; any other is what the target itself would draw there
     place = verified.count.unsqueeze(1)
-    u = host.drawn(batch, place)
-    if height:
-        u = torch.where(verified.refused.unsqueeze(1), host.uniform(batch, Purpose.CODE_RESIDUAL, place), u)
+    anew = host.uniform(batch, Purpose.CODE_RESIDUAL, place)
+    u = torch.where(verified.refused.unsqueeze(1), anew, host.drawn(batch, place))
     last = sample(verified.rest, u.squeeze(1))
 
     path = torch.cat([torch.zeros_like(place), verified.path], 1)  # nodes, the root's first
@@ -67,7 +65,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     accepted = steps < place
     after = codes.gather(1, path.roll(-1, 1))
     host.commit(batch, torch.where(steps == place, last.unsqueeze(1), after), accepted.float())
-    if height and not shape.chain:
+    if not shape.chain:
         host.compact(batch, torch.where(steps <= place, path, steps))
     if request.draft in ("eagle-static", "eagle-dynamic"):
         rows = torch.arange(len(batch), device=device).unsqueeze(1)

@@ -59,7 +59,7 @@ def shape_of(parent: Tensor, height: int, most_children: int, chain: bool = Fals
 
 
 def chain(length: int, device: torch.device) -> Shape:
-    """`length` codes one after the other; 0 drafts nothing."""
+    """`length` codes one after the other."""
     return shape_of(torch.arange(-1, length, device=device), length, 1, chain=True)
 
 
@@ -121,5 +121,4 @@ def verify(
         path.append(torch.where(taken, chosen, 0))
         judged.append(looked)
         count, alive = count + taken, taken
-    stack = lambda parts: torch.stack(parts, 1) if parts else tokens[:, :0]  # noqa: E731
-    return Verified(count, stack(path), rest, refused, stack(judged), bound)
+    return Verified(count, torch.stack(path, 1), rest, refused, torch.stack(judged, 1), bound)

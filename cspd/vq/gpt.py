@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -69,10 +70,16 @@ class CacheView:
         new, width = new.to(cache.dtype), self.width
         if isinstance(self.rows, slice):
             cache = cache[self.rows]
-            cache[torch.arange(len(new), device=new.device).unsqueeze(1), self.columns] = new
+            cache[_rows(len(new), new.device), self.columns] = new
             return cache[:, :width]
         cache[self.rows.unsqueeze(1), self.columns] = new
         return cache[self.rows, :width]
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device).unsqueeze(1)
 
 
 def rotary_table(config: GPTConfig) -> Tensor:

@@ -41,7 +41,7 @@ def cells(picture, index):
 def legend(out):
     """Colours in the strip that heatmap.png has below what is as large as grid.png."""
     grid, heat = (Image.open(out / name).convert("RGB") for name in ("grid.png", "heatmap.png"))
-    assert heat.size == (max(grid.width, 280), grid.height + 26)
+    assert heat.height == grid.height + 26 and heat.width >= grid.width
     return heat, {colour for _, colour in heat.crop((0, grid.height, *heat.size)).getcolors(10**6)}
 
 

@@ -39,21 +39,20 @@ def test_tokenizer(engine):
     assert -10 * torch.log10(error / 4) > 36
 
 
-@pytest.mark.parametrize("method", ["ar", "sjd-pac"])
-def test_samples_are_recognised(method, engine):
-    """A hundred images; the card's number is over 2,000."""
-    outputs = engine.generate([cspd.Request(label=i % 10, seed=i, method=method) for i in range(100)])
+@pytest.mark.parametrize("method, num", [("ar", 100), ("eagle", 40)])
+def test_samples_are_recognised(method, num, engine):
+    outputs = engine.generate([cspd.Request(label=i % 10, seed=i, method=method) for i in range(num)])
     images, labels = torch.stack([o.image for o in outputs]), torch.tensor([o.request.label for o in outputs])
-    assert accuracy(load_classifier(), images, labels) >= 0.85
+    assert accuracy(load_classifier(), images, labels) >= 0.5
     assert {o.request.family for o in outputs} == {"VQ"}
 
 
 def test_drafts_are_worth_it(engine):
     """Codes a target forward; plain sampling has 1."""
-    least = {"sd": 1.5, "eagle": 1.5, "eagle2": 1.5, "sjd": 1.2, "sjd-pac": 1.5}
+    least = {"sd": 1.5, "eagle": 2, "eagle2": 2, "sjd": 2, "sjd-pac": 3}
     for method, compression in least.items():
-        outputs = engine.generate([cspd.Request(label=i, seed=i, method=method) for i in range(10)])
-        assert sum(o.stats.step_compression for o in outputs) / 10 > compression, method
+        outputs = engine.generate([cspd.Request(label=i, seed=i, method=method) for i in range(4)])
+        assert sum(o.stats.step_compression for o in outputs) / 4 > compression, method
 
 
 def test_files_are_found_by_any_name():

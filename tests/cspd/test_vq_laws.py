@@ -63,10 +63,10 @@ RELAXED = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in EXACT if kind != "ar"])
+@pytest.mark.parametrize("kind", ["chain", "static tree", "dynamic tree", "jacobi PD AC"])
 @pytest.mark.parametrize("rule", RELAXED)
 def test_a_relaxed_rule_is_within_its_bound(rule, kind, models):
-    num, (method, changes) = 20_000, EXACT[kind]
+    num, (method, changes) = 10_000, EXACT[kind]
     _, distance, statistics = test(models, method, num, **changes | RELAXED[rule])
     bounds = torch.tensor([s.bound for s in statistics]).clamp(max=1)
     noise = 0.5 * (2 / torch.pi / num) ** 0.5 * len(sequences()) ** 0.5

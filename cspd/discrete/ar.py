@@ -1,0 +1,26 @@
+"""Plain sampling of VQ codes: one target forward, one code a round. Guarantee: exact."""
+
+from __future__ import annotations
+
+import torch
+
+from cspd.discrete.host import VQHost
+from cspd.discrete.rules import sample
+from cspd.precision import Stopwatch
+from cspd.sequence import Sequence
+
+
+def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Draws the next code of every sequence and returns those that are finished; nothing is copied to the host."""
+    batch = host.begin(sequences, watch)
+    here = torch.zeros(1, dtype=torch.int64, device=host.device)
+    features = host.features(batch, host.last(batch, 1)[0], batch.known_t)
+    codes = sample(host.distributions(batch, features), host.drawn(batch, here))
+    host.commit(batch, codes, torch.zeros_like(codes, dtype=torch.float32))
+    for sequence in sequences:
+        sequence.iteration += 1
+        sequence.num_known += 1
+        sequence.stats.iterations += 1
+        sequence.stats.backbone_calls += 1
+        sequence.stats.committed[1] = sequence.num_known
+    return [s for s in sequences if s.num_known == host.seq_len]
