@@ -12,19 +12,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
+from cspd.discrete.cache import MOST_NODES, Cache, mask_of
 from cspd.discrete.probabilities import guide, probabilities
 from cspd.discrete.rules import METRICS, neighbours, point
 from cspd.noise import Purpose
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Sequence
 from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import GPT, CacheView, GPTConfig
+from cspd.vq.gpt import GPT
 from cspd.vq.registry import defaults_of
 from cspd.vq.tokenizer import VQModel
 
 DECODE_BATCH = 8  # images through the tokenizer at once, which bounds its memory
-MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or last code, and what is drafted
-WIDTH_STEP = 8  # cache columns are looked at in multiples of this, so that shapes repeat
 
 
 _NEAR: weakref.WeakKeyDictionary[VQModel, dict[str, Tensor]] = weakref.WeakKeyDictionary()  # by metric, see `near`
@@ -76,31 +75,6 @@ class VQModels:
     draft: GPT | None = None
     eagle: Eagle | None = None
     tokenizer: VQModel | None = None
-
-
-class Cache:
-    """Keys and values by layer, row and column: rows 2s and 2s + 1 are slot s under its class and the null class."""
-
-    def __init__(
-        self, config: GPTConfig, length: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        columns = -(-(length + MOST_NODES) // WIDTH_STEP) * WIDTH_STEP
-        shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
-        self.tensor = torch.zeros(shape, device=device, dtype=dtype)
-
-    def width(self, least: int) -> int:
-        """How many columns to look at, at least so many."""
-        return min(-(-least // WIDTH_STEP) * WIDTH_STEP, self.tensor.shape[3])
-
-    def view(self, rows: Tensor | slice, columns: Tensor, width: int) -> CacheView:
-        return CacheView(*self.tensor, rows, columns, width)
-
-    def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
-        """Copies columns `source` [R, n] of R rows onto columns `target`."""
-        if isinstance(rows, slice):
-            rows = torch.arange(self.tensor.shape[2], device=self.tensor.device)[rows]
-        rows = rows.unsqueeze(1)
-        self.tensor[:, :, rows, target] = self.tensor[:, :, rows, source]
 
 
 class VQHost:
@@ -237,7 +211,7 @@ class VQHost:
         if sees is None:
             mask = torch.arange(width, device=self.device) <= places.unsqueeze(-1)
         else:
-            mask = _mask(start, sees, width)
+            mask = mask_of(start, sees, width)
         mask = mask.repeat_interleave(batch.copies, 0).unsqueeze(1)
         self._watch.start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
@@ -348,13 +322,3 @@ class VQHost:
         if images.shape[-1] > size:
             images = functional.interpolate(images, (size, size), mode="bicubic")
         return images.add(1).div(2).clamp(0, 1).cpu()
-
-
-def _mask(start: Tensor, sees: Tensor, width: int) -> Tensor:
-    """bool [B, N, width]: all columns before start [B], and what sees [N, M] or [B, N, M] says of those from it on."""
-    offset = torch.arange(width, device=start.device) - start.unsqueeze(1)
-    count = sees.shape[-1]
-    index = torch.where((offset < 0) | (offset >= count), count, offset).unsqueeze(1)
-    padded = functional.pad(sees, (0, 1)).expand(len(start), -1, -1)
-    own = padded.gather(2, index.expand(-1, padded.shape[1], -1))
-    return (offset < 0).unsqueeze(1) | own

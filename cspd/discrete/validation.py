@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 
+from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.drafts import EAGLE_TREE
-from cspd.discrete.host import MOST_NODES, VQHost, VQModels
+from cspd.discrete.host import VQHost, VQModels
 from cspd.discrete.rules import METRICS, NAMES
 from cspd.discrete.speculative import rule_of
 from cspd.methods import METHODS
