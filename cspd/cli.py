@@ -208,6 +208,8 @@ def _bench(args: argparse.Namespace) -> None:
         args.checkpoint = "digits32_vq"
     target = _load(args, 1)
     family = target.host.family
+    if family == "VQ" and (args.gamma or args.verify):
+        raise ValueError("--gamma, --verify: of VQ models options follow a method's name, --methods sd:gamma=4")
     of_family = [name for name, method in METHODS.items() if family in method.rounds and name != "ar"]
     names = args.methods.split(",") if args.methods else [*of_family[: None if family == "VQ" else 1], "published"]
 
@@ -225,7 +227,7 @@ def _bench(args: argparse.Namespace) -> None:
         requests,
         args.batch,
         names,
-        gammas=args.gamma,
+        gammas=args.gamma or [8, 16],
         verify=args.verify or ["parallel"],
         runs=args.runs,
         queued=args.queued,
@@ -249,6 +251,8 @@ def _bench(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace) -> None:
     engine = _load(args, 1)
+    if engine.host.family != "MAR":
+        raise ValueError(f"{args.checkpoint}: VQ models need no calibration; it is of MAR's `speculative`")
     request = engine.resolve(_request(args, window=0))
     if request.temperature == 0 or request.num_sampling_steps < 3:
         raise ValueError(

@@ -162,7 +162,7 @@ def guarantee_of(request: Request) -> str:
     """The guarantee of a resolved request: its method's, or its rule's, whatever the draft (docs/bounds.md)."""
     if request.rule is None:
         return METHODS[request.method].guarantee
-    return "exact" if request.rule == "exact" else "bounded"
+    return vq_speculative.rule_of(request).guarantee
 
 
 def format_table() -> str:

@@ -71,7 +71,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     policies = "; ".join(f"{name}: {text}" for name, text in POLICIES.items())
     group.add_argument("--precision", default="fp32", choices=POLICIES, help=f"(default: %(default)s) {policies}")
     group.add_argument(
-        "--compile", action="store_true", help="compile speculative rounds: half a minute on first use, then faster"
+        "--compile",
+        action="store_true",
+        help="compile MAR's speculative rounds: half a minute on first use, then faster",
     )
     group.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
 
@@ -82,7 +84,7 @@ def add_request_options(parser: argparse.ArgumentParser, several: bool = False) 
     lists = (
         {"type": number_list},
         {"type": float_list},
-        {"type": number_list, "default": [8, 16]},
+        {"type": number_list},
         {"type": verify_list},
     )
     num_iter, cfg, gamma, verify = lists if several else one

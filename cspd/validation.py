@@ -229,12 +229,21 @@ def free_bytes(device: torch.device) -> int:
 
 def check_memory(target: MAR, max_batch: int, num_iter: int, device: torch.device) -> None:
     """Raises ValueError, before allocating, where `max_batch` slots at K = `num_iter` would not fit into memory."""
+    fix = "use a larger num_iter, a smaller model or another device"
+    check_fits(bytes_per_slot(target, num_iter), max_batch, f" at num_iter={num_iter}", fix, device)
+
+
+def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch.device) -> None:
+    """Raises ValueError where `max_batch` slots of so many bytes are more than is free.
+
+    Args:
+        what: follows "max_batch=N" in the message. fix: what to do where not even one slot fits.
+    """
     check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
-    per_slot, free = bytes_per_slot(target, num_iter), free_bytes(device)
+    free = free_bytes(device)
     if per_slot * max_batch > free:
-        fit = free // per_slot
-        fix = f"use max_batch <= {fit}" if fit else "use a larger num_iter, a smaller model or another device"
+        fix = f"use max_batch <= {free // per_slot}" if free >= per_slot else fix
         raise ValueError(
-            f"max_batch={max_batch} at num_iter={num_iter} needs about {per_slot * max_batch / 2**30:.1f} GiB and"
-            f" {device} has {free / 2**30:.1f} GiB free: {fix}"
+            f"max_batch={max_batch}{what} needs about {per_slot * max_batch / 2**30:.1f} GiB and {device} has"
+            f" {free / 2**30:.1f} GiB free: {fix}"
         )

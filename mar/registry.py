@@ -71,7 +71,8 @@ VAES: dict[str, KLConfig] = {
 }
 
 
-def _lookup(table: dict, name: str, what: str):
+def lookup(table: dict, name: str, what: str):
+    """The entry of a table of named things. Raises ValueError on an unknown name, with those there are."""
     if name not in table:
         raise ValueError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")
     return table[name]
@@ -79,7 +80,7 @@ def _lookup(table: dict, name: str, what: str):
 
 def mar_spec(name: str) -> MARSpec:
     """The spec of a MAR size. Raises ValueError on an unknown name."""
-    return _lookup(MARS, name, "MAR model")
+    return lookup(MARS, name, "MAR model")
 
 
 def defaults_of(config: MARConfig) -> SamplingDefaults:
@@ -94,7 +95,7 @@ def create_mar(name: str) -> MAR:
 
 def create_vae(name: str) -> AutoencoderKL:
     """An autoencoder of the named size with random weights. Raises ValueError on an unknown name."""
-    return AutoencoderKL(_lookup(VAES, name, "autoencoder"))
+    return AutoencoderKL(lookup(VAES, name, "autoencoder"))
 
 
 def _entry_point(name: str, create: Callable, doc: str) -> Callable:

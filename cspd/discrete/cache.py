@@ -13,7 +13,11 @@ WIDTH_STEP = 8  # columns are looked at in multiples of this, so that shapes rep
 
 
 class Cache:
-    """Keys and values by layer, row and column: rows 2s and 2s + 1 are slot s under its class and the null class."""
+    """Keys and values, [2, layers, 2 * slots, columns, heads, head_dim], allocated once.
+
+    Rows 2s and 2s + 1 are slot s under its class and the null class; an input at position p goes to column p, and what
+    is drafted beyond it, on any path, to columns after that.
+    """
 
     def __init__(
         self, config: GPTConfig, length: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype

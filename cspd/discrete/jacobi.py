@@ -24,9 +24,15 @@ from cspd.sequence import Sequence
 
 @dataclass(frozen=True)
 class Comb:
-    """The shape of a window: `path` levels of the first path, `siblings` [D, K - 1] nodes beside its first D."""
+    """The shape of a window.
+
+    Attributes:
+        path: levels of the first path. depth: D, how many of them have siblings.
+        siblings: int64 [D, K - 1], their nodes; where there are none, [1, 1] and never looked at.
+    """
 
     path: int
+    depth: int
     siblings: Tensor
     shape: Shape
 
@@ -37,8 +43,10 @@ def comb(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
     pd_d = pd_d if pd_k > 1 else 0
     path = window - (pd_k - 1) * pd_d
     parents = [*range(-1, path), *(level for level in range(pd_d) for _ in range(pd_k - 1))]
-    siblings = path + 1 + torch.arange(pd_d * (pd_k - 1), device=device).view(pd_d, pd_k - 1)
-    return Comb(path, siblings, shape_of(torch.tensor(parents, device=device), path, pd_k))
+    siblings = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    if pd_d:
+        siblings = path + 1 + torch.arange(pd_d * (pd_k - 1), device=device).view(pd_d, -1)
+    return Comb(path, pd_d, siblings, shape_of(torch.tensor(parents, device=device), path, pd_k))
 
 
 @dataclass
@@ -65,7 +73,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
     c = comb(request.window, request.pd_k, request.pd_d, host.device)
-    windows, F, D = _windows(host, c.path), c.path, len(c.siblings)
+    windows, F, D = _windows(host, c.path), c.path, c.depth
     levels = torch.arange(F, device=host.device)
     # all of one round: u[:, j] for the code j places after the committed ones, drawn, drawn again, or filled in
     ahead = torch.arange(2 * F + 1, device=host.device)
@@ -78,7 +86,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     Q = torch.where(fresh.unsqueeze(-1), 1 / vocabulary, windows.Q[batch.slot])
     others = _siblings(host, batch, c, rule, codes, Q)
 
-    nodes = torch.cat([host.last(batch, 1)[0], codes, others.flatten(1)], 1)
+    nodes = torch.cat([host.last(batch, 1)[0], codes, others.flatten(1)], 1)[:, : c.shape.num_nodes]
     features = host.features(batch, nodes, batch.known_t, depth=c.shape.depth, sees=c.shape.sees)
     everywhere = host.distributions(batch, features, soft=rule.greedy)
     P = everywhere[:, :F]  # of level j, after its parent on the first path
@@ -97,14 +105,14 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     # the refused level's siblings, against what their first leaves
     beside = (refused & (at < D)).unsqueeze(1)
     tooth = level.clamp(max=max(D - 1, 0))
-    tokens = torch.where(beside, others[rows, tooth], -1) if D else others.new_full((len(batch), 0), -1)
+    tokens = torch.where(beside, others[rows, tooth], -1)
     left = without(Q[rows, level], codes[rows, level].unsqueeze(-1))
-    side = c.siblings[tooth] if D else tokens
+    side = c.siblings[tooth]
     remaining = (P if rule.greedy else first.residual)[rows, level]
     second = judge_siblings(rule, remaining, left, tokens, coins.gather(1, side), level + 1, near)
     found = second.index >= 0
-    node = side.gather(1, second.index.clamp(min=0).unsqueeze(1)).squeeze(1) if D else at
-    sibling = tokens.gather(1, second.index.clamp(min=0).unsqueeze(1)).squeeze(1) if D else at
+    chosen = second.index.clamp(min=0).unsqueeze(1)
+    node, sibling = side.gather(1, chosen).squeeze(1), tokens.gather(1, chosen)
     end = torch.where(found, node, at)  # the last accepted node
     rest = torch.where((refused & ~found).unsqueeze(1), second.residual, rule.target(everywhere[rows, end]))
     accepted = at + found
@@ -112,7 +120,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
 
     steps = torch.arange(F + 2, device=host.device)
     new = torch.nn.functional.pad(codes, (0, 2))
-    new = torch.where(found.unsqueeze(1) & (steps == count), sibling.unsqueeze(1), new)
+    new = torch.where(found.unsqueeze(1) & (steps == count), sibling, new)
     new = torch.where(steps == accepted.unsqueeze(1), last.unsqueeze(1), new)
     host.commit(batch, new, (steps < accepted.unsqueeze(1)).float())
     if D:
@@ -144,8 +152,8 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
 def _siblings(host: VQHost, batch: Batch, c: Comb, rule: Rule, codes: Tensor, Q: Tensor) -> Tensor:
     """Candidates beside the first path's [B, D, K - 1], drawn from what it leaves of Q without replacement."""
     depth, beside = c.siblings.shape
-    if not c.siblings.numel():
-        return codes.new_zeros(len(batch), depth, beside)
+    if not c.depth:
+        return codes.new_full((len(batch), 1, 1), -1)
     left = without(Q[:, :depth], codes[:, :depth].unsqueeze(-1))
     if rule.greedy:
         best = left.topk(min(beside, left.shape[-1]))

@@ -14,7 +14,7 @@ from cspd.discrete.speculative import rule_of
 from cspd.methods import METHODS
 from cspd.precision import Precision
 from cspd.sequence import Request
-from cspd.validation import check_choice, check_common, check_integer, check_real, free_bytes, with_options
+from cspd.validation import check_choice, check_common, check_fits, check_integer, check_real, with_options
 
 FOREIGN = ("num_iter", "cfg_schedule", "num_sampling_steps")  # settings of MAR
 HIGHEST = {"chain": MOST_NODES - 1, "eagle-static": 1 + max(map(len, EAGLE_TREE)), "eagle-dynamic": 8}
@@ -90,18 +90,14 @@ def _check_rule(request: Request, host: VQHost) -> None:
 
 def check_cache(models: VQModels, max_batch: int, precision: Precision, device: torch.device) -> None:
     """Raises ValueError, before allocating, where the caches of `max_batch` slots would not fit into memory."""
-    check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
-    size = 2 if precision.policy == "bf16" else 4
-    gpts = [m for m in (models.target, models.draft, models.eagle) if m is not None]
-    config = models.target.config
-    judged = 4 * MOST_NODES * config.vocab_size * WORKING
+    fix = "use a smaller model or another device"
+    check_fits(bytes_per_slot(models, precision), max_batch, " with its key-value caches", fix, device)
+
+
+def bytes_per_slot(models: VQModels, precision: Precision) -> int:
+    """Estimated peak bytes a slot adds: key-value caches, and the distributions of a round."""
+    config, size = models.target.config, 2 if precision.policy == "bf16" else 4
     columns = config.block_size + MOST_NODES
-    per_slot = judged + sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)
-    free = free_bytes(device)
-    if per_slot * max_batch > free:
-        fit = free // per_slot
-        fix = f"use max_batch <= {fit}" if fit else "use a smaller model or another device"
-        raise ValueError(
-            f"max_batch={max_batch} needs about {per_slot * max_batch / 2**30:.1f} GiB for key-value caches and"
-            f" distributions, and {device} has {free / 2**30:.1f} GiB free: {fix}"
-        )
+    gpts = [m for m in (models.target, models.draft, models.eagle) if m is not None]
+    caches = sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)  # keys, values, the null class's
+    return caches + 4 * MOST_NODES * config.vocab_size * WORKING

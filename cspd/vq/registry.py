@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.tokenizer import VQConfig, VQModel
+from mar.registry import lookup
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,9 @@ TOKENIZERS: dict[str, VQConfig] = {
 }
 
 
-def _lookup(table: dict, name: str, what: str):
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")
-    return table[name]
-
-
 def gpt_spec(name: str) -> GPTSpec:
     """The spec of a GPT size. Raises ValueError on an unknown name."""
-    return _lookup(GPTS, name, "GPT")
+    return lookup(GPTS, name, "GPT")
 
 
 def defaults_of(config: GPTConfig) -> SamplingDefaults:
@@ -94,4 +89,4 @@ def create_eagle(name: str) -> Eagle:
 
 def create_tokenizer(name: str) -> VQModel:
     """A tokenizer of the named size with random weights. Raises ValueError on an unknown name."""
-    return VQModel(_lookup(TOKENIZERS, name, "tokenizer"))
+    return VQModel(lookup(TOKENIZERS, name, "tokenizer"))
