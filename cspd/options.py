@@ -1,15 +1,21 @@
-"""The options that commands share: which models, and how a request is decoded."""
+"""The options that commands share, which models and how a request is decoded, and what is made of them."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
+
+import torch
 
 from cspd.calibration import DRAFTS
 from cspd.continuous import cspd as cspd_method
 from cspd.discrete import rules
 from cspd.discrete.validation import NEEDED
+from cspd.engine import Engine
+from cspd.loading import load
 from cspd.precision import POLICIES
+from cspd.sequence import Request
 from cspd.validation import GUIDANCE_SCHEDULES
 from cspd.vq.registry import GPTS
 from mar.registry import MARS
@@ -160,3 +166,26 @@ def add_request_options(parser: argparse.ArgumentParser, several: bool = False) 
         "--prefill", type=float, metavar="P", help="share of tokens the target makes first (default: 0.05)"
     )
     group.add_argument("--chains", choices=cspd_method.CHAINS, help="how both models denoise (default: ancestral)")
+
+
+def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **changes: object) -> Request:
+    """The request that the options of `add_request_options` ask for, with `changes`."""
+    names = [f.name for f in dataclasses.fields(Request) if hasattr(args, f.name)]
+    settings = {name: getattr(args, name) for name in names if name not in ("label", "seed")} | changes
+    return Request(label=label, seed=seed, align=False if args.no_align else None, **settings)
+
+
+def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
+    """The engine that the options of `add_model_options` ask for."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return load(
+        args.checkpoint,
+        arch=args.arch,
+        vae=args.vae,
+        draft=args.draft_checkpoint,
+        max_batch=max_batch,
+        device=args.device,
+        precision=args.precision,
+        compiled=args.compile,
+    )

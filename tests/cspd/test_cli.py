@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from cspd import sampling
-from cspd.cli import main, number_list
+from cspd.cli import main
 from cspd.loading import checkpoint_files
+from cspd.options import number_list
 from cspd.plots import to_pil
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]

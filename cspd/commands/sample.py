@@ -1,0 +1,86 @@
+"""`cspd sample`: images into a folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import cspd
+from cspd.loading import checkpoint_files
+from cspd.methods import METHODS
+from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of
+from cspd.sampling import RECORD, sample_to_folder
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    text = "Generates images of classes into a folder; a run that was cut off goes on where it was."
+    sample = commands.add_parser("sample", help="generate images into a folder", description=text, allow_abbrev=False)
+    sample.set_defaults(run=run)
+    add_model_options(sample)
+    group = sample.add_argument_group("method")
+    group.add_argument("--method", choices=METHODS, help="see `cspd methods` (default: speculative, of VQ sjd-pac)")
+    add_request_options(sample)
+    group = sample.add_argument_group("what to make")
+    group.add_argument("--labels", type=number_list, default="0-9", help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
+    group.add_argument("--num", type=int, help="images in all; the labels take turns (default: one a label)")
+    group.add_argument("--seed", type=int, default=0, help="of the first image; the next has the next (default: 0)")
+    group.add_argument("--max-batch", type=int, default=8, help="images in flight at once (default: %(default)s)")
+    group.add_argument("--out", type=Path, default=Path("samples"), help="folder (default: %(default)s/)")
+    group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
+    group.add_argument("--heatmap", action="store_true", help="also write heatmap.png: what each token cost")
+
+
+def run(args: argparse.Namespace) -> None:
+    num = len(args.labels) if args.num is None else args.num
+    if num < 1:
+        raise ValueError(f"--num {num} makes no image: give 1 or more")
+    engine = load_engine(args, args.max_batch)
+    labels = (args.labels[i % len(args.labels)] for i in range(num))
+    requests = [request_of(args, label, args.seed + i) for i, label in enumerate(labels)]
+    files = checkpoint_files(args.checkpoint)
+    settings = {"version": cspd.__version__, "precision": args.precision}
+    decoder = "tokenizer" if "tokenizer" in files else "vae"
+    used = {"target": files["target"], decoder: args.vae or files[decoder]}
+    resolved = engine.check(requests[0])
+    if resolved.method == "cspd" or resolved.draft == "chain":
+        used["draft"] = args.draft_checkpoint or files["draft"]
+    if resolved.draft in ("eagle-static", "eagle-dynamic"):
+        used["eagle"] = files["eagle"]
+    for name, file in used.items():
+        if file is None:
+            continue
+        file = file.resolve()
+        settings[name] = {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns}
+    record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
+    summary = record["summary"]
+    seconds = summary["seconds_by_phase"]
+    phases = ", ".join(f"{name} {spent / sum(seconds.values()):.0%}" for name, spent in seconds.items())
+    if summary["images_made"]:
+        speed = f"{summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s"
+        print(f"{summary['images_made']} images in {speed}")
+    else:
+        print(f"all {num} images were there already")
+    if "step_compression" in summary:
+        print(
+            f"per image: {summary['backbone_calls_per_image']:.1f} target forwards,"
+            f" {summary['step_compression']:.2f} codes each; time: {phases}"
+        )
+        if summary["bound_per_image"] > 0:
+            bound, error = min(summary["bound_per_image"], 1), summary["bound_standard_error"]
+            spread = "" if error is None else f" +- {error:.3f}"
+            print(f"total variation from the target, of an image's codes: at most {bound:.3f}{spread} (docs/bounds.md)")
+    else:
+        print(
+            f"per image: {summary['iterations_per_image']:.0f} iterations,"
+            f" {summary['backbone_calls_per_image']:.0f} backbone calls,"
+            f" {summary['head_calls_per_image']:.0f} sequential head calls"
+            f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
+        )
+    if summary["window"] and engine.host.family == "MAR":
+        print(f"window {summary['window']}: --window {summary['window']} gives these images on any machine")
+    if summary["alpha"] is not None:
+        print(f"{summary['alpha']:.1%} of the drafts were accepted")
+    if args.heatmap:
+        print(f"wrote {args.out / 'heatmap.png'} (what each token cost)")
+    print(f"wrote {args.out / 'grid.png'} (all images), {args.out / RECORD} (settings, statistics), {num} PNGs")
