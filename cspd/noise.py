@@ -65,12 +65,14 @@ def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
     return seed & MASK, seed >> 32 & MASK
 
 
-def bits(seed: Tensor, purpose: Purpose, position: Tensor, step: Tensor | int, index: Tensor | int, num: int) -> Tensor:
-    """int64 [..., num] of values below 2^32; seed, position, step and index broadcast to [...]."""
+def bits(
+    seed: Tensor, purpose: Tensor | int, position: Tensor, step: Tensor | int, index: Tensor | int, num: int
+) -> Tensor:
+    """int64 [..., num] of values below 2^32; seed, purpose, position, step and index broadcast to [...]."""
     device = seed.device
     block = torch.arange(-(-num // 4), device=device)
     words = [torch.as_tensor(w, device=device).unsqueeze(-1) for w in (position, step, index)]
-    tag = words[2] | (int(purpose) << 24)
+    tag = words[2] | (purpose.unsqueeze(-1) if isinstance(purpose, Tensor) else int(purpose)) << 24
     drawn = philox((block, words[0], words[1], tag), _key(seed.unsqueeze(-1)))
     return torch.stack(torch.broadcast_tensors(*drawn), dim=-1).flatten(-2)[..., :num]
 
@@ -83,9 +85,12 @@ def uniform(
 
 
 def fine_uniform(
-    seed: Tensor, purpose: Purpose, position: Tensor, step: Tensor | int = 0, index: Tensor | int = 0
+    seed: Tensor, purpose: Tensor | int, position: Tensor, step: Tensor | int = 0, index: Tensor | int = 0
 ) -> Tensor:
-    """Uniform draws inside (0, 1) of 52 bits, float64 [...], for distributions with many rare outcomes."""
+    """Uniform draws inside (0, 1) of 52 bits, float64 [...], for distributions with many rare outcomes.
+
+    Arguments as in `normal`; draws for several purposes, int64 [...], are had by one pass of the generator.
+    """
     high, low = bits(seed, purpose, position, step, index, 2).unbind(-1)
     return ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52
 

@@ -14,7 +14,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     """Draws the next code of every sequence and returns those that are finished; nothing is copied to the host."""
     batch = host.begin(sequences, watch)
     here = torch.zeros(1, dtype=torch.int64, device=host.device)
-    features = host.features(batch, host.last(batch, 1)[0], batch.known_t)
+    features = host.features(batch, host.last(batch, 1)[0])
     codes = sample(host.distributions(batch, features), host.drawn(batch, here))
     host.commit(batch, codes, torch.zeros_like(codes, dtype=torch.float32))
     for sequence in sequences:

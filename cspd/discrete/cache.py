@@ -26,12 +26,43 @@ class Cache:
         shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
 
-    def width(self, least: int) -> int:
-        """How many columns to look at, at least so many."""
-        return min(-(-least // WIDTH_STEP) * WIDTH_STEP, self.tensor.shape[3])
+    def look(
+        self,
+        rows: Tensor | slice,
+        copies: int,
+        start: Tensor,
+        most: int,
+        together: bool,
+        count: int,
+        sees: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> tuple[CacheView, Tensor | None]:
+        """Where keys and values of a forward go, and which columns each input looks at.
 
-    def view(self, rows: Tensor | slice, columns: Tensor, width: int) -> CacheView:
-        return CacheView(*self.tensor, rows, columns, width)
+        Args:
+            rows: int64 [R] or a slice, `copies` of them a sequence. start: int64 [B]; most: what it is at most, on the
+                host; together: whether all are just that. count: N, inputs of a sequence.
+            sees, columns: as in `cspd.discrete.host.VQHost.features`.
+
+        Returns:
+            The view, and a mask, bool [R or 1, 1, N, width]; None where all inputs look at all columns.
+        """
+        steps = torch.arange(count, device=start.device) if columns is None else columns
+        width = most + (count if sees is None else sees.shape[-1])
+        places = slice(most, most + count)
+        if not together:
+            width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, self.tensor.shape[3])
+        if not together or columns is not None:
+            places = (start.unsqueeze(1) + steps).repeat_interleave(copies, 0)
+        view = CacheView(*self.tensor, rows, places, width)
+        first = start[:1] if together else start  # the mask of one is that of all
+        if sees is not None:
+            mask = mask_of(first if sees.dim() == 2 else start, sees, width)
+        elif together and count == 1:
+            return view, None
+        else:
+            mask = torch.arange(width, device=start.device) <= (first.unsqueeze(1) + steps).unsqueeze(-1)
+        return view, (mask if len(mask) == 1 else mask.repeat_interleave(copies, 0)).unsqueeze(1)
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
         """Copies columns `source` [R, n] of R rows onto columns `target`."""

@@ -53,7 +53,7 @@ def chain(host: VQHost, batch: Batch) -> Drafted:
     codes, Q = [host.last(batch, 1)[0]], []
     for i in range(gamma):
         if i:
-            features = host.features(batch, codes[-1], batch.known_t + i, "draft", ahead=i)
+            features = host.features(batch, codes[-1], i, "draft")
         Q.append(host.distributions(batch, features, "draft"))
         codes.append(draw_siblings(Q[-1][:, 0], u[:, i : i + 1]))
     Q.append(torch.zeros_like(Q[0]))  # after the last code nothing is drafted
@@ -77,8 +77,9 @@ def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[T
     place = {path: i for i, path in enumerate(paths)}
     parent = torch.tensor([-1, *(place[path[:-1]] for path in paths[1:])])
     tallest = len(paths[-1])
-    shape = tree.shape_of(parent.to(device), tallest, max(EAGLE_TREE.values()))
     parents = set(parent.tolist())
+    widths = [max(EAGLE_TREE.get(p, 0) for p in paths if len(p) == depth) for depth in range(tallest)]
+    shape = tree.shape_of(parent.to(device), widths)
     levels = [[place[p] for p in paths if len(p) == depth and place[p] in parents] for depth in range(tallest)]
     return shape, [torch.tensor(level, device=device) for level in levels]
 
@@ -101,11 +102,11 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
             past = known[:, :, shape.parent[nodes]]
             sees, at = shape.sees[nodes], shape.depth[nodes]
             features = host.features(
-                batch, codes[:, nodes], batch.known_t, "eagle", depth=at, sees=sees, columns=nodes, past=past
+                batch, codes[:, nodes], model="eagle", depth=at, sees=sees, columns=nodes, past=past
             )
         known[:, :, nodes] = features
         Q[:, nodes] = host.distributions(batch, features, "eagle", soft=greedy)
-        children = shape.children[nodes]  # [n, K]
+        children = shape.children[nodes, : shape.widths[depth]]  # [n, K]
         if greedy:
             drawn = Q[:, nodes].topk(min(children.shape[1], Q.shape[-1])).indices
             drawn = torch.nn.functional.pad(drawn, (0, children.shape[1] - drawn.shape[-1]), value=-1)
@@ -143,7 +144,7 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
         sees = sees[rows, above] | (torch.arange(width, device=device) == columns.unsqueeze(1))
         at = torch.full((branches,), depth, device=device)
         past, codes = _pick(features, above), codes.flatten(1).gather(1, best)
-        features = host.features(batch, codes, batch.known_t, "eagle", depth=at, sees=sees, columns=columns, past=past)
+        features = host.features(batch, codes, model="eagle", depth=at, sees=sees, columns=columns, past=past)
     codes, value, parent = (torch.cat(parts, 1) for parts in zip(*found))
     # a child is never likelier than its parent; equals are told apart so that a parent is kept first
     depths = torch.cat([torch.full_like(part[2][0], depth) for depth, part in enumerate(found)])
@@ -151,7 +152,7 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     parent = torch.searchsorted(kept + 1, parent.gather(1, kept)) + (parent.gather(1, kept) > 0)
     parent = torch.cat([parent.new_full((size, 1), -1), parent], 1)
     codes = torch.cat([host.last(batch, 1)[0], codes.gather(1, kept)], 1)
-    return Drafted(tree.shape_of(parent, height, branches), codes, None)
+    return Drafted(tree.shape_of(parent, [branches] * height), codes, None)
 
 
 DRAFTS = {"chain": chain, "eagle-static": eagle_static, "eagle-dynamic": eagle_dynamic}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
-from cspd.discrete.cache import MOST_NODES, Cache, mask_of
+from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.probabilities import guide, probabilities
 from cspd.discrete.rules import METRICS, neighbours, point
 from cspd.noise import Purpose
@@ -181,38 +181,33 @@ class VQHost:
         self,
         batch: Batch,
         codes: Tensor,
-        start: Tensor,
+        start: Tensor | int = 0,
         model: str = "target",
         *,
         depth: Tensor | None = None,
         sees: Tensor | None = None,
         columns: Tensor | None = None,
         past: Tensor | None = None,
-        ahead: int = 0,
     ) -> Tensor:
         """Features [copies, B, N, dim] after codes [B, N]: one forward, which leaves keys and values in the cache.
 
         Args:
-            start: int64 [B]. Everything in the cache before this column is seen by all.
+            start: everything in the cache before this column is seen by all: int64 [B], none beyond the last committed
+                input, or for all so many columns beyond it.
             depth: int64 [N] or [B, N], positions of the codes beyond `start`; by default one after the other.
             sees: bool [N, M] or [B, N, M], which of the M columns from `start` on each code looks at; by default its
                 own and those before it.
             columns: int64 [N], where the codes' keys and values go, beyond `start`; by default one after the other.
             past: [copies, B, N, dim], to "eagle": the features before the codes.
-            ahead: how far `start` is beyond the last committed input, at most.
         """
+        most, together = max(batch.known), isinstance(start, int) and min(batch.known) == max(batch.known)
+        if isinstance(start, int):
+            most, start = most + start, batch.known_t + start
         count = codes.shape[1]
-        columns = torch.arange(count, device=self.device) if columns is None else columns
-        depth = columns if depth is None else depth
+        if depth is None:
+            depth = torch.arange(count, device=self.device)
         position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
-        places = start.unsqueeze(1) + columns
-        width = self.cache(model).width(max(batch.known) + ahead + (count if sees is None else sees.shape[-1]))
-        view = self.cache(model).view(batch.rows, places.repeat_interleave(batch.copies, 0), width)
-        if sees is None:
-            mask = torch.arange(width, device=self.device) <= places.unsqueeze(-1)
-        else:
-            mask = mask_of(start, sees, width)
-        mask = mask.repeat_interleave(batch.copies, 0).unsqueeze(1)
+        view, mask = self.cache(model).look(batch.rows, batch.copies, start, most, together, count, sees, columns)
         self._watch.start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
         with self.precision.fast():
@@ -249,10 +244,13 @@ class VQHost:
         """
         return self.draws[batch.slot.unsqueeze(1), batch.known_t.unsqueeze(1) + ahead]
 
-    def uniform(self, batch: Batch, purpose: int, ahead: Tensor, index: Tensor | int = 0, fresh: bool = True) -> Tensor:
+    def uniform(
+        self, batch: Batch, purpose: Tensor | int, ahead: Tensor, index: Tensor | int = 0, fresh: bool = True
+    ) -> Tensor:
         """Draws inside (0, 1), float64 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the committed ones.
 
         Args:
+            purpose: of all, or of each, int64 [n]: few calls are faster than many.
             index: int64 [n] or [B, n], which of several draws for a code.
             fresh: whether the draw is this round's alone, as where a decision looks at it and the code may be judged
                 again. Others may only be looked at in the round that commits the code.

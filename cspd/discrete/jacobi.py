@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cspd.discrete.host import Batch, VQHost
+from cspd.discrete.host import VQHost
 from cspd.discrete.rules import Rule, draw_siblings, judge_siblings, sample, without
 from cspd.discrete.speculative import account, rule_of
 from cspd.discrete.tree import Shape, shape_of
@@ -29,12 +29,16 @@ class Comb:
     Attributes:
         path: levels of the first path. depth: D, how many of them have siblings.
         siblings: int64 [D, K - 1], their nodes; where there are none, [1, 1] and never looked at.
+        draws: purpose, places ahead and index of all draws of a round, int64 [n] each; sizes: how many there are of the
+            codes drawn or drawn again, of those filled in, of the nodes' coins, of the siblings.
     """
 
     path: int
     depth: int
     siblings: Tensor
     shape: Shape
+    draws: tuple[Tensor, Tensor, Tensor]
+    sizes: list[int]
 
 
 @functools.lru_cache(maxsize=32)
@@ -46,7 +50,22 @@ def comb(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
     siblings = torch.zeros(1, 1, dtype=torch.int64, device=device)
     if pd_d:
         siblings = path + 1 + torch.arange(pd_d * (pd_k - 1), device=device).view(pd_d, -1)
-    return Comb(path, pd_d, siblings, shape_of(torch.tensor(parents, device=device), path, pd_k))
+    shape = shape_of(torch.tensor(parents, device=device), [pd_k] * pd_d + [1] * (path - pd_d))
+    codes, zeros = (
+        torch.arange(2 * path + 1, device=device),
+        torch.zeros(2 * path + 1, dtype=torch.int64, device=device),
+    )
+    beside = torch.arange(len(siblings), device=device).repeat_interleave(siblings.shape[1])
+    nodes = torch.arange(shape.num_nodes, device=device)
+    parts = [
+        (Purpose.CODE, codes, zeros),
+        (Purpose.CODE_RESIDUAL, codes, zeros),
+        (Purpose.CODE_COIN, (shape.depth - 1).clamp(min=0), nodes),
+        (Purpose.CODE, beside, siblings.flatten()),
+    ]
+    purpose = torch.cat([torch.full_like(ahead, purpose) for purpose, ahead, _ in parts])
+    draws = purpose, *(torch.cat(part) for part in list(zip(*parts))[1:])
+    return Comb(path, pd_d, siblings, shape, draws, [len(ahead) for _, ahead, _ in parts])
 
 
 @dataclass
@@ -75,26 +94,21 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     c = comb(request.window, request.pd_k, request.pd_d, host.device)
     windows, F, D = _windows(host, c.path), c.path, c.depth
     levels = torch.arange(F, device=host.device)
-    # all of one round: u[:, j] for the code j places after the committed ones, drawn, drawn again, or filled in
-    ahead = torch.arange(2 * F + 1, device=host.device)
-    u = host.uniform(batch, Purpose.CODE, ahead)
-    fill = host.uniform(batch, Purpose.CODE_RESIDUAL, ahead)
+    # u[:, j] is for the code j places after the committed ones, drawn or drawn again, fill[:, j] for one filled in
+    u, fill, coins, u_siblings = host.uniform(batch, *c.draws).split(c.sizes, 1)
     fresh = (batch.round == 0).unsqueeze(1)
     vocabulary = host.config.vocab_size
     anything = (fill * vocabulary).long()
     codes = torch.where(fresh, anything[:, :F], windows.codes[batch.slot])
     Q = torch.where(fresh.unsqueeze(-1), 1 / vocabulary, windows.Q[batch.slot])
-    others = _siblings(host, batch, c, rule, codes, Q)
+    others = _siblings(c, rule, codes, Q, u_siblings)
 
     nodes = torch.cat([host.last(batch, 1)[0], codes, others.flatten(1)], 1)[:, : c.shape.num_nodes]
-    features = host.features(batch, nodes, batch.known_t, depth=c.shape.depth, sees=c.shape.sees)
+    features = host.features(batch, nodes, depth=c.shape.depth, sees=c.shape.sees)
     everywhere = host.distributions(batch, features, soft=rule.greedy)
     P = everywhere[:, :F]  # of level j, after its parent on the first path
 
     room = (host.config.block_size - batch.known_t).unsqueeze(1)
-    coins = host.uniform(
-        batch, Purpose.CODE_COIN, (c.shape.depth - 1).clamp(min=0), torch.arange(c.shape.num_nodes, device=host.device)
-    )
     near = host.near(request.metric, rule.k) if rule.pools else None
     first = judge_siblings(rule, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1, near)
     kept = ((first.index == 0) & (levels < room)).int().cumprod(1)
@@ -149,16 +163,14 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     return account(host, batch, accepted, bound, judged, levels < accepted.unsqueeze(1))
 
 
-def _siblings(host: VQHost, batch: Batch, c: Comb, rule: Rule, codes: Tensor, Q: Tensor) -> Tensor:
+def _siblings(c: Comb, rule: Rule, codes: Tensor, Q: Tensor, u: Tensor) -> Tensor:
     """Candidates beside the first path's [B, D, K - 1], drawn from what it leaves of Q without replacement."""
     depth, beside = c.siblings.shape
     if not c.depth:
-        return codes.new_full((len(batch), 1, 1), -1)
+        return codes.new_full((len(codes), 1, 1), -1)
     left = without(Q[:, :depth], codes[:, :depth].unsqueeze(-1))
     if rule.greedy:
         best = left.topk(min(beside, left.shape[-1]))
         found = torch.where(best.values > 0, best.indices, -1)
         return torch.nn.functional.pad(found, (0, beside - found.shape[-1]), value=-1)
-    ahead = torch.arange(depth, device=codes.device).repeat_interleave(beside)
-    u = host.uniform(batch, Purpose.CODE, ahead, c.siblings.flatten())
     return draw_siblings(left, u.unflatten(1, c.siblings.shape))

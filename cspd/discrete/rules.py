@@ -61,8 +61,9 @@ def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     rows = max(1, MOST_AT_ONCE * len(near) // max(1, P.numel() * near.shape[1]))
     parts = []
     for block, most in zip(near.split(rows), limit.split(rows, dim=-1)):
-        sums = P[..., block].cumsum(-1)
-        parts.append(sums.masked_fill_(sums >= most.unsqueeze(-1), 0).amax(-1))
+        # the k-th neighbours of all x side by side: vectors are long then
+        sums = P.index_select(-1, block.T.flatten()).unflatten(-1, block.T.shape).cumsum(-2)
+        parts.append(sums.masked_fill_(sums >= most.unsqueeze(-2), 0).amax(-2))
     return torch.cat(parts, dim=-1)
 
 

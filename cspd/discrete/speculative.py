@@ -14,7 +14,7 @@ from torch import Tensor
 from cspd.discrete.drafts import DRAFTS
 from cspd.discrete.host import Batch, VQHost
 from cspd.discrete.rules import WINDOW_CAP, Rule, sample
-from cspd.discrete.tree import verify
+from cspd.discrete.tree import Shape, verify
 from cspd.noise import Purpose
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
@@ -47,17 +47,15 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
     shape, codes, Q = DRAFTS[request.draft](host, batch)
-    features = host.features(batch, codes, batch.known_t, depth=shape.depth, sees=shape.sees)
+    features = host.features(batch, codes, depth=shape.depth, sees=shape.sees)
     P = host.distributions(batch, features, soft=rule.pools)
     length, height, device = host.config.block_size, shape.height, host.device
-    nodes = torch.arange(shape.num_nodes, device=device)
-    coins = host.uniform(batch, Purpose.CODE_COIN, (shape.depth - 1).clamp(min=0), nodes)
+    coins, anew = _draws(host, batch, shape)
     near = host.near(request.metric, rule.k) if rule.pools else None
     verified = verify(rule, shape, codes, P, Q, coins, length - batch.known_t, near)
     # a refused code's successor is drawn anew; any other is what the target itself would draw there
     place = verified.count.unsqueeze(1)
-    anew = host.uniform(batch, Purpose.CODE_RESIDUAL, place)
-    u = torch.where(verified.refused.unsqueeze(1), anew, host.drawn(batch, place))
+    u = torch.where(verified.refused.unsqueeze(1), anew.gather(1, place), host.drawn(batch, place))
     last = sample(verified.rest, u.squeeze(1))
 
     path = torch.cat([torch.zeros_like(place), verified.path], 1)  # nodes, the root's first
@@ -71,6 +69,21 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
         rows = torch.arange(len(batch), device=device).unsqueeze(1)
         host.keep_features(batch, features[:, rows, path])
     return account(host, batch, verified.count, verified.bound, verified.judged, steps[1:] <= place)
+
+
+def _draws(host: VQHost, batch: Batch, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Every node's coin [B, N], and draws [B, 1 + height] for what takes a refused code's place, by its depth."""
+    num, place = shape.num_nodes, torch.arange(1 + shape.height, device=host.device)
+    purpose, index = _streams(num, 1 + shape.height, host.device)
+    ahead = torch.cat([(shape.depth - 1).clamp(min=0), place.expand(*shape.depth.shape[:-1], -1)], -1)
+    return host.uniform(batch, purpose, ahead, index).split((num, 1 + shape.height), 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _streams(num_nodes: int, num_places: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Purpose and index of each draw of `_draws`."""
+    purpose = [Purpose.CODE_COIN] * num_nodes + [Purpose.CODE_RESIDUAL] * num_places
+    return torch.tensor(purpose, device=device), torch.tensor([*range(num_nodes), *[0] * num_places], device=device)
 
 
 def account(

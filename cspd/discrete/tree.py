@@ -6,6 +6,7 @@ parent comes before its children. Shapes are [N] where all sequences of a batch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,23 +24,30 @@ class Shape:
         parent: int64 [..., N], -1 of the root. depth: int64 [..., N], 0 at the root.
         children: int64 [..., N, K], -1 where there is none, in the order judged.
         sees: bool [..., N, N], the ancestors of each node, itself included.
-        height: the largest depth. chain: whether node i is at depth i, so that nothing moves when it is committed.
+        widths: the most children that a node has, at each depth but the largest.
+        chain: whether node i is at depth i, so that nothing moves when it is committed.
     """
 
     parent: Tensor
     depth: Tensor
     children: Tensor
     sees: Tensor
-    height: int
+    widths: Sequence[int]
     chain: bool
 
     @property
     def num_nodes(self) -> int:
         return self.depth.shape[-1]
 
+    @property
+    def height(self) -> int:
+        """The largest depth."""
+        return len(self.widths)
 
-def shape_of(parent: Tensor, height: int, most_children: int, chain: bool = False) -> Shape:
+
+def shape_of(parent: Tensor, widths: Sequence[int], chain: bool = False) -> Shape:
     """The shape with these parents, int64 [..., N]: parent[..., 0] = -1, and a node's children in ascending order."""
+    height, most_children = len(widths), max(widths)
     num = parent.shape[-1]
     index = torch.arange(num, device=parent.device)
     up = parent.clamp(min=0)
@@ -55,12 +63,12 @@ def shape_of(parent: Tensor, height: int, most_children: int, chain: bool = Fals
     flat = torch.where(parent >= 0, up * (most_children + 1) + rank, most_children)
     children = children.flatten(-2).scatter(-1, flat, torch.where(parent >= 0, index, -1))
     children = children.unflatten(-1, (num, -1))[..., :most_children]
-    return Shape(parent, depth, children, sees, height, chain)
+    return Shape(parent, depth, children, sees, widths, chain)
 
 
 def chain(length: int, device: torch.device) -> Shape:
     """`length` codes one after the other."""
-    return shape_of(torch.arange(-1, length, device=device), length, 1, chain=True)
+    return shape_of(torch.arange(-1, length, device=device), [1] * length, chain=True)
 
 
 class Verified(NamedTuple):
@@ -103,9 +111,9 @@ def verify(
     children = shape.children.expand(len(tokens), -1, -1)
     count, bound = torch.zeros_like(batch), torch.zeros_like(P[:, 0, 0])
     refused, rest, path, judged = ~alive, rule.target(P[:, 0]), [], []
-    for depth in range(1, shape.height + 1):
+    for depth, width in enumerate(shape.widths, 1):
         alive = alive & (depth <= room)
-        nodes = children[batch, node]
+        nodes = children[batch, node, :width]
         present = nodes >= 0
         siblings = torch.where(present, tokens.gather(1, nodes.clamp(min=0)), -1)
         q = None if Q is None else Q[batch, node]

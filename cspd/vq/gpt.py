@@ -52,14 +52,14 @@ class CacheView:
     Attributes:
         keys, values: [layers, rows, columns, heads, head_dim], shared by all sequences, written in place.
         rows: the row of each of B sequences, int64 [B] or a slice, which saves copies. columns: int64 [B, N], where
-            their N inputs go.
+            their N inputs go, or a slice, if all go to the same.
         width: columns that are looked at, from the first.
     """
 
     keys: Tensor
     values: Tensor
     rows: Tensor | slice
-    columns: Tensor
+    columns: Tensor | slice
     width: int
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,11 +68,12 @@ class CacheView:
 
     def _update(self, cache: Tensor, new: Tensor) -> Tensor:
         new, width = new.to(cache.dtype), self.width
-        if isinstance(self.rows, slice):
-            cache = cache[self.rows]
-            cache[_rows(len(new), new.device), self.columns] = new
-            return cache[:, :width]
-        cache[self.rows.unsqueeze(1), self.columns] = new
+        if isinstance(self.columns, slice):
+            cache[self.rows, self.columns] = new
+        elif isinstance(self.rows, slice):
+            cache[self.rows][_rows(len(new), new.device), self.columns] = new
+        else:
+            cache[self.rows.unsqueeze(1), self.columns] = new
         return cache[self.rows, :width]
 
 
@@ -83,7 +84,7 @@ def _rows(count: int, device: torch.device) -> Tensor:
 
 
 def rotary_table(config: GPTConfig) -> Tensor:
-    """cos and sin [1 + L, head_dim / 2, 2] by position: row and column of the grid; zero at the class position.
+    """cos + i sin, complex64 [1 + L, head_dim / 2], by position: row and column of the grid; 0 at the class position.
 
     The zeros are the authors': queries and keys of the class token are zero, so that every token gives it logit 0.
     """
@@ -92,15 +93,14 @@ def rotary_table(config: GPTConfig) -> Tensor:
     angle = torch.outer(torch.arange(config.grid).float(), config.rope_base**-exponent)  # [grid, half / 2]
     down, across = angle.unsqueeze(1).expand(-1, config.grid, -1), angle.unsqueeze(0).expand(config.grid, -1, -1)
     angles = torch.cat([down, across], dim=-1).flatten(0, 1)
-    table = torch.stack([angles.cos(), angles.sin()], dim=-1)
-    return torch.cat([torch.zeros(1, *table.shape[1:]), table])
+    table = torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([torch.zeros_like(table[:1]), table])
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turns pairs of channels of x [B, N, heads, head_dim] by the angles of table [B or 1, N, head_dim / 2, 2]."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = table.unsqueeze(2).unbind(-1)
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).type_as(x)
+    """Turns pairs of channels of x [B, N, heads, head_dim] by the angles of table [B or 1, N, head_dim / 2]."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * table.unsqueeze(2)).flatten(-2).type_as(x)
 
 
 class RMSNorm(nn.Module):
@@ -122,12 +122,13 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, table: Tensor, mask: Tensor | None, cache: CacheView | None) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.n_head, -1)) for part in self.wqkv(x).chunk(3, dim=-1))
-        q, k = rotate(q, table), rotate(k, table)
+        qkv = self.wqkv(x).unflatten(-1, (3 * self.n_head, -1))
+        qk, v = qkv.split((2 * self.n_head, self.n_head), dim=-2)
+        q, k = rotate(qk, table).chunk(2, dim=-2)
         if cache is not None:
             k, v = (t.type_as(q) for t in cache.update(self.layer, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is cache is None)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -181,7 +182,7 @@ class GPT(nn.Module):
         self._table: Tensor | None = None
 
     def table(self, position: Tensor) -> Tensor:
-        """cos and sin of positions [...] as [..., head_dim / 2, 2], float32."""
+        """cos + i sin of positions [...], complex64 [..., head_dim / 2]."""
         if self._table is None or self._table.device != position.device:
             with torch.inference_mode(False):  # a constant, also of use to training; no buffer: files do not have it
                 self._table = rotary_table(self.config).to(position.device)
@@ -198,7 +199,8 @@ class GPT(nn.Module):
 
         Args:
             position: int64 [B or 1, N], of the inputs.
-            mask: bool [B, 1, N, width], True where an input looks; by default it looks at itself and those before it.
+            mask: bool [B or 1, 1, N, width], True where an input looks; by default, with a cache at all that its view
+                has, without one at itself and those before it.
             cache: the past, and where the inputs' own keys and values go; by default there is no past.
         """
         table = self.table(position)

@@ -115,7 +115,7 @@ def test_caches_hold_what_a_forward_from_scratch_would_say(method, monkeypatch):
     models = toy_models(codes=9, length=16)
 
     def root(args, options, result):
-        return args[4] if len(args) > 4 else "target", args[1], result
+        return options.get("model", args[4] if len(args) > 4 else "target"), args[1], result
 
     noted = recorded(monkeypatch, VQHost, "features", root)
     codes, _ = draw(models, request_of(method, **SMALL.get(method, {})), 12, batch=12)

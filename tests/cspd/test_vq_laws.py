@@ -113,8 +113,9 @@ def plant_coin_of_an_earlier_round(patch):
     uniform = jacobi.VQHost.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
-        coin = purpose == Purpose.CODE_COIN
-        return uniform(self, batch, purpose, ahead, 0 if coin else index, fresh and not coin)
+        stale = uniform(self, batch, purpose, ahead, 0, False)
+        coin = torch.as_tensor(purpose == Purpose.CODE_COIN)
+        return torch.where(coin, stale, uniform(self, batch, purpose, ahead, index, fresh))
 
     patch.setattr(jacobi.VQHost, "uniform", wrong)
 
@@ -123,8 +124,9 @@ def plant_draft_and_residual_from_one_stream(patch):
     uniform = speculative.VQHost.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
-        same = purpose == Purpose.CODE_RESIDUAL
-        return uniform(self, batch, Purpose.CODE if same else purpose, ahead, index, fresh and not same)
+        drafted = uniform(self, batch, Purpose.CODE, ahead, index, False)
+        same = torch.as_tensor(purpose == Purpose.CODE_RESIDUAL)
+        return torch.where(same, drafted, uniform(self, batch, purpose, ahead, index, fresh))
 
     patch.setattr(speculative.VQHost, "uniform", wrong)
 
