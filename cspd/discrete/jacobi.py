@@ -120,7 +120,7 @@ def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Seq
     beside = (refused & (at < D)).unsqueeze(1)
     tooth = level.clamp(max=max(D - 1, 0))
     tokens = torch.where(beside, others[rows, tooth], -1)
-    left = without(Q[rows, level], codes[rows, level].unsqueeze(-1))
+    left = without(Q[rows, level], codes[rows, level])
     side = c.siblings[tooth]
     remaining = (P if rule.greedy else first.residual)[rows, level]
     second = judge_siblings(rule, remaining, left, tokens, coins.gather(1, side), level + 1, near)
@@ -168,7 +168,7 @@ def _siblings(c: Comb, rule: Rule, codes: Tensor, Q: Tensor, u: Tensor) -> Tenso
     depth, beside = c.siblings.shape
     if not c.depth:
         return codes.new_full((len(codes), 1, 1), -1)
-    left = without(Q[:, :depth], codes[:, :depth].unsqueeze(-1))
+    left = without(Q[:, :depth], codes[:, :depth])
     if rule.greedy:
         best = left.topk(min(beside, left.shape[-1]))
         found = torch.where(best.values > 0, best.indices, -1)

@@ -28,6 +28,7 @@ NAMES = tuple(RANGES)
 SCHEDULES = ("exponential", "linear")
 METRICS = ("l2", "cosine")
 WINDOW_CAP = 8  # L of a schedule over a Jacobi window: at its 64, omega_1 would be 32 delta, blind acceptance
+TINY = torch.finfo(torch.float32).tiny
 MOST_AT_ONCE = 2**22  # numbers gathered, or distances, at a time
 
 
@@ -92,11 +93,15 @@ def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
     return (law - P).clamp(min=0).sum(-1)
 
 
-def without(Q: Tensor, earlier: Tensor) -> Tensor:
-    """Q for the next sibling [..., V]: earlier ones [..., n] (-1: none) zeroed, renormalised; 0 if nothing is left."""
-    taken = torch.zeros_like(Q).scatter_add(-1, earlier.clamp(min=0), (earlier >= 0).to(Q.dtype))
-    left = Q.masked_fill(taken > 0, 0)
-    return _norm(left, left)
+def without(Q: Tensor, x: Tensor) -> Tensor:
+    """Q for the sibling after tokens x [...] (-1: none): [..., V], x zeroed, renormalised; 0 if nothing is left."""
+    left = _zeroed(Q, x)
+    return left / left.sum(-1, keepdim=True).clamp(min=TINY)
+
+
+def _zeroed(Q: Tensor, x: Tensor) -> Tensor:
+    token = x.clamp(min=0).unsqueeze(-1)
+    return Q.scatter(-1, token, Q.gather(-1, token) * (x < 0).unsqueeze(-1))
 
 
 def _norm(weights: Tensor, otherwise: Tensor) -> Tensor:
@@ -124,7 +129,7 @@ def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
     """Siblings without replacement, in the order drawn: uniforms [..., K] to tokens [..., K], -1 once Q is used up."""
     drawn = []
     for i, uniform in enumerate(u.unbind(-1)):
-        Q = without(Q, drawn[-1].unsqueeze(-1)) if i else Q
+        Q = _zeroed(Q, drawn[-1]) if i else Q
         drawn.append(torch.where(Q.amax(-1) > 0, sample(Q, uniform), -1))
     return torch.stack(drawn, dim=-1)
 
@@ -297,5 +302,5 @@ def judge_siblings(
         if not rule.greedy:
             P = torch.where(judged.unsqueeze(-1), rule.resample(P, q, f, token, near), P)
         if not points and i + 1 < candidates.shape[-1]:
-            Q = without(Q, x.unsqueeze(-1))
+            Q = without(Q, x)
     return Judged(index, rule.target(P), total)

@@ -110,21 +110,23 @@ def verify(
     node, alive = torch.zeros_like(batch), torch.ones_like(batch, dtype=torch.bool)
     children = shape.children.expand(len(tokens), -1, -1)
     count, bound = torch.zeros_like(batch), torch.zeros_like(P[:, 0, 0])
-    refused, rest, path, judged = ~alive, rule.target(P[:, 0]), [], []
+    here = P[:, 0]
+    refused, rest, path, judged = ~alive, rule.target(here), [], []
     for depth, width in enumerate(shape.widths, 1):
         alive = alive & (depth <= room)
         nodes = children[batch, node, :width]
         present = nodes >= 0
         siblings = torch.where(present, tokens.gather(1, nodes.clamp(min=0)), -1)
         q = None if Q is None else Q[batch, node]
-        outcome = judge_siblings(rule, P[batch, node], q, siblings, coins.gather(1, nodes.clamp(min=0)), depth, near)
+        outcome = judge_siblings(rule, here, q, siblings, coins.gather(1, nodes.clamp(min=0)), depth, near)
         taken = alive & (outcome.index >= 0)
         looked = alive & present.any(-1)
         bound = bound + torch.where(alive, outcome.bound, 0)
         chosen = nodes.gather(1, outcome.index.clamp(min=0).unsqueeze(1)).squeeze(1)
         node = torch.where(taken, chosen, node)
+        here = P[batch, node]
         rest = torch.where(alive.unsqueeze(-1), outcome.residual, rest)
-        rest = torch.where(taken.unsqueeze(-1), rule.target(P[batch, node]), rest)
+        rest = torch.where(taken.unsqueeze(-1), rule.target(here), rest)
         refused = torch.where(alive, looked & ~taken, refused)
         path.append(torch.where(taken, chosen, 0))
         judged.append(looked)

@@ -450,7 +450,7 @@ def test_siblings_drawn_without_replacement():
 
 def test_without_and_point():
     Q = torch.tensor([[0.5, 0.1, 0.4], [0.0, 0.0, 1.0], [0.5, 0.1, 0.4]]).double()
-    left = without(Q, torch.tensor([[0, -1], [2, -1], [-1, -1]]))
+    left = without(Q, torch.tensor([0, 2, -1]))
     assert torch.allclose(left, torch.tensor([[0.0, 0.2, 0.8], [0, 0, 0], [0.5, 0.1, 0.4]]).double())
     assert point(torch.tensor([2, 0, 1]), Q).tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
     # where a candidate cannot have been drawn and the target does not want it, it is refused
