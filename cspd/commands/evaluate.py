@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument(
         "--out", type=Path, default=Path("evaluation"), help="folder for images and numbers (default: %(default)s/)"
     )
-    group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
+    group.add_argument("--overwrite", action="store_true", help="start anew, without the images that are in --out")
     group.add_argument(
         "--images",
         type=Path,
@@ -93,13 +94,15 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    processes = Processes()
     if args.images:
-        images = ImageFolder(args.images)
-        how = _how_to_measure(args, images.shape[-1], args.device)
-        args.out.mkdir(parents=True, exist_ok=True)
-        _report(args, images, images.labels, how, {"folder": str(args.images)})
+        if processes.rank == 0:
+            images = ImageFolder(args.images)
+            how = _how_to_measure(args, images.shape[-1], args.device)
+            args.out.mkdir(parents=True, exist_ok=True)
+            _report(args, images, images.labels, how, {"folder": str(args.images)})
         return
-    with Processes() as processes:
+    with processes:
         args.device = processes.device(args.device)
         engine, request, labels, settings, how = processes.together(lambda: _prepare(args, processes.rank))
         shards, manifest, summary = sample_shards(engine, request, labels, args.num, args.out, settings, processes)
@@ -120,7 +123,7 @@ def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list
     if rank == 0:
         how = _how_to_measure(args, host.config.img_size if is_mar else host.defaults.image_size, engine.device)
         if args.overwrite:
-            Shards(args.out, args.num).clear()
+            Shards(args.out, args.num).clear(RECORD, GRID)
     return engine, request, labels, settings, how
 
 
@@ -135,12 +138,14 @@ def _how_to_measure(args: argparse.Namespace, side: int, device: torch.device | 
 
 def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None, how: dict, about: dict) -> None:
     """Measures the images, writes what is known of them, and prints it."""
+    print(f"measuring {len(images):,} images", file=sys.stderr)
     values = measure(images, labels=labels, **how)
     reference, weights = how["reference"], how["weights"]
     report = {
         "schema": SCHEMA,
         "space": how["space"],
-        "weights": weights and {"name": weights.name, "fingerprint": file_fingerprint(weights)},
+        "weights": weights
+        and {"name": weights.name, "fingerprint": file_fingerprint(weights)},  # None: the extractor's
         "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
         **values,
         **about,

@@ -157,9 +157,9 @@ class Shards(Dataset):
                 f"{self.folder} holds another run ({differences}): give its settings, --overwrite, or another --out"
             )
 
-    def clear(self) -> None:
-        """Removes another run's files."""
-        for pattern in ("[0-9]*.npz", "[0-9]*.tmp", MANIFEST):
+    def clear(self, *others: str) -> None:
+        """Removes a run's files, and others by name; the manifest last, without which images are no one's."""
+        for pattern in ("[0-9]*.npz", "[0-9]*.tmp", *others, MANIFEST):
             for path in self.folder.glob(pattern):
                 path.unlink()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -119,34 +120,40 @@ def test_the_report_says_all_that_was_measured(whole, capsys):
     assert Image.open(whole / "grid.png").width > 600
 
 
-def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_path):
-    out = tmp_path / "killed"
+def torchrun(out, log, *more):
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", "-m", "cspd.cli"]
-    with open(tmp_path / "log", "w") as log:
-        run = subprocess.Popen(
-            [sys.executable, *launch, *arguments(out)],
-            stdout=log,
-            stderr=log,
-            env=environment(),
-            start_new_session=True,
-        )
+    return subprocess.Popen(
+        [sys.executable, *launch, *arguments(out, *more)], stdout=log, stderr=log, env=environment()
+    )
+
+
+def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_path):
+    out, copy = tmp_path / "killed", tmp_path / "copy"
+    with open(tmp_path / "log", "w+") as log:
+        run = torchrun(out, log)
         try:
             wait_until(lambda: len(stamps(out)) >= 2 or run.poll() is not None)
         finally:
             kill_all(run)
-    finished = stamps(out)
-    assert 2 <= len(finished) < 6, (tmp_path / "log").read_text()[-2000:]
-    assert not (out / "evaluation.json").exists()
-    time.sleep(0.5)
-    assert stamps(out) == finished  # they are gone
-    assert evaluate(out) == 0
-    assert {name: stamps(out)[name] for name in finished} == finished
-    assert report_of(out)["sampling"]["images_made"] == NUM - sum(count_of(name) for name in finished)
-    assert sorted(p.suffix for p in out.iterdir()) == [".json", ".json", *[".npz"] * 6, ".png"]  # no halves
-    assert np.abs(images_of(out) - images_of(whole)).max() <= 1
-    assert Shards(out, NUM).labels() == Shards(whole, NUM).labels()
+        finished = stamps(out)
+        assert 2 <= len(finished) < 6, (tmp_path / "log").read_text()[-2000:]
+        assert not (out / "evaluation.json").exists()
+        time.sleep(0.5)
+        assert stamps(out) == finished  # they are gone
+        shutil.copytree(out, copy)
+        run = torchrun(out, log)
+        assert evaluate(copy) == 0
+        assert run.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-2000:]
     assert evaluate(whole) == 0
-    assert near(report_of(out), report_of(whole))
+    for folder, size in ((out, 2), (copy, 1)):
+        assert {name: stamps(folder)[name] for name in finished} == finished
+        sampling = report_of(folder)["sampling"]
+        assert sampling["processes"] == size
+        assert sampling["images_made"] == NUM - sum(count_of(name) for name in finished)
+        assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".json", *[".npz"] * 6, ".png"]  # no halves
+        assert np.abs(images_of(folder) - images_of(whole)).max() <= 1
+        assert Shards(folder, NUM).labels() == Shards(whole, NUM).labels()
+        assert near(report_of(folder), report_of(whole))
 
 
 def count_of(name):
