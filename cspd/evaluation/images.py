@@ -1,0 +1,63 @@
+"""Images to be measured: from memory, from a folder, and how they become 8 bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_fidelity.datasets import ImagesPathDataset
+
+OVERVIEWS = {"grid.png", "heatmap.png", "comparison.png"}  # what our commands write beside images
+
+
+def to_uint8(image: Tensor) -> Tensor:
+    """uint8 [3, H, W] of float [3, H, W] in 0..1, rounded as in the PNGs that are written; uint8 stays as it is."""
+    return image if image.dtype == torch.uint8 else (image * 255).round().to(torch.uint8)
+
+
+class ImageList(Dataset):
+    """A data set of uint8 [3, H, W] over images in memory, each float [3, H, W] in 0..1 or uint8 already."""
+
+    def __init__(self, images: Sequence[Tensor]) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return to_uint8(self.images[index])
+
+
+class ImageFolder(ImagesPathDataset):
+    """A data set of uint8 [3, H, W] over a folder's PNGs (and JPEGs), by name, without our own overviews.
+
+    Raises:
+        ValueError: no images there, or (on access) images of several sizes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder")
+        kinds = (".png", ".jpg", ".jpeg")
+        found = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds)
+        super().__init__([path for path in found if path.name not in OVERVIEWS])
+        if not self.files:
+            raise ValueError(f"{folder}: there are no images in it (PNG or JPEG, not in subfolders)")
+        self.shape = super().__getitem__(0).shape
+
+    def __getitem__(self, index: int) -> Tensor:
+        image = super().__getitem__(index)
+        if image.shape != self.shape:
+            sizes = " and ".join("x".join(map(str, shape[:0:-1])) for shape in (self.shape, image.shape))
+            raise ValueError(f"{self.files[index]}: images of {sizes} pixels in one folder: give one of equal sizes")
+        return image
+
+    @property
+    def labels(self) -> list[int] | None:
+        """Classes, from names as `cspd sample` gives; None where a file has no such name."""
+        found = [re.search(r"_label(\d+)_", path.name) for path in self.files]
+        return [int(match[1]) for match in found] if all(found) else None

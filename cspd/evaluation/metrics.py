@@ -1,0 +1,285 @@
+"""Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in two feature spaces.
+
+"inception" is Inception-v3 as torch-fidelity ships it, for ImageNet; "digits" is the embedded models' classifier, which
+is registered with torch-fidelity as a feature extractor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_fidelity import (
+    KEY_METRIC_FID,
+    KEY_METRIC_ISC_MEAN,
+    KEY_METRIC_ISC_STD,
+    KEY_METRIC_KID_MEAN,
+    KEY_METRIC_PRECISION,
+    KEY_METRIC_RECALL,
+    calculate_metrics,
+    register_feature_extractor,
+)
+from torch_fidelity.feature_extractor_base import FeatureExtractorBase
+from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
+from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
+from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_from_input_id_cached
+
+from cspd.evaluation.classifier import load_classifier
+from cspd.evaluation.images import ImageFolder, ImageList
+from cspd.loading import embedded
+from cspd.validation import pick_device
+
+EXTRACTORS = {"digits": "cspd-digits", "inception": "inception-v3-compat"}
+SPACES = tuple(EXTRACTORS)
+# the fewest images that a number exists for: two of each of torch-fidelity's ten splits, a covariance, a neighbourhood
+LEAST = {"inception_score": 20, "fid": 2, "kid": 2, "precision": 4, "recall": 4}
+KEYS = {
+    "fid": KEY_METRIC_FID,
+    "inception_score": KEY_METRIC_ISC_MEAN,
+    "inception_score_std": KEY_METRIC_ISC_STD,
+    "kid": KEY_METRIC_KID_MEAN,
+    "precision": KEY_METRIC_PRECISION,
+    "recall": KEY_METRIC_RECALL,
+}
+KID_SUBSET = 1000  # torch-fidelity's default; of fewer images all are taken
+
+
+class DigitsExtractor(FeatureExtractorBase):
+    """The embedded classifier as torch-fidelity wants it: uint8 [B, 3, 32, 32] to "features" [B, 128] and "logits"."""
+
+    def __init__(self, name: str, features_list: list[str], **_: object) -> None:
+        super().__init__(name, features_list)
+        self.classifier = load_classifier()
+
+    @staticmethod
+    def get_provided_features_list() -> tuple[str, ...]:
+        return "features", "logits"
+
+    @staticmethod
+    def get_default_feature_layer_for_metric(metric: str) -> str:
+        return "logits" if metric == "isc" else "features"
+
+    @staticmethod
+    def can_be_compiled() -> bool:
+        return False
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        if images.shape[1:] != (3, 32, 32):
+            height, width = images.shape[2:]
+            raise ValueError(
+                f"the digits classifier judges 32x32 images, these are {width}x{height}: take the inception space"
+            )
+        features = self.classifier.features(images.float() / 255 * 2 - 1)
+        values = {"features": features, "logits": self.classifier.out(features)}
+        return tuple(values[name] for name in self.features_list)
+
+
+register_feature_extractor(EXTRACTORS["digits"], DigitsExtractor)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What images are compared with.
+
+    Attributes:
+        name: of the file or folder. fingerprint: its sha256; of a folder, of all names and contents.
+        statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be taken of the images.
+        images: for KID, precision and recall; None: there are only statistics.
+    """
+
+    name: str
+    fingerprint: str
+    statistics: dict[str, np.ndarray] | None = None
+    images: Dataset | None = None
+
+
+def load_reference(path: Path | None = None) -> Reference:
+    """A reference from an .npz as ADM's (mu and sigma, images in arr_0, or both) or a folder of images.
+
+    By default the embedded models' training data, in the digits space.
+
+    Raises:
+        ValueError: neither is to be found there.
+    """
+    path = embedded()["digits32"] / "reference.npz" if path is None else Path(path)
+    if path.is_dir():
+        images = ImageFolder(path)
+        digest = hashlib.sha256()
+        for file in images.files:
+            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+        return Reference(path.name, digest.hexdigest(), images=images)
+    statistics = images = None
+    try:
+        with np.load(path) as file:
+            if {"mu", "sigma"} <= set(file.files):
+                statistics = {name: file[name].astype(np.float64) for name in ("mu", "sigma")}
+            if "arr_0" in file.files:
+                images = ImageList(torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RuntimeError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path}: is no .npz, or a damaged one ({error})") from error
+    if statistics is None and images is None:
+        raise ValueError(f"{path}: has neither mu and sigma nor images (arr_0): give an .npz as ADM's, or a folder")
+    if statistics and statistics["sigma"].shape != 2 * statistics["mu"].shape:
+        shapes = " and ".join(str(list(statistics[name].shape)) for name in ("mu", "sigma"))
+        raise ValueError(f"{path}: mu and sigma are {shapes}, not [D] and [D, D]")
+    return Reference(path.name, file_fingerprint(path), statistics, images)
+
+
+def file_fingerprint(path: Path) -> str:
+    """sha256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _options(images: Dataset | Path, space: str, weights: Path | None, device: torch.device | str) -> dict:
+    """What torch-fidelity is told: the images, the feature extractor, and to extract once what several metrics need."""
+    if space not in SPACES:
+        raise ValueError(f"space={space!r}: choose {' or '.join(SPACES)}")
+    return {
+        "input1": images if isinstance(images, Dataset) else ImageFolder(Path(images)),
+        "input1_cache_name": "images",
+        "feature_extractor": EXTRACTORS[space],
+        "feature_extractor_weights_path": None if weights is None else str(weights),
+        "cuda": pick_device(device).type == "cuda",
+        "save_cpu_ram": True,  # no worker processes, and distances in parts: all those of 50,000 images take 20 GB
+        "verbose": False,
+    }
+
+
+def _extract(options: dict) -> tuple[Tensor, Tensor]:
+    """Features [N, D] and logits [N, C] of the images; kept in `cache_root`, if given, for `calculate_metrics`."""
+    name, weights = options["feature_extractor"], options["feature_extractor_weights_path"]
+    provided = FEATURE_EXTRACTORS_REGISTRY[name]
+    layers = [provided.get_default_feature_layer_for_metric(metric) for metric in ("fid", "isc")]
+    others = {key: value for key, value in options.items() if key != "feature_extractor"}
+    try:
+        if weights is not None:  # torch-fidelity's own load would run code that is in the file
+            torch.load(weights, map_location="cpu", weights_only=True)
+        extractor = create_feature_extractor(name, layers, **others)
+    except (RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+        if weights is None:
+            raise
+        raise ValueError(f"{weights}: are not torch-fidelity's weights of Inception-v3 ({URL_INCEPTION_V3})") from error
+    except URLError as error:
+        raise ValueError(f"no network ({error.reason}): give a file of Inception-v3, {URL_INCEPTION_V3}") from error
+    found = extract_featuresdict_from_input_id_cached(1, extractor, cache="cache_root" in options, **others)
+    return tuple(found[layer] for layer in layers)
+
+
+def features(
+    images: Dataset | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"
+) -> Tensor:
+    """Features [N, D] of images, float32 on the CPU: 128 of the classifier, or the 2,048 before Inception's logits.
+
+    Raises:
+        ValueError: as in `measure`.
+    """
+    return _extract(_options(images, space, weights, device))[0]
+
+
+def check(
+    image_size: int,
+    *,
+    space: str,
+    weights: Path | None = None,
+    reference: Reference | None = None,
+    device: torch.device | str = "auto",
+) -> None:
+    """Raises what `measure` would of images of `image_size` pixels, before there are any."""
+    blank = ImageList([torch.zeros(3, image_size, image_size)])
+    _check_width(reference, features(blank, space=space, weights=weights, device=device), space)
+
+
+def _check_width(reference: Reference | None, found: Tensor, space: str) -> None:
+    if reference and reference.statistics and len(reference.statistics["mu"]) != found.shape[1]:
+        width = len(reference.statistics["mu"])
+        raise ValueError(
+            f"{reference.name} has statistics of {width} features, the {space} space has {found.shape[1]}: give others,"
+            " or another space"
+        )
+
+
+def _missing(space: str, num: int, reference: Reference | None, labels: Sequence[int] | None) -> dict[str, str]:
+    """Why a metric cannot be had, by name."""
+    missing = {name: f"{num} images: {least} are needed" for name, least in LEAST.items() if num < least}
+    if reference is None:
+        missing |= dict.fromkeys(("fid", "kid", "precision", "recall"), "there is no reference")
+    elif reference.images is None:
+        missing |= dict.fromkeys(("kid", "precision", "recall"), f"{reference.name} has statistics, no images")
+    else:
+        most = len(reference.images)
+        missing |= {
+            name: f"{reference.name} has {most} images: {LEAST[name]} are needed"
+            for name in ("kid", "precision", "recall", *(() if reference.statistics else ("fid",)))
+            if most < LEAST[name]
+        }
+    if space != "digits":
+        missing["accuracy"] = "only the digits classifier judges classes"
+    elif labels is None:
+        missing["accuracy"] = "the images' classes are not known"
+    return missing
+
+
+def measure(
+    images: Dataset | Path,
+    *,
+    space: str,
+    weights: Path | None = None,
+    reference: Reference | None = None,
+    labels: Sequence[int] | None = None,
+    device: torch.device | str = "auto",
+) -> dict:
+    """Measures images, as torch-fidelity does by default (10 splits, KID of 100 subsets of 1,000 at most, k = 3).
+
+    Args:
+        images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of PNGs.
+        space: "digits" (32x32 images) or "inception".
+        weights: torch-fidelity's file of Inception-v3; by default its own download.
+        labels: the images' classes, for "accuracy".
+        device: that features are taken on, "auto", "cpu" or "cuda".
+
+    Returns:
+        "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (share
+        recognised as their labels), each a float, or None where it cannot be had; and why, in "missing" by name.
+
+    Raises:
+        ValueError: images or statistics that do not fit the space, or weights that cannot be had.
+    """
+    options = _options(images, space, weights, device)
+    images = options["input1"]
+    if labels is not None and len(labels) != len(images):
+        raise ValueError(f"{len(images)} images and {len(labels)} labels: give one a label each")
+    missing = _missing(space, len(images), reference, labels)
+    wanted = {"isc": "inception_score" not in missing, "kid": "kid" not in missing, "prc": "precision" not in missing}
+    wanted["fid"] = "fid" not in missing and reference.statistics is None
+    if reference and reference.images:
+        options |= {"input2": reference.images, "kid_subset_size": min(KID_SUBSET, len(images), len(reference.images))}
+    with tempfile.TemporaryDirectory() as folder:
+        options["cache_root"] = folder
+        found, logits = _extract(options)
+        _check_width(reference, found, space)
+        made = calculate_metrics(**options, **wanted) if any(wanted.values()) else {}
+    if "fid" not in missing and reference.statistics:
+        own = {name: value.astype(np.float64) for name, value in fid_features_to_statistics(found).items()}
+        made |= fid_statistics_to_metric(own, reference.statistics, verbose=False)
+    values = {name: made.get(key) for name, key in KEYS.items()}
+    values["accuracy"] = None
+    if "accuracy" not in missing:
+        values["accuracy"] = (logits.argmax(1) == torch.tensor(labels)).float().mean().item()
+    return {"num": len(images)} | values | {"missing": missing}

@@ -1,0 +1,50 @@
+"""Makes a reference to measure images against: python scripts/make_reference_stats.py --images FOLDER --out FILE.npz
+
+Without a folder, of the embedded models' training data: coloured digits, all classes equally often.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch_fidelity.metric_fid import fid_features_to_statistics
+from training import HELD_OUT_SEED
+
+from cspd.data import coloured_digits
+from cspd.evaluation.images import ImageFolder, ImageList, to_uint8
+from cspd.evaluation.metrics import SPACES, features
+
+PART = 1000  # images drawn at a time
+
+
+def digits(num: int) -> ImageList:
+    """`num` images of the training distribution, of draws that no training saw."""
+    labels = torch.arange(num) % 10
+    parts = [coloured_digits(len(part), HELD_OUT_SEED + i, labels=part) for i, part in enumerate(labels.split(PART))]
+    return ImageList([to_uint8((image + 1) / 2) for images, _ in parts for image in images])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, help="a folder of PNGs, all of one size (default: coloured digits)")
+    parser.add_argument("--num", type=int, default=20_000, help="coloured digits to draw (default: %(default)s)")
+    parser.add_argument("--keep", type=int, default=1000, help="images that go into the file (default: %(default)s)")
+    parser.add_argument("--space", choices=SPACES, default="digits", help="(default: %(default)s)")
+    parser.add_argument("--weights", type=Path, help="Inception-v3's file (default: torch-fidelity's own download)")
+    parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/reference.npz"))
+    args = parser.parse_args()
+
+    images = ImageFolder(args.images) if args.images else digits(args.num)
+    statistics = fid_features_to_statistics(features(images, space=args.space, weights=args.weights))
+    kept = np.random.default_rng(0).permutation(len(images))[: args.keep]
+    pictures = np.stack([images[i].permute(1, 2, 0).numpy() for i in kept]) if args.keep else None
+    arrays = statistics if pictures is None else statistics | {"arr_0": pictures}
+    np.savez_compressed(args.out, **arrays)
+    print(f"{args.out}: statistics of {len(images)} images, {len(kept)} of them kept")
+
+
+if __name__ == "__main__":
+    main()
