@@ -15,7 +15,7 @@ from cspd.evaluation import metrics
 from cspd.evaluation.two_sample import energy_test
 from cspd.machine import describe, spread
 from cspd.methods import guarantee_of
-from cspd.rounds import Chunk, given, run_rounds
+from cspd.rounds import Chunk, run_rounds, settings_of
 from cspd.sequence import Request
 from cspd.study import Configuration, baseline
 
@@ -39,7 +39,7 @@ def compare(
 ) -> tuple[dict, list[np.ndarray]]:
     """Generates the same `num` images by each configuration and judges them; the report and the images.
 
-    They take turns, see `cspd.rounds`, so that a machine that slows down slows all. What is made is kept in `out` and not
+    They take turns, so that a machine that slows down slows all. What is made is kept in `out` (`cspd.rounds`) and not
     made again: a run that was cut off goes on, and one that is finished can be given more images, or other references.
 
     Args:
@@ -62,7 +62,8 @@ def compare(
     report |= {"versions": _versions(), "baseline": rows[0].name, "space": space}
     report |= {"reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint}}
     report["rows"] = [
-        _speed(row, plan, made, chunks[0]) | {"settings": given(plan)} for row, plan, made in zip(rows, plans, chunks)
+        _speed(row, plan, made, chunks[0]) | {"settings": settings_of(plan)}
+        for row, plan, made in zip(rows, plans, chunks)
     ]
     _judge(report, rows, images, [labels[i % len(labels)] for i in range(num)], space, weights, reference)
     return report, images
@@ -116,9 +117,10 @@ def _judge(
         reason = "these models have no judge of their own: give Inception's file, --weights"
         missing |= dict.fromkeys((*names, "p_value"), reason)
         return
+    judge = {"space": space, "weights": weights, "device": rows[0].engine.device}
     wrapped = [metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2)) for made in images]
     for row, made in zip(report["rows"], wrapped):
-        measured = metrics.measure(made, space=space, weights=weights, reference=reference, labels=labels)
+        measured = metrics.measure(made, reference=reference, labels=labels, **judge)
         row |= {name: measured[name] for name in names}
         missing |= {name: reason for name, reason in measured["missing"].items() if name in names}
     if len(labels) < LEAST_PAIRS:
@@ -128,7 +130,7 @@ def _judge(
 
     def of(index: int) -> Tensor:
         if index not in features:
-            features[index] = metrics.features(wrapped[index], space=space, weights=weights)
+            features[index] = metrics.features(wrapped[index], **judge)
         return features[index]
 
     for i, row in enumerate(rows):

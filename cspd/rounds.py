@@ -50,8 +50,8 @@ def run_rounds(
 ) -> tuple[list[Request], list[list[Chunk]]]:
     """The settings that each configuration ran by, and its chunks, in order.
 
-    Image i is of the labels' i-th in turn, and of seed + i. In round r every configuration makes images r B .. r B + B - 1,
-    B being its engine's slots, the configurations in turn; who begins changes from round to round.
+    Image i has the labels' i-th in turn, and seed + i. In round r every configuration makes images r B to r B + B - 1,
+    B being its engine's slots, one after the other; who begins changes from round to round.
 
     Raises:
         ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
@@ -76,7 +76,7 @@ def run_rounds(
     return plans, _run(rows, plans, parts, out / CHUNKS, progress)
 
 
-def given(request: Request) -> dict:
+def settings_of(request: Request) -> dict:
     """A request's settings, without label and seed, that are not None."""
     asked = dataclasses.asdict(request)
     return {key: value for key, value in asked.items() if value is not None and key not in ("label", "seed")}
@@ -94,7 +94,7 @@ def _identity(row: Configuration) -> dict:
         if file is not None:
             stat = file.stat()
             identity[name] = {"file": str(file.resolve()), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
-    return {"request": given(row.request), "files": identity}
+    return {"request": settings_of(row.request), "files": identity}
 
 
 def _claim(out: Path, settings: dict, overwrite: bool) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -13,7 +14,9 @@ import yaml
 
 from cspd.engine import Engine
 from cspd.methods import METHODS, parse_method, with_method
+from cspd.options import number_list
 from cspd.sequence import Request
+from cspd.validation import check_integer
 
 TARGET = ("checkpoint", "arch", "vae")
 MODELS = (*TARGET, "draft_checkpoint")
@@ -90,6 +93,15 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     _check_keys(path, "at the top", common, (*RUN, *REQUEST, *MODELS))
     for i, entry in enumerate(entries):
         _check_keys(path, f"in configuration {i + 1}", entry, ("name", *REQUEST, *MODELS))
+    if "labels" in common:  # a list, or as --labels has them
+        labels = common["labels"]
+        try:
+            common["labels"] = number_list(",".join(map(str, labels if isinstance(labels, list) else [labels])))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{path}: labels: {error}") from None
+    for key, least in (("num", 1), ("seed", 0), ("max_batch", 1)):
+        if key in common:
+            check_integer(f"{path}: {key}", common[key], least, 2**63 - 1, "see `cspd compare --help`")
     lists = [key for key, value in common.items() if isinstance(value, list) and key != "labels"]
     if lists:
         raise ValueError(f"{path}: {lists[0]} is a list at the top: lists of values belong to configurations")

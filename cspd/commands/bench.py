@@ -82,5 +82,5 @@ def run(args: argparse.Namespace) -> None:
             method, _, options = row["name"].partition(":")
             case = f", batch {row['batch']}, cfg {row['cfg']:g}" if several else ""
             points.append((options, row["speed_up"]["median"], row["accuracy"], method + case))
-        speed_quality(points, "share recognised by the classifier", args.plot)
+        speed_quality([("speed-up over plain sampling", "share recognised by the classifier", points)], args.plot)
         print(f"wrote {args.plot}")
