@@ -81,6 +81,7 @@ def _speed(row: Configuration, plan: Request, chunks: list[Chunk], base: list[Ch
     judged = sum(cost["judged"] for cost in costs)
     bounds = torch.tensor([cost["bound"] for cost in costs], dtype=torch.float64)
     bounded = guarantee_of(plan) == "bounded"
+    bound = min(1.0, bounds.mean().item()) if bounded else None
     return {
         "name": row.name,
         "method": plan.method,
@@ -93,8 +94,8 @@ def _speed(row: Configuration, plan: Request, chunks: list[Chunk], base: list[Ch
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
         "alpha": sum(cost["accepted"] for cost in costs) / judged if judged else None,
         "step_compression": None if is_mar else mean("step_compression"),
-        "bound": min(1.0, bounds.mean().item()) if bounded else None,
-        "bound_error": (bounds.std() / len(bounds) ** 0.5).item() if bounded and len(bounds) > 1 else None,
+        "bound": bound,
+        "bound_error": (bounds.std() / len(bounds) ** 0.5).item() if bounded and bound < 1 < len(bounds) else None,
         "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
     }
 

@@ -30,9 +30,10 @@ h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 10
 p.sub { color: #5a6475; margin: 0 0 18px; }
 .card { background: #fff; border: 1px solid #e0e4ea; border-radius: 10px; padding: 16px; overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 9px; text-align: right; border-bottom: 1px solid #edf0f4; }
+th, td { padding: 7px; text-align: right; border-bottom: 1px solid #edf0f4; }
 th { color: #5a6475; font-weight: 600; font-size: 12.5px; vertical-align: bottom; }
-td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; font-weight: 600; } td small { color: #7b8494; }
+td { white-space: nowrap; font-size: 14px; }
+th:first-child, td:first-child { text-align: left; font-weight: 600; } td small { color: #7b8494; }
 tr:last-child td { border-bottom: 0; } tbody tr:hover { background: #f8fafc; }
 .tag { border-radius: 9px; padding: 1px 9px; font-size: 12.5px; font-weight: 600; }
 .exact { background: #dff3e4; color: #17663a; } .bounded { background: #fdf0d3; color: #7a5200; }
@@ -86,13 +87,9 @@ def _panels(report: dict) -> list[tuple[str, str, list[tuple[str, float, float, 
 
 
 def _label(row: dict) -> tuple[str, str]:
-    """A point's label, and its line: of "lantern++:optimal=true:k=10" they are k=10, and the rest."""
-    first, *settings = row["name"].split(":")
-    if first != row["method"]:
-        return row["name"], row["method"]
-    words = [each for each in settings if not each.partition("=")[2].replace(".", "").isdigit()]
-    numbers = [each for each in settings if each not in words]
-    return ", ".join(numbers) or row["name"], ":".join([first, *words])
+    """A point's label, and its line: of "lantern++:optimal=true:k=10" the last setting, and the rest."""
+    line, colon, last = row["name"].rpartition(":")
+    return (last, line) if colon and line.split(":")[0] == row["method"] else (row["name"], row["method"])
 
 
 def html_page(report: dict, pictures: Sequence[tuple[str, bytes]]) -> str:

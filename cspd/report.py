@@ -33,7 +33,7 @@ COLUMNS = [
     Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference; smaller is better."),
     Column("inception_score", "IS", ".2f", "Inception score, of the same features' classifier; larger is better."),
     Column(
-        "bound", "TV bound", ".3f", "Total variation from the target's law, at most (± standard error); 1: no promise."
+        "bound", "TV bound", ".3f", "Total variation from the target's law, at most (± standard error); 1 promises nothing."
     ),
     Column(
         "peak_bytes",
@@ -68,7 +68,7 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
         value = value / 2**20
     if isinstance(value, dict):
         low, middle, high = (format(value[name], column.form) for name in ("min", "median", "max"))
-        alone = len(row["seconds"]) == 1 or (short and column.key == "images_per_second")
+        alone = value["min"] == value["max"] or (short and column.key == "images_per_second")
         return middle if alone else f"{middle} ({low}..{high})"
     text = format(value, column.form)
     if column.key == "bound" and row["bound_error"] is not None:
