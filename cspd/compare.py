@@ -62,14 +62,14 @@ def compare(
     report |= {"versions": _versions(), "baseline": rows[0].name, "space": space}
     report |= {"reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint}}
     report["rows"] = [
-        _speed(row, plan, made, chunks[0]) | {"settings": settings_of(plan)}
+        speed_of(row, plan, made, chunks[0]) | {"settings": settings_of(plan)}
         for row, plan, made in zip(rows, plans, chunks)
     ]
     _judge(report, rows, images, [labels[i % len(labels)] for i in range(num)], space, weights, reference)
     return report, images
 
 
-def _speed(row: Configuration, plan: Request, chunks: list[Chunk], base: list[Chunk]) -> dict:
+def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base: list[Chunk]) -> dict:
     """Speed, round by round and with its spread, and cost; rounds of fewer images than the first do not count."""
     full = [(chunk, other) for chunk, other in zip(chunks, base) if len(chunk.images) == len(chunks[0].images)]
     costs = [cost for chunk in chunks for cost in chunk.costs]

@@ -27,13 +27,16 @@ COLUMNS = [
     Column("head_calls_per_token", "head calls/token", ".1f", "Sequential calls of the diffusion head for one token."),
     Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
-    Column("step_compression", "codes/forward", ".2f", "VQ codes committed in one forward of the target."),
+    Column("step_compression", "codes a forward", ".2f", "VQ codes committed in one forward of the target."),
     Column("alpha", "alpha", ".3f", "Share of what was drafted that was accepted."),
     Column("accuracy", "class acc.", ".3f", "Share of the images that the classifier takes for their class."),
     Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference; smaller is better."),
     Column("inception_score", "IS", ".2f", "Inception score, of the same features' classifier; larger is better."),
     Column(
-        "bound", "TV bound", ".3f", "Total variation from the target's law, at most (± standard error); 1 promises nothing."
+        "bound",
+        "TV bound",
+        ".3f",
+        "Total variation from the target's law, at most (± standard error); 1 promises nothing.",
     ),
     Column(
         "peak_bytes",
@@ -60,7 +63,7 @@ def columns(report: dict) -> list[Column]:
 
 
 def cell(row: dict, column: Column, short: bool = False) -> str:
-    """A row's value as it is written; empty where there is none. `short` leaves spreads of plain speeds out."""
+    """A row's value as it is written; empty where there is none. `short`: no spread but that of the speed-up."""
     value = row[column.key]
     if value is None:
         return ""
@@ -71,7 +74,7 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
         alone = value["min"] == value["max"] or (short and column.key == "images_per_second")
         return middle if alone else f"{middle} ({low}..{high})"
     text = format(value, column.form)
-    if column.key == "bound" and row["bound_error"] is not None:
+    if column.key == "bound" and row["bound_error"] is not None and not short:
         text += f" ±{row['bound_error']:.3f}"
     return text
 
@@ -102,9 +105,11 @@ def notes(report: dict) -> list[str]:
 
 
 def text_table(report: dict) -> str:
-    """The table and its notes for a terminal."""
+    """The table and its notes for a terminal; titles are in two lines."""
     shown = columns(report)
-    lines = [[c.title for c in shown], *([cell(row, c, short=True) for c in shown] for row in report["rows"])]
+    titles = [c.title.rpartition(" ") for c in shown]
+    lines = [[above for above, _, _ in titles], [below for _, _, below in titles]]
+    lines += [[cell(row, c, short=True) for c in shown] for row in report["rows"]]
     widths = [max(map(len, each)) for each in zip(*lines)]
     table = [
         "  ".join(text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths))).rstrip()

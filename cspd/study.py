@@ -150,21 +150,22 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
         ValueError: settings that do not fit the models or each other, no method, or two rows of one name.
     """
     named = [each for entry in entries for each in expand(entry)]
+    for name, own in named:
+        method = own.get("method", common.get("method"))
+        if method not in METHODS:
+            raise ValueError(f"{name}: method={method!r} is unknown: choose one of {', '.join(METHODS)}")
     if not any(key in common for key in MODELS):  # then the first configuration's models are the usual ones
         common = common | {key: value for key, value in named[0][1].items() if key in MODELS}
     shared = Request(label=0, **{key: value for key, value in common.items() if key in REQUEST})
     engines: dict[tuple, Engine] = {}
 
     def make(name: str, own: dict) -> Configuration:
-        method = own.get("method", shared.method)
-        if method not in METHODS:
-            raise ValueError(f"{name}: method={method!r} is unknown: choose one of {', '.join(METHODS)}")
         models = {key: value for key, value in (common | own).items() if key in MODELS and value is not None}
         place = tuple(sorted((key, str(value)) for key, value in models.items()))
         if place not in engines:
             engines[place] = load(models)
         settings = {key: value for key, value in own.items() if key in REQUEST and key != "method"}
-        request = dataclasses.replace(with_method(shared, method), **settings)
+        request = dataclasses.replace(with_method(shared, own.get("method", shared.method)), **settings)
         try:
             engines[place].check(request)
         except ValueError as error:
