@@ -1,4 +1,4 @@
-"""The command line: `cspd sample | compare | bench | calibrate | methods`."""
+"""The command line: `cspd sample | compare | evaluate | bench | calibrate | methods`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 import torch
 
 import cspd
-from cspd.commands import bench, calibrate, compare, sample
+from cspd.commands import bench, calibrate, compare, evaluate, sample
 from cspd.methods import format_table
 
+GO_ON = ("sample", "compare", "evaluate")  # after a stop
 EPILOG = """\
 examples:
   cspd sample --labels 0-9 --num 40 --out samples/
@@ -21,6 +22,8 @@ examples:
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
   cspd compare --methods speculative,cspd:gamma=8,cspd:gamma=16 --num 20 --out comparison/
       the same seeds by each, and by plain sampling: speed, cost, quality, whether the laws differ, pictures
+  cspd evaluate --num 500 --out evaluation/
+      FID, Inception score, KID, precision, recall and class accuracy of 500 images; many GPUs: docs/evaluate.md
   cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
       how fast this machine is, against plain MAR and MAR's sampler as published; `cspd bench --vq`: VQ methods
   cspd calibrate --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt
@@ -40,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cspd {cspd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (sample, compare, bench, calibrate):
+    for command in (sample, compare, evaluate, bench, calibrate):
         command.add(commands)
     table = commands.add_parser("methods", help="list the methods and their guarantees")
     table.set_defaults(run=lambda args: print(format_table()))
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"cspd: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        more = "; the same command goes on from here" if args.command in ("sample", "compare") else ""
+        more = "; the same command goes on from here" if args.command in GO_ON else ""
         print(f"cspd: stopped{more}", file=sys.stderr)
         return 130
     return 0

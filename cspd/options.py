@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
+import cspd
 from cspd.calibration import DRAFTS
 from cspd.continuous import cspd as cspd_method
 from cspd.discrete import rules
 from cspd.discrete.validation import NEEDED
 from cspd.engine import Engine
-from cspd.loading import load
+from cspd.loading import checkpoint_files, load
 from cspd.precision import POLICIES
 from cspd.sequence import Request
 from cspd.validation import GUIDANCE_SCHEDULES
@@ -63,7 +64,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         default="digits32",
         help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files, or a target's file"
-        " (default: %(default)s)",
+        " (default: digits32)",
     )
     group.add_argument("--arch", choices=[*MARS, *GPTS], help="the target's size (default: found out from the file)")
     group.add_argument("--vae", type=Path, help="the autoencoder's or tokenizer's file, where not beside the target")
@@ -173,6 +174,23 @@ def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **change
     names = [f.name for f in dataclasses.fields(Request) if hasattr(args, f.name)]
     settings = {name: getattr(args, name) for name in names if name not in ("label", "seed")} | changes
     return Request(label=label, seed=seed, align=False if args.no_align else None, **settings)
+
+
+def run_settings(args: argparse.Namespace, request: Request) -> dict:
+    """What images depend on beside their requests: version, precision, and the files that a checked request uses."""
+    files = checkpoint_files(args.checkpoint)
+    decoder = "tokenizer" if "tokenizer" in files else "vae"
+    used = {"target": files["target"], decoder: args.vae or files[decoder]}
+    if request.method == "cspd" or request.draft == "chain":
+        used["draft"] = args.draft_checkpoint or files["draft"]
+    if request.draft in ("eagle-static", "eagle-dynamic"):
+        used["eagle"] = files["eagle"]
+    settings = {"version": cspd.__version__, "precision": args.precision}
+    for name, file in used.items():
+        if file is not None:
+            file = file.resolve()
+            settings[name] = {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns}
+    return settings
 
 
 def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:

@@ -14,11 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-import cspd
-from cspd.loading import checkpoint_files
 from cspd.machine import describe, peak_bytes, reset_peak
 from cspd.plots import to_pil
-from cspd.sampling import write_json
+from cspd.sampling import differences, write_json
 from cspd.sequence import Output, Request
 from cspd.study import Configuration
 
@@ -62,9 +60,9 @@ def run_rounds(
         for label in sorted(set(labels)):
             row.engine.check(dataclasses.replace(row.request, label=label, seed=seed))
     size = rows[0].engine.num_slots
-    settings = {"cspd": cspd.__version__, "machine": describe(rows[0].engine), "max_batch": size}
-    settings |= {"labels": list(labels), "seed": seed, "order": [row.name for row in rows]}
-    settings |= {"configurations": {row.name: _identity(row) for row in rows}}
+    settings = {"machine": describe(rows[0].engine), "max_batch": size, "labels": list(labels), "seed": seed}
+    settings |= {"order": [row.name for row in rows]}
+    settings |= {"configurations": {row.name: settings_of(row.request) | row.files for row in rows}}
     windows = _claim(out, settings, overwrite)
     plans = []
     for row in rows:  # a window that was left open is chosen once: it decides which image a seed gives
@@ -80,21 +78,6 @@ def settings_of(request: Request) -> dict:
     """A request's settings, without label and seed, that are not None."""
     asked = dataclasses.asdict(request)
     return {key: value for key, value in asked.items() if value is not None and key not in ("label", "seed")}
-
-
-def _identity(row: Configuration) -> dict:
-    """What a row's images depend on, beside label and seed: settings as they were asked for, and the files."""
-    place = row.models.get("checkpoint")
-    files = checkpoint_files(place) if place else {}
-    decoder = "tokenizer" if "tokenizer" in files else "vae"
-    given = {decoder: row.models.get("vae"), "draft": row.models.get("draft_checkpoint")}
-    files |= {name: Path(file) for name, file in given.items() if file}
-    identity = {}
-    for name, file in files.items():
-        if file is not None:
-            stat = file.stat()
-            identity[name] = {"file": str(file.resolve()), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
-    return {"request": settings_of(row.request), "files": identity}
 
 
 def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
@@ -119,19 +102,6 @@ def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
             " replace it"
         )
     return windows
-
-
-def differences(old: object, new: object, where: str = "") -> list[str]:
-    """What differs between two JSON-able values, in words: ["seed: 0 there, 1 here"]."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
-        parts = [differences(old.get(key), new.get(key), f"{where}.{key}" if where else key) for key in keys]
-        return [each for part in parts for each in part]
-
-    def shown(value: object) -> str:
-        return "nothing" if value is None else "something" if isinstance(value, dict) else json.dumps(value)
-
-    return [] if old == new else [f"{where}: {shown(old)} there, {shown(new)} here"]
 
 
 def _run(

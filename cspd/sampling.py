@@ -31,6 +31,23 @@ def write_json(path: Path, content: dict) -> None:
     os.replace(temporary, path)
 
 
+def differences(old: dict, new: dict, where: str = "") -> list[str]:
+    """What differs between two nested settings, in words: ["request.cfg was 1.0, now 2.0"]."""
+    found = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, now, place = old.get(key), new.get(key), f"{where}{key}"
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += differences(before, now, f"{place}.")
+        elif before != now:
+            found.append(f"{place} was {_shown(before)}, now {_shown(now)}")
+    return found
+
+
+def _shown(value: object) -> str:
+    text = "nothing" if value is None else "something" if isinstance(value, dict) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:40]} ... ({len(value)} of them)"
+
+
 def sample_to_folder(
     engine: Engine,
     requests: Sequence[Request],
@@ -89,7 +106,9 @@ def sample_to_folder(
     finally:
         write_json(out / RECORD, record)
     record["images"].sort(key=lambda image: image["index"])
-    record["summary"] = _summary(record["images"], len(todo), time.perf_counter() - start)
+    record["summary"] = summary_of(
+        [image["stats"] for image in record["images"]], len(todo), time.perf_counter() - start
+    )
     record["summary"]["window"] = requests[0].window
     record["summary"]["judged_and_accepted"] = totals  # of the images of this run
     write_json(out / RECORD, record)
@@ -143,15 +162,19 @@ def _resume(out: Path, fresh: dict, requests: Sequence[Request], names: list[str
     return fresh | {"images": kept}
 
 
-def _summary(images: list[dict], made: int, seconds: float) -> dict:
-    """Means over the images, and the speed of the `made` ones of this run."""
-    stats = [image["stats"] for image in images]
+def summary_of(stats: Sequence[dict], made: int, seconds: float) -> dict:
+    """Means of images' statistics (`RoundStats.to_dict`), and the speed of the `made` ones of this run."""
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
     counts = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
-    summary = {"images_made": made, "seconds": seconds, "images_per_second": made / seconds}
+    summary = {
+        "guarantee": stats[0]["guarantee"],
+        "images_made": made,
+        "seconds": seconds,
+        "images_per_second": made / seconds,
+    }
     summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in counts}
     if stats[0]["step_compression"] is not None:
         summary["step_compression"] = mean([s["step_compression"] for s in stats])

@@ -50,13 +50,14 @@ class Configuration:
         name: as the table shows it.
         request: the settings; label and seed mean nothing.
         engine: over the models, with as many slots as images are to be in flight at once.
-        models: what `engine` was loaded from, values of `MODELS`.
+        models: what `engine` was loaded from, values of `MODELS`. files: what images depend on beside the request.
     """
 
     name: str
     request: Request
     engine: Engine
     models: Mapping[str, object] = field(default_factory=dict)
+    files: Mapping[str, object] = field(default_factory=dict)
 
     def key(self) -> tuple:
         """Equal for configurations that plain sampling does not tell apart: its settings and the target's files."""

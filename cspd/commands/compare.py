@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from cspd.compare import compare
-from cspd.engine import Engine
 from cspd.evaluation import metrics
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import DEFAULTS
-from cspd.options import add_model_options, add_request_options, load_engine, number_list, positive, request_of
+from cspd.options import (
+    add_model_options,
+    add_request_options,
+    load_engine,
+    number_list,
+    positive,
+    request_of,
+    run_settings,
+)
 from cspd.page import write
 from cspd.report import text_table
 from cspd.rounds import settings_of
@@ -30,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     comparison = commands.add_parser(
         "compare",
         help="configurations side by side, on the same seeds",
-        description=text,
+        description=textwrap.fill(text, 100),
         epilog=FORMAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -68,11 +78,12 @@ def run(args: argparse.Namespace) -> None:
         common = {"checkpoint": EMBEDDED} | common
         entries = named_entries(args.methods or _default_methods(common["checkpoint"]))
 
-    def load(models: dict) -> Engine:
-        chosen = dict.fromkeys(MODELS) | {"checkpoint": EMBEDDED} | models
-        return load_engine(argparse.Namespace(**vars(args) | chosen), settings["max_batch"])
+    def of(models: Mapping[str, object]) -> argparse.Namespace:
+        files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint")}
+        return argparse.Namespace(**vars(args) | {"checkpoint": EMBEDDED, "arch": None} | models | files)
 
-    rows = configurations(entries, common, load)
+    rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))
+    rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
     judge = _judge(args, [row.models.get("checkpoint", EMBEDDED) for row in rows])
     run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
     report, images = compare(rows, num=num, out=args.out, overwrite=args.overwrite, **run_of, **judge)

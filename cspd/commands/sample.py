@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import cspd
-from cspd.loading import checkpoint_files
 from cspd.methods import METHODS
-from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of
+from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of, run_settings
 from cspd.sampling import RECORD, sample_to_folder
 
 
@@ -38,20 +36,7 @@ def run(args: argparse.Namespace) -> None:
     engine = load_engine(args, args.max_batch)
     labels = (args.labels[i % len(args.labels)] for i in range(num))
     requests = [request_of(args, label, args.seed + i) for i, label in enumerate(labels)]
-    files = checkpoint_files(args.checkpoint)
-    settings = {"version": cspd.__version__, "precision": args.precision}
-    decoder = "tokenizer" if "tokenizer" in files else "vae"
-    used = {"target": files["target"], decoder: args.vae or files[decoder]}
-    resolved = engine.check(requests[0])
-    if resolved.method == "cspd" or resolved.draft == "chain":
-        used["draft"] = args.draft_checkpoint or files["draft"]
-    if resolved.draft in ("eagle-static", "eagle-dynamic"):
-        used["eagle"] = files["eagle"]
-    for name, file in used.items():
-        if file is None:
-            continue
-        file = file.resolve()
-        settings[name] = {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns}
+    settings = run_settings(args, engine.check(requests[0]))
     record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
     summary = record["summary"]
     seconds = summary["seconds_by_phase"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -61,3 +64,18 @@ class ImageFolder(ImagesPathDataset):
         """Classes, from names as `cspd sample` gives; None where a file has no such name."""
         found = [re.search(r"_label(\d+)_", path.name) for path in self.files]
         return [int(match[1]) for match in found] if all(found) else None
+
+
+def export_npz(images: Dataset, path: Path) -> None:
+    """Writes a data set as ADM's evaluator reads it: an .npz, not compressed, of arr_0 uint8 [N, H, W, 3].
+
+    Image by image: 50,000 of 256x256 are 10 GB.
+    """
+    height, width = images[0].shape[1:]
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), height, width, 3)}
+    temporary = path.with_suffix(".tmp")
+    with zipfile.ZipFile(temporary, "w") as archive, archive.open("arr_0.npy", "w", force_zip64=True) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for index in range(len(images)):
+            file.write(images[index].permute(1, 2, 0).numpy().tobytes())
+    os.replace(temporary, path)

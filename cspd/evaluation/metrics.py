@@ -128,7 +128,7 @@ def load_reference(path: Path | None = None) -> Reference:
                 images = ImageList(torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RuntimeError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: is no .npz, or a damaged one ({error})") from error
     if statistics is None and images is None:
         raise ValueError(f"{path}: has neither mu and sigma nor images (arr_0): give an .npz as ADM's, or a folder")
@@ -173,7 +173,7 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
             torch.load(weights, map_location="cpu", weights_only=True)
         extractor = create_feature_extractor(name, layers, **others)
     except (RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
-        if weights is None:
+        if weights is None or isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(f"{weights}: are not torch-fidelity's weights of Inception-v3 ({URL_INCEPTION_V3})") from error
     except URLError as error:

@@ -312,11 +312,11 @@ def test_more_images_go_on_and_other_settings_do_not(engine, tmp_path):
     again(10)
     assert len(stamps()) == 6 and stamps().items() > before.items()
     for changes, named in [
-        ({"cfg": 2.0}, "configurations.a.request.cfg: 1.0 there, 2.0 here; configurations.b.request.cfg"),
-        ({"seed": 4}, "seed: 0 there, 4 here"),
-        ({"labels": [1, 2]}, "labels: [0, 1, 2"),
-        ({"names": ("b", "a")}, 'order: ["a", "b"] there, ["b", "a"] here'),
-        ({"names": ("a",)}, "configurations.b: something there, nothing here"),
+        ({"cfg": 2.0}, "configurations.a.cfg was 1.0, now 2.0; configurations.b.cfg"),
+        ({"seed": 4}, "seed was 0, now 4"),
+        ({"labels": [1, 2]}, "labels was [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], now [1, 2]"),
+        ({"names": ("b", "a")}, 'order was ["a", "b"], now ["b", "a"]'),
+        ({"names": ("a",)}, "configurations.b was something, now nothing"),
     ]:
         with pytest.raises(ValueError, match=r"another run.*--overwrite") as error:
             again(10, **changes)
@@ -367,18 +367,22 @@ def test_lists_are_swept():
 
 
 def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
+    target = checkpoint_files("digits32")["target"]
     path = study(
         tmp_path,
         "num: 3\nlabels: 4-5\nseed: 7\nmax_batch: 2\nnum_iter: 64\ncfg: 2\nnum_sampling_steps: 50\n"
-        "configurations:\n  - {name: my pair, method: cspd, gamma: 32, prefill: 0.9}\n  - {method: ar, cfg: [2, 1]}\n",
+        "configurations:\n  - {method: ar, cfg: [2, 1]}\n"
+        "  - {name: its own, method: cspd, gamma: 32, prefill: 0.9, draft_checkpoint: " + f"{target}}}\n",
     )
     out = tmp_path / "out"
     assert main(["compare", "--config", str(path), "--out", str(out), "--num", "1", "--num-sampling-steps", "2"]) == 0
     report = json.loads((out / "comparison.json").read_text())
-    assert [row["name"] for row in report["rows"]] == ["ar:cfg=2", "my pair", "ar:cfg=1"]
+    files = json.loads((out / "run.json").read_text())["settings"]["configurations"]["its own"]
+    assert files["draft"] == files["target"]  # the target drafts for itself
+    assert [row["name"] for row in report["rows"]] == ["ar:cfg=2", "ar:cfg=1", "its own"]
     assert (report["images"], report["labels"], report["first_seed"], report["max_batch"]) == (1, [4, 5], 7, 2)
     settings = [row["settings"] for row in report["rows"]]
-    assert [each["cfg"] for each in settings] == [2, 2, 1]
+    assert [each["cfg"] for each in settings] == [2, 1, 2]
     assert [(each["num_iter"], each["num_sampling_steps"]) for each in settings] == [(64, 2)] * 3
     assert "8 images or more" in report["missing"]["p_value"]
 

@@ -1,0 +1,197 @@
+"""`cspd evaluate`: how good many images are, and how fast they were made."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from cspd.engine import Engine
+from cspd.evaluation.images import ImageFolder, export_npz
+from cspd.evaluation.metrics import SPACES, check, file_fingerprint, load_reference, measure
+from cspd.evaluation.processes import Processes
+from cspd.evaluation.run import sample_shards
+from cspd.evaluation.shards import Shards
+from cspd.methods import METHODS
+from cspd.options import (
+    add_model_options,
+    add_request_options,
+    load_engine,
+    number_list,
+    positive,
+    request_of,
+    run_settings,
+)
+from cspd.plots import grid
+from cspd.sampling import write_json
+from cspd.sequence import Request
+
+SCHEMA = "cspd.evaluation/1"
+RECORD, GRID = "evaluation.json", "grid.png"
+SHOWN, COLUMNS = 100, 10  # images in the grid
+DESCRIPTION = (
+    "Samples images, or takes a folder of them, and measures them: FID, Inception score, KID, precision, recall and"
+    " class accuracy. The labels take turns, and image i has seed SEED + i. The same command goes on where a run was"
+    " cut off, with any number of processes (torchrun --nproc_per_node=8 -m cspd.cli evaluate ..., docs/evaluate.md)."
+)
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="FID, IS, KID, precision and recall of many images",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    evaluate.set_defaults(run=run)
+    group = evaluate.add_argument_group("images")
+    group.add_argument(
+        "--num",
+        "--num-images",  # torchrun takes --num for a short form of its own --numa-binding
+        type=positive,
+        default=500,
+        help="how many (default: %(default)s; in papers 50000); under torchrun write --num-images",
+    )
+    group.add_argument("--labels", type=number_list, help="classes, like 0-9 or 1,5,7-9 (default: all of the model)")
+    group.add_argument("--seed", type=int, default=0, help="of the first image; the next has the next (default: 0)")
+    group.add_argument("--max-batch", type=positive, default=8, help="in flight at once (default: %(default)s)")
+    group.add_argument(
+        "--out", type=Path, default=Path("evaluation"), help="folder for images and numbers (default: %(default)s/)"
+    )
+    group.add_argument("--overwrite", action="store_true", help="start anew, without the images that are in --out")
+    group.add_argument(
+        "--images",
+        type=Path,
+        metavar="FOLDER",
+        help="measure these PNGs and sample none; their classes are known if `cspd sample` named them",
+    )
+    group = evaluate.add_argument_group("measures")
+    group.add_argument(
+        "--ref",
+        type=Path,
+        help="what to compare with: an .npz with mu and sigma (for FID) or with images in arr_0 (for KID, precision and"
+        " recall too), as ADM's, or a folder of images (default: the embedded models' training data, or none)",
+    )
+    group.add_argument(
+        "--space",
+        choices=SPACES,
+        help="of features: the embedded classifier's, or Inception-v3's (default: digits of 32x32 images, as only the"
+        " embedded models make, else inception)",
+    )
+    group.add_argument(
+        "--weights", type=Path, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
+    )
+    group.add_argument("--npz", type=Path, metavar="FILE", help="also write the images as ADM's evaluator reads them")
+    add_model_options(evaluate)
+    group = evaluate.add_argument_group("method")
+    group.add_argument("--method", choices=METHODS, help="see `cspd methods` (default: speculative, of VQ sjd-pac)")
+    add_request_options(evaluate)
+
+
+def run(args: argparse.Namespace) -> None:
+    processes = Processes()
+    if args.images:
+        if processes.rank == 0:
+            images = ImageFolder(args.images)
+            how = _how_to_measure(args, images.shape[-1], args.device)
+            args.out.mkdir(parents=True, exist_ok=True)
+            _report(args, images, images.labels, how, {"folder": str(args.images)})
+        return
+    with processes:
+        args.device = processes.device(args.device)
+        engine, request, labels, settings, how = processes.together(lambda: _prepare(args, processes.rank))
+        shards, manifest, summary = sample_shards(engine, request, labels, args.num, args.out, settings, processes)
+    if processes.rank == 0:
+        _report(args, shards, shards.labels(), how, {"settings": manifest, "sampling": summary})
+
+
+def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list[int], dict, dict]:
+    """All that can fail before the first image."""
+    engine = load_engine(args, args.max_batch)
+    if engine.device.index is not None:
+        torch.cuda.set_device(engine.device)
+    host = engine.host
+    is_mar = host.family == "MAR"
+    labels = args.labels or list(range(host.config.class_num if is_mar else host.num_classes))
+    request = request_of(args, labels[0], args.seed)
+    settings, how = run_settings(args, engine.check(request)), {}
+    if rank == 0:
+        how = _how_to_measure(args, host.config.img_size if is_mar else host.defaults.image_size, engine.device)
+        if args.overwrite:
+            Shards(args.out, args.num).clear(RECORD, GRID)
+    return engine, request, labels, settings, how
+
+
+def _how_to_measure(args: argparse.Namespace, side: int, device: torch.device | str) -> dict:
+    """What `measure` is told, tried out on nothing: hours of sampling are not to end in a wrong file."""
+    space = args.space or ("digits" if side == 32 else "inception")
+    reference = load_reference(args.ref) if args.ref or space == "digits" else None
+    how = {"space": space, "weights": args.weights, "reference": reference, "device": device}
+    check(side, **how)
+    return how
+
+
+def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None, how: dict, about: dict) -> None:
+    """Measures the images, writes what is known of them, and prints it."""
+    print(f"measuring {len(images):,} images", file=sys.stderr)
+    values = measure(images, labels=labels, **how)
+    reference, weights = how["reference"], how["weights"]
+    report = {
+        "schema": SCHEMA,
+        "space": how["space"],
+        "weights": weights
+        and {"name": weights.name, "fingerprint": file_fingerprint(weights)},  # None: the extractor's
+        "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
+        **values,
+        **about,
+    }
+    write_json(args.out / RECORD, report)
+    shown = [Image.fromarray(images[i].permute(1, 2, 0).numpy()) for i in range(min(SHOWN, len(images)))]
+    captions = [str(label) for label in (labels or [""] * len(shown))[:SHOWN]]
+    grid(shown, captions, min(COLUMNS, len(shown))).save(args.out / GRID)
+    print(format_evaluation(report))
+    wrote = [f"{args.out / RECORD} (all numbers and settings)", f"{args.out / GRID} (the first images)"]
+    if args.npz:
+        export_npz(images, args.npz)
+        wrote.append(f"{args.npz} (for ADM's evaluator)")
+    print(f"wrote {', '.join(wrote)}")
+
+
+def format_evaluation(report: dict) -> str:
+    """The report as text, a line a number."""
+    reference, sampling = report["reference"], report.get("sampling")
+    against = f"against {reference['name']} ({reference['fingerprint'][:12]})" if reference else ""
+    lines = [("images", f"{report['num']:,}", f"{report['space']} space {against}")]
+    spread = "" if report["inception_score_std"] is None else f"+- {report['inception_score_std']:.3f} over ten parts"
+    for name, form, note in (
+        ("fid", ".3f", ""),
+        ("inception_score", ".3f", spread),
+        ("kid", ".5f", ""),
+        ("precision", ".3f", ""),
+        ("recall", ".3f", ""),
+        ("accuracy", ".1%", "recognised as their class"),
+    ):
+        value = report[name]
+        title = name.upper() if len(name) == 3 else name.replace("_", " ")
+        lines.append((title, "-" if value is None else format(value, form), report["missing"].get(name, note)))
+    if sampling:
+        request = report["settings"]["request"]
+        lines.append(("method", request["method"], sampling["guarantee"]))
+        if "step_compression" in sampling:
+            lines.append(("codes a forward", f"{sampling['step_compression']:.2f}", ""))
+        else:
+            calls = f"{sampling['head_calls_per_image']:.0f} an image"
+            lines.append(("head calls a token", f"{sampling['head_calls_per_token']:.1f}", calls))
+        if sampling["images_made"]:
+            made = (
+                f"{sampling['images_made']} images in {sampling['seconds']:.1f} s, processes: {sampling['processes']}"
+            )
+            lines.append(("images/s", f"{sampling['images_per_second']:.2f}", made))
+        else:
+            lines.append(("images/s", "-", "all were there already"))
+    return "\n".join(f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines)

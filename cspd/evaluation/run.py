@@ -1,0 +1,145 @@
+"""Sampling for an evaluation: many images by any number of processes, into shards; cut off anywhere, it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cspd.engine import Engine
+from cspd.evaluation.processes import Processes
+from cspd.evaluation.shards import SCHEMA, SIZE, Shards
+from cspd.sampling import summary_of
+from cspd.sequence import Output, Request
+
+WRITING = 2  # shards that may wait for the disk, before sampling does
+LAG = 60  # seconds until a file of another machine is seen, at most
+
+
+def sample_shards(
+    engine: Engine,
+    request: Request,
+    labels: Sequence[int],
+    num: int,
+    out: Path,
+    settings: dict,
+    processes: Processes,
+    *,
+    progress: bool = True,
+) -> tuple[Shards, dict, dict]:
+    """Samples `num` images into `out`, as far as they are not there, and returns them, the manifest and a summary.
+
+    Image i is of class labels[i % len(labels)] and seed request.seed + i, whatever the number of processes.
+
+    Args:
+        request: what all images have in common. settings: what they depend on beside it, as plain values.
+
+    Returns:
+        shards, manifest, and the means of the images' statistics with this run's speed; the last two are of use to the
+        first process only.
+
+    Raises:
+        ValueError: a bad setting, or `out` holds a run of other ones. OSError: `out` cannot be written.
+        Others as in `Processes.together`.
+    """
+    shards = Shards(out, num)
+    manifest, missing = processes.from_first(lambda: _plan(engine, request, labels, settings, shards))
+    resolved = Request(**manifest["request"], label=0, seed=request.seed)
+    requests = [dataclasses.replace(resolved, label=labels[i % len(labels)], seed=request.seed + i) for i in range(num)]
+    made = sum(len(shards.indices(shard)) for shard in missing)
+    start = time.perf_counter()
+    with _Progress(shards, progress and processes.rank == 0 and made > 0) as bar:
+        _sample(engine, requests, shards, missing[processes.rank :: processes.size], bar)
+        processes.together(lambda: None)  # all are done
+    seconds = time.perf_counter() - start
+    if processes.rank > 0:
+        return shards, manifest, {}
+    _wait_for_files(shards)
+    speed = {"images_made": made, "processes": processes.size}
+    return shards, manifest, summary_of(list(shards.stats()), made, seconds) | speed
+
+
+def _plan(
+    engine: Engine, request: Request, labels: Sequence[int], settings: dict, shards: Shards
+) -> tuple[dict, list[int]]:
+    """The manifest, which is in the folder then, and the shards to be made."""
+    for label in set(labels):
+        engine.check(dataclasses.replace(request, label=label))
+    engine.check(dataclasses.replace(request, seed=request.seed + shards.num - 1))
+    checked, earlier = engine.check(request), shards.earlier()
+    if earlier and _common(checked) == earlier.get("request", {}) | {"window": None}:
+        checked = dataclasses.replace(checked, window=earlier["request"]["window"])  # measuring may choose another
+    manifest = {"schema": SCHEMA, "images": shards.num, "seed": request.seed, "labels": list(labels)}
+    manifest |= {"images_a_shard": SIZE, "request": _common(engine.resolve(checked)), **settings}
+    shards.claim(manifest)
+    return manifest, shards.missing()
+
+
+def _common(request: Request) -> dict:
+    """What all images' requests have in common."""
+    return {name: value for name, value in dataclasses.asdict(request).items() if name not in ("label", "seed")}
+
+
+def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:
+    """Makes the shards `todo`, in one stream so that the engine's slots stay full; another thread writes them."""
+    order = [index for shard in todo for index in shards.indices(shard)]
+    made: dict[int, dict[int, Output]] = defaultdict(dict)
+    writing: deque = deque()
+    with ThreadPoolExecutor(1) as writer:
+        for k, output in engine.stream([requests[index] for index in order]):
+            shard = order[k] // SIZE
+            made[shard][order[k]] = output
+            if len(made[shard]) == len(shards.indices(shard)):
+                outputs = made.pop(shard)
+                writing.append(writer.submit(shards.write, shard, [outputs[i] for i in shards.indices(shard)]))
+            if len(writing) > WRITING:
+                writing.popleft().result()  # raises its errors
+            bar.unwritten = sum(map(len, made.values()))
+        for each in writing:
+            each.result()
+
+
+def _wait_for_files(shards: Shards) -> None:
+    """Until this machine sees what others wrote."""
+    end = time.monotonic() + LAG
+    while shards.images_there() < shards.num:
+        if time.monotonic() > end:
+            raise OSError(f"{shards.folder} lacks images of other processes: is it shared by all of the machines?")
+        time.sleep(1)
+
+
+class _Progress:
+    """A bar of the images of all processes: those in files, and `unwritten` ones of this process."""
+
+    def __init__(self, shards: Shards, shown: bool) -> None:
+        self.unwritten = 0
+        self._shards, self._stop = shards, threading.Event()
+        there = shards.images_there() if shown else 0
+        self._bar = tqdm(total=shards.num, initial=there, unit="image", smoothing=0, disable=not shown)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _show(self) -> None:
+        self._bar.n = min(self._shards.images_there() + self.unwritten, self._shards.num)
+        self._bar.refresh()
+
+    def _run(self) -> None:
+        while not self._stop.wait(1):
+            self._show()
+
+    def __enter__(self) -> _Progress:
+        if not self._bar.disable:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._bar.disable:
+            self._stop.set()
+            self._thread.join()
+            self._show()
+        self._bar.close()

@@ -1,0 +1,366 @@
+"""`cspd evaluate`: images that depend on their index alone, whatever was killed, damaged or shared out on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_fidelity
+from PIL import Image
+
+import cspd
+from cspd.cli import main
+from cspd.evaluation.images import ImageFolder, to_uint8
+from cspd.evaluation.shards import SIZE, Shards
+
+NUM, SEED = 90, 11
+OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]
+METRICS = ("fid", "inception_score", "inception_score_std", "kid", "precision", "recall", "accuracy")
+
+
+def arguments(out, *more, num=NUM):
+    return ["evaluate", *OPTIONS, "--num-images", str(num), "--max-batch", "5", "--out", str(out), *more]
+
+
+def evaluate(out, *more, num=NUM):
+    return main(arguments(out, *more, num=num))
+
+
+def report_of(out):
+    return json.loads((out / "evaluation.json").read_text())
+
+
+def images_of(out):
+    shards = Shards(out, NUM)
+    return np.stack([shards[i].numpy() for i in range(NUM)]).astype(int)
+
+
+def stamps(out):
+    return {path.name: path.stat().st_mtime_ns for path in sorted(out.glob("0*.npz"))}
+
+
+def near(report, other):
+    """Metrics of the same images, which may differ in the rounding of a pixel."""
+    return all(report[name] == pytest.approx(other[name], rel=1e-2, abs=1e-3) for name in METRICS)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of one process."""
+    out = tmp_path_factory.mktemp("whole")
+    assert evaluate(out, "--npz", str(out / "adm.npz")) == 0
+    return out
+
+
+def test_image_i_is_of_label_i_in_turn_and_seed_plus_i(whole):
+    assert len(stamps(whole)) == 6  # five of 16 and one of 10
+    shards = Shards(whole, NUM)
+    for shard in range(shards.count):
+        assert shards.read(shard, "seeds").tolist() == [SEED + i for i in shards.indices(shard)]
+    assert shards.labels() == [i % 10 for i in range(NUM)]
+    some = [0, 15, 16, 80, 89]
+    settings = {"method": "ar", "num_iter": 2, "num_sampling_steps": 10, "cfg": 1.0}
+    engine = cspd.load("digits32", max_batch=2)
+    outputs = engine.generate([cspd.Request(label=i % 10, seed=SEED + i, **settings) for i in some])
+    images = images_of(whole)
+    for i, output in zip(some, outputs):
+        assert np.abs(images[i] - to_uint8(output.image).numpy()).max() <= 1
+    with pytest.raises(IndexError):
+        shards[NUM]
+
+
+def test_the_report_is_torch_fidelitys_of_the_same_images_as_pngs(whole, tmp_path, capsys):
+    with np.load(whole / "adm.npz") as file:
+        images = file["arr_0"]
+    assert (images == images_of(whole).transpose(0, 2, 3, 1)).all()
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(tmp_path / f"{i:03d}.png")
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    for i in range(50):
+        Image.fromarray(images[i, :, ::-1]).save(reference / f"{i}.png")
+    assert evaluate(whole, "--ref", str(reference)) == 0
+    ours = report_of(whole)
+    options = {"feature_extractor": "cspd-digits", "cuda": False, "verbose": False, "cache": False}
+    theirs = torch_fidelity.calculate_metrics(
+        input1=str(tmp_path), input2=str(reference), isc=True, fid=True, save_cpu_ram=True, **options
+    )
+    assert ours["fid"] == pytest.approx(theirs["frechet_inception_distance"], rel=1e-5)
+    assert ours["inception_score"] == pytest.approx(theirs["inception_score_mean"], rel=1e-5)
+    out = capsys.readouterr().out
+    assert f"{ours['fid']:.3f}" in out and ours["reference"]["fingerprint"][:12] in out
+
+
+def test_the_report_says_all_that_was_measured(whole, capsys):
+    assert evaluate(whole) == 0
+    out = capsys.readouterr().out
+    report = report_of(whole)
+    assert report["num"] == NUM and report["space"] == "digits" and not report["missing"]
+    assert all(isinstance(report[name], float) for name in METRICS)
+    assert report["reference"]["name"] == "reference.npz"
+    request = report["settings"]["request"]
+    assert (request["method"], request["num_iter"], request["temperature"]) == ("ar", 2, 1.0)
+    assert report["settings"]["target"]["file"].endswith("target.safetensors")
+    sampling = report["sampling"]
+    assert sampling["head_calls_per_token"] == 10 and sampling["images_made"] == 0
+    assert sampling["guarantee"] == "exact"
+    for line in ("FID", "inception score", "KID", "precision", "recall", "accuracy", "exact", "were there already"):
+        assert line in out
+    assert Image.open(whole / "grid.png").width > 600
+
+
+def torchrun(out, log, *more):
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", "-m", "cspd.cli"]
+    return subprocess.Popen(
+        [sys.executable, *launch, *arguments(out, *more)], stdout=log, stderr=log, env=environment()
+    )
+
+
+def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_path):
+    out, copy = tmp_path / "killed", tmp_path / "copy"
+    with open(tmp_path / "log", "w+") as log:
+        run = torchrun(out, log)
+        try:
+            wait_until(lambda: len(stamps(out)) >= 2 or run.poll() is not None)
+        finally:
+            kill_all(run)
+        finished = stamps(out)
+        assert 2 <= len(finished) < 6, (tmp_path / "log").read_text()[-2000:]
+        assert not (out / "evaluation.json").exists()
+        time.sleep(0.5)
+        assert stamps(out) == finished  # they are gone
+        shutil.copytree(out, copy)
+        run = torchrun(out, log)
+        assert evaluate(copy) == 0
+        assert run.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-2000:]
+    assert evaluate(whole) == 0
+    for folder, size in ((out, 2), (copy, 1)):
+        assert {name: stamps(folder)[name] for name in finished} == finished
+        sampling = report_of(folder)["sampling"]
+        assert sampling["processes"] == size
+        assert sampling["images_made"] == NUM - sum(count_of(name) for name in finished)
+        assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".json", *[".npz"] * 6, ".png"]  # no halves
+        assert np.abs(images_of(folder) - images_of(whole)).max() <= 1
+        assert Shards(folder, NUM).labels() == Shards(whole, NUM).labels()
+        assert near(report_of(folder), report_of(whole))
+
+
+def count_of(name):
+    return len(Shards(Path(), NUM).indices(int(name.removesuffix(".npz"))))
+
+
+def environment(**more):
+    own = {"PYTHONPATH": str(Path(cspd.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    return os.environ | own | more
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_until(met, seconds=60):
+    end = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def kill_all(run):
+    """kill -9 of torchrun and its workers, which have sessions of their own, all at once."""
+    workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if run.poll() is None else []
+    for pid in [*map(int, workers), run.pid]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    run.wait()
+
+
+TOGETHER = """
+import os
+from cspd.evaluation.processes import Processes
+
+def fail():
+    if processes.rank == 1:
+        raise ValueError("one is bad")
+
+def die():
+    if processes.rank == 1:
+        os.kill(os.getpid(), 9)
+
+with Processes() as processes:
+    print(processes.from_first(lambda: processes.rank + 5), processes.together(lambda: processes.rank + 5), flush=True)
+    for work in (fail, die):
+        try:
+            processes.together(work)
+        except (SystemExit, ValueError, OSError) as error:
+            print(type(error).__name__, error, flush=True)
+"""
+
+
+def test_no_process_waits_for_one_that_failed():
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER],
+            env=environment(RANK=str(rank), **shared),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [run.communicate(timeout=60)[0].splitlines() for run in runs]
+    assert outputs[0][:2] == ["5 5", "SystemExit 2"] and outputs[1] == ["5 6", "ValueError one is bad"]
+    assert outputs[0][2].startswith("OSError another process of this run is gone")
+    assert runs[1].returncode == -signal.SIGKILL
+
+
+def test_damaged_files_are_noticed_and_made_again(whole, capsys):
+    before, images = stamps(whole), images_of(whole)
+    content = (whole / "00001.npz").read_bytes()
+    (whole / "00001.npz").write_bytes(content[: len(content) // 2])  # cut
+    content = bytearray((whole / "00003.npz").read_bytes())
+    content[5000] ^= 1  # one bit of a picture
+    (whole / "00003.npz").write_bytes(content)
+    (whole / "00005.npz").unlink()
+    (whole / "00005.4711.tmp").write_bytes(b"half")
+    capsys.readouterr()
+    assert evaluate(whole, "--max-batch", "3") == 0
+    after = stamps(whole)
+    assert [name for name in before if before[name] != after[name]] == ["00001.npz", "00003.npz", "00005.npz"]
+    assert np.abs(images_of(whole) - images).max() <= 1
+    assert "42 images in" in capsys.readouterr().out  # 16 + 16 + 10
+    assert not list(whole.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "change, differences",
+    [
+        (["--seed", "12"], ["seed was 11, now 12"]),
+        (["--cfg", "2.5", "--temperature", "0.9"], ["request.cfg was 1.0, now 2.5", "request.temperature was 1.0"]),
+        (["--labels", "3,4"], ["labels was [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], now [3, 4]"]),
+        (["--num-images", "91"], ["images was 90, now 91"]),
+        (["--precision", "bf16"], ["precision was fp32, now bf16"]),
+        (["--method", "speculative", "--window", "4"], ["request.method was ar, now speculative", "now 4"]),
+    ],
+)
+def test_a_changed_setting_is_refused_with_the_difference(whole, capsys, change, differences):
+    before = stamps(whole)
+    capsys.readouterr()
+    assert evaluate(whole, *change) == 2
+    error = capsys.readouterr().err
+    assert "holds another run" in error and "--overwrite" in error and error.count("\n") == 1
+    assert all(difference in error for difference in differences), error
+    assert error.count(" was ") >= len(differences) and stamps(whole) == before
+
+
+def test_other_weights_are_another_run(whole, tmp_path, capsys):
+    vae = tmp_path / "vae.safetensors"
+    vae.write_bytes(Path(report_of(whole)["settings"]["vae"]["file"]).read_bytes())
+    assert evaluate(whole, "--vae", str(vae)) == 2
+    assert "vae.file was" in capsys.readouterr().err
+
+
+def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):
+    assert evaluate(tmp_path, num=4) == 0
+    (tmp_path / "manifest.json").unlink()
+    assert evaluate(tmp_path, num=4) == 2
+    assert "without a manifest.json" in capsys.readouterr().err
+    assert evaluate(tmp_path, "--overwrite", num=3) == 0
+    assert report_of(tmp_path)["num"] == 3 and report_of(tmp_path)["sampling"]["images_made"] == 3
+    assert len(Shards(tmp_path, 3).labels()) == 3
+    (tmp_path / "manifest.json").write_text("{")
+    assert evaluate(tmp_path, num=3) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_the_window_that_was_chosen_first_is_kept(tmp_path, capsys):
+    more = ["--method", "speculative", "--draft", "frozen"]
+    assert evaluate(tmp_path, *more, "--window", "5", num=20) == 0  # one that no machine chooses by itself
+    before = Shards(tmp_path, 20)[17]
+    (tmp_path / "00001.npz").unlink()
+    assert evaluate(tmp_path, *more, num=20) == 0
+    assert report_of(tmp_path)["settings"]["request"]["window"] == 5
+    assert (before.int() - Shards(tmp_path, 20)[17].int()).abs().max() <= 1
+    assert evaluate(tmp_path, *more, "--window", "4", num=20) == 2
+    assert "(request.window was 5, now 4)" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert evaluate(tmp_path / "file") == 2
+    assert "is a file: give another --out" in capsys.readouterr().err
+    assert evaluate(tmp_path / "file" / "below") == 2
+    assert "give another --out" in capsys.readouterr().err
+    assert evaluate(Path("/proc/nowhere")) == 2
+    error = capsys.readouterr().err
+    assert "/proc/nowhere cannot be written" in error and "give another --out" in error and error.count("\n") == 1
+
+
+def test_a_disk_that_is_full_is_said_in_a_line_and_the_run_goes_on_later(tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE * 3 * 32 * 32 // 2, hard))  # a real error of writing, half way
+    try:
+        assert evaluate(tmp_path, num=40) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("cspd: ") and "cannot be written (File too large)" in error
+    assert "make room, then the same command goes on" in error
+    assert set(stamps(tmp_path)) <= {"00002.npz"}  # the short one may fit
+    assert evaluate(tmp_path, num=40) == 0
+
+
+def test_a_folder_of_samples_is_measured_like_the_run_of_the_same_seeds(whole, tmp_path, capsys):
+    folder, out = tmp_path / "samples", tmp_path / "out"
+    settings = [*OPTIONS, "--num", str(NUM), "--out", str(folder)]
+    assert main(["sample", *settings]) == 0
+    assert (folder / "grid.png").exists()
+    capsys.readouterr()
+    assert main(["evaluate", "--images", str(folder), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert evaluate(whole) == 0
+    assert near(report_of(out), report_of(whole))
+    assert "images/s" not in printed and "recognised as their class" in printed
+    for path in folder.glob("0*.png"):
+        path.rename(path.with_name(path.name[:5] + ".png"))
+    assert len(ImageFolder(folder)) == NUM
+    assert main(["evaluate", "--images", str(folder), "--out", str(out)]) == 0
+    assert report_of(out)["accuracy"] is None and "classes are not known" in capsys.readouterr().out
+
+
+def test_what_cannot_be_measured_is_said_before_anything_is_sampled(tmp_path, capsys):
+    for more, hint in (
+        (["--ref", "nowhere.npz"], "nowhere.npz"),
+        (["--space", "inception", "--weights", "nowhere.pth"], "nowhere.pth"),
+        (["--labels", "3,12"], "0..9"),
+        (["--checkpoint", "nowhere"], "no checkpoint there"),
+        (["--num-iter", "65"], "1..64"),
+    ):
+        assert evaluate(tmp_path / "out", *more) == 2
+        error = capsys.readouterr().err
+        assert hint in error and error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        evaluate(tmp_path, "--num", "0")
+
+
+def test_vq_models_are_evaluated_too(tmp_path, capsys):
+    assert main(["evaluate", "--checkpoint", "digits32_vq", "--num", "2", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "sjd-pac" in out and "codes a forward" in out
+    assert report_of(tmp_path)["sampling"]["step_compression"] > 1
+    assert torch.isfinite(torch.tensor(report_of(tmp_path)["fid"]))

@@ -1,0 +1,279 @@
+"""Metrics: equal to torch-fidelity's own on the same pictures, and clear about what cannot be measured."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch_fidelity
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+from torch_fidelity.metric_fid import fid_features_to_statistics
+
+from cspd.data import coloured_digits
+from cspd.evaluation.images import ImageFolder, ImageList, export_npz, to_uint8
+from cspd.evaluation.metrics import check, features, load_reference, measure
+from cspd.loading import embedded
+from cspd.plots import to_pil
+
+KEYS = {
+    "fid": "frechet_inception_distance",
+    "inception_score": "inception_score_mean",
+    "inception_score_std": "inception_score_std",
+    "kid": "kernel_inception_distance_mean",
+    "precision": "precision",
+    "recall": "recall",
+}
+
+
+def drawn(num, seed, split="train"):
+    images, labels = coloured_digits(num, seed, split)
+    return (images + 1) / 2, labels.tolist()
+
+
+def as_folder(images, labels, folder):
+    folder.mkdir()
+    for i, (image, label) in enumerate(zip(images, labels)):
+        to_pil(image).save(folder / f"{i:05d}_label{label}_seed{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """PNGs to be measured, of other handwriting, and PNGs to measure against."""
+    root = tmp_path_factory.mktemp("pictures")
+    return [as_folder(*drawn(n, n, split), root / split) for n, split in ((60, "held-out"), (90, "train"))]
+
+
+def saved_statistics(folder, space="digits", weights=None, **more):
+    statistics = fid_features_to_statistics(features(folder, space=space, weights=weights))
+    np.savez(folder.with_suffix(".npz"), **(statistics | more))
+    return load_reference(folder.with_suffix(".npz"))
+
+
+def test_all_values_are_torch_fidelitys_of_the_same_pngs(folders):
+    ours = measure(folders[0], space="digits", reference=load_reference(folders[1]))
+    theirs = torch_fidelity.calculate_metrics(
+        input1=str(folders[0]),
+        input2=str(folders[1]),
+        feature_extractor="cspd-digits",
+        kid_subset_size=60,
+        cuda=False,
+        isc=True,
+        fid=True,
+        kid=True,
+        prc=True,
+        save_cpu_ram=True,
+        verbose=False,
+        cache=False,
+    )
+    assert {name: ours[name] for name in KEYS} == pytest.approx({name: theirs[key] for name, key in KEYS.items()}, 1e-5)
+    assert ours["num"] == 60 and set(ours["missing"]) == {"accuracy"}
+
+
+def test_images_in_memory_are_measured_like_their_pngs(folders):
+    images, labels = drawn(60, 60, "held-out")
+    reference = load_reference(folders[1])
+    ours = measure(ImageList(images), space="digits", reference=reference, labels=labels)
+    of_pngs = measure(folders[0], space="digits", reference=reference, labels=ImageFolder(folders[0]).labels)
+    assert ours.pop("missing") == of_pngs.pop("missing") == {}
+    assert ours == pytest.approx(of_pngs, rel=1e-6)
+    assert ours["accuracy"] > 0.9
+    wrong = measure(ImageList(images), space="digits", labels=[9 - label for label in labels])
+    assert wrong["accuracy"] < 0.1
+
+
+def test_stored_statistics_give_the_fid_of_the_images_they_are_of(folders):
+    statistics = saved_statistics(folders[1])
+    assert statistics.images is None
+    ours = measure(folders[0], space="digits", reference=statistics)
+    of_images = measure(folders[0], space="digits", reference=load_reference(folders[1]))
+    assert ours["fid"] == pytest.approx(of_images["fid"], 1e-5)
+    assert "statistics, no images" in ours["missing"]["kid"] and ours["kid"] is None
+    assert ours["inception_score"] == pytest.approx(of_images["inception_score"])
+
+
+def test_fid_from_a_shifted_mean_is_the_squared_shift(folders):
+    own = fid_features_to_statistics(features(folders[0], space="digits"))
+    np.savez(folders[0].with_suffix(".npz"), mu=own["mu"] + 0.25, sigma=own["sigma"])
+    fid = measure(folders[0], space="digits", reference=load_reference(folders[0].with_suffix(".npz")))["fid"]
+    assert fid == pytest.approx(128 * 0.25**2, rel=1e-4)
+
+
+def test_statistics_and_images_in_one_file_serve_one_metric_each(folders, tmp_path):
+    pictures = ImageFolder(folders[1])
+    export_npz(pictures, tmp_path / "images.npz")
+    images = np.load(tmp_path / "images.npz")["arr_0"]
+    both = saved_statistics(folders[0], arr_0=images)  # statistics of others than the images
+    ours = measure(folders[0], space="digits", reference=both)
+    assert ours["fid"] == pytest.approx(0, abs=1e-3)  # of the very images measured
+    of_images = measure(folders[0], space="digits", reference=load_reference(folders[1]))
+    assert [ours[n] for n in ("kid", "precision", "recall")] == [of_images[n] for n in ("kid", "precision", "recall")]
+    plain = measure(folders[0], space="digits", reference=load_reference(tmp_path / "images.npz"))
+    assert plain["fid"] == pytest.approx(of_images["fid"], 1e-6)
+
+
+def test_adm_gets_whole_uint8_images_without_compression(folders, tmp_path):
+    pictures = ImageFolder(folders[0])
+    export_npz(pictures, tmp_path / "adm.npz")
+    with np.load(tmp_path / "adm.npz") as file:
+        assert file.files == ["arr_0"]
+        images = file["arr_0"]
+    assert images.dtype == np.uint8 and images.shape == (60, 32, 32, 3)
+    assert (images[17] == pictures[17].permute(1, 2, 0).numpy()).all()
+    assert (tmp_path / "adm.npz").stat().st_size > images.nbytes
+    assert list(tmp_path.iterdir()) == [tmp_path / "adm.npz"]
+
+
+def test_rounding_is_that_of_the_pngs():
+    values = torch.cat([torch.arange(256) / 255, (torch.arange(255) + 0.5) / 255, (torch.arange(255) + 0.499) / 255])
+    image = values.repeat(3, 1).unsqueeze(1)
+    assert (to_uint8(image).permute(1, 2, 0).numpy() == np.asarray(to_pil(image))).all()
+    assert to_uint8(image)[0, 0, :256].tolist() == list(range(256))
+    assert to_uint8(to_uint8(image)).equal(to_uint8(image))
+
+
+@pytest.mark.parametrize(
+    "num, missing",
+    [
+        (1, {"fid", "inception_score", "kid", "precision", "recall"}),
+        (3, {"inception_score", "precision", "recall"}),
+        (19, {"inception_score"}),
+        (20, set()),
+    ],
+)
+def test_few_images_are_measured_as_far_as_they_can_be(num, missing):
+    images, labels = drawn(num, 1)
+    values = measure(ImageList(images), space="digits", reference=load_reference(), labels=labels)
+    assert set(values["missing"]) == missing
+    for name in (*KEYS, "accuracy"):
+        gone = name.removesuffix("_std") in missing
+        assert (values[name] is None) == gone and (gone or np.isfinite(values[name]))
+
+
+def test_the_embedded_reference_is_of_the_training_data():
+    reference = load_reference()
+    kept = features(reference.images, space="digits")
+    assert reference.fingerprint == hashlib.sha256((embedded()["digits32"] / "reference.npz").read_bytes()).hexdigest()
+    assert np.abs(kept.mean(0).numpy() - reference.statistics["mu"]).max() < 0.1
+    train, other = (
+        measure(ImageList(drawn(600, 7, split)[0]), space="digits", reference=reference)
+        for split in ("train", "held-out")
+    )
+    assert train["fid"] < 0.2 < other["fid"] < 1
+    assert train["kid"] < other["kid"] and train["precision"] > other["precision"] > 0.5
+
+
+def test_the_script_makes_a_reference_of_a_folder(folders, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "made.npz"
+    monkeypatch.syspath_prepend("scripts")
+    monkeypatch.setattr(sys, "argv", ["", "--images", str(folders[1]), "--keep", "30", "--out", str(out)])
+    runpy.run_path("scripts/make_reference_stats.py", run_name="__main__")
+    assert "90 images, 30 of them kept" in capsys.readouterr().out
+    made, expected = load_reference(out), fid_features_to_statistics(features(folders[1], space="digits"))
+    assert np.allclose(made.statistics["sigma"], expected["sigma"]) and np.allclose(
+        made.statistics["mu"], expected["mu"]
+    )
+    assert len({made.images[i].numpy().tobytes() for i in range(30)}) == 30
+
+
+def random_inception(path):
+    """torch-fidelity's network with random weights, in a file as it publishes them."""
+    torch.manual_seed(0)
+    shell = FeatureExtractorInceptionV3.__new__(FeatureExtractorInceptionV3)
+    with pytest.MonkeyPatch.context() as patch:  # its constructor insists on weights: give it those it begins with
+        patch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", lambda *_, **__: {})
+        patch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: None)
+        shell.__init__("inception-v3-compat", ["2048"])
+    torch.save(shell.state_dict(), path)
+
+
+def test_inception_from_a_file_of_weights(tmp_path):
+    random_inception(tmp_path / "weights.pth")
+    images, labels = drawn(20, 3)
+    large = torch.nn.functional.interpolate(images, size=(64, 64))
+    folder = as_folder(large, labels, tmp_path / "images")
+    other = as_folder(large[:4].flip(-1), labels, tmp_path / "other")
+    options = {"space": "inception", "weights": tmp_path / "weights.pth"}
+    reference = saved_statistics(other, **options)
+    check(64, reference=reference, **options)
+    ours = measure(folder, reference=reference, **options)
+    theirs = torch_fidelity.calculate_metrics(
+        input1=str(folder),
+        feature_extractor_weights_path=str(tmp_path / "weights.pth"),
+        cuda=False,
+        isc=True,
+        save_cpu_ram=True,
+        verbose=False,
+        cache=False,
+    )
+    for name in ("inception_score", "inception_score_std"):
+        assert ours[name] == pytest.approx(theirs[KEYS[name]], rel=1e-5)
+    x, y = (features(f, **options).double() for f in (folder, other))
+    # the trace of the root of a product of covariances of few images, by the singular values of a small matrix
+    a, b = ((f - f.mean(0)) / (len(f) - 1) ** 0.5 for f in (x, y))
+    expected = (x.mean(0) - y.mean(0)).square().sum() + a.square().sum() + b.square().sum()
+    expected -= 2 * torch.linalg.matrix_norm(a @ b.T, "nuc")
+    assert ours["fid"] == pytest.approx(expected.item(), rel=1e-3)
+    assert "only the digits classifier" in ours["missing"]["accuracy"]
+    with pytest.raises(ValueError, match="128 features, the inception space has 2048"):
+        check(64, reference=load_reference(), **options)
+
+
+def test_code_in_a_weights_file_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was run"),)
+
+    torch.save(Evil(), tmp_path / "evil.pth")
+    torch.save({"fc.bias": torch.zeros(3)}, tmp_path / "other.pth")
+    (tmp_path / "text.pth").write_text("weights")
+    for name in ("evil", "other", "text"):
+        with pytest.raises(ValueError, match="are not torch-fidelity's weights"):
+            check(64, space="inception", weights=tmp_path / f"{name}.pth")
+    assert not (tmp_path / "was run").exists()
+    with pytest.raises(OSError, match="nowhere"):
+        check(64, space="inception", weights=tmp_path / "nowhere.pth")
+
+
+def test_what_does_not_fit_is_refused(folders, tmp_path):
+    images, labels = drawn(4, 0)
+    with pytest.raises(ValueError, match="judges 32x32 images, these are 64x64"):
+        check(64, space="digits")
+    with pytest.raises(ValueError, match="4 images and 3 labels"):
+        measure(ImageList(images), space="digits", labels=labels[:3])
+    with pytest.raises(ValueError, match="choose digits or inception"):
+        measure(ImageList(images), space="vgg")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no images in it"):
+        ImageFolder(tmp_path / "empty")
+    np.savez(tmp_path / "other.npz", weights=np.zeros(3))
+    with pytest.raises(ValueError, match="neither mu and sigma nor images"):
+        load_reference(tmp_path / "other.npz")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "other.npz").read_bytes()[:40])
+    with pytest.raises(ValueError, match="damaged"):
+        load_reference(tmp_path / "cut.npz")
+    np.savez(tmp_path / "bad.npz", mu=np.zeros(3), sigma=np.zeros((4, 4)))
+    with pytest.raises(ValueError, match=r"not \[D\] and \[D, D\]"):
+        load_reference(tmp_path / "bad.npz")
+    with pytest.raises(FileNotFoundError):
+        load_reference(tmp_path / "nowhere.npz")
+
+
+def test_a_folder_is_read_without_our_overviews_and_only_of_one_size(folders, tmp_path):
+    images, labels = drawn(4, 0)
+    folder = as_folder(images, labels, tmp_path / "images")
+    to_pil(torch.zeros(3, 99, 99)).save(folder / "grid.png")
+    found = ImageFolder(folder)
+    assert len(found) == 4 and found.labels == labels
+    before = load_reference(folder).fingerprint
+    to_pil(torch.zeros(3, 48, 64)).save(folder / "large.png")
+    found = ImageFolder(folder)
+    assert found.labels is None
+    assert load_reference(folder).fingerprint != before
+    with pytest.raises(ValueError, match="32x32 and 64x48 pixels"):
+        found[4]
