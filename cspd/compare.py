@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 
 import cspd
 from cspd.evaluation import metrics
@@ -21,6 +23,8 @@ from cspd.study import Configuration, baseline
 
 SCHEMA = "cspd.compare/3"
 LEAST_PAIRS = 8  # images that the two-sample test wants
+RESAMPLES = 20  # of a FID's images
+QUICK_FEATURES = 256  # a FID of Inception's 2,048 takes many seconds: no error of it
 LIBRARIES = ("torch", "torch-fidelity", "numpy")
 
 
@@ -89,6 +93,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base: list[
         "seconds": [chunk.seconds for chunk, _ in full],
         "images_per_second": spread([len(chunk.images) / chunk.seconds for chunk, _ in full]),
         "speed_up": spread([other.seconds / chunk.seconds for chunk, other in full]),
+        "window": plan.window,
         "head_calls_per_token": mean("head_calls_per_token") if is_mar else None,
         "backbone_calls": mean("backbone_calls"),
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
@@ -113,31 +118,41 @@ def _judge(
     missing = report["missing"] = {}
     names = ("fid", "inception_score", "inception_score_std", "accuracy")
     for row in report["rows"]:
-        row |= dict.fromkeys((*names, "p_value", "law_baseline"))
+        row |= dict.fromkeys((*names, "accuracy_error", "fid_error", "p_value", "law_baseline"))
     if space is None:
         reason = "these models have no judge of their own: give Inception's file, --weights"
         missing |= dict.fromkeys((*names, "p_value"), reason)
         return
     judge = {"space": space, "weights": weights, "device": rows[0].engine.device}
     wrapped = [metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2)) for made in images]
-    for row, made in zip(report["rows"], wrapped):
+    features = [metrics.features(made, **judge) for made in wrapped]
+    for row, made, found in zip(report["rows"], wrapped, features):
         measured = metrics.measure(made, reference=reference, labels=labels, **judge)
         row |= {name: measured[name] for name in names}
         missing |= {name: reason for name, reason in measured["missing"].items() if name in names}
+        if row["accuracy"] is not None:
+            row["accuracy_error"] = (row["accuracy"] * (1 - row["accuracy"]) / len(labels)) ** 0.5
+        if row["fid"] is not None and reference.statistics and found.shape[1] <= QUICK_FEATURES:
+            row["fid_error"] = _fid_error(found, reference.statistics)
     if len(labels) < LEAST_PAIRS:
         missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
         return
-    features: dict[int, Tensor] = {}
-
-    def of(index: int) -> Tensor:
-        if index not in features:
-            features[index] = metrics.features(wrapped[index], **judge)
-        return features[index]
-
     for i, row in enumerate(rows):
         base = rows.index(baseline(row, rows))
         if base != i:
-            report["rows"][i] |= {"p_value": energy_test(of(base), of(i)), "law_baseline": rows[base].name}
+            p_value = energy_test(features[base], features[i])
+            report["rows"][i] |= {"p_value": p_value, "law_baseline": rows[base].name}
+
+
+def _fid_error(features: Tensor, reference: dict[str, np.ndarray]) -> float:
+    """The standard error of a FID: its deviation over draws of as many images from those there are."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(RESAMPLES):
+        drawn = features[torch.randint(len(features), (len(features),), generator=generator)].double()
+        (value,) = fid_statistics_to_metric(fid_features_to_statistics(drawn), reference, verbose=False).values()
+        values.append(value)
+    return statistics.stdev(values)
 
 
 def _versions() -> dict:

@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cspd.plots import seed_grid, speed_quality
+from cspd.plots import Point, seed_grid, speed_quality
 from cspd.report import Column, cell, columns, csv_table, markdown, notes, value_of
 from cspd.sampling import write_json
 
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8
+PLOT_TITLE = (
+    "Speed and quality: up and to the right is better (bars: least and most of a speed, standard error of a quality)"
+)
 
 GUARANTEES = {
     "exact": "The images have the law of plain sampling by the same settings, to floating point: proved, and tested.",
@@ -55,7 +58,7 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     panels = _panels(report)
     if panels:
         speed_quality(panels, out / "speed_quality.png")
-        pictures = {"speed_quality.png": "Speed and quality (up and to the right is better)"} | pictures
+        pictures = {"speed_quality.png": PLOT_TITLE} | pictures
     read = [(title, (out / name).read_bytes()) for name, title in pictures.items()]
     (out / "report.html").write_text(html_page(report, read))
     return ["report.html", *pictures, "comparison.md", "comparison.csv", "comparison.json"]
@@ -72,17 +75,22 @@ def _grid(report: dict, images: Sequence[np.ndarray]) -> Image.Image:
     return seed_grid(rows, heads)
 
 
-def _panels(report: dict) -> list[tuple[str, str, list[tuple[str, float, float, str]]]]:
+def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
     """Quality against speed on this machine and, of VQ models, against codes a forward, which is no machine's."""
     titles = {"accuracy": "share of images recognised by the classifier", "fid": f"FID-{report['images']}"}
     titles |= {"speed_up": f"speed-up over {report['baseline']}", "step_compression": "codes a forward of the target"}
     panels = []
     for quality in ("accuracy", "fid"):
         for speed in ("speed_up", "step_compression"):
-            rows = [row for row in report["rows"] if row[quality] is not None and row[speed] is not None]
-            if rows:
-                points = [(*_label(row), value_of(row, speed), row[quality]) for row in rows]
-                panels.append((titles[speed], titles[quality], [(label, x, y, line) for label, line, x, y in points]))
+            points = []
+            for row in report["rows"]:
+                if row[quality] is None or row[speed] is None:
+                    continue
+                label, line = _label(row)
+                limits = (row[speed]["min"], row[speed]["max"]) if isinstance(row[speed], dict) else None
+                points.append(Point(label, value_of(row, speed), row[quality], line, limits, row[f"{quality}_error"]))
+            if points:
+                panels.append((titles[speed], titles[quality], points))
     return panels
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -80,39 +81,58 @@ def seed_grid(
     return canvas
 
 
-def speed_quality(panels: Sequence[tuple[str, str, Sequence[tuple[str, float, float, str]]]], path: Path) -> None:
+class Point(NamedTuple):
+    """A measured point: what it is called, its method, and how sure it is: a range and a standard error."""
+
+    label: str
+    speed: float
+    quality: float
+    method: str
+    speed_range: tuple[float, float] | None = None
+    quality_error: float | None = None
+
+
+def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path) -> None:
     """Writes scatters of quality against speed, a colour and a line for every method, to an image file.
 
     Args:
-        panels: (what speed is called, what quality is called, points) of each, points being (label, speed, quality,
-            method). A speed of 1 is plain sampling's. Of a quality that is a FID less is better: its axis is turned.
+        panels: of each what speed is called, what quality is called, and the points. A speed of 1 is plain sampling's.
+            Of a quality that is a FID less is better: its axis is turned.
     """
     across = min(2, len(panels))
     figure = Figure(figsize=(7 * across, 4.5 * -(-len(panels) // across)), layout="constrained")
     FigureCanvasAgg(figure)  # knows how wide a text is
-    methods = list(dict.fromkeys(point[3] for _, _, points in panels for point in points))
+    methods = list(dict.fromkeys(point.method for _, _, points in panels for point in points))
     palette = colormaps["tab10" if len(methods) <= 10 else "tab20"].colors
     colours = {method: palette[i % len(palette)] for i, method in enumerate(methods)}
     grid_of_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).flat
     for axes, (speed, quality, points) in zip(grid_of_axes, panels):
         for method in methods:
-            line = sorted((x, y) for _, x, y, name in points if name == method)
+            line = sorted((p.speed, p.quality) for p in points if p.method == method)
             axes.plot(*zip(*line), "o-", label=method, color=colours[method], alpha=0.8)
+        for p in points:
+            low, high = p.speed_range or (p.speed, p.speed)
+            across_bar = [[max(0, p.speed - low)], [max(0, high - p.speed)]]
+            style = {"color": colours[p.method], "alpha": 0.35, "lw": 1.2, "zorder": 1}
+            axes.errorbar(p.speed, p.quality, xerr=across_bar, yerr=p.quality_error, **style)
         axes.axvline(1, color="lightgrey", zorder=0)
         axes.set(xlabel=speed, ylabel=quality)
         axes.margins(0.15)
         if quality.startswith("FID"):
             axes.invert_yaxis()
+        elif max(p.quality for p in points) <= 1:  # a share
+            axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(fontsize=8)
     figure.canvas.draw()
     for axes, (_, _, points) in zip(figure.axes, panels):
-        taken: list[Bbox] = [Bbox.from_bounds(*(axes.transData.transform((x, y)) - 4), 8, 8) for _, x, y, _ in points]
-        for label, x, y, method in points:
+        places = [axes.transData.transform((p.speed, p.quality)) for p in points]
+        taken: list[Bbox] = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+        for p in points:
             for dx, dy in PLACES:
                 side = "left" if dx > 0 else "right" if dx < 0 else "center"
                 style = {"textcoords": "offset points", "fontsize": 7, "ha": side, "va": "center"}
-                text = axes.annotate(label, (x, y), xytext=(dx, dy), color=colours[method], **style)
+                text = axes.annotate(p.label, (p.speed, p.quality), xytext=(dx, dy), color=colours[p.method], **style)
                 box = text.get_window_extent()
                 if (dx, dy) == PLACES[-1] or not any(box.overlaps(other) for other in taken):
                     taken.append(box)

@@ -25,12 +25,23 @@ COLUMNS = [
     Column("images_per_second", "images/s", ".2f", "Median over the rounds (least..most), decoding included."),
     Column("speed_up", "speed-up", ".2f", "Against {baseline}, round by round: median (least..most)."),
     Column("head_calls_per_token", "head calls/token", ".1f", "Sequential calls of the diffusion head for one token."),
+    Column("window", "W", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."),
     Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
     Column("step_compression", "codes a forward", ".2f", "VQ codes committed in one forward of the target."),
     Column("alpha", "alpha", ".3f", "Share of what was drafted that was accepted."),
-    Column("accuracy", "class acc.", ".3f", "Share of the images that the classifier takes for their class."),
-    Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference; smaller is better."),
+    Column(
+        "accuracy",
+        "class acc.",
+        ".3f",
+        "Share of the images (± standard error) that the classifier takes for their class.",
+    ),
+    Column(
+        "fid",
+        "FID-{images}",
+        ".2f",
+        "Frechet distance of features from the reference (± standard error); less is better.",
+    ),
     Column("inception_score", "IS", ".2f", "Inception score, of the same features' classifier; larger is better."),
     Column(
         "bound",
@@ -74,8 +85,9 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
         alone = value["min"] == value["max"] or (short and column.key == "images_per_second")
         return middle if alone else f"{middle} ({low}..{high})"
     text = format(value, column.form)
-    if column.key == "bound" and row["bound_error"] is not None and not short:
-        text += f" ±{row['bound_error']:.3f}"
+    error = row.get(f"{column.key}_error")
+    if error is not None and not short:
+        text += f" ±{error:{column.form}}"
     return text
 
 

@@ -188,22 +188,32 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(engine):
     result = speed_of(row, plan, made, made)
     assert result["alpha"] == 0.45 and result["bound"] == pytest.approx(0.2)
     assert result["bound_error"] == pytest.approx(np.std([0.1, 0.4, 0.1], ddof=1) / 3**0.5)
+    loose = speed_of(row, plan, [chunk({"judged": 1, "accepted": 1, "bound": 7.0})] * 2, made)
+    assert (loose["bound"], loose["bound_error"]) == (1, None)
     assert result["seconds"] == [1.0] and result["step_compression"] == 2 and result["head_calls_per_token"] is None
+
+
+def frechet(found):
+    """From the embedded statistics, of features [N, D]."""
+    reference = np.load(embedded()["digits32"] / "reference.npz")
+    mu, sigma = found.double().mean(0).numpy(), np.cov(found.double().numpy(), rowvar=False)
+    root = scipy.linalg.sqrtm(sigma @ reference["sigma"]).real
+    return ((mu - reference["mu"]) ** 2).sum() + np.trace(sigma + reference["sigma"] - 2 * root)
 
 
 def test_quality_is_of_the_images_that_were_made(done):
     out, report = done
-    reference = np.load(embedded()["digits32"] / "reference.npz")
     labels = torch.arange(NUM) % 10
     for i, row in enumerate(report["rows"]):
         found = features(images_of(out, i))
         right = (load_classifier().out(found).argmax(1) == labels).float().mean().item()
         assert row["accuracy"] == pytest.approx(right)
-        mu, sigma = found.double().mean(0).numpy(), np.cov(found.double().numpy(), rowvar=False)
-        root = scipy.linalg.sqrtm(sigma @ reference["sigma"]).real
-        fid = ((mu - reference["mu"]) ** 2).sum() + np.trace(sigma + reference["sigma"] - 2 * root)
-        assert row["fid"] == pytest.approx(fid, rel=1e-2)
+        assert row["accuracy_error"] == pytest.approx((right * (1 - right) / NUM) ** 0.5)
+        assert row["fid"] == pytest.approx(frechet(found), rel=1e-2)
         assert row["inception_score"] is None
+    draws = np.random.default_rng(1).integers(NUM, size=(20, NUM))
+    spread = np.std([frechet(found[drawn]) for drawn in draws], ddof=1)  # of the last row
+    assert 0.4 < row["fid_error"] / spread < 2.5
     assert "20 are needed" in report["missing"]["inception_score"]
     assert report["reference"]["fingerprint"] == metrics.load_reference().fingerprint
 

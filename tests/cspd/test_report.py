@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from cspd import page, report
-from cspd.plots import MARGIN, speed_quality
+from cspd.plots import MARGIN, Point, speed_quality
 
 SIDE = 64  # of a picture in the grid, in pixels
 
@@ -23,7 +23,9 @@ def spread(*values):
 
 
 def row(name, **values):
-    empty = dict.fromkeys(column.key for column in report.COLUMNS) | {"bound_error": None}
+    empty = dict.fromkeys(column.key for column in report.COLUMNS) | dict.fromkeys(
+        f"{key}_error" for key in ("bound", "accuracy", "fid")
+    )
     speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
     own = {"name": name, "method": name.split(":")[0], "guarantee": "exact", "seconds": [1.0, 2.0, 3.0]}
     return empty | own | speeds | {"settings": {"cfg": 3.0}, "peak_bytes": 3 * 2**20, "backbone_calls": 8.0} | values
@@ -33,7 +35,7 @@ def row(name, **values):
 def made():
     """A report with everything that can be in one, and images: row r's i-th is of one colour, (20 r, 10 i, 99)."""
     rows = [
-        row("ar", accuracy=0.5, fid=9.5),
+        row("ar", accuracy=0.5, fid=9.5, fid_error=0.125),
         row("speculative", speed_up=spread(1.5, 2.25, 2.5), p_value=0.004, alpha=0.75, accuracy=0.75, fid=9.25),
         row("cool-sd:delta=2", guarantee="bounded", bound=0.25, bound_error=0.01, accuracy=1.0, fid=9.0, p_value=0.5),
         row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
@@ -112,7 +114,7 @@ def test_all_forms_say_the_same(made, tmp_path):
     assert by_title[0]["images/s"] == "2.00 (1.50..3.00)" and by_title[0]["peak MiB"] == "3"
     assert [line["p"] for line in by_title] == ["", "0.004", "0.500", ""]
     assert by_title[2]["TV bound"] == "0.250 ±0.010" and by_title[1]["TV bound"] == ""
-    assert [line["FID-12"] for line in by_title] == ["9.50", "9.25", "9.00", "8.00"]
+    assert [line["FID-12"] for line in by_title] == ["9.50 ±0.12", "9.25", "9.00", "8.00"]
     assert "IS" not in cells[0] and "head calls/token" not in cells[0]
 
 
@@ -167,20 +169,20 @@ def test_points_are_where_they_were_measured(made):
         ("speed-up over ar", "FID-12"),
     ]
     assert panels[0][2] == [
-        ("ar", 1.0, 0.5, "ar"),
-        ("speculative", 2.25, 0.75, "speculative"),
-        ("delta=2", 1.0, 1.0, "cool-sd"),
-        ("a|b <i>&", 1.0, 0.25, "cspd"),
+        ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None),
+        ("speculative", 2.25, 0.75, "speculative", (1.5, 2.5), None),
+        ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None),
+        ("a|b <i>&", 1.0, 0.25, "cspd", (1.0, 1.0), None),
     ]
-    assert [y for _, _, y, _ in panels[1][2]] == [9.5, 9.25, 9.0, 8.0]
+    assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_error == 0.125
     for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):
         each["step_compression"] = codes
     panels = page._panels(made[0])
-    assert len(panels) == 4 and [x for _, x, _, _ in panels[3][2]] == [1.0, 3.0, 4.0, 2.0]
+    assert len(panels) == 4 and [point.speed for point in panels[3][2]] == [1.0, 3.0, 4.0, 2.0]
 
 
 def test_labels_of_points_do_not_cover_each_other(tmp_path):
-    points = [(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same") for i in range(6)]
+    points = [Point(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same", (0.9, 1.1), 0.1) for i in range(6)]
     speed_quality([("speed", "quality", points)], tmp_path / "plot.png")
     assert Image.open(tmp_path / "plot.png").size == (840, 540)
 
