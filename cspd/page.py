@@ -41,7 +41,7 @@ tr:last-child td { border-bottom: 0; } tbody tr:hover { background: #f8fafc; }
 .tag { border-radius: 9px; padding: 1px 9px; font-size: 12.5px; font-weight: 600; }
 .exact { background: #dff3e4; color: #17663a; } .bounded { background: #fdf0d3; color: #7a5200; }
 .heuristic { background: #fbe1de; color: #96281b; } .small-p { color: #96281b; font-weight: 700; }
-img { max-width: 100%; height: auto; display: block; margin: 0 auto; } .pixels { image-rendering: pixelated; }
+img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 18px; margin: 0; }
 dt { font-weight: 600; } dd { margin: 0; color: #3c4656; } li { margin: 3px 0; }
 code { font-size: 13px; background: #eef1f5; border-radius: 4px; padding: 1px 5px; }
@@ -51,16 +51,17 @@ code { font-size: 13px; background: #eef1f5; border-radius: 4px; padding: 1px 5p
 def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     """Writes all forms of the report into `out`; the files' names. `images`: of each row, uint8 [N, H, W, 3]."""
     write_json(out / "comparison.json", report)
-    (out / "comparison.csv").write_text(csv_table(report))
-    (out / "comparison.md").write_text(markdown(report))
+    (out / "comparison.csv").write_text(csv_table(report), encoding="utf-8")
+    (out / "comparison.md").write_text(markdown(report), encoding="utf-8")
     pictures = {"comparison.png": "The same classes and seeds by each configuration"}
     _grid(report, images).save(out / "comparison.png")
     panels = _panels(report)
+    (out / "speed_quality.png").unlink(missing_ok=True)
     if panels:
         speed_quality(panels, out / "speed_quality.png")
         pictures = {"speed_quality.png": PLOT_TITLE} | pictures
     read = [(title, (out / name).read_bytes()) for name, title in pictures.items()]
-    (out / "report.html").write_text(html_page(report, read))
+    (out / "report.html").write_text(html_page(report, read), encoding="utf-8")
     return ["report.html", *pictures, "comparison.md", "comparison.csv", "comparison.json"]
 
 

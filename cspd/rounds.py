@@ -84,8 +84,9 @@ def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
     """Makes `out` this run's, and returns the windows that an earlier, equal one chose."""
     path = out / RECORD
     if overwrite and out.is_dir():
-        for old in (*(out / CHUNKS).glob("*.npz"), path):
-            old.unlink(missing_ok=True)
+        for pattern in (f"{CHUNKS}/*.npz", "comparison.*", "speed_quality.png", "report.html", RECORD):
+            for old in out.glob(pattern):
+                old.unlink()
     (out / CHUNKS).mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return {}

@@ -82,7 +82,7 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
         ValueError: no such file, no YAML, or keys that nobody knows.
     """
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}: give a study's file, see `cspd compare --help`") from error
     except yaml.YAMLError as error:
@@ -199,7 +199,7 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
     request = row.engine.check(with_method(row.engine.check(row.request), "ar"))
     usual = common.engine.check(common.request)
     other = {key: getattr(request, key) for key in REQUEST if getattr(request, key) != getattr(usual, key)}
-    other |= {key: row.models[key] for key in TARGET if row.models.get(key) != common.models.get(key)}
+    other |= {key: row.models.get(key) for key in TARGET if row.models.get(key) != common.models.get(key)}
     return dataclasses.replace(row, name=_label("ar", other), request=request)
 
 

@@ -305,6 +305,20 @@ def test_a_killed_run_goes_on(done, tmp_path):
         assert np.abs(again - whole).max() <= 1
 
 
+def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
+    def stop(row, requests):
+        if any((tmp_path / "chunks").glob("*.npz")):
+            raise KeyboardInterrupt
+        return timed(row, requests)
+
+    timed = rounds._timed
+    monkeypatch.setattr(rounds, "_timed", stop)
+    few = ["--num-iter", "64", "--num-sampling-steps", "2", "--num", "2", "--max-batch", "1", "--out", str(tmp_path)]
+    assert main(["compare", "--methods", "ar", *few]) == 130
+    assert "the same command goes on from here" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "chunks").iterdir()] == ["00-00000.npz"]
+
+
 def test_more_images_go_on_and_other_settings_do_not(engine, tmp_path):
     small = engine.with_slots(4)
 
@@ -332,8 +346,9 @@ def test_more_images_go_on_and_other_settings_do_not(engine, tmp_path):
             again(10, **changes)
         assert named in str(error.value)
     assert len(stamps()) == 6
+    (tmp_path / "comparison.csv").write_text("of the old run")
     _, (images, _) = again(3, cfg=2.0, overwrite=True)
-    assert len(stamps()) == 2
+    assert len(stamps()) == 2 and {path.name for path in tmp_path.iterdir()} == {"chunks", "run.json"}
     (tmp_path / "chunks" / "00-00000.npz").write_bytes(b"half")
     assert (again(3, cfg=2.0)[1][0] == images).all() and len(images) == 3
     (tmp_path / "run.json").write_text("{")
