@@ -131,7 +131,8 @@ def _judge(
         row |= {name: measured[name] for name in names}
         missing |= {name: reason for name, reason in measured["missing"].items() if name in names}
         if row["accuracy"] is not None:
-            row["accuracy_error"] = (row["accuracy"] * (1 - row["accuracy"]) / len(labels)) ** 0.5
+            share = (row["accuracy"] * len(labels) + 1) / (len(labels) + 2)  # 8 of 8 is no certainty
+            row["accuracy_error"] = (share * (1 - share) / len(labels)) ** 0.5
         if row["fid"] is not None and reference.statistics and found.shape[1] <= QUICK_FEATURES:
             row["fid_error"] = _fid_error(found, reference.statistics)
     if len(labels) < LEAST_PAIRS:
