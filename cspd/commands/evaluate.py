@@ -141,15 +141,11 @@ def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None,
     print(f"measuring {len(images):,} images", file=sys.stderr)
     values = measure(images, labels=labels, **how)
     reference, weights = how["reference"], how["weights"]
-    report = {
-        "schema": SCHEMA,
-        "space": how["space"],
-        "weights": weights
-        and {"name": weights.name, "fingerprint": file_fingerprint(weights)},  # None: the extractor's
-        "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
-        **values,
-        **about,
-    }
+    report = {"schema": SCHEMA, "space": how["space"], "weights": None, "reference": None, **values, **about}
+    if weights:  # None: torch-fidelity's download, or the embedded classifier
+        report["weights"] = {"name": weights.name, "fingerprint": file_fingerprint(weights)}
+    if reference:
+        report["reference"] = {"name": reference.name, "fingerprint": reference.fingerprint}
     write_json(args.out / RECORD, report)
     shown = [Image.fromarray(images[i].permute(1, 2, 0).numpy()) for i in range(min(SHOWN, len(images)))]
     captions = [str(label) for label in (labels or [""] * len(shown))[:SHOWN]]
@@ -187,10 +183,12 @@ def format_evaluation(report: dict) -> str:
         else:
             calls = f"{sampling['head_calls_per_image']:.0f} an image"
             lines.append(("head calls a token", f"{sampling['head_calls_per_token']:.1f}", calls))
+        if sampling["bound_per_image"] > 0:
+            bound = f"{min(sampling['bound_per_image'], 1):.3f}"
+            lines.append(("TV bound", bound, "of an image's codes, from the target's (docs/bounds.md)"))
         if sampling["images_made"]:
-            made = (
-                f"{sampling['images_made']} images in {sampling['seconds']:.1f} s, processes: {sampling['processes']}"
-            )
+            made = f"{sampling['images_made']} images in {sampling['seconds']:.1f} s"
+            made += f" by {sampling['processes']} processes" if sampling["processes"] > 1 else ""
             lines.append(("images/s", f"{sampling['images_per_second']:.2f}", made))
         else:
             lines.append(("images/s", "-", "all were there already"))

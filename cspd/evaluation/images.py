@@ -73,6 +73,7 @@ def export_npz(images: Dataset, path: Path) -> None:
     """
     height, width = images[0].shape[1:]
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), height, width, 3)}
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w") as archive, archive.open("arr_0.npy", "w", force_zip64=True) as file:
         np.lib.format.write_array_header_1_0(file, header)

@@ -21,6 +21,7 @@ from PIL import Image
 
 import cspd
 from cspd.cli import main
+from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder, to_uint8
 from cspd.evaluation.shards import SIZE, Shards
 
@@ -144,6 +145,8 @@ def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_p
         run = torchrun(out, log)
         assert evaluate(copy) == 0
         assert run.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-2000:]
+    shown = (tmp_path / "log").read_text()
+    assert f"{NUM}/{NUM} [" in shown and "image/s]" in shown  # one bar, of both processes
     assert evaluate(whole) == 0
     for folder, size in ((out, 2), (copy, 1)):
         assert {name: stamps(folder)[name] for name in finished} == finished
@@ -190,8 +193,8 @@ def kill_all(run):
 
 
 TOGETHER = """
-import os
-from cspd.evaluation.processes import Processes
+import os, runpy, sys
+Processes = runpy.run_path(sys.argv[1])["Processes"]  # alone: all of cspd takes seconds to import
 
 def fail():
     if processes.rank == 1:
@@ -215,7 +218,7 @@ def test_no_process_waits_for_one_that_failed():
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", TOGETHER],
+            [sys.executable, "-c", TOGETHER, processes.__file__],
             env=environment(RANK=str(rank), **shared),
             stdout=subprocess.PIPE,
             text=True,
@@ -272,6 +275,10 @@ def test_other_weights_are_another_run(whole, tmp_path, capsys):
     vae.write_bytes(Path(report_of(whole)["settings"]["vae"]["file"]).read_bytes())
     assert evaluate(whole, "--vae", str(vae)) == 2
     assert "vae.file was" in capsys.readouterr().err
+    assert evaluate(tmp_path / "out", "--vae", str(vae), num=2) == 0
+    os.utime(vae, ns=(0, 0))  # the same name and size, another time
+    assert evaluate(tmp_path / "out", "--vae", str(vae), num=2) == 2
+    assert "(vae.modified was" in capsys.readouterr().err
 
 
 def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):

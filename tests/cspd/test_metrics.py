@@ -6,6 +6,7 @@ import hashlib
 import os
 import runpy
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from torch_fidelity.metric_fid import fid_features_to_statistics
 
 from cspd.data import coloured_digits
+from cspd.evaluation.classifier import load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz, to_uint8
 from cspd.evaluation.metrics import check, features, load_reference, measure
 from cspd.loading import embedded
@@ -73,6 +75,13 @@ def test_all_values_are_torch_fidelitys_of_the_same_pngs(folders):
     )
     assert {name: ours[name] for name in KEYS} == pytest.approx({name: theirs[key] for name, key in KEYS.items()}, 1e-5)
     assert ours["num"] == 60 and set(ours["missing"]) == {"accuracy"}
+
+
+def test_features_are_the_classifiers_of_images_in_minus_1_to_1():
+    images, _ = drawn(5, 0)
+    pictures = ImageList(images)
+    scaled = torch.stack([pictures[i] for i in range(5)]) / 127.5 - 1
+    assert features(pictures, space="digits").allclose(load_classifier().features(scaled), atol=1e-5)
 
 
 def test_images_in_memory_are_measured_like_their_pngs(folders):
@@ -170,9 +179,10 @@ def test_the_embedded_reference_is_of_the_training_data():
 
 def test_the_script_makes_a_reference_of_a_folder(folders, tmp_path, monkeypatch, capsys):
     out = tmp_path / "made.npz"
-    monkeypatch.syspath_prepend("scripts")
+    scripts = Path(__file__).parents[2] / "scripts"
+    monkeypatch.syspath_prepend(str(scripts))
     monkeypatch.setattr(sys, "argv", ["", "--images", str(folders[1]), "--keep", "30", "--out", str(out)])
-    runpy.run_path("scripts/make_reference_stats.py", run_name="__main__")
+    runpy.run_path(str(scripts / "make_reference_stats.py"), run_name="__main__")
     assert "90 images, 30 of them kept" in capsys.readouterr().out
     made, expected = load_reference(out), fid_features_to_statistics(features(folders[1], space="digits"))
     assert np.allclose(made.statistics["sigma"], expected["sigma"]) and np.allclose(
