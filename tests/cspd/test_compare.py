@@ -320,6 +320,18 @@ def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
     assert [path.name for path in (tmp_path / "chunks").iterdir()] == ["00-00000.npz"]
 
 
+def test_half_a_chunk_is_none(engine, tmp_path, monkeypatch):
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    quick = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
+    monkeypatch.setattr(np, "savez", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        compare([Configuration("ar", cspd.Request(0, **quick), engine)], [0], 2, tmp_path, progress=False)
+    assert not list(tmp_path.glob("chunks/*.npz"))
+
+
 def test_more_images_go_on_and_other_settings_do_not(engine, tmp_path):
     small = engine.with_slots(4)
 
