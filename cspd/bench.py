@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.methods import METHODS, OPTIONS, with_method
+from cspd.machine import describe, peak_bytes, reset_peak, spread
+from cspd.methods import parse_method, with_method
 from cspd.sequence import Output, Request
 from cspd.vq import reference as vq_reference
 from mar import reference
@@ -51,22 +48,9 @@ def contenders(
                     drafted = with_method(request, "cspd")
                     made[f"cspd {gamma} {mode}"] = dataclasses.replace(drafted, gamma=gamma, verify=mode)
         else:
-            method, *options = name.split(":")
-            if method not in METHODS:
-                raise ValueError(f"method {method!r} is unknown: choose of {', '.join(METHODS)}, {PUBLISHED}")
-            made[name] = dataclasses.replace(with_method(request, method), **dict(map(_option, options)))
+            method, options = parse_method(name, more=(PUBLISHED,))
+            made[name] = dataclasses.replace(with_method(request, method), **options)
     return made
-
-
-def _option(text: str) -> tuple[str, object]:
-    """ "delta=1.5" to ("delta", 1.5)."""
-    name, _, value = text.partition("=")
-    if name not in OPTIONS:
-        raise ValueError(f"{text!r} is no option of a method: write it like delta=1.5, of {', '.join(sorted(OPTIONS))}")
-    try:
-        return name, json.loads(value)
-    except ValueError:  # a word
-        return name, value
 
 
 def bench(
@@ -122,7 +106,7 @@ def bench(
                         timed[name].append(measured)
                     bar.update()
             rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
-    report = {"schema": SCHEMA, "family": first.host.family, "machine": _machine(first), "runs": runs}
+    report = {"schema": SCHEMA, "family": first.host.family, "machine": describe(first), "runs": runs}
     return report | {"rows": rows, "memory": memory}
 
 
@@ -195,7 +179,7 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], base: list[
     seconds = [t["seconds"] for t in timed]
     speed_up = [b["seconds"] / t["seconds"] for t, b in zip(timed, base)]
     row = {"name": name, "batch": batch, "num_iter": request.num_iter, "cfg": request.cfg}
-    row |= {"seconds": _spread(seconds), "speed_up": _spread(speed_up)}
+    row |= {"seconds": spread(seconds), "speed_up": spread(speed_up)}
     row["images_per_second"] = batch / row["seconds"]["median"]
     for key in timed[0].keys() - {"seconds"}:
         values = [t[key] for t in timed]
@@ -203,47 +187,15 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], base: list[
     return row
 
 
-def _spread(values: list[float]) -> dict:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     """Peak memory of `num` short requests through `batch` slots; the images are dropped as they come."""
     small, quick = engine.with_slots(batch), with_method(request, "ar")
     if engine.host.family == "MAR":
         quick = dataclasses.replace(quick, **MEMORY_SETTINGS)
-    _reset_peak(engine.device)
+    reset_peak(engine.device)
     for _ in small.stream(_requests(engine, quick, num)):
         pass
-    return {"slots": batch, "requests": num, "peak_bytes": _peak_bytes(engine.device)}
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # Linux only, and not in every container
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Peak memory since the reset: of the device, or of this process (its whole life where the system can't reset)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
-
-
-def _machine(engine: Engine) -> dict:
-    cuda = engine.device.type == "cuda"
-    name = torch.cuda.get_device_name(engine.device) if cuda else platform.processor() or platform.machine()
-    precision = engine.precision.policy
-    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "precision": precision}
+    return {"slots": batch, "requests": num, "peak_bytes": peak_bytes(engine.device)}
 
 
 def _coverage(runs: int) -> float:

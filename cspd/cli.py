@@ -11,6 +11,7 @@ import cspd
 from cspd.commands import bench, calibrate, compare, evaluate, sample
 from cspd.methods import format_table
 
+GO_ON = ("sample", "compare", "evaluate")  # after a stop
 EPILOG = """\
 examples:
   cspd sample --labels 0-9 --num 40 --out samples/
@@ -19,8 +20,8 @@ examples:
       an official MAR checkpoint (checkpoints/README.md says where to get one)
   cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
-  cspd compare --methods ar,speculative --num 20 --out comparison/
-      the same seeds by two methods: speed, head calls, whether the laws differ, a picture
+  cspd compare --methods speculative,cspd:gamma=8,cspd:gamma=16 --num 20 --out comparison/
+      the same seeds by each, and by plain sampling: speed, cost, quality, whether the laws differ, pictures
   cspd evaluate --num 500 --out evaluation/
       FID, Inception score, KID, precision, recall and class accuracy of 500 images; many GPUs: docs/evaluate.md
   cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"cspd: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        more = "; the same command goes on from here" if args.command in ("sample", "evaluate") else ""
+        more = "; the same command goes on from here" if args.command in GO_ON else ""
         print(f"cspd: stopped{more}", file=sys.stderr)
         return 130
     return 0

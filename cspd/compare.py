@@ -1,116 +1,166 @@
-"""Methods side by side: the same seeds, in turn on one engine, as a table, a picture and a test of their laws."""
+"""Configurations side by side: the same seeds, chunks taking turns, as rows of speed, cost, quality and law."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
+import statistics
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 
-from cspd.engine import Engine
+import cspd
+from cspd.evaluation import metrics
 from cspd.evaluation.two_sample import energy_test
-from cspd.methods import METHODS, with_method
-from cspd.plots import grid, to_pil
-from cspd.sampling import write_json
-from cspd.sequence import Output, Request
+from cspd.machine import describe, spread
+from cspd.methods import guarantee_of
+from cspd.rounds import Chunk, run_rounds, settings_of
+from cspd.sequence import Request
+from cspd.study import Configuration, baseline
 
-SCHEMA = "cspd.compare/2"
-COLUMNS = 10  # of the picture, at most
+SCHEMA = "cspd.compare/3"
+LEAST_PAIRS = 8  # images that the two-sample test wants
+RESAMPLES = 20  # of a FID's images
+QUICK_FEATURES = 256  # a FID of Inception's 2,048 takes many seconds: no error of it
+LIBRARIES = ("torch", "torch-fidelity", "numpy")
 
 
 def compare(
-    engine: Engine, requests: Sequence[Request], methods: Sequence[str], out: Path, *, progress: bool = True
-) -> dict:
-    """Generates the same requests by each method, chunks taking turns, and writes comparison.png and .json to `out`.
+    rows: Sequence[Configuration],
+    labels: Sequence[int],
+    num: int,
+    out: Path,
+    *,
+    seed: int = 0,
+    space: str | None = None,
+    weights: Path | None = None,
+    reference: metrics.Reference | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> tuple[dict, list[np.ndarray]]:
+    """Generates the same `num` images by each configuration and judges them; the report and the images.
+
+    They take turns, so that a machine that slows down slows all. What is made is kept in `out` (`cspd.rounds`) and not
+    made again: a run that was cut off goes on, and one that is finished can be given more images, or other references.
 
     Args:
-        engine: with as many slots as images are to be in flight at once.
-        requests: their `method` does not matter. methods: the first is the baseline of speed and law.
+        rows: see `cspd.study.configurations`; speed is measured against the first.
+        labels: classes, which take turns. seed: of the first image; the next has the next.
+        space, weights, reference: what images are judged in, see `cspd.evaluation.metrics`; space None leaves quality
+            and law out.
+        overwrite: replace another run that is in `out`.
 
     Returns:
-        A JSON-able report, see `format_comparison`.
+        A JSON-able report, see `cspd.report`, and the images of each row, uint8 [num, H, W, 3].
 
     Raises:
-        ValueError: a bad request, or no method.
+        ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
     """
-    if not set(methods) <= METHODS.keys() or not requests:
-        raise ValueError(
-            f"methods {','.join(methods)}, {len(requests)} images: give some of {', '.join(METHODS)}, and one"
-        )
-    plans = {name: [engine.resolve(with_method(r, name)) for r in requests] for name in methods}
-    outputs, seconds = {name: [] for name in plans}, dict.fromkeys(plans, 0.0)
-    size = engine.num_slots
-    for plan in plans.values():  # warm up
-        engine.generate(plan[:1])
-    with tqdm(total=len(requests) * len(plans), unit="image", disable=not progress) as bar:
-        for i in range(0, len(requests), size):
-            for name, plan in plans.items():
-                start = time.perf_counter()
-                outputs[name] += engine.generate(plan[i : i + size])
-                seconds[name] += time.perf_counter() - start
-                bar.update(len(plan[i : i + size]))
-    rows = []
-    for name, made in outputs.items():
-        calls = [_calls(output) for output in made]
-        row = {
-            "method": name,
-            "guarantee": made[0].stats.guarantee,
-            "window": made[0].request.window,
-            "images_per_second": len(made) / seconds[name],
-            "speed_up": seconds[methods[0]] / seconds[name],
-            "calls_per_token": sum(calls) / len(calls),
-            "p_value": None,
-        }
-        if name != methods[0] and len(made) >= 8:
-            row["p_value"] = energy_test(*(torch.stack([_value(o) for o in outputs[n]]) for n in (methods[0], name)))
-        rows.append(row)
-    out.mkdir(parents=True, exist_ok=True)
-    report = {"schema": SCHEMA, "request": dataclasses.asdict(requests[0]), "images": len(requests), "rows": rows}
-    write_json(out / "comparison.json", report)
-    if outputs[methods[0]][0].image is not None:
-        pictures, captions = [], []
-        for i in range(0, len(requests), COLUMNS):
-            for made in outputs.values():
-                part = made[i : i + COLUMNS]
-                pictures += [to_pil(o.image) for o in part]
-                captions += [f"{o.request.method}" for o in part]
-        grid(pictures, captions, min(COLUMNS, len(requests))).save(out / "comparison.png")
-    return report
-
-
-def _calls(output: Output) -> float:
-    """Sequential model calls of a token: of MAR's head, or of a VQ target."""
-    if output.request.family == "MAR":
-        return output.stats.head_calls_per_token
-    return output.stats.backbone_calls / len(output.tokens)
-
-
-def _value(output: Output) -> Tensor:
-    """What laws are compared by: MAR's tokens, or the image of VQ codes, whose numbers mean nothing."""
-    return output.tokens if output.request.family == "MAR" or output.image is None else output.image
-
-
-def format_comparison(report: dict) -> str:
-    """The report as text."""
-    lines = [
-        f"{'method':<12} {'guarantee':<10} {'window':>6} {'images/s':>9} {'speed-up':>9} {'calls/token':>12}"
-        f" {'same law? p':>12}"
+    plans, chunks = run_rounds(rows, labels, num, seed, out, overwrite=overwrite, progress=progress)
+    images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
+    report = {"schema": SCHEMA, "images": num, "first_seed": seed, "labels": list(labels)}
+    report |= {"max_batch": rows[0].engine.num_slots, "rounds": len(chunks[0]), "machine": describe(rows[0].engine)}
+    report |= {"versions": _versions(), "baseline": rows[0].name, "space": space}
+    report |= {"reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint}}
+    report["rows"] = [
+        speed_of(row, plan, made, chunks[0]) | {"settings": settings_of(plan)}
+        for row, plan, made in zip(rows, plans, chunks)
     ]
+    _judge(report, rows, images, [labels[i % len(labels)] for i in range(num)], space, weights, reference)
+    return report, images
+
+
+def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base: list[Chunk]) -> dict:
+    """Speed, round by round and with its spread, and cost; rounds of fewer images than the first do not count."""
+    full = [(chunk, other) for chunk, other in zip(chunks, base) if len(chunk.images) == len(chunks[0].images)]
+    costs = [cost for chunk in chunks for cost in chunk.costs]
+    is_mar = plan.family == "MAR"
+
+    def mean(name: str) -> float:
+        return sum(cost[name] for cost in costs) / len(costs)
+
+    judged = sum(cost["judged"] for cost in costs)
+    bounds = torch.tensor([cost["bound"] for cost in costs], dtype=torch.float64)
+    bounded = guarantee_of(plan) == "bounded"
+    bound = min(1.0, bounds.mean().item()) if bounded else None
+    return {
+        "name": row.name,
+        "method": plan.method,
+        "guarantee": guarantee_of(plan),
+        "seconds": [chunk.seconds for chunk, _ in full],
+        "images_per_second": spread([len(chunk.images) / chunk.seconds for chunk, _ in full]),
+        "speed_up": spread([other.seconds / chunk.seconds for chunk, other in full]),
+        "window": plan.window,
+        "head_calls_per_token": mean("head_calls_per_token") if is_mar else None,
+        "backbone_calls": mean("backbone_calls"),
+        "draft_backbone_calls": mean("draft_backbone_calls") or None,
+        "alpha": sum(cost["accepted"] for cost in costs) / judged if judged else None,
+        "step_compression": None if is_mar else mean("step_compression"),
+        "bound": bound,
+        "bound_error": (bounds.std() / len(bounds) ** 0.5).item() if bounded and bound < 1 < len(bounds) else None,
+        "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
+    }
+
+
+def _judge(
+    report: dict,
+    rows: Sequence[Configuration],
+    images: Sequence[np.ndarray],
+    labels: list[int],
+    space: str | None,
+    weights: Path | None,
+    reference: metrics.Reference | None,
+) -> None:
+    """Adds quality and law to the report's rows, and to `missing` why some of it is not there."""
+    missing = report["missing"] = {}
+    names = ("fid", "inception_score", "inception_score_std", "accuracy")
     for row in report["rows"]:
-        p = "" if row["p_value"] is None else f"{row['p_value']:.3f}"
-        window = "" if row["window"] is None else row["window"]
-        lines.append(
-            f"{row['method']:<12} {row['guarantee']:<10} {window:>6} {row['images_per_second']:>9.2f}"
-            f" {row['speed_up']:>8.2f}x {row['calls_per_token']:>12.2f} {p:>12}"
-        )
-    base = report["rows"][0]["method"]
-    lines.append(
-        f"calls: sequential ones, of MAR's head or a VQ target. p: permutation test of {report['images']} images"
-        f" against {base}'s, same seeds; a small one (0.01) would show that the laws differ, and the more images, the"
-        " smaller the differences it sees"
-    )
-    return "\n".join(lines)
+        row |= dict.fromkeys((*names, "accuracy_error", "fid_error", "p_value", "law_baseline"))
+    if space is None:
+        reason = "these models have no judge of their own: give Inception's file, --weights"
+        missing |= dict.fromkeys((*names, "p_value"), reason)
+        return
+    judge = {"space": space, "weights": weights, "device": rows[0].engine.device}
+    wrapped = [metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2)) for made in images]
+    features = [metrics.features(made, **judge) for made in wrapped]
+    for row, made, found in zip(report["rows"], wrapped, features):
+        measured = metrics.measure(made, reference=reference, labels=labels, **judge)
+        row |= {name: measured[name] for name in names}
+        missing |= {name: reason for name, reason in measured["missing"].items() if name in names}
+        if row["accuracy"] is not None:
+            share = (row["accuracy"] * len(labels) + 1) / (len(labels) + 2)  # 8 of 8 is no certainty
+            row["accuracy_error"] = (share * (1 - share) / len(labels)) ** 0.5
+        if row["fid"] is not None and reference.statistics and found.shape[1] <= QUICK_FEATURES:
+            row["fid_error"] = _fid_error(found, reference.statistics)
+    if len(labels) < LEAST_PAIRS:
+        missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
+        return
+    for i, row in enumerate(rows):
+        base = rows.index(baseline(row, rows))
+        if base != i:
+            p_value = energy_test(features[base], features[i])
+            report["rows"][i] |= {"p_value": p_value, "law_baseline": rows[base].name}
+
+
+def _fid_error(features: Tensor, reference: dict[str, np.ndarray]) -> float:
+    """The standard error of a FID: its deviation over draws of as many images from those there are."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(RESAMPLES):
+        drawn = features[torch.randint(len(features), (len(features),), generator=generator)].double()
+        (value,) = fid_statistics_to_metric(fid_features_to_statistics(drawn), reference, verbose=False).values()
+        values.append(value)
+    return statistics.stdev(values)
+
+
+def _versions() -> dict:
+    versions = {"cspd": cspd.__version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # in a source tree
+            continue
+    return versions

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cspd.continuous import ar, cspd, speculative
@@ -135,6 +136,34 @@ def with_method(request: Request, name: str) -> Request:
     if name == "cspd" and request.chains != "speculative":
         others |= {"window"}
     return dataclasses.replace(request, method=name, **dict.fromkeys(others))
+
+
+def parse_method(
+    text: str, options: Collection[str] = OPTIONS, more: Sequence[str] = ()
+) -> tuple[str, dict[str, object]]:
+    """ "cool-sd:delta=1.5:gamma=4" to ("cool-sd", {"delta": 1.5, "gamma": 4}).
+
+    Args:
+        options: what may follow the name. more: names that are allowed beside the methods'.
+
+    Raises:
+        ValueError: another name, or something else follows it.
+    """
+    name, *parts = text.split(":")
+    if name not in METHODS and name not in more:
+        raise ValueError(f"method {name!r} is unknown: choose of {', '.join([*METHODS, *more])}")
+    settings: dict[str, object] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if option not in options or not equals:
+            raise ValueError(
+                f"{part!r} in {text!r} is no option: write it like delta=1.5, of {', '.join(sorted(options))}"
+            )
+        try:
+            settings[option] = json.loads(value)
+        except ValueError:  # a word
+            settings[option] = value
+    return name, settings
 
 
 def with_family(request: Request, families: list[str]) -> Request:

@@ -64,7 +64,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         default="digits32",
         help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files, or a target's file"
-        " (default: %(default)s)",
+        " (default: digits32)",
     )
     group.add_argument("--arch", choices=[*MARS, *GPTS], help="the target's size (default: found out from the file)")
     group.add_argument("--vae", type=Path, help="the autoencoder's or tokenizer's file, where not beside the target")

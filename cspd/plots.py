@@ -5,14 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 MARGIN = 4
+PLACES = [
+    (7, 7),
+    (7, -7),
+    (-7, 7),
+    (-7, -7),
+    (0, 12),
+    (0, -12),
+    (7, 17),
+    (7, -17),
+    (-7, 17),
+    (-7, -17),
+    (7, 0),
+]  # of labels
 
 
 def to_pil(image: Tensor) -> Image.Image:
@@ -37,22 +53,91 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int, m
     return canvas
 
 
-def speed_quality(points: Sequence[tuple[str, float, float, str]], quality: str, path: Path) -> None:
-    """Writes a scatter of quality against speed-up, a colour and a line for every method, to an image file.
+def seed_grid(
+    rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence[str], min_side: int = 64
+) -> Image.Image:
+    """A row of images for each (name, images), names at the left, heads above the columns; small ones are enlarged."""
+    factor = max(1, -(-min_side // rows[0][1][0].width))
+    side_x, side_y = rows[0][1][0].width * factor, rows[0][1][0].height * factor
+    font = ImageFont.load_default(size=max(12, side_y // 10))
+    line = math.ceil(font.getbbox("Ag")[3]) + 2
+    names = [name.replace(":", "\n").split("\n") for name, _ in rows]
+    left = math.ceil(max(font.getlength(part) for parts in names for part in parts)) + 3 * MARGIN
+    top = line * max(head.count("\n") + 1 for head in heads) + 2 * MARGIN
+    heights = [max(side_y, line * len(parts)) + MARGIN for parts in names]
+    canvas = Image.new("RGB", (left + len(heads) * (side_x + MARGIN), top + sum(heights)), "white")
+    draw = ImageDraw.Draw(canvas)
+    for i, head in enumerate(heads):
+        middle = left + i * (side_x + MARGIN) + side_x // 2
+        draw.multiline_text((middle, MARGIN), head, fill="#555", font=font, anchor="ma", align="center", spacing=2)
+    y = top
+    for parts, (_, images), height in zip(names, rows, heights):
+        middle = y + (height - MARGIN) // 2
+        draw.multiline_text((MARGIN, middle), "\n".join(parts), fill="black", font=font, anchor="lm", spacing=2)
+        for i, image in enumerate(images):
+            place = (left + i * (side_x + MARGIN), y + (height - MARGIN - side_y) // 2)
+            canvas.paste(image.resize((side_x, side_y), Image.Resampling.NEAREST), place)
+        y += height
+    return canvas
+
+
+class Point(NamedTuple):
+    """A measured point: what it is called, its method, and how sure it is: a range and a standard error."""
+
+    label: str
+    speed: float
+    quality: float
+    method: str
+    speed_range: tuple[float, float] | None = None
+    quality_error: float | None = None
+
+
+def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path) -> None:
+    """Writes scatters of quality against speed, a colour and a line for every method, to an image file.
 
     Args:
-        points: (label, speed-up over plain sampling, quality, method). quality: what it is called.
+        panels: of each what speed is called, what quality is called, and the points. A speed of 1 is plain sampling's.
+            Of a quality that is a FID less is better: its axis is turned.
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for method in dict.fromkeys(point[3] for point in points):
-        of_method = sorted((x, y, label) for label, x, y, name in points if name == method)
-        axes.plot([x for x, _, _ in of_method], [y for _, y, _ in of_method], "o-", label=method)
-        for x, y, label in of_method:
-            axes.annotate(label, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
-    axes.axvline(1, color="lightgrey", zorder=0)
-    axes.set(xlabel="speed-up over plain sampling", ylabel=quality)
-    axes.legend(fontsize=8)
+    across = min(2, len(panels))
+    figure = Figure(figsize=(7 * across, 4.5 * -(-len(panels) // across)), layout="constrained")
+    FigureCanvasAgg(figure)  # knows how wide a text is
+    methods = list(dict.fromkeys(point.method for _, _, points in panels for point in points))
+    palette = colormaps["tab10" if len(methods) <= 10 else "tab20"].colors
+    colours = {method: palette[i % len(palette)] for i, method in enumerate(methods)}
+    grid_of_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).flat
+    for axes, (speed, quality, points) in zip(grid_of_axes, panels):
+        for method in methods:
+            line = sorted((p.speed, p.quality) for p in points if p.method == method)
+            axes.plot(*zip(*line), "o-", label=method, color=colours[method], alpha=0.8)
+        for p in points:
+            low, high = p.speed_range or (p.speed, p.speed)
+            across_bar = [[max(0, p.speed - low)], [max(0, high - p.speed)]]
+            style = {"color": colours[p.method], "alpha": 0.35, "lw": 1.2, "zorder": 1}
+            axes.errorbar(p.speed, p.quality, xerr=across_bar, yerr=p.quality_error, **style)
+        axes.axvline(1, color="lightgrey", zorder=0)
+        axes.set(xlabel=speed, ylabel=quality)
+        axes.margins(0.15)
+        if quality.startswith("FID"):
+            axes.invert_yaxis()
+        elif max(p.quality for p in points) <= 1:  # a share
+            axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(fontsize=8)
+    figure.canvas.draw()
+    for axes, (_, _, points) in zip(figure.axes, panels):
+        places = [axes.transData.transform((p.speed, p.quality)) for p in points]
+        taken: list[Bbox] = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+        for p in points:
+            for dx, dy in PLACES:
+                side = "left" if dx > 0 else "right" if dx < 0 else "center"
+                style = {"textcoords": "offset points", "fontsize": 7, "ha": side, "va": "center"}
+                text = axes.annotate(p.label, (p.speed, p.quality), xytext=(dx, dy), color=colours[p.method], **style)
+                box = text.get_window_extent()
+                if (dx, dy) == PLACES[-1] or not any(box.overlaps(other) for other in taken):
+                    taken.append(box)
+                    break
+                text.remove()
     figure.savefig(path, dpi=120)
 
 

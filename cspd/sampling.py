@@ -31,6 +31,23 @@ def write_json(path: Path, content: dict) -> None:
     os.replace(temporary, path)
 
 
+def differences(old: dict, new: dict, where: str = "") -> list[str]:
+    """What differs between two nested settings, in words: ["request.cfg was 1.0, now 2.0"]."""
+    found = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, now, place = old.get(key), new.get(key), f"{where}{key}"
+        if isinstance(before, dict) and isinstance(now, dict):
+            found += differences(before, now, f"{place}.")
+        elif before != now:
+            found.append(f"{place} was {_shown(before)}, now {_shown(now)}")
+    return found
+
+
+def _shown(value: object) -> str:
+    text = "nothing" if value is None else "something" if isinstance(value, dict) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:40]} ... ({len(value)} of them)"
+
+
 def sample_to_folder(
     engine: Engine,
     requests: Sequence[Request],

@@ -13,7 +13,7 @@ from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
 from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of
-from cspd.plots import speed_quality
+from cspd.plots import Point, speed_quality
 from cspd.sampling import write_json
 
 
@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> None:
         for row in rows:
             method, _, options = row["name"].partition(":")
             case = f", batch {row['batch']}, cfg {row['cfg']:g}" if several else ""
-            points.append((options, row["speed_up"]["median"], row["accuracy"], method + case))
-        speed_quality(points, "share recognised by the classifier", args.plot)
+            speed = row["speed_up"]
+            limits = speed["min"], speed["max"]
+            points.append(Point(options, speed["median"], row["accuracy"], method + case, limits))
+        speed_quality([("speed-up over plain sampling", "share recognised by the classifier", points)], args.plot)
         print(f"wrote {args.plot}")

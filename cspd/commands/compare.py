@@ -1,37 +1,110 @@
-"""`cspd compare`: methods side by side."""
+"""`cspd compare`: configurations side by side."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from cspd.compare import compare, format_comparison
+from cspd.compare import compare
+from cspd.evaluation import metrics
+from cspd.loading import checkpoint_files, embedded
 from cspd.methods import DEFAULTS
-from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of
+from cspd.options import (
+    add_model_options,
+    add_request_options,
+    load_engine,
+    number_list,
+    positive,
+    request_of,
+    run_settings,
+)
+from cspd.page import write
+from cspd.report import text_table
+from cspd.rounds import settings_of
+from cspd.study import FORMAT, MODELS, RUN, configurations, named_entries, read_study
+
+RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
+EMBEDDED = "digits32"
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
-    text = "Generates the same seeds by several methods, the first being the baseline of speed and law."
+    text = (
+        "Generates the same seeds by several configurations, in turn, and writes what each costs and gives: a table,"
+        " a plot, a picture, and a report of all of it (report.html). Plain sampling (ar) by the same settings, and"
+        " with MAR's usual 64 iterations, is always among them. A run that was cut off goes on where it was."
+    )
     comparison = commands.add_parser(
-        "compare", help="methods side by side, on the same seeds", description=text, allow_abbrev=False
+        "compare",
+        help="configurations side by side, on the same seeds",
+        description=textwrap.fill(text, 100),
+        epilog=FORMAT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     comparison.set_defaults(run=run)
     add_model_options(comparison)
     group = comparison.add_argument_group("what to compare")
-    group.add_argument("--methods", help="(default: ar,speculative; of VQ models ar,sjd-pac)")
-    group.add_argument("--labels", type=number_list, default="0-9", help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
-    group.add_argument("--num", type=int, default=20, help="images of each; the labels take turns (default: 20)")
-    group.add_argument("--seed", type=int, default=0, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=int, default=4, help="images in flight at once (default: %(default)s)")
+    group.add_argument(
+        "--methods",
+        help="any of `cspd methods`, settings after colons: ar,cspd:gamma=16:verify=sequential,ar:num_iter=16"
+        " (default: ar,speculative; of VQ models ar,sjd-pac)",
+    )
+    group.add_argument("--config", type=Path, metavar="FILE", help="a study's file in place of --methods, see below")
+    group.add_argument("--labels", type=number_list, help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
+    group.add_argument("--num", type=int, help="images of each; the labels take turns (default: 20)")
+    group.add_argument("--seed", type=int, help="of the first image; the next has the next (default: 0)")
+    group.add_argument("--max-batch", type=positive, help="images in flight at once, a round (default: 4)")
     group.add_argument("--out", type=Path, default=Path("comparison"), help="folder (default: %(default)s/)")
+    group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
+    group = comparison.add_argument_group("what to judge images by (default: of embedded models, their classifier)")
+    group.add_argument("--ref", type=Path, metavar="FILE", help="statistics (.npz as ADM's) or a folder of images")
+    group.add_argument("--weights", type=Path, metavar="FILE", help="Inception-v3 as torch-fidelity wants it")
     add_request_options(comparison)
+    comparison.set_defaults(checkpoint=None)
 
 
 def run(args: argparse.Namespace) -> None:
-    engine = load_engine(args, args.max_batch)
-    requests = [request_of(args, args.labels[i % len(args.labels)], args.seed + i) for i in range(args.num)]
-    methods = args.methods.split(",") if args.methods else ["ar", DEFAULTS[engine.host.family]]
-    report = compare(engine, requests, methods, args.out)
-    print(format_comparison(report))
-    print(f"wrote {args.out / 'comparison.png'} (a row a method), {args.out / 'comparison.json'}")
+    if args.config and args.methods:
+        raise ValueError("--methods and --config: give one of them")
+    common, entries = read_study(args.config) if args.config else ({}, None)
+    asked = {name: getattr(args, name) for name in (*RUN, *MODELS)} | settings_of(request_of(args))
+    common |= {key: value for key, value in asked.items() if value is not None}
+    settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
+    if entries is None:
+        common = {"checkpoint": EMBEDDED} | common
+        entries = named_entries(args.methods or _default_methods(common["checkpoint"]))
+
+    def of(models: Mapping[str, object]) -> argparse.Namespace:
+        files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint")}
+        return argparse.Namespace(**vars(args) | {"checkpoint": EMBEDDED, "arch": None} | models | files)
+
+    rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))
+    rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
+    judge = _judge(args, [row.models.get("checkpoint", EMBEDDED) for row in rows])
+    run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
+    report, images = compare(rows, num=num, out=args.out, overwrite=args.overwrite, **run_of, **judge)
+    print(text_table(report))
+    print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
+
+
+def _default_methods(checkpoint: str) -> str:
+    family = "VQ" if "tokenizer" in checkpoint_files(checkpoint) else "MAR"
+    return f"ar,{DEFAULTS[family]}"
+
+
+def _judge(args: argparse.Namespace, checkpoints: list[str]) -> dict:
+    """What images are judged by, checked before there are any."""
+    places = {checkpoint_files(checkpoint)["target"].parent.resolve() for checkpoint in checkpoints}
+    own = places <= set(map(Path.resolve, embedded().values()))
+    space = "inception" if args.weights else "digits" if own else None
+    if space is None:
+        if args.ref:
+            raise ValueError(f"--ref {args.ref}: features of these models' images are Inception's: give --weights too")
+        return {}
+    reference = metrics.load_reference(args.ref) if args.ref or space == "digits" else None
+    metrics.check(32, space=space, weights=args.weights, reference=reference, device=args.device)
+    return {"space": space, "weights": args.weights, "reference": reference}

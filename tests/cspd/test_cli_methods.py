@@ -122,35 +122,6 @@ def test_heat_of_images_from_a_run_without_it_is_blank(tmp_path, capsys):
     assert after["summary"]["alpha"] == pytest.approx(before["summary"]["alpha"])
 
 
-def test_compare_writes_a_table_a_picture_and_the_numbers(tmp_path, capsys):
-    settings = [*QUICK, "--chains", "speculative", "--window", "3", "--prefill", "0.8"]
-    methods = ["ar", "speculative", "cspd"]
-    assert main(["compare", "--methods", ",".join(methods), "--num", "8", "--out", str(tmp_path), *settings]) == 0
-    report = read(tmp_path / "comparison.json")
-    assert (report["schema"], report["images"]) == ("cspd.compare/2", 8)
-    rows = {row["method"]: row for row in report["rows"]}
-    assert list(rows) == methods
-    assert [row["guarantee"] for row in rows.values()] == ["exact", "exact", "heuristic"]
-    assert [row["window"] for row in rows.values()] == [None, 3, 3]
-    assert rows["ar"]["speed_up"] == 1 and rows["ar"]["p_value"] is None
-    assert rows["ar"]["calls_per_token"] == 6 > rows["speculative"]["calls_per_token"] > 2
-    for name in methods[1:]:
-        assert 0 < rows[name]["p_value"] <= 1
-        ratio = rows[name]["images_per_second"] / rows["ar"]["images_per_second"]
-        assert rows[name]["speed_up"] == pytest.approx(ratio)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[1:4]] == [[name, rows[name]["guarantee"]] for name in methods]
-    assert "1.00x" in lines[1] and lines[2].split()[-1] == f"{rows['speculative']['p_value']:.3f}"
-    picture = Image.open(tmp_path / "comparison.png")
-    assert picture.width == 8 * (SIDE + MARGIN) + MARGIN and picture.height > 3 * (SIDE + MARGIN)
-
-
-def test_too_few_images_are_compared_without_a_test_of_their_laws(tmp_path):
-    arguments = ["compare", "--methods", "ar,speculative", "--num", "7", "--window", "0", "--out", str(tmp_path)]
-    assert main([*arguments, *QUICK]) == 0
-    assert [row["p_value"] for row in read(tmp_path / "comparison.json")["rows"]] == [None, None]
-
-
 def test_bench_times_methods_and_settings(tmp_path, capsys):
     path = tmp_path / "bench.json"
     swept = ["--num-iter", "4,2", "--cfg", "1", "--gamma", "8", "--verify", "parallel,sequential", "--batch", "1"]

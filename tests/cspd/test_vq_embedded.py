@@ -89,23 +89,6 @@ def test_bench_from_the_command_line(tmp_path, capsys):
     assert "codes/forward" in capsys.readouterr().out
 
 
-def test_compare_from_the_command_line(tmp_path, capsys):
-    arguments = [
-        "compare",
-        "--checkpoint",
-        "digits32_vq",
-        "--methods",
-        "ar,eagle",
-        "--num",
-        "8",
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(arguments) == 0
-    rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
-    assert rows[0]["calls_per_token"] == 1 > rows[1]["calls_per_token"] and rows[1]["p_value"] > 0.001
-
-
 def test_both_families_in_one_engine():
     engine = cspd.load("digits32", "digits32_vq", max_batch=4, device="cpu")
     quick = {"num_iter": 4, "num_sampling_steps": 5, "window": 0}

@@ -1,0 +1,168 @@
+"""Rounds of several configurations, chunk by chunk in turn, into a folder; a run that was cut off goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from cspd.machine import describe, peak_bytes, reset_peak
+from cspd.plots import to_pil
+from cspd.sampling import differences, write_json
+from cspd.sequence import Output, Request
+from cspd.study import Configuration
+
+SCHEMA = "cspd.rounds/1"
+RECORD = "run.json"
+CHUNKS = "chunks"
+COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
+SHOWN = 3  # differences that an error names
+
+
+class Chunk(NamedTuple):
+    """What a configuration made in a round: images uint8 [n, H, W, 3], seconds, and what each image cost."""
+
+    images: np.ndarray
+    seconds: float
+    peak_bytes: int
+    costs: list[dict]
+
+
+def run_rounds(
+    rows: Sequence[Configuration],
+    labels: Sequence[int],
+    num: int,
+    seed: int,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> tuple[list[Request], list[list[Chunk]]]:
+    """The settings that each configuration ran by, and its chunks, in order.
+
+    Image i has the labels' i-th in turn, and seed + i. In round r every configuration makes images r B to r B + B - 1,
+    B being its engine's slots, one after the other; who begins changes from round to round.
+
+    Raises:
+        ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
+    """
+    if num < 1:
+        raise ValueError(f"{num} images compare nothing: give 1 or more")
+    for row in rows:  # all, before anything is made
+        for label in sorted(set(labels)):
+            row.engine.check(dataclasses.replace(row.request, label=label, seed=seed))
+    size = rows[0].engine.num_slots
+    settings = {"machine": describe(rows[0].engine), "max_batch": size, "labels": list(labels), "seed": seed}
+    settings |= {"order": [row.name for row in rows]}
+    settings |= {"configurations": {row.name: settings_of(row.request) | row.files for row in rows}}
+    windows = _claim(out, settings, overwrite)
+    plans = []
+    for row in rows:  # a window that was left open is chosen once: it decides which image a seed gives
+        plans.append(row.engine.resolve(dataclasses.replace(row.request, **windows.get(row.name, {}))))
+        windows[row.name] = {"window": plans[-1].window}
+    write_json(out / RECORD, {"schema": SCHEMA, "settings": settings, "windows": windows})
+    requests = [Request(label=labels[i % len(labels)], seed=seed + i) for i in range(num)]
+    parts = [requests[i : i + size] for i in range(0, num, size)]
+    return plans, _run(rows, plans, parts, out / CHUNKS, progress)
+
+
+def settings_of(request: Request) -> dict:
+    """A request's settings, without label and seed, that are not None."""
+    asked = dataclasses.asdict(request)
+    return {key: value for key, value in asked.items() if value is not None and key not in ("label", "seed")}
+
+
+def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
+    """Makes `out` this run's, and returns the windows that an earlier, equal one chose."""
+    path = out / RECORD
+    if overwrite and out.is_dir():
+        for pattern in (f"{CHUNKS}/*.npz", "comparison.*", "speed_quality.png", "report.html", RECORD):
+            for old in out.glob(pattern):
+                old.unlink()
+    (out / CHUNKS).mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+        windows, old = record["windows"], record["settings"]
+        changes = differences(old, json.loads(json.dumps(settings)))
+    except (KeyError, TypeError, ValueError):
+        changes = [f"{path} cannot be read"]
+    if changes:
+        more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+        raise ValueError(
+            f"{out} holds another run ({'; '.join(changes[:SHOWN])}{more}): give another --out, or --overwrite to"
+            " replace it"
+        )
+    return windows
+
+
+def _run(
+    rows: Sequence[Configuration],
+    plans: Sequence[Request],
+    parts: Sequence[Sequence[Request]],
+    folder: Path,
+    progress: bool,
+) -> list[list[Chunk]]:
+    """The chunks of each row, in order; those of an earlier run are read."""
+    files = [[folder / f"{r:02d}-{i:05d}.npz" for i in range(len(parts))] for r in range(len(rows))]
+    made = [[_read(file, len(part)) for file, part in zip(of_row, parts)] for of_row in files]
+    todo = sum(len(part) for chunks in made for part, chunk in zip(parts, chunks) if chunk is None)
+    warm: set[int] = set()
+    with tqdm(total=todo, unit="image", disable=not progress) as bar:
+        for i, part in enumerate(parts):
+            for r in ((i + k) % len(rows) for k in range(len(rows))):
+                if made[r][i] is not None:
+                    continue
+                bar.set_postfix_str(rows[r].name)
+                asked = [dataclasses.replace(plans[r], label=each.label, seed=each.seed) for each in part]
+                if r not in warm:
+                    rows[r].engine.generate(asked[:1])
+                    warm.add(r)
+                made[r][i] = _timed(rows[r], asked)
+                _write(files[r][i], made[r][i])
+                bar.update(len(part))
+    return made
+
+
+def _timed(row: Configuration, requests: list[Request]) -> Chunk:
+    reset_peak(row.engine.device)
+    start = time.perf_counter()
+    outputs = row.engine.generate(requests)
+    seconds, peak = time.perf_counter() - start, peak_bytes(row.engine.device)
+    if outputs[0].image is None:
+        raise ValueError(f"{row.name}: an engine without autoencoder makes no images to compare")
+    images = np.stack([np.asarray(to_pil(output.image)) for output in outputs])
+    return Chunk(images, seconds, peak, [_cost(output) for output in outputs])
+
+
+def _cost(output: Output) -> dict:
+    judged, accepted = map(sum, output.stats.by_lag)
+    return {name: getattr(output.stats, name) for name in COSTS} | {"judged": judged, "accepted": accepted}
+
+
+def _write(path: Path, chunk: Chunk) -> None:
+    """Atomically: a run that is cut off leaves no half file. `arr_0` are the images, as ADM's evaluator reads them."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        rest = json.dumps(chunk._asdict() | {"images": None})
+        np.savez(file, arr_0=chunk.images, chunk=np.frombuffer(rest.encode(), np.uint8))
+    os.replace(temporary, path)
+
+
+def _read(path: Path, num: int) -> Chunk | None:
+    """A chunk of `num` images; None where there is none, or another."""
+    try:
+        with np.load(path) as content:
+            chunk = Chunk(**json.loads(content["chunk"].tobytes()) | {"images": content["arr_0"]})
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        return None
+    return chunk if len(chunk.images) == num else None

@@ -1,0 +1,219 @@
+"""What a comparison writes: tables that agree, a page that stands alone, pictures in the right order."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cspd import page, report
+from cspd.plots import MARGIN, Point, speed_quality
+
+SIDE = 64  # of a picture in the grid, in pixels
+
+
+def spread(*values):
+    return dict(zip(("min", "median", "max"), values))
+
+
+def row(name, **values):
+    empty = dict.fromkeys(column.key for column in report.COLUMNS) | dict.fromkeys(
+        f"{key}_error" for key in ("bound", "accuracy", "fid")
+    )
+    speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
+    own = {"name": name, "method": name.split(":")[0], "guarantee": "exact", "seconds": [1.0, 2.0, 3.0]}
+    return empty | own | speeds | {"settings": {"cfg": 3.0}, "peak_bytes": 3 * 2**20, "backbone_calls": 8.0} | values
+
+
+@pytest.fixture
+def made():
+    """A report with everything that can be in one, and images: row r's i-th is of one colour, (20 r, 10 i, 99)."""
+    rows = [
+        row("ar", accuracy=0.5, fid=9.5, fid_error=0.125),
+        row("speculative", speed_up=spread(1.5, 2.25, 2.5), p_value=0.004, alpha=0.75, accuracy=0.75, fid=9.25),
+        row("cool-sd:delta=2", guarantee="bounded", bound=0.25, bound_error=0.01, accuracy=1.0, fid=9.0, p_value=0.5),
+        row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
+    ]
+    content = {
+        "schema": "x",
+        "images": 12,
+        "first_seed": 5,
+        "labels": [3, 4],
+        "max_batch": 4,
+        "rounds": 3,
+        "rows": rows,
+    }
+    content |= {"machine": {"device": "a <cpu>"}, "versions": {"cspd": "0"}, "baseline": "ar", "space": "digits"}
+    content |= {"reference": {"name": "r.npz", "fingerprint": "f" * 64}}
+    content["missing"] = {"inception_score": "12 images: 20 are needed", "inception_score_std": "also"}
+    images = [np.zeros((12, 32, 32, 3), np.uint8) for _ in rows]
+    for r, of_row in enumerate(images):
+        for i in range(12):
+            of_row[i] = (20 * r, 10 * i, 99)
+    return content, images
+
+
+class Page(HTMLParser):
+    """Cells of the first table, row by row, and everything that a tag refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.links, self.tags, self._open, self.text, self.words = [], [], [], None, "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self._open = ""
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.rows[-1].append(self._open)
+            self._open = None
+
+    def handle_data(self, data):
+        self.text += data
+        self.words.append(data)
+        if self._open is not None:
+            self._open += data
+
+
+def test_all_forms_say_the_same(made, tmp_path):
+    content, images = made
+    written = page.write(content, images, tmp_path)
+    assert all((tmp_path / name).stat().st_size > 100 for name in written) and len(written) == 6
+
+    plain = json.loads((tmp_path / "comparison.json").read_text())
+    assert plain == content
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())))
+    assert [line["name"] for line in lines] == [each["name"] for each in content["rows"]]
+    for line, each in zip(lines, content["rows"]):
+        for key in ("accuracy", "fid", "p_value", "alpha", "bound", "bound_error", "peak_bytes"):
+            assert line[key] == ("" if each[key] is None else str(each[key]))
+        assert [float(line[f"speed_up{end}"]) for end in ("_least", "", "_most")] == list(each["speed_up"].values())
+        assert json.loads(line["seconds"]) == each["seconds"]
+
+    table = [line for line in (tmp_path / "comparison.md").read_text().splitlines() if line.startswith("|")]
+    cells = [[text.strip() for text in line.replace("\\|", "\0").strip("|").split("|")] for line in table]
+    cells = [[text.replace("\0", "|") for text in line] for line in cells if "---" not in line[0]]
+    html = Page((tmp_path / "report.html").read_text())
+    assert html.rows == cells and len(cells) == 5 and {len(line) for line in cells} == {len(cells[0])}
+
+    by_title = [dict(zip(cells[0], line)) for line in cells[1:]]
+    assert [line["configuration"] for line in by_title] == ["ar", "speculative", "cool-sd:delta=2", "a|b <i>&"]
+    assert by_title[1]["speed-up"] == "2.25 (1.50..2.50)" and by_title[0]["speed-up"] == "1.00"
+    assert by_title[0]["images/s"] == "2.00 (1.50..3.00)" and by_title[0]["peak MiB"] == "3"
+    assert [line["p"] for line in by_title] == ["", "0.004", "0.500", ""]
+    assert by_title[2]["TV bound"] == "0.250 ±0.010" and by_title[1]["TV bound"] == ""
+    assert [line["FID-12"] for line in by_title] == ["9.50 ±0.12", "9.25", "9.00", "8.00"]
+    assert "IS" not in cells[0] and "head calls/token" not in cells[0]
+
+
+def test_the_page_needs_no_other(made, tmp_path):
+    content, images = made
+    page.write(content, images, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    html = Page(text)
+    assert not {"script", "link", "iframe", "object", "i"} & set(html.tags) and html.tags.count("img") == 2
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    assert all(link.startswith("data:image/png;base64,") for link in html.links) and len(html.links) == 2
+    inlined = [base64.b64decode(link.partition(",")[2]) for link in html.links]
+    assert inlined == [(tmp_path / name).read_bytes() for name in ("speed_quality.png", "comparison.png")]
+    for told in ("a <cpu>", "r.npz", "no IS: 12 images: 20 are needed", "FID-12: of 12 images", "cfg=3.0"):
+        assert told in html.text
+    assert {"exact", "bounded", "heuristic"} <= set(html.words) and "Against ar, round by round" in html.text
+
+
+def test_a_small_p_stands_out(made):
+    text = page.html_page(made[0], [])
+    assert text.count('class="small-p"') == 1 and '<span class="small-p">0.004</span>' in text
+
+
+def test_the_grid_has_a_row_a_configuration_and_a_column_a_seed(made, tmp_path):
+    content, images = made
+    page.write(content, images, tmp_path)
+    picture = np.asarray(Image.open(tmp_path / "comparison.png"))
+    left, top = picture.shape[1] - 12 * (SIDE + MARGIN), picture.shape[0] - 4 * (SIDE + MARGIN)
+    assert left > 40 and top > 20
+    for r in range(4):
+        for i in range(12):
+            y, x = top + r * (SIDE + MARGIN), left + i * (SIDE + MARGIN)
+            part = picture[y : y + SIDE, x : x + SIDE]
+            assert (part == (20 * r, 10 * i, 99)).all()
+            name = picture[y : y + SIDE, :left]
+            assert (name < 128).any()  # something is written there
+
+
+def test_large_images_are_shown_few_and_as_they_are(made, tmp_path):
+    content, _ = made
+    images = [np.full((12, 256, 256, 3), 7 * (r + 1), np.uint8) for r in range(4)]
+    page.write(content, images, tmp_path)
+    picture = np.asarray(Image.open(tmp_path / "comparison.png"))
+    assert (picture[-256 - MARGIN : -MARGIN, -8 * (256 + MARGIN) :] == 28).all(-1).sum() == 8 * 256 * 256
+    assert picture.shape[1] < 9 * (256 + MARGIN)
+
+
+def test_points_are_where_they_were_measured(made):
+    panels = page._panels(made[0])
+    assert [(speed, quality) for speed, quality, _ in panels] == [
+        ("speed-up over ar", "share of images recognised by the classifier"),
+        ("speed-up over ar", "FID-12"),
+    ]
+    assert panels[0][2] == [
+        ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None),
+        ("speculative", 2.25, 0.75, "speculative", (1.5, 2.5), None),
+        ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None),
+        ("a|b <i>&", 1.0, 0.25, "cspd", (1.0, 1.0), None),
+    ]
+    assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_error == 0.125
+    for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):
+        each["step_compression"] = codes
+    panels = page._panels(made[0])
+    assert len(panels) == 4 and [point.speed for point in panels[3][2]] == [1.0, 3.0, 4.0, 2.0]
+
+
+def test_labels_of_points_do_not_cover_each_other(tmp_path):
+    points = [Point(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same", (0.9, 1.1), 0.1) for i in range(6)]
+    speed_quality([("speed", "quality", points)], tmp_path / "plot.png")
+    assert Image.open(tmp_path / "plot.png").size == (840, 540)
+
+
+def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
+    content, images = made
+    for each in content["rows"]:
+        each |= dict.fromkeys(("accuracy", "fid", "p_value"))
+    content |= {"space": None, "reference": None}
+    content["missing"] = dict.fromkeys(("fid", "accuracy", "p_value"), "no judge")
+    written = page.write(content, images, tmp_path)
+    assert "speed_quality.png" not in written
+    text = report.text_table(content)
+    header = text.splitlines()[1]
+    assert "FID" not in header and "acc." not in header and "images/s" in header
+    assert "no FID-12, class acc., p: no judge" in text
+
+
+def test_the_table_fits_a_terminal(made):
+    content, _ = made
+    for i, each in enumerate(content["rows"]):
+        each["name"] = f"cspd:gamma=16:prefill=0.0{i}"
+        each |= {
+            "head_calls_per_token": 100.0,
+            "draft_backbone_calls": 60.0,
+            "inception_score": 8.5,
+            "alpha": 0.5,
+            "bound": None,
+        }
+    lines = report.text_table(content).splitlines()
+    assert max(map(len, lines)) <= 140 and len({line.index("exact") for line in lines[2:4]}) == 1
+    assert lines[1].split()[:4] == ["configuration", "guarantee", "images/s", "speed-up"]
+    assert lines[3].split()[:4] == ["cspd:gamma=16:prefill=0.01", "exact", "2.00", "2.25"]
+    assert lines[3].endswith(" 0.004")
