@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cspd.evaluation.images import to_uint8
-from cspd.sampling import write_json
+from cspd.sampling import differences, write_json
 from cspd.sequence import Output
 
 SCHEMA = "cspd.shards/1"
@@ -148,13 +148,9 @@ class Shards(Dataset):
             except OSError as error:
                 raise OSError(f"{self.folder} cannot be written ({error.strerror}): give another --out") from error
         elif earlier != manifest:
-            before, now = _flat(earlier), _flat(manifest)
-            changed = [key for key in before | now if before.get(key) != now.get(key)]
-            differences = "; ".join(
-                f"{key} was {_shown(before.get(key))}, now {_shown(now.get(key))}" for key in changed
-            )
+            changed = "; ".join(differences(earlier, manifest))
             raise ValueError(
-                f"{self.folder} holds another run ({differences}): give its settings, --overwrite, or another --out"
+                f"{self.folder} holds another run ({changed}): give its settings, --overwrite, or another --out"
             )
 
     def clear(self, *others: str) -> None:
@@ -166,16 +162,3 @@ class Shards(Dataset):
 
 def _short(stats: dict) -> dict:
     return {name: value for name, value in stats.items() if name not in LONG}
-
-
-def _flat(settings: dict, prefix: str = "") -> dict:
-    """Nested settings as {"target.file": ...}."""
-    flat = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:40]} ... ({len(value)} of them)"

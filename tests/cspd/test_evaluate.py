@@ -256,8 +256,8 @@ def test_damaged_files_are_noticed_and_made_again(whole, capsys):
         (["--cfg", "2.5", "--temperature", "0.9"], ["request.cfg was 1.0, now 2.5", "request.temperature was 1.0"]),
         (["--labels", "3,4"], ["labels was [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], now [3, 4]"]),
         (["--num-images", "91"], ["images was 90, now 91"]),
-        (["--precision", "bf16"], ["precision was fp32, now bf16"]),
-        (["--method", "speculative", "--window", "4"], ["request.method was ar, now speculative", "now 4"]),
+        (["--precision", "bf16"], ['precision was "fp32", now "bf16"']),
+        (["--method", "speculative", "--window", "4"], ['request.method was "ar", now "speculative"', "now 4"]),
     ],
 )
 def test_a_changed_setting_is_refused_with_the_difference(whole, capsys, change, differences):
