@@ -128,7 +128,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = (t.type_as(q) for t in cache.update(self.layer, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is cache is None)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and cache is None)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
