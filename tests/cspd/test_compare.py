@@ -534,6 +534,16 @@ def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
     assert "8 images or more" in report["missing"]["p_value"]
 
 
+def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
+    files = checkpoint_files("digits32")
+    text = "num: 1\nmax_batch: 1\ncfg: 1\nnum_iter: 64\nnum_sampling_steps: 2\nconfigurations:\n"
+    text += f"  - {{name: small, method: ar, checkpoint: {files['draft']}}}\n  - {{name: large, method: ar}}\n"
+    assert main(["compare", "--config", str(study(tmp_path, text)), "--out", str(tmp_path / "out")]) == 0
+    asked = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["configurations"]
+    targets = {name: Path(each["files"]["target"]["file"]).name for name, each in asked.items()}
+    assert targets == {"small": files["draft"].name, "large": files["target"].name}
+
+
 @pytest.mark.parametrize(
     "text, hint",
     [
