@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -125,9 +126,11 @@ def _judge(
         return
     judge = {"space": space, "weights": weights, "device": rows[0].engine.device}
     wrapped = [metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2)) for made in images]
-    features = [metrics.features(made, **judge) for made in wrapped]
-    for row, made, found in zip(report["rows"], wrapped, features):
-        measured = metrics.measure(made, reference=reference, labels=labels, **judge)
+    reference = reference and _with_statistics(reference, judge)
+    extracted = [metrics.extract(made, **judge) for made in wrapped]
+    features = [found for found, _ in extracted]
+    for row, made, given, found in zip(report["rows"], wrapped, extracted, features):
+        measured = metrics.measure(made, reference=reference, labels=labels, extracted=given, **judge)
         row |= {name: measured[name] for name in names}
         missing |= {name: reason for name, reason in measured["missing"].items() if name in names}
         if row["accuracy"] is not None:
@@ -143,6 +146,15 @@ def _judge(
         if base != i:
             p_value = energy_test(features[base], features[i])
             report["rows"][i] |= {"p_value": p_value, "law_baseline": rows[base].name}
+
+
+def _with_statistics(reference: metrics.Reference, judge: dict) -> metrics.Reference:
+    """The reference by statistics alone, taken once for all rows: what else needs its images is no column."""
+    taken = reference.statistics
+    if taken is None and len(reference.images) >= metrics.LEAST["fid"]:
+        taken = fid_features_to_statistics(metrics.features(reference.images, **judge))
+        taken = {name: value.astype(np.float64) for name, value in taken.items()}
+    return dataclasses.replace(reference, statistics=taken, images=None) if taken else reference
 
 
 def _fid_error(features: Tensor, reference: dict[str, np.ndarray]) -> float:

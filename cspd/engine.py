@@ -61,6 +61,7 @@ class Engine:
         check_families(models)
         self.device = pick_device(device)
         self.precision = Precision(precision, self.device)
+        self.compiled = compiled
         self._models = [_placed(each, self.device) for each in models]
         self._settings = {"precision": precision, "compiled": compiled, "cache": cache, "noise": noise}
         self.hosts: dict[str, MARHost | VQHost] = {}

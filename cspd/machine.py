@@ -14,11 +14,11 @@ from cspd.engine import Engine
 
 
 def describe(engine: Engine) -> dict:
-    """The machine that an engine runs on, in a few words."""
+    """The machine that an engine runs on, and how, in a few words."""
     cuda = engine.device.type == "cuda"
     name = torch.cuda.get_device_name(engine.device) if cuda else platform.processor() or platform.machine()
-    precision = engine.precision.policy
-    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "precision": precision}
+    machine = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return machine | {"precision": engine.precision.policy, "compiled": engine.compiled}
 
 
 def reset_peak(device: torch.device) -> None:

@@ -109,7 +109,8 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path
     for axes, (speed, quality, points) in zip(grid_of_axes, panels):
         for method in methods:
             line = sorted((p.speed, p.quality) for p in points if p.method == method)
-            axes.plot(*zip(*line), "o-", label=method, color=colours[method], alpha=0.8)
+            if line:
+                axes.plot(*zip(*line), "o-", label=method, color=colours[method], alpha=0.8)
         for p in points:
             low, high = p.speed_range or (p.speed, p.speed)
             across_bar = [[max(0, p.speed - low)], [max(0, high - p.speed)]]
@@ -123,7 +124,8 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path
         elif max(p.quality for p in points) <= 1:  # a share
             axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(fontsize=8)
+    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
+    figure.axes[0].legend(handles=[lines[method] for method in methods], fontsize=8)  # of all panels
     figure.canvas.draw()
     for axes, (_, _, points) in zip(figure.axes, panels):
         places = [axes.transData.transform((p.speed, p.quality)) for p in points]

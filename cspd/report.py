@@ -20,7 +20,9 @@ class Column(NamedTuple):
 
 
 COLUMNS = [
-    Column("name", "configuration", "", "What ran; the same words ask for it again: `cspd compare --methods NAME`."),
+    Column(
+        "name", "configuration", "", "What ran: a study's name for it, or method and settings as --methods has them."
+    ),
     Column("guarantee", "guarantee", "", "What is known of the law of its images, see below."),
     Column("images_per_second", "images/s", ".2f", "Median over the rounds (least..most), decoding included."),
     Column("speed_up", "speed-up", ".2f", "Against {baseline}, round by round: median (least..most)."),

@@ -7,6 +7,7 @@ import json
 import os
 import time
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from cspd.sampling import differences, write_json
 from cspd.sequence import Output, Request
 from cspd.study import Configuration
 
-SCHEMA = "cspd.rounds/1"
+SCHEMA = "cspd.rounds/2"
 RECORD = "run.json"
 CHUNKS = "chunks"
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
@@ -61,8 +62,8 @@ def run_rounds(
             row.engine.check(dataclasses.replace(row.request, label=label, seed=seed))
     size = rows[0].engine.num_slots
     settings = {"machine": describe(rows[0].engine), "max_batch": size, "labels": list(labels), "seed": seed}
-    settings |= {"order": [row.name for row in rows]}
-    settings |= {"configurations": {row.name: settings_of(row.request) | row.files for row in rows}}
+    asked = {row.name: {"request": settings_of(row.request), "files": row.files} for row in rows}
+    settings |= {"order": [row.name for row in rows], "configurations": asked}
     windows = _claim(out, settings, overwrite)
     plans = []
     for row in rows:  # a window that was left open is chosen once: it decides which image a seed gives
@@ -84,16 +85,18 @@ def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
     """Makes `out` this run's, and returns the windows that an earlier, equal one chose."""
     path = out / RECORD
     if overwrite and out.is_dir():
-        for pattern in (f"{CHUNKS}/*.npz", "comparison.*", "speed_quality.png", "report.html", RECORD):
+        for pattern in (f"{CHUNKS}/[0-9]*", "comparison.*", "speed_quality.png", "report.html", RECORD):
             for old in out.glob(pattern):
                 old.unlink()
     (out / CHUNKS).mkdir(parents=True, exist_ok=True)
     if not path.exists():
+        if any((out / CHUNKS).glob("*.npz")):
+            raise ValueError(f"{out} holds images without a {RECORD}: give another --out, or --overwrite")
         return {}
     try:
         record = json.loads(path.read_text())
-        windows, old = record["windows"], record["settings"]
-        changes = differences(old, json.loads(json.dumps(settings)))
+        windows, old = record["windows"], {"schema": record["schema"], **record["settings"]}
+        changes = differences(old, json.loads(json.dumps({"schema": SCHEMA} | settings)))
     except (KeyError, TypeError, ValueError):
         changes = [f"{path} cannot be read"]
     if changes:
@@ -125,7 +128,7 @@ def _run(
                 bar.set_postfix_str(rows[r].name)
                 asked = [dataclasses.replace(plans[r], label=each.label, seed=each.seed) for each in part]
                 if r not in warm:
-                    rows[r].engine.generate(asked[:1])
+                    rows[r].engine.generate(asked)  # all: kernels are chosen for their shapes
                     warm.add(r)
                 made[r][i] = _timed(rows[r], asked)
                 _write(files[r][i], made[r][i])
@@ -151,11 +154,18 @@ def _cost(output: Output) -> dict:
 
 def _write(path: Path, chunk: Chunk) -> None:
     """Atomically: a run that is cut off leaves no half file. `arr_0` are the images, as ADM's evaluator reads them."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        rest = json.dumps(chunk._asdict() | {"images": None})
-        np.savez(file, arr_0=chunk.images, chunk=np.frombuffer(rest.encode(), np.uint8))
-    os.replace(temporary, path)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # its own: the same command may run twice
+    rest = json.dumps(chunk._asdict() | {"images": None})
+    try:
+        with temporary.open("wb") as file:
+            np.savez(file, arr_0=chunk.images, chunk=np.frombuffer(rest.encode(), np.uint8))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror or error}): make room, then the same command goes on from here"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, num: int) -> Chunk | None:
@@ -163,6 +173,6 @@ def _read(path: Path, num: int) -> Chunk | None:
     try:
         with np.load(path) as content:
             chunk = Chunk(**json.loads(content["chunk"].tobytes()) | {"images": content["arr_0"]})
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+    except (OSError, EOFError, KeyError, TypeError, AttributeError, ValueError, zipfile.BadZipFile, zlib.error):
         return None
     return chunk if len(chunk.images) == num else None

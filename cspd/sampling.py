@@ -45,7 +45,8 @@ def differences(old: dict, new: dict, where: str = "") -> list[str]:
 
 def _shown(value: object) -> str:
     text = "nothing" if value is None else "something" if isinstance(value, dict) else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:40]} ... ({len(value)} of them)"
+    is_long = isinstance(value, list) and len(text) > 60  # of a path the end tells
+    return f"{text[:40]} ... ({len(value)} of them)" if is_long else text
 
 
 def sample_to_folder(

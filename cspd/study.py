@@ -23,6 +23,7 @@ MODELS = (*TARGET, "draft_checkpoint")
 RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole
 REQUEST = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("label", "seed"))
 ROWS = "configurations"
+EMBEDDED = "digits32"  # the checkpoint of those that name none
 USUAL_ITERATIONS = 64  # what MAR's users run, whatever the length
 FORMAT = """\
 a study's file (YAML): settings of all at the top, then the configurations; a list of values stands for one
@@ -85,7 +86,7 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}: give a study's file, see `cspd compare --help`") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     entries = content.get(ROWS) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
@@ -145,7 +146,8 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
 
     Args:
         common: settings of all, of `REQUEST` and `MODELS`; options that a configuration's method lacks do not matter.
-        load: makes an engine of the models in a dict with some of `MODELS`.
+            Without a checkpoint the first row is of the first entry's models.
+        load: makes an engine of the models in a dict with a checkpoint and others of `MODELS`.
 
     Raises:
         ValueError: settings that do not fit the models or each other, no method, or two rows of one name.
@@ -155,13 +157,12 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
         method = own.get("method", common.get("method"))
         if method not in METHODS:
             raise ValueError(f"{name}: method={method!r} is unknown: choose one of {', '.join(METHODS)}")
-    if not any(key in common for key in MODELS):  # then the first configuration's models are the usual ones
-        common = common | {key: value for key, value in named[0][1].items() if key in MODELS}
     shared = Request(label=0, **{key: value for key, value in common.items() if key in REQUEST})
     engines: dict[tuple, Engine] = {}
 
     def make(name: str, own: dict) -> Configuration:
         models = {key: value for key, value in (common | own).items() if key in MODELS and value is not None}
+        models = {"checkpoint": EMBEDDED} | models
         place = tuple(sorted((key, str(value)) for key, value in models.items()))
         if place not in engines:
             engines[place] = load(models)
@@ -173,13 +174,14 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
             raise ValueError(f"{name}: {error}") from error
         return Configuration(name, request, engines[place], models)
 
-    plain = make("ar", {"method": "ar"})
+    usual = {} if common.get("checkpoint") else {key: value for key, value in named[0][1].items() if key in MODELS}
+    plain = make("ar", {"method": "ar"} | usual)
     rows = [make(name, own) for name, own in named]
     baselines = [plain, *(_plain(row, plain) for row in rows)]
     if plain.engine.check(plain.request).family == "MAR":
         most = min(USUAL_ITERATIONS, plain.engine.host.seq_len)
-        usual = dataclasses.replace(plain, request=dataclasses.replace(plain.request, num_iter=most))
-        baselines.insert(1, _plain(usual, plain))
+        slow = dataclasses.replace(plain, request=dataclasses.replace(plain.request, num_iter=most))
+        baselines.insert(1, _plain(slow, plain))
     there = {row.key() for row in rows if row.request.method == "ar"}
     missing: dict[tuple, Configuration] = {}
     for row in baselines:
@@ -200,7 +202,8 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
     usual = common.engine.check(common.request)
     other = {key: getattr(request, key) for key in REQUEST if getattr(request, key) != getattr(usual, key)}
     other |= {key: row.models.get(key) for key in TARGET if row.models.get(key) != common.models.get(key)}
-    return dataclasses.replace(row, name=_label("ar", other), request=request)
+    shown = {key: value for key, value in other.items() if value is not None and key != "family"}
+    return dataclasses.replace(row, name=_label("ar", shown or other), request=request)
 
 
 def baseline(row: Configuration, rows: Sequence[Configuration]) -> Configuration:

@@ -24,10 +24,9 @@ from cspd.options import (
 from cspd.page import write
 from cspd.report import text_table
 from cspd.rounds import settings_of
-from cspd.study import FORMAT, MODELS, RUN, configurations, named_entries, read_study
+from cspd.study import EMBEDDED, FORMAT, MODELS, RUN, configurations, named_entries, read_study
 
 RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
-EMBEDDED = "digits32"
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -80,11 +79,11 @@ def run(args: argparse.Namespace) -> None:
 
     def of(models: Mapping[str, object]) -> argparse.Namespace:
         files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint")}
-        return argparse.Namespace(**vars(args) | {"checkpoint": EMBEDDED, "arch": None} | models | files)
+        return argparse.Namespace(**vars(args) | {"arch": None} | models | files)
 
     rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))
     rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
-    judge = _judge(args, [row.models.get("checkpoint", EMBEDDED) for row in rows])
+    judge = _judge(args, [row.models["checkpoint"] for row in rows])
     run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
     report, images = compare(rows, num=num, out=args.out, overwrite=args.overwrite, **run_of, **judge)
     print(text_table(report))

@@ -32,6 +32,7 @@ from torch_fidelity import (
 from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_from_input_id_cached
 
@@ -182,15 +183,20 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
     return tuple(found[layer] for layer in layers)
 
 
-def features(
+def extract(
     images: Dataset | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"
-) -> Tensor:
-    """Features [N, D] of images, float32 on the CPU: 128 of the classifier, or the 2,048 before Inception's logits.
+) -> tuple[Tensor, Tensor]:
+    """Features [N, D] (128 of the classifier, 2,048 of Inception) and logits [N, C] of images, float32 on the CPU.
 
     Raises:
         ValueError: as in `measure`.
     """
-    return _extract(_options(images, space, weights, device))[0]
+    return _extract(_options(images, space, weights, device))
+
+
+def features(images: Dataset | Path, **how: object) -> Tensor:
+    """The first of what `extract` gives."""
+    return extract(images, **how)[0]
 
 
 def check(
@@ -244,6 +250,7 @@ def measure(
     reference: Reference | None = None,
     labels: Sequence[int] | None = None,
     device: torch.device | str = "auto",
+    extracted: tuple[Tensor, Tensor] | None = None,
 ) -> dict:
     """Measures images, as torch-fidelity does by default (10 splits, KID of 100 subsets of 1,000 at most, k = 3).
 
@@ -253,6 +260,7 @@ def measure(
         weights: torch-fidelity's file of Inception-v3; by default its own download.
         labels: the images' classes, for "accuracy".
         device: that features are taken on, "auto", "cpu" or "cuda".
+        extracted: what `extract` gave of these images; KID, precision and recall take it anew.
 
     Returns:
         "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (share
@@ -266,15 +274,17 @@ def measure(
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images and {len(labels)} labels: give one a label each")
     missing = _missing(space, len(images), reference, labels)
-    wanted = {"isc": "inception_score" not in missing, "kid": "kid" not in missing, "prc": "precision" not in missing}
+    wanted = {"kid": "kid" not in missing, "prc": "precision" not in missing}
     wanted["fid"] = "fid" not in missing and reference.statistics is None
     if reference and reference.images:
         options |= {"input2": reference.images, "kid_subset_size": min(KID_SUBSET, len(images), len(reference.images))}
     with tempfile.TemporaryDirectory() as folder:
         options["cache_root"] = folder
-        found, logits = _extract(options)
+        found, logits = extracted or _extract(options)
         _check_width(reference, found, space)
         made = calculate_metrics(**options, **wanted) if any(wanted.values()) else {}
+    if "inception_score" not in missing:
+        made |= isc_features_to_metric(logits)
     if "fid" not in missing and reference.statistics:
         own = {name: value.astype(np.float64) for name, value in fid_features_to_statistics(found).items()}
         made |= fid_statistics_to_metric(own, reference.statistics, verbose=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import scipy.linalg
 import torch
 
 import cspd
-from cspd import rounds
+from cspd import page, rounds
 from cspd.cli import main
 from cspd.compare import compare, speed_of
 from cspd.continuous import ar
@@ -26,6 +27,8 @@ from cspd.evaluation.classifier import load_classifier
 from cspd.evaluation.two_sample import energy_test
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
+from cspd.plots import to_pil
+from cspd.sampling import differences
 from cspd.study import REQUEST, Configuration, baseline, configurations, expand, named_entries, read_study
 
 K4 = {"num_iter": 4, "num_sampling_steps": 6, "cfg": 1.0}
@@ -142,6 +145,41 @@ def test_models_of_a_row_are_its_own(engine):
     assert loaded == [{"checkpoint": "digits32"}, {"checkpoint": "small"}]
 
 
+@pytest.mark.parametrize("common", [{}, {"vae": "F"}])
+def test_the_first_entrys_models_are_no_other_rows(common, engine):
+    entries = [{"name": "small alone", "method": "ar", "checkpoint": "small"}, {"method": "speculative"}]
+    rows = configurations(entries, common, lambda models: engine)
+    assert [(row.name, row.models) for row in rows] == [
+        ("small alone", {"checkpoint": "small"} | common),
+        ("ar:checkpoint=digits32", {"checkpoint": "digits32"} | common),
+        ("speculative", {"checkpoint": "digits32"} | common),
+    ]
+    rows = configurations([{"method": "speculative", "checkpoint": "small"}], common, lambda models: engine)
+    assert [row.models for row in rows] == [{"checkpoint": "small"} | common] * 2
+
+
+def test_baselines_that_only_a_lack_tells_apart_have_names(engine):
+    entries = [{"method": "ar", "vae": "F"}, {"method": "speculative"}]
+    rows = configurations(entries, {}, lambda models: engine)
+    assert [row.name for row in rows] == ["ar:vae=F", "ar:vae=null", "speculative"]
+
+
+def test_two_families_are_compared(engine, tmp_path):
+    vq = cspd.load("digits32_vq", max_batch=8, device="cpu")
+    entries = [{"name": "quick"} | K4 | {"method": "ar"}]
+    entries += [{"method": "cool-sd", "checkpoint": "digits32_vq", "cfg": 1.0}]
+    rows = configurations(entries, {}, lambda models: vq if "vq" in models["checkpoint"] else engine)
+    names = [row.name for row in rows]
+    assert names[0] == "ar" and names[2:] == ["quick", "cool-sd:checkpoint=digits32_vq:cfg=1.0"]
+    assert "checkpoint=digits32_vq" in names[1] and "null" not in names[1] and "family" not in names[1]
+    assert named_entries(names[1])[0]["checkpoint"] == "digits32_vq"
+    made, images = compare([rows[2], rows[1], rows[3]], [1], 1, tmp_path, space="digits", progress=False)
+    assert [row["law_baseline"] for row in made["rows"]] == [None] * 3
+    assert [row["step_compression"] is None for row in made["rows"]] == [True, False, False]
+    assert [row["head_calls_per_token"] is None for row in made["rows"]] == [False, True, True]
+    assert "speed_quality.png" in page.write(made, images, tmp_path)
+
+
 # ---- the numbers
 
 
@@ -219,6 +257,33 @@ def test_quality_is_of_the_images_that_were_made(done):
     assert report["reference"]["fingerprint"] == metrics.load_reference().fingerprint
 
 
+def test_features_are_taken_once(engine, tmp_path, monkeypatch):
+    quick = {"method": "ar", "num_sampling_steps": 2, "cfg": 1.0}
+    rows = [Configuration(str(k), cspd.Request(0, num_iter=k, **quick), engine) for k in (1, 2)]
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    for i, output in enumerate(engine.generate([cspd.Request(i, num_iter=8, **quick) for i in range(4)])):
+        to_pil(output.image).save(folder / f"{i}.png")
+    reference = metrics.load_reference(folder)
+    judged = []
+    forward = metrics.DigitsExtractor.forward
+
+    def counted(self, images):
+        judged.append(len(images))
+        return forward(self, images)
+
+    monkeypatch.setattr(metrics.DigitsExtractor, "forward", counted)
+    ways = {"space": "digits", "reference": reference}
+    report, images = compare(rows, range(10), 20, tmp_path / "out", progress=False, **ways)
+    assert sum(judged) == 4 + 20 + 20
+    for row, made in zip(report["rows"], images):
+        wrapped = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
+        measured = metrics.measure(wrapped, labels=[i % 10 for i in range(20)], **ways)  # torch-fidelity, of images
+        assert measured["kid"] is not None and row["fid_error"] > 0
+        for name in ("fid", "inception_score", "inception_score_std", "accuracy"):
+            assert row[name] == pytest.approx(measured[name], rel=1e-4)
+
+
 def test_p_is_of_the_features_against_ar_with_the_same_settings(done):
     out, report = done
     bases = [None, None, None, 0, 0]
@@ -273,9 +338,8 @@ def test_configurations_take_turns(engine, tmp_path, monkeypatch):
     small = engine.with_slots(2)
     rows = [Configuration(str(cfg), cspd.Request(0, cfg=cfg, **quick), small) for cfg in (1.0, 2.0, 3.0)]
     compare(rows, [1], 5, tmp_path, progress=False)
-    timed = [(cfg, seeds) for cfg, seeds in order if seeds != [0] or order.count((cfg, seeds)) > 1]
-    assert [each for each in timed if len(each[1]) == 2 or each[1] == [4]] == [
-        *[(cfg, [0, 1]) for cfg in (1.0, 2.0, 3.0)],
+    assert order == [
+        *[(cfg, [0, 1]) for cfg in (1.0, 2.0, 3.0) for _ in ("to warm up", "timed")],
         *[(cfg, [2, 3]) for cfg in (2.0, 3.0, 1.0)],
         *[(cfg, [4]) for cfg in (3.0, 1.0, 2.0)],
     ]
@@ -323,21 +387,23 @@ def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
 def test_half_a_chunk_is_none(engine, tmp_path, monkeypatch):
     def full_disk(file, **arrays):
         file.write(b"half")
+        assert str(os.getpid()) in file.name  # no other process writes it
         raise OSError(28, "No space left on device")
 
     quick = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
     monkeypatch.setattr(np, "savez", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"00-00000.npz cannot be written \(No space left.*make room"):
         compare([Configuration("ar", cspd.Request(0, **quick), engine)], [0], 2, tmp_path, progress=False)
-    assert not list(tmp_path.glob("chunks/*.npz"))
+    assert not list(tmp_path.glob("chunks/*"))
 
 
 def test_more_images_go_on_and_other_settings_do_not(engine, tmp_path):
     small = engine.with_slots(4)
+    compiled = cspd.load("digits32", max_batch=4, device="cpu", compiled=True)
 
-    def again(num, names=("a", "b"), labels=range(10), seed=0, overwrite=False, **changes):
+    def again(num, names=("a", "b"), labels=range(10), seed=0, overwrite=False, engine=small, **changes):
         asked = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2, "cfg": 1.0} | changes
-        rows = [Configuration(name, cspd.Request(0, **asked), small) for name in names]
+        rows = [Configuration(name, cspd.Request(0, **asked), engine) for name in names]
         return compare(rows, labels, num, tmp_path, seed=seed, overwrite=overwrite, progress=False)
 
     def stamps():
@@ -351,7 +417,8 @@ def test_more_images_go_on_and_other_settings_do_not(engine, tmp_path):
     _, (images, _) = again(12)  # the last chunk had two images
     assert len(stamps()) == 6 and stamps().items() > before.items() and len(images) == 12
     for changes, named in [
-        ({"cfg": 2.0}, "configurations.a.cfg was 1.0, now 2.0; configurations.b.cfg"),
+        ({"cfg": 2.0}, "configurations.a.request.cfg was 1.0, now 2.0; configurations.b.request.cfg"),
+        ({"engine": compiled}, "machine.compiled was false, now true"),
         ({"seed": 4}, "seed was 0, now 4"),
         ({"labels": [1, 2]}, "labels was [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], now [1, 2]"),
         ({"names": ("b", "a")}, 'order was ["a", "b"], now ["b", "a"]'),
@@ -364,11 +431,51 @@ def test_more_images_go_on_and_other_settings_do_not(engine, tmp_path):
     (tmp_path / "comparison.csv").write_text("of the old run")
     _, (images, _) = again(3, cfg=2.0, overwrite=True)
     assert len(stamps()) == 2 and {path.name for path in tmp_path.iterdir()} == {"chunks", "run.json"}
-    (tmp_path / "chunks" / "00-00000.npz").write_bytes(b"half")
-    assert (again(3, cfg=2.0)[1][0] == images).all() and len(images) == 3
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
+    for damaged in (b"half", b"", npy()):
+        (tmp_path / "chunks" / "00-00000.npz").write_bytes(damaged)
+        assert (again(3, cfg=2.0)[1][0] == images).all() and len(images) == 3
+    record = tmp_path / "run.json"
+    whole = record.read_text()
+    for text, told in (
+        ("{", "cannot be read"),
+        ("[1]", "cannot be read"),
+        (whole.replace("cspd.rounds/", "cspd.rounds/0"), "schema was"),
+    ):
+        record.write_text(text)
+        with pytest.raises(ValueError, match=told):
+            again(3, cfg=2.0)
+    record.unlink()
+    with pytest.raises(ValueError, match=r"images without a run\.json.*--overwrite"):
         again(3, cfg=2.0)
+    assert len(stamps()) == 2 and not record.exists()
+
+
+def npy():
+    """A file that numpy reads, but as no archive."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    return buffer.getvalue()
+
+
+def test_a_draft_and_its_file_are_told_apart(engine, tmp_path):
+    quick = {"gamma": 32, "prefill": 0.9, "num_iter": 1, "num_sampling_steps": 3}
+
+    def again(draft):
+        request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
+        row = Configuration("a", request, engine, files={"draft": {"file": "draft.safetensors"}})
+        rounds.run_rounds([row], [0], 1, 0, tmp_path, progress=False)
+
+    again("frozen")
+    with pytest.raises(ValueError, match=r'a\.request\.draft was "frozen", now "calibrated"'):
+        again("calibrated")
+
+
+def test_of_a_long_path_the_end_is_shown():
+    old, new = ({"file": f"/home/someone/{'models/' * 12}{name}.safetensors"} for name in ("small", "large"))
+    (told,) = differences(old, new)
+    assert "small.safetensors" in told and "large.safetensors" in told and "of them" not in told
+    (told,) = differences({"labels": list(range(1000))}, {"labels": [1]})
+    assert "(1000 of them), now [1]" in told and len(told) < 100
 
 
 def test_an_open_window_is_chosen_once(engine, tmp_path, monkeypatch):
@@ -385,7 +492,7 @@ def test_an_open_window_is_chosen_once(engine, tmp_path, monkeypatch):
 
 def study(tmp_path, text):
     path = tmp_path / "study.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     return path
 
 
@@ -417,7 +524,7 @@ def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
     out = tmp_path / "out"
     assert main(["compare", "--config", str(path), "--out", str(out), "--num", "1", "--num-sampling-steps", "2"]) == 0
     report = json.loads((out / "comparison.json").read_text())
-    files = json.loads((out / "run.json").read_text())["settings"]["configurations"]["its own"]
+    files = json.loads((out / "run.json").read_text())["settings"]["configurations"]["its own"]["files"]
     assert files["draft"] == files["target"]  # the target drafts for itself
     assert [row["name"] for row in report["rows"]] == ["ar:cfg=2", "ar:cfg=1", "its own"]
     assert (report["images"], report["labels"], report["first_seed"], report["max_batch"]) == (1, [4, 5], 7, 2)
@@ -425,6 +532,16 @@ def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
     assert [each["cfg"] for each in settings] == [2, 1, 2]
     assert [(each["num_iter"], each["num_sampling_steps"]) for each in settings] == [(64, 2)] * 3
     assert "8 images or more" in report["missing"]["p_value"]
+
+
+def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
+    files = checkpoint_files("digits32")
+    text = "num: 1\nmax_batch: 1\ncfg: 1\nnum_iter: 64\nnum_sampling_steps: 2\nconfigurations:\n"
+    text += f"  - {{name: small, method: ar, checkpoint: {files['draft']}}}\n  - {{name: large, method: ar}}\n"
+    assert main(["compare", "--config", str(study(tmp_path, text)), "--out", str(tmp_path / "out")]) == 0
+    asked = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["configurations"]
+    targets = {name: Path(each["files"]["target"]["file"]).name for name, each in asked.items()}
+    assert targets == {"small": files["draft"].name, "large": files["target"].name}
 
 
 @pytest.mark.parametrize(
@@ -438,6 +555,7 @@ def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
         ("configurations: [ar]", "a list 'configurations'"),
         ("- 3", "a list 'configurations'"),
         ("configurations: [{method: ar}", "is no YAML"),
+        ("configurations: [{method: ar, name: \xe9}]", "study.yaml is no YAML: 'utf-8' codec"),
         ("gamma: [4, 8]\nconfigurations: [{method: cspd}]", "gamma is a list at the top"),
         ("labels: a-b\nconfigurations: [{method: ar}]", "labels: 'a-b' is no list of numbers"),
         ("num: 0\nconfigurations: [{method: ar}]", "num=0 is outside 1.."),

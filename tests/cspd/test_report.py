@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from cspd import page, report
@@ -181,10 +182,45 @@ def test_points_are_where_they_were_measured(made):
     assert len(panels) == 4 and [point.speed for point in panels[3][2]] == [1.0, 3.0, 4.0, 2.0]
 
 
-def test_labels_of_points_do_not_cover_each_other(tmp_path):
+@pytest.fixture
+def plotted(tmp_path, monkeypatch):
+    """Plots panels; the axes that were drawn."""
+    drawn = []
+    savefig = Figure.savefig
+
+    def watched(figure, *args, **options):
+        drawn.append(figure)
+        savefig(figure, *args, **options)
+
+    def plot(*panels):
+        speed_quality(panels, tmp_path / "plot.png")
+        assert Image.open(tmp_path / "plot.png").size == (840 * len(panels), 540)
+        return drawn[-1].axes
+
+    monkeypatch.setattr(Figure, "savefig", watched)
+    return plot
+
+
+def test_labels_of_points_do_not_cover_each_other(plotted):
     points = [Point(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same", (0.9, 1.1), 0.1) for i in range(6)]
-    speed_quality([("speed", "quality", points)], tmp_path / "plot.png")
-    assert Image.open(tmp_path / "plot.png").size == (840, 540)
+    (axes,) = plotted(("speed", "quality", points))
+    assert [text.get_text() for text in axes.texts] == [point.label for point in points]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    places = axes.transData.transform([(point.speed, point.quality) for point in points])
+    assert all(box.width > 20 and box.height > 4 for box in boxes)
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i]) and not any(box.contains(*at) for at in places)
+
+
+def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
+    here, there = Point("here", 2.0, 0.5, "ar"), Point("there", 4.0, 0.75, "cool-sd")
+    left, right = plotted(("speed-up", "share", [here]), ("codes a forward", "share", [there]))
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["ar", "cool-sd"]
+    for axes, point in ((left, here), (right, there)):
+        (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]
+        assert (line.get_label(), *line.get_xydata().tolist()) == (point.method, [point.speed, point.quality])
+        low, high = axes.get_ylim()
+        assert low > 0 and high < 1 and axes.get_xlim()[0] > 0
 
 
 def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
