@@ -6,6 +6,7 @@ is registered with torch-fidelity as a feature extractor.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import pickle
 import tempfile
@@ -162,6 +163,12 @@ def _options(images: Dataset | Path, space: str, weights: Path | None, device: t
     }
 
 
+def _on(device: torch.device | str) -> contextlib.AbstractContextManager:
+    """Makes a GPU the current one: torch-fidelity knows no other."""
+    device = pick_device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def _extract(options: dict) -> tuple[Tensor, Tensor]:
     """Features [N, D] and logits [N, C] of the images; kept in `cache_root`, if given, for `calculate_metrics`."""
     name, weights = options["feature_extractor"], options["feature_extractor_weights_path"]
@@ -190,7 +197,8 @@ def features(
     Raises:
         ValueError: as in `measure`.
     """
-    return _extract(_options(images, space, weights, device))[0]
+    with _on(device):
+        return _extract(_options(images, space, weights, device))[0]
 
 
 def check(
@@ -252,7 +260,7 @@ def measure(
         space: "digits" (32x32 images) or "inception".
         weights: torch-fidelity's file of Inception-v3; by default its own download.
         labels: the images' classes, for "accuracy".
-        device: that features are taken on, "auto", "cpu" or "cuda".
+        device: that features are taken on, "auto", "cpu", "cuda" or "cuda:N".
 
     Returns:
         "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (share
@@ -270,7 +278,7 @@ def measure(
     wanted["fid"] = "fid" not in missing and reference.statistics is None
     if reference and reference.images:
         options |= {"input2": reference.images, "kid_subset_size": min(KID_SUBSET, len(images), len(reference.images))}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _on(device):
         options["cache_root"] = folder
         found, logits = _extract(options)
         _check_width(reference, found, space)
