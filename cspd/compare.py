@@ -15,6 +15,7 @@ from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics
 
 import cspd
 from cspd.evaluation import metrics
+from cspd.evaluation.reference import Reference
 from cspd.evaluation.two_sample import energy_test
 from cspd.machine import describe, spread
 from cspd.methods import guarantee_of
@@ -38,7 +39,7 @@ def compare(
     seed: int = 0,
     space: str | None = None,
     weights: Path | None = None,
-    reference: metrics.Reference | None = None,
+    reference: Reference | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> tuple[dict, list[np.ndarray]]:
@@ -113,7 +114,7 @@ def _judge(
     labels: list[int],
     space: str | None,
     weights: Path | None,
-    reference: metrics.Reference | None,
+    reference: Reference | None,
 ) -> None:
     """Adds quality and law to the report's rows, and to `missing` why some of it is not there."""
     missing = report["missing"] = {}
@@ -148,7 +149,7 @@ def _judge(
             report["rows"][i] |= {"p_value": p_value, "law_baseline": rows[base].name}
 
 
-def _with_statistics(reference: metrics.Reference, judge: dict) -> metrics.Reference:
+def _with_statistics(reference: Reference, judge: dict) -> Reference:
     """The reference by statistics alone, taken once for all rows: what else needs its images is no column."""
     taken = reference.statistics
     if taken is None and len(reference.images) >= metrics.LEAST["fid"]:

@@ -177,7 +177,7 @@ def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **change
 
 
 def run_settings(args: argparse.Namespace, request: Request) -> dict:
-    """What images depend on beside their requests: version, precision, and the files that a checked request uses."""
+    """What images depend on beside their requests: version, rounding, and the files that a checked request uses."""
     files = checkpoint_files(args.checkpoint)
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     used = {"target": files["target"], decoder: args.vae or files[decoder]}
@@ -185,7 +185,7 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
         used["draft"] = args.draft_checkpoint or files["draft"]
     if request.draft in ("eagle-static", "eagle-dynamic"):
         used["eagle"] = files["eagle"]
-    settings = {"version": cspd.__version__, "precision": args.precision}
+    settings = {"version": cspd.__version__, "precision": args.precision, "compiled": args.compile}
     for name, file in used.items():
         if file is not None:
             file = file.resolve()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -31,9 +32,14 @@ PLACES = [
 ]  # of labels
 
 
+def to_uint8(image: Tensor) -> Tensor:
+    """uint8 [3, H, W] of float [3, H, W] in 0..1; uint8 stays as it is."""
+    return image if image.dtype == torch.uint8 else (image * 255).round().to(torch.uint8)
+
+
 def to_pil(image: Tensor) -> Image.Image:
-    """A PIL image of float [3, H, W] in 0..1."""
-    return Image.fromarray((image.permute(1, 2, 0).numpy() * 255).round().astype(np.uint8))
+    """A PIL image of [3, H, W], rounded as by `to_uint8`."""
+    return Image.fromarray(to_uint8(image).permute(1, 2, 0).numpy())
 
 
 def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int, min_side: int = 64) -> Image.Image:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 import zipfile
 import zlib
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from cspd.machine import describe, peak_bytes, reset_peak
 from cspd.plots import to_pil
-from cspd.sampling import differences, write_json
+from cspd.sampling import differences, publishing, write_json
 from cspd.sequence import Output, Request
 from cspd.study import Configuration
 
@@ -154,18 +153,14 @@ def _cost(output: Output) -> dict:
 
 def _write(path: Path, chunk: Chunk) -> None:
     """Atomically: a run that is cut off leaves no half file. `arr_0` are the images, as ADM's evaluator reads them."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # its own: the same command may run twice
     rest = json.dumps(chunk._asdict() | {"images": None})
     try:
-        with temporary.open("wb") as file:
+        with publishing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, arr_0=chunk.images, chunk=np.frombuffer(rest.encode(), np.uint8))
-        os.replace(temporary, path)
     except OSError as error:
         raise OSError(
             f"{path} cannot be written ({error.strerror or error}): make room, then the same command goes on from here"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, num: int) -> Chunk | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -9,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -24,11 +25,37 @@ SAVE_SECONDS = 30  # between records of a long run; one that is interrupted is r
 GRID_LIMIT = 400  # images in the grid, at most
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Writes atomically, so that a run cut off leaves the old file or the new one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, path)
+@contextlib.contextmanager
+def publishing(path: Path, new: bool = False) -> Iterator[Path]:
+    """A file to write, of this process alone, that becomes `path` once it is whole, and is gone if it fails.
+
+    Raises:
+        FileExistsError: it was to be `new`, and another process was quicker.
+    """
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        yield temporary
+        if new:
+            _link(temporary, path)
+        else:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _link(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: the next best
+        os.replace(old, new)
+
+
+def write_json(path: Path, content: dict, new: bool = False) -> None:
+    """Writes as in `publishing`, so that a run cut off leaves the old file or the new one."""
+    with publishing(path, new) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def differences(old: dict, new: dict, where: str = "") -> list[str]:
@@ -153,12 +180,16 @@ def _resume(out: Path, fresh: dict, requests: Sequence[Request], names: list[str
     """The record of an earlier, equal run, without the images that are gone."""
     try:
         old = json.loads((out / RECORD).read_text())
-        same = (old["schema"], old["settings"], old["requests"]) == (SCHEMA, fresh["settings"], len(requests))
-        same = same and all(image["request"] == dataclasses.asdict(requests[image["index"]]) for image in old["images"])
-    except (KeyError, IndexError, TypeError, ValueError):
-        same = False
-    if not same:
-        raise ValueError(f"{out} holds another run: give another --out, or --overwrite to replace it")
+        changes = differences(old | {"images": None, "summary": None}, fresh | {"images": None})
+        for image in old["images"]:  # those of the first that differs: mostly all differ alike
+            changes = changes or differences(image["request"], dataclasses.asdict(requests[image["index"]]))
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        changes = [f"its {RECORD} cannot be read"]
+    if changes:
+        raise ValueError(
+            f"{out} holds another run ({'; '.join(changes)}): give its settings, another --out, or --overwrite to"
+            " replace it"
+        )
     kept = [image for image in old["images"] if (out / names[image["index"]]).is_file()]
     return fresh | {"images": kept}
 

@@ -14,8 +14,9 @@ from torch_fidelity.metric_fid import fid_features_to_statistics
 from training import HELD_OUT_SEED
 
 from cspd.data import coloured_digits
-from cspd.evaluation.images import ImageFolder, ImageList, to_uint8
+from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.metrics import SPACES, features
+from cspd.plots import to_uint8
 
 PART = 1000  # images drawn at a time
 

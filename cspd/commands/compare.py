@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cspd.compare import compare
 from cspd.evaluation import metrics
+from cspd.evaluation.reference import load_reference
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import DEFAULTS
 from cspd.options import (
@@ -104,6 +105,6 @@ def _judge(args: argparse.Namespace, checkpoints: list[str]) -> dict:
         if args.ref:
             raise ValueError(f"--ref {args.ref}: features of these models' images are Inception's: give --weights too")
         return {}
-    reference = metrics.load_reference(args.ref) if args.ref or space == "digits" else None
+    reference = load_reference(args.ref) if args.ref or space == "digits" else None
     metrics.check(32, space=space, weights=args.weights, reference=reference, device=args.device)
     return {"space": space, "weights": args.weights, "reference": reference}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 
 from cspd.engine import Engine
-from cspd.evaluation.images import ImageFolder, export_npz
-from cspd.evaluation.metrics import SPACES, check, file_fingerprint, load_reference, measure
+from cspd.evaluation.images import ImageFolder, check_npz, export_npz
+from cspd.evaluation.metrics import SPACES, check, measure
 from cspd.evaluation.processes import Processes
+from cspd.evaluation.reference import file_fingerprint, load_reference
 from cspd.evaluation.run import sample_shards
-from cspd.evaluation.shards import Shards
+from cspd.evaluation.shards import GRID, MANIFEST, RECORD
+from cspd.machine import describe
 from cspd.methods import METHODS
 from cspd.options import (
     add_model_options,
@@ -26,13 +30,13 @@ from cspd.options import (
     request_of,
     run_settings,
 )
-from cspd.plots import grid
+from cspd.plots import grid, to_pil
 from cspd.sampling import write_json
 from cspd.sequence import Request
 
 SCHEMA = "cspd.evaluation/1"
-RECORD, GRID = "evaluation.json", "grid.png"
 SHOWN, COLUMNS = 100, 10  # images in the grid
+MEASURING = {"command", "run", "images", "out", "ref", "space", "weights", "npz", "device"}  # not of sampling
 DESCRIPTION = (
     "Samples images, or takes a folder of them, and measures them: FID, Inception score, KID, precision, recall and"
     " class accuracy. The labels take turns, and image i has seed SEED + i. The same command goes on where a run was"
@@ -48,7 +52,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=DESCRIPTION,
         allow_abbrev=False,
     )
-    evaluate.set_defaults(run=run)
+    evaluate.set_defaults(run=functools.partial(run, default=evaluate.get_default))
     group = evaluate.add_argument_group("images")
     group.add_argument(
         "--num",
@@ -93,10 +97,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_request_options(evaluate)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
     processes = Processes()
     if args.images:
         if processes.rank == 0:
+            _check_measuring(args, default)
             images = ImageFolder(args.images)
             how = _how_to_measure(args, images.shape[-1], args.device)
             args.out.mkdir(parents=True, exist_ok=True)
@@ -105,9 +110,34 @@ def run(args: argparse.Namespace) -> None:
     with processes:
         args.device = processes.device(args.device)
         engine, request, labels, settings, how = processes.together(lambda: _prepare(args, processes.rank))
-        shards, manifest, summary = sample_shards(engine, request, labels, args.num, args.out, settings, processes)
+        shards, manifest, summary = sample_shards(
+            engine, request, labels, args.num, args.out, settings, processes, overwrite=args.overwrite
+        )
     if processes.rank == 0:
-        _report(args, shards, shards.labels(), how, {"settings": manifest, "sampling": summary})
+        summary["machine"] = describe(engine)
+        about = {"settings": manifest, "sampling": summary}
+        if not summary["images_made"]:
+            about |= _earlier_sampling(args.out / RECORD, manifest)
+        _report(args, shards, shards.labels(), how, about)
+
+
+def _check_measuring(args: argparse.Namespace, default: Callable[[str], object]) -> None:
+    """Raises ValueError where --images comes with what it would ignore, or with the folder of a run."""
+    given = [name for name, value in vars(args).items() if name not in MEASURING and value != default(name)]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--images samples none: leave out {options}, or --images")
+    if (args.out / MANIFEST).exists():
+        raise ValueError(f"{args.out} holds the report of a run that sampled: give another --out")
+
+
+def _earlier_sampling(path: Path, manifest: dict) -> dict:
+    """How fast the images were made, as an earlier report of the same run has it."""
+    try:
+        report = json.loads(path.read_text())
+        return {"sampling": report["sampling"]} if report["settings"] == manifest else {}
+    except (OSError, ValueError, LookupError, TypeError):  # it was cut off before it was measured
+        return {}
 
 
 def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list[int], dict, dict]:
@@ -122,8 +152,6 @@ def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list
     settings, how = run_settings(args, engine.check(request)), {}
     if rank == 0:
         how = _how_to_measure(args, host.config.img_size if is_mar else host.defaults.image_size, engine.device)
-        if args.overwrite:
-            Shards(args.out, args.num).clear(RECORD, GRID)
     return engine, request, labels, settings, how
 
 
@@ -133,6 +161,8 @@ def _how_to_measure(args: argparse.Namespace, side: int, device: torch.device | 
     reference = load_reference(args.ref) if args.ref or space == "digits" else None
     how = {"space": space, "weights": args.weights, "reference": reference, "device": device}
     check(side, **how)
+    if args.npz:
+        check_npz(args.npz)
     return how
 
 
@@ -147,7 +177,7 @@ def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None,
     if reference:
         report["reference"] = {"name": reference.name, "fingerprint": reference.fingerprint}
     write_json(args.out / RECORD, report)
-    shown = [Image.fromarray(images[i].permute(1, 2, 0).numpy()) for i in range(min(SHOWN, len(images)))]
+    shown = [to_pil(images[i]) for i in range(min(SHOWN, len(images)))]
     captions = [str(label) for label in (labels or [""] * len(shown))[:SHOWN]]
     grid(shown, captions, min(COLUMNS, len(shown))).save(args.out / GRID)
     print(format_evaluation(report))

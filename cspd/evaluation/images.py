@@ -1,25 +1,22 @@
-"""Images to be measured: from memory, from a folder, and how they become 8 bits."""
+"""Images to be measured, 8 bits a channel: from memory and from a folder."""
 
 from __future__ import annotations
 
-import os
 import re
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torch_fidelity.datasets import ImagesPathDataset
 
-OVERVIEWS = {"grid.png", "heatmap.png", "comparison.png"}  # what our commands write beside images
+from cspd.plots import to_uint8
+from cspd.sampling import publishing
 
-
-def to_uint8(image: Tensor) -> Tensor:
-    """uint8 [3, H, W] of float [3, H, W] in 0..1, rounded as in the PNGs that are written; uint8 stays as it is."""
-    return image if image.dtype == torch.uint8 else (image * 255).round().to(torch.uint8)
+OVERVIEWS = {"grid.png", "heatmap.png"}  # what our commands write beside images
 
 
 class ImageList(Dataset):
@@ -66,17 +63,31 @@ class ImageFolder(ImagesPathDataset):
         return [int(match[1]) for match in found] if all(found) else None
 
 
+def check_npz(path: Path) -> None:
+    """Makes the folder that `export_npz` writes to; raises ValueError or OSError where no file can be written there."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give --npz a file in it, such as {path / 'images.npz'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}): give another --npz") from error
+
+
 def export_npz(images: Dataset, path: Path) -> None:
     """Writes a data set as ADM's evaluator reads it: an .npz, not compressed, of arr_0 uint8 [N, H, W, 3].
 
-    Image by image: 50,000 of 256x256 are 10 GB.
+    Image by image: 50,000 of 256x256 are 10 GB. Raises OSError saying what to do where it cannot be written.
     """
+    check_npz(path)
     height, width = images[0].shape[1:]
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), height, width, 3)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with zipfile.ZipFile(temporary, "w") as archive, archive.open("arr_0.npy", "w", force_zip64=True) as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for index in range(len(images)):
-            file.write(images[index].permute(1, 2, 0).numpy().tobytes())
-    os.replace(temporary, path)
+    try:
+        with publishing(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for index in range(len(images)):
+                    file.write(images[index].permute(1, 2, 0).numpy().tobytes())
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"{path} cannot be written ({reason}): make room, then the same command writes it") from error

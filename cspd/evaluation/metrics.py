@@ -6,12 +6,10 @@ is registered with torch-fidelity as a feature extractor.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import pickle
 import tempfile
-import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 
@@ -38,7 +36,7 @@ from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_
 
 from cspd.evaluation.classifier import load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList
-from cspd.loading import embedded
+from cspd.evaluation.reference import Reference
 from cspd.validation import pick_device
 
 EXTRACTORS = {"digits": "cspd-digits", "inception": "inception-v3-compat"}
@@ -89,65 +87,6 @@ class DigitsExtractor(FeatureExtractorBase):
 register_feature_extractor(EXTRACTORS["digits"], DigitsExtractor)
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What images are compared with.
-
-    Attributes:
-        name: of the file or folder. fingerprint: its sha256; of a folder, of all names and contents.
-        statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be taken of the images.
-        images: for KID, precision and recall; None: there are only statistics.
-    """
-
-    name: str
-    fingerprint: str
-    statistics: dict[str, np.ndarray] | None = None
-    images: Dataset | None = None
-
-
-def load_reference(path: Path | None = None) -> Reference:
-    """A reference from an .npz as ADM's (mu and sigma, images in arr_0, or both) or a folder of images.
-
-    By default the embedded models' training data, in the digits space.
-
-    Raises:
-        ValueError: neither is to be found there.
-    """
-    path = embedded()["digits32"] / "reference.npz" if path is None else Path(path)
-    if path.is_dir():
-        images = ImageFolder(path)
-        digest = hashlib.sha256()
-        for file in images.files:
-            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-        return Reference(path.name, digest.hexdigest(), images=images)
-    statistics = images = None
-    try:
-        with np.load(path) as file:
-            if {"mu", "sigma"} <= set(file.files):
-                statistics = {name: file[name].astype(np.float64) for name in ("mu", "sigma")}
-            if "arr_0" in file.files:
-                images = ImageList(torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RuntimeError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: is no .npz, or a damaged one ({error})") from error
-    if statistics is None and images is None:
-        raise ValueError(f"{path}: has neither mu and sigma nor images (arr_0): give an .npz as ADM's, or a folder")
-    if statistics and statistics["sigma"].shape != 2 * statistics["mu"].shape:
-        shapes = " and ".join(str(list(statistics[name].shape)) for name in ("mu", "sigma"))
-        raise ValueError(f"{path}: mu and sigma are {shapes}, not [D] and [D, D]")
-    return Reference(path.name, file_fingerprint(path), statistics, images)
-
-
-def file_fingerprint(path: Path) -> str:
-    """sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
 def _options(images: Dataset | Path, space: str, weights: Path | None, device: torch.device | str) -> dict:
     """What torch-fidelity is told: the images, the feature extractor, and to extract once what several metrics need."""
     if space not in SPACES:
@@ -161,6 +100,12 @@ def _options(images: Dataset | Path, space: str, weights: Path | None, device: t
         "save_cpu_ram": True,  # no worker processes, and distances in parts: all those of 50,000 images take 20 GB
         "verbose": False,
     }
+
+
+def _on(device: torch.device | str) -> contextlib.AbstractContextManager:
+    """Makes a GPU the current one: torch-fidelity knows no other."""
+    device = pick_device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _extract(options: dict) -> tuple[Tensor, Tensor]:
@@ -191,7 +136,8 @@ def extract(
     Raises:
         ValueError: as in `measure`.
     """
-    return _extract(_options(images, space, weights, device))
+    with _on(device):
+        return _extract(_options(images, space, weights, device))
 
 
 def features(images: Dataset | Path, **how: object) -> Tensor:
@@ -259,7 +205,7 @@ def measure(
         space: "digits" (32x32 images) or "inception".
         weights: torch-fidelity's file of Inception-v3; by default its own download.
         labels: the images' classes, for "accuracy".
-        device: that features are taken on, "auto", "cpu" or "cuda".
+        device: that features are taken on, "auto", "cpu", "cuda" or "cuda:N".
         extracted: what `extract` gave of these images; KID, precision and recall take it anew.
 
     Returns:
@@ -278,7 +224,7 @@ def measure(
     wanted["fid"] = "fid" not in missing and reference.statistics is None
     if reference and reference.images:
         options |= {"input2": reference.images, "kid_subset_size": min(KID_SUBSET, len(images), len(reference.images))}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _on(device):
         options["cache_root"] = folder
         found, logits = extracted or _extract(options)
         _check_width(reference, found, space)

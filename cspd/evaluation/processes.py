@@ -1,4 +1,8 @@
-"""The processes of a run, as torchrun starts them: what they tell each other; none waits for one that failed."""
+"""The processes of a run, as torchrun starts them: what they tell each other.
+
+A failure in what they do together ends all, with one message. One that fails in its own share of the images ends alone,
+with its message, and torchrun stops the others.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class Processes:
 
     def __enter__(self) -> Processes:
         if self.size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+            dist.init_process_group("gloo", timeout=PATIENCE)  # they tell each other only a few words
         return self
 
     def __exit__(self, *_: object) -> None:

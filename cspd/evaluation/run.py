@@ -31,6 +31,7 @@ def sample_shards(
     settings: dict,
     processes: Processes,
     *,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> tuple[Shards, dict, dict]:
     """Samples `num` images into `out`, as far as they are not there, and returns them, the manifest and a summary.
@@ -39,6 +40,7 @@ def sample_shards(
 
     Args:
         request: what all images have in common. settings: what they depend on beside it, as plain values.
+        overwrite: remove another run that is there, once all settings are known to be good.
 
     Returns:
         shards, manifest, and the means of the images' statistics with this run's speed; the last two are of use to the
@@ -49,7 +51,7 @@ def sample_shards(
         Others as in `Processes.together`.
     """
     shards = Shards(out, num)
-    manifest, missing = processes.from_first(lambda: _plan(engine, request, labels, settings, shards))
+    manifest, missing = processes.from_first(lambda: _plan(engine, request, labels, settings, shards, overwrite))
     resolved = Request(**manifest["request"], label=0, seed=request.seed)
     requests = [dataclasses.replace(resolved, label=labels[i % len(labels)], seed=request.seed + i) for i in range(num)]
     made = sum(len(shards.indices(shard)) for shard in missing)
@@ -66,17 +68,19 @@ def sample_shards(
 
 
 def _plan(
-    engine: Engine, request: Request, labels: Sequence[int], settings: dict, shards: Shards
+    engine: Engine, request: Request, labels: Sequence[int], settings: dict, shards: Shards, overwrite: bool
 ) -> tuple[dict, list[int]]:
     """The manifest, which is in the folder then, and the shards to be made."""
     for label in set(labels):
         engine.check(dataclasses.replace(request, label=label))
     engine.check(dataclasses.replace(request, seed=request.seed + shards.num - 1))
-    checked, earlier = engine.check(request), shards.earlier()
+    checked, earlier = engine.check(request), None if overwrite else shards.earlier()
     if earlier and _common(checked) == earlier.get("request", {}) | {"window": None}:
         checked = dataclasses.replace(checked, window=earlier["request"]["window"])  # measuring may choose another
     manifest = {"schema": SCHEMA, "images": shards.num, "seed": request.seed, "labels": list(labels)}
     manifest |= {"images_a_shard": SIZE, "request": _common(engine.resolve(checked)), **settings}
+    if overwrite:
+        shards.clear()
     shards.claim(manifest)
     return manifest, shards.missing()
 

@@ -6,8 +6,9 @@ those that were cut off.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from cspd.evaluation.images import to_uint8
-from cspd.sampling import differences, write_json
+from cspd.plots import to_uint8
+from cspd.sampling import differences, publishing, write_json
 from cspd.sequence import Output
 
 SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"
+RECORD, GRID = "evaluation.json", "grid.png"  # the report
 SIZE = 16  # images a file: at most as many, beside those in flight, are lost with a process
+ABANDONED = 600  # seconds after which a half-written file is no living process's: writing one takes less than one
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not kept
 
 
@@ -87,11 +90,9 @@ class Shards(Dataset):
             "seeds": np.array([output.request.seed for output in outputs]),
             "stats": np.array(json.dumps([_short(output.stats.to_dict()) for output in outputs])),
         }
-        temporary = self.path(shard).with_suffix(f".{os.getpid()}.tmp")  # its own: a run may be left over and go on
         try:
-            with open(temporary, "wb") as file:
+            with publishing(self.path(shard)) as temporary, open(temporary, "wb") as file:
                 np.savez(file, **arrays)
-            os.replace(temporary, self.path(shard))
         except OSError as error:
             raise OSError(
                 f"{self.path(shard)} cannot be written ({error.strerror or error}): make room, then the same command"
@@ -99,15 +100,17 @@ class Shards(Dataset):
             ) from error
 
     def missing(self) -> list[int]:
-        """The files still to be made; damaged ones and halves are removed."""
+        """The files still to be made; damaged ones and the halves of processes that are gone are removed."""
         for path in self.folder.glob("[0-9]*.tmp"):
-            path.unlink()
+            with contextlib.suppress(FileNotFoundError):  # published since, or removed by another run
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
         whole = set()
         for shard in self.there():
             if self._is_whole(shard):
                 whole.add(shard)
             else:
-                self.path(shard).unlink()
+                self.path(shard).unlink(missing_ok=True)
         return [shard for shard in range(self.count) if shard not in whole]
 
     def _is_whole(self, shard: int) -> bool:
@@ -119,17 +122,19 @@ class Shards(Dataset):
         return all(len(arrays[name]) == len(self.indices(shard)) for name in ("images", "labels", "seeds"))
 
     def earlier(self) -> dict | None:
-        """The manifest that is there."""
+        """The manifest that is there. Raises ValueError saying what to do where it is none of ours."""
+        path = self.folder / MANIFEST
         try:
-            return json.loads((self.folder / MANIFEST).read_text())
+            manifest = json.loads(path.read_text())
         except FileNotFoundError:
             return None
         except NotADirectoryError:
             raise ValueError(f"{self.folder} is a file: give another --out") from None
         except ValueError as error:
-            raise ValueError(
-                f"{self.folder / MANIFEST} is damaged ({error}): give --overwrite, or another --out"
-            ) from None
+            raise ValueError(f"{path} is damaged ({error}): give --overwrite, or another --out") from None
+        if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+            raise ValueError(f"{path} is no manifest of this version's evaluations: give another --out, or --overwrite")
+        return manifest
 
     def claim(self, manifest: dict) -> None:
         """Makes the folder this run's, or finds that it is.
@@ -144,18 +149,20 @@ class Shards(Dataset):
                 raise ValueError(f"{self.folder} holds images without a {MANIFEST}: give another --out, or --overwrite")
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                write_json(self.folder / MANIFEST, manifest)
+                write_json(self.folder / MANIFEST, manifest, new=True)
             except OSError as error:
-                raise OSError(f"{self.folder} cannot be written ({error.strerror}): give another --out") from error
-        elif earlier != manifest:
+                if not (self.folder / MANIFEST).exists():  # else another run was quicker
+                    raise OSError(f"{self.folder} cannot be written ({error.strerror}): give another --out") from error
+            earlier = self.earlier()
+        if earlier != manifest:
             changed = "; ".join(differences(earlier, manifest))
             raise ValueError(
                 f"{self.folder} holds another run ({changed}): give its settings, --overwrite, or another --out"
             )
 
-    def clear(self, *others: str) -> None:
-        """Removes a run's files, and others by name; the manifest last, without which images are no one's."""
-        for pattern in ("[0-9]*.npz", "[0-9]*.tmp", *others, MANIFEST):
+    def clear(self) -> None:
+        """Removes a run's files and its report; the manifest last, without which images are no one's."""
+        for pattern in ("[0-9]*.npz", "[0-9]*.tmp", RECORD, GRID, MANIFEST):
             for path in self.folder.glob(pattern):
                 path.unlink()
 

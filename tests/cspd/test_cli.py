@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 
 import numpy as np
@@ -93,15 +94,26 @@ def test_other_weights_are_another_run(tmp_path, capsys):
     vae = tmp_path / "other.safetensors"
     shutil.copy(checkpoint_files("digits32")["vae"], vae)
     assert sample(tmp_path, "--num", "2", "--vae", str(vae)) == 2
-    assert "another run" in capsys.readouterr().err
+    assert "another run (settings.vae.file was" in capsys.readouterr().err
 
 
 def test_a_damaged_record_is_not_taken_over(tmp_path, capsys):
     assert sample(tmp_path) == 0
     (tmp_path / "samples.json").write_text('{"schema": ')
     assert sample(tmp_path) == 2
-    assert "--overwrite" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--overwrite" in error and "cannot be read" in error
     assert sample(tmp_path, "--overwrite") == 0
+
+
+def test_a_record_is_written_beside_another_processes_half(tmp_path):
+    (tmp_path / "a.tmp").write_text("half")
+    (tmp_path / f"a.{os.getpid() + 1}.tmp").write_text("half")
+    sampling.write_json(tmp_path / "a.json", {"a": 1})
+    with pytest.raises(TypeError):
+        sampling.write_json(tmp_path / "a.json", {"a": {1}})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+    assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["half", "half"]
 
 
 def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
@@ -109,7 +121,11 @@ def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
     capsys.readouterr()
     assert sample(tmp_path, "--temperature", "0.9") == 2
     error = capsys.readouterr().err
-    assert "another run" in error and "--overwrite" in error and error.count("\n") == 1
+    assert "another run (temperature was 1.0, now 0.9):" in error and "--overwrite" in error and error.count("\n") == 1
+    assert sample(tmp_path, "--num", "5") == 2
+    assert "(requests was 4, now 5)" in capsys.readouterr().err
+    assert sample(tmp_path, "--labels", "0-2,7") == 2  # only the last is another
+    assert "(label was 3, now 7)" in capsys.readouterr().err
     assert sample(tmp_path, "--temperature", "0.9", "--overwrite") == 0
 
 

@@ -24,6 +24,7 @@ from cspd.compare import compare, speed_of
 from cspd.continuous import ar
 from cspd.evaluation import metrics
 from cspd.evaluation.classifier import load_classifier
+from cspd.evaluation.reference import load_reference
 from cspd.evaluation.two_sample import energy_test
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
@@ -254,7 +255,7 @@ def test_quality_is_of_the_images_that_were_made(done):
     spread = np.std([frechet(found[drawn]) for drawn in draws], ddof=1)  # of the last row
     assert 0.4 < row["fid_error"] / spread < 2.5
     assert "20 are needed" in report["missing"]["inception_score"]
-    assert report["reference"]["fingerprint"] == metrics.load_reference().fingerprint
+    assert report["reference"]["fingerprint"] == load_reference().fingerprint
 
 
 def test_features_are_taken_once(engine, tmp_path, monkeypatch):
@@ -264,7 +265,7 @@ def test_features_are_taken_once(engine, tmp_path, monkeypatch):
     folder.mkdir()
     for i, output in enumerate(engine.generate([cspd.Request(i, num_iter=8, **quick) for i in range(4)])):
         to_pil(output.image).save(folder / f"{i}.png")
-    reference = metrics.load_reference(folder)
+    reference = load_reference(folder)
     judged = []
     forward = metrics.DigitsExtractor.forward
 

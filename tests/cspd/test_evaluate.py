@@ -22,8 +22,9 @@ from PIL import Image
 import cspd
 from cspd.cli import main
 from cspd.evaluation import processes
-from cspd.evaluation.images import ImageFolder, to_uint8
-from cspd.evaluation.shards import SIZE, Shards
+from cspd.evaluation.images import ImageFolder
+from cspd.evaluation.shards import ABANDONED, SIZE, Shards
+from cspd.plots import to_uint8
 
 NUM, SEED = 90, 11
 OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]
@@ -114,11 +115,25 @@ def test_the_report_says_all_that_was_measured(whole, capsys):
     assert (request["method"], request["num_iter"], request["temperature"]) == ("ar", 2, 1.0)
     assert report["settings"]["target"]["file"].endswith("target.safetensors")
     sampling = report["sampling"]
-    assert sampling["head_calls_per_token"] == 10 and sampling["images_made"] == 0
-    assert sampling["guarantee"] == "exact"
-    for line in ("FID", "inception score", "KID", "precision", "recall", "accuracy", "exact", "were there already"):
+    assert sampling["head_calls_per_token"] == 10 and sampling["guarantee"] == "exact"
+    assert sampling["machine"]["torch"] == torch.__version__
+    for line in ("FID", "inception score", "KID", "precision", "recall", "accuracy", "exact"):
         assert line in out
     assert Image.open(whole / "grid.png").width > 600
+
+
+def test_measuring_again_keeps_the_speed_of_the_run_that_made_the_images(whole, tmp_path, capsys):
+    sampling = report_of(whole)["sampling"]
+    again = tmp_path / "again"
+    shutil.copytree(whole, again)
+    assert evaluate(again) == 0
+    assert report_of(again)["sampling"] == sampling and sampling["images_made"] > 0
+    assert f"{sampling['images_per_second']:.2f}  {sampling['images_made']} images in" in capsys.readouterr().out
+    for lost in ("", "{", '{"sampling": {"images_made": 7}, "settings": {}}'):  # none of this run's
+        (again / "evaluation.json").write_text(lost)
+        assert evaluate(again) == 0
+        assert report_of(again)["sampling"]["images_made"] == 0
+        assert "were there already" in capsys.readouterr().out
 
 
 def torchrun(out, log, *more):
@@ -153,7 +168,8 @@ def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_p
         sampling = report_of(folder)["sampling"]
         assert sampling["processes"] == size
         assert sampling["images_made"] == NUM - sum(count_of(name) for name in finished)
-        assert sorted(p.suffix for p in folder.iterdir()) == [".json", ".json", *[".npz"] * 6, ".png"]  # no halves
+        files = [path for path in folder.iterdir() if path.suffix != ".tmp"]  # a killed one's half stays a while
+        assert sorted(path.suffix for path in files) == [".json", ".json", *[".npz"] * 6, ".png"]
         assert np.abs(images_of(folder) - images_of(whole)).max() <= 1
         assert Shards(folder, NUM).labels() == Shards(whole, NUM).labels()
         assert near(report_of(folder), report_of(whole))
@@ -239,14 +255,18 @@ def test_damaged_files_are_noticed_and_made_again(whole, capsys):
     content[5000] ^= 1  # one bit of a picture
     (whole / "00003.npz").write_bytes(content)
     (whole / "00005.npz").unlink()
-    (whole / "00005.4711.tmp").write_bytes(b"half")
+    left, living = whole / "00005.4711.tmp", whole / "00005.4712.tmp"
+    for half in (left, living):
+        half.write_bytes(b"half")
+    os.utime(left, (time.time() - 2 * ABANDONED,) * 2)
     capsys.readouterr()
     assert evaluate(whole, "--max-batch", "3") == 0
     after = stamps(whole)
     assert [name for name in before if before[name] != after[name]] == ["00001.npz", "00003.npz", "00005.npz"]
     assert np.abs(images_of(whole) - images).max() <= 1
     assert "42 images in" in capsys.readouterr().out  # 16 + 16 + 10
-    assert not list(whole.glob("*.tmp"))
+    assert list(whole.glob("*.tmp")) == [living]  # may be a second copy of the command at work
+    living.unlink()
 
 
 @pytest.mark.parametrize(
@@ -257,6 +277,7 @@ def test_damaged_files_are_noticed_and_made_again(whole, capsys):
         (["--labels", "3,4"], ["labels was [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], now [3, 4]"]),
         (["--num-images", "91"], ["images was 90, now 91"]),
         (["--precision", "bf16"], ['precision was "fp32", now "bf16"']),
+        (["--compile"], ["compiled was false, now true"]),
         (["--method", "speculative", "--window", "4"], ['request.method was "ar", now "speculative"', "now 4"]),
     ],
 )
@@ -292,6 +313,53 @@ def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):
     (tmp_path / "manifest.json").write_text("{")
     assert evaluate(tmp_path, num=3) == 2
     assert "is damaged" in capsys.readouterr().err
+    for foreign in ("[]", '{"name": "an app", "request": []}'):
+        (tmp_path / "manifest.json").write_text(foreign)
+        assert evaluate(tmp_path, num=3) == 2
+        assert "is no manifest" in capsys.readouterr().err
+
+
+def test_overwriting_with_a_bad_setting_keeps_the_old_run(whole, capsys):
+    def content():
+        return {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
+
+    before = content()
+    for bad, hint in ((["--labels", "3,12"], "0..9"), (["--seed", str(2**63 - 2)], "seed")):
+        assert evaluate(whole, *bad, "--overwrite") == 2
+        assert hint in capsys.readouterr().err
+        assert content() == before
+
+
+class Overtaken(Shards):
+    """Another run claims the folder between this one's look at it and its claim."""
+
+    other: dict
+
+    def earlier(self):
+        found = super().earlier()
+        if found is None:
+            Shards(self.folder, self.num).claim(self.other)
+        return found
+
+
+def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path):
+    first, second = ({"schema": "cspd.shards/1", "seed": seed} for seed in (1, 2))
+    Overtaken.other = first
+    with pytest.raises(ValueError, match=r"holds another run \(seed was 1, now 2\)"):
+        Overtaken(tmp_path, 3).claim(second)
+    assert Shards(tmp_path, 3).earlier() == first
+    (tmp_path / "manifest.json").unlink()
+    Overtaken(tmp_path, 3).claim(first)  # two copies of a command are one run
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_file_system_without_links_holds_runs_too(tmp_path, monkeypatch):
+    def link(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    Shards(tmp_path, 3).claim({"schema": "cspd.shards/1"})
+    assert Shards(tmp_path, 3).earlier() == {"schema": "cspd.shards/1"}
 
 
 def test_the_window_that_was_chosen_first_is_kept(tmp_path, capsys):
@@ -328,7 +396,17 @@ def test_a_disk_that_is_full_is_said_in_a_line_and_the_run_goes_on_later(tmp_pat
     assert error.startswith("cspd: ") and "cannot be written (File too large)" in error
     assert "make room, then the same command goes on" in error
     assert set(stamps(tmp_path)) <= {"00002.npz"}  # the short one may fit
+    assert not list(tmp_path.glob("*.tmp"))
     assert evaluate(tmp_path, num=40) == 0
+
+
+def test_an_npz_that_cannot_be_written_is_said_before_anything_is_sampled(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for npz, hint in ((tmp_path, "is a folder"), (tmp_path / "file" / "a.npz", "another --npz")):
+        assert evaluate(tmp_path / "out", "--npz", str(npz)) == 2
+        error = capsys.readouterr().err
+        assert hint in error and str(npz) in error and error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_samples_is_measured_like_the_run_of_the_same_seeds(whole, tmp_path, capsys):
@@ -347,6 +425,16 @@ def test_a_folder_of_samples_is_measured_like_the_run_of_the_same_seeds(whole, t
     assert len(ImageFolder(folder)) == NUM
     assert main(["evaluate", "--images", str(folder), "--out", str(out)]) == 0
     assert report_of(out)["accuracy"] is None and "classes are not known" in capsys.readouterr().out
+    report = (whole / "evaluation.json").read_bytes()
+    for to, more, hint in (
+        (whole, [], "holds the report of a run"),
+        (out, ["--labels", "0-4", "--method", "ar", "--num-iter", "8"], "leave out --labels, --method, --num-iter,"),
+        (out, ["--overwrite"], "leave out --overwrite"),
+    ):
+        assert main(["evaluate", "--images", str(folder), "--out", str(to), *more]) == 2
+        assert hint in capsys.readouterr().err
+    assert (whole / "evaluation.json").read_bytes() == report
+    assert main(["evaluate", "--images", str(folder), "--out", str(out), "--space", "digits", "--device", "cpu"]) == 0
 
 
 def test_what_cannot_be_measured_is_said_before_anything_is_sampled(tmp_path, capsys):

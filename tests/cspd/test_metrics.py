@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import runpy
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from torch_fidelity.metric_fid import fid_features_to_statistics
 
 from cspd.data import coloured_digits
 from cspd.evaluation.classifier import load_classifier
-from cspd.evaluation.images import ImageFolder, ImageList, export_npz, to_uint8
-from cspd.evaluation.metrics import check, features, load_reference, measure
+from cspd.evaluation.images import ImageFolder, ImageList, export_npz
+from cspd.evaluation.metrics import check, features, measure
+from cspd.evaluation.reference import load_reference
 from cspd.loading import embedded
-from cspd.plots import to_pil
+from cspd.plots import to_pil, to_uint8
 
 KEYS = {
     "fid": "frechet_inception_distance",
@@ -136,6 +138,17 @@ def test_adm_gets_whole_uint8_images_without_compression(folders, tmp_path):
     assert (images[17] == pictures[17].permute(1, 2, 0).numpy()).all()
     assert (tmp_path / "adm.npz").stat().st_size > images.nbytes
     assert list(tmp_path.iterdir()) == [tmp_path / "adm.npz"]
+
+
+def test_an_npz_on_a_full_disk_is_said_in_a_line_and_leaves_no_half(folders, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60 * 3 * 32 * 32 // 2, hard))
+    try:
+        with pytest.raises(OSError, match=r"adm.npz cannot be written \(File too large\): make room"):
+            export_npz(ImageFolder(folders[0]), tmp_path / "adm.npz")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_rounding_is_that_of_the_pngs():
@@ -278,8 +291,12 @@ def test_a_folder_is_read_without_our_overviews_and_only_of_one_size(folders, tm
     images, labels = drawn(4, 0)
     folder = as_folder(images, labels, tmp_path / "images")
     to_pil(torch.zeros(3, 99, 99)).save(folder / "grid.png")
+    to_pil(torch.zeros(3, 32, 32)).save(folder / "heatmap.png")
     found = ImageFolder(folder)
     assert len(found) == 4 and found.labels == labels
+    to_pil(torch.zeros(3, 32, 32)).save(folder / "comparison.png")  # a name that no command of ours gives beside images
+    assert len(ImageFolder(folder)) == 5
+    (folder / "comparison.png").unlink()
     before = load_reference(folder).fingerprint
     to_pil(torch.zeros(3, 48, 64)).save(folder / "large.png")
     found = ImageFolder(folder)
