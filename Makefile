@@ -11,7 +11,7 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # two cores, one test each
 
 bench: $(VENV)/ready
 	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
