@@ -28,7 +28,7 @@ BAD = [  # field, value, what the message advises
     *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True)),
     *(("temperature", value, "1 is the model's own noise") for value in (-1, nan, inf, "1")),
     *(("method", value, f"choose one of {', '.join(METHODS)}") for value in ("magic", "", 3)),
-    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in METHODS.keys() - OF_MAR.keys()),
+    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(METHODS.keys() - OF_MAR.keys())),
     *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
     ("rule", "exact", "it belongs to sd, eagle"),
     ("family", "VQ", "this engine has models of MAR"),
