@@ -114,6 +114,8 @@ def _vq_models(files: dict[str, Path | None], arch: str | None) -> VQModels:
         for name, load_any in (("draft", load_gpt), ("eagle", load_eagle))
     )
     target = load_gpt(files["target"], arch)
+    if eagle and eagle.config.dim != target.config.dim:  # it lies beside, but is another target's
+        eagle = None
     for model in filter(None, (draft, eagle)):  # weights fit any resolution
         model.config = dataclasses.replace(model.config, block_size=target.config.block_size)
     return VQModels(target, draft, eagle, load_tokenizer(files["tokenizer"]))

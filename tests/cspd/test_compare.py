@@ -608,7 +608,7 @@ def test_a_reference_needs_features(tmp_path, capsys):
 
 
 def test_published_studies_are_comparisons_of_the_embedded_models():
-    assert len(STUDIES) == 7
+    assert len(STUDIES) == 8
     engines = {}
     for path in STUDIES:
         common, entries = read_study(path)

@@ -55,6 +55,13 @@ def test_drafts_are_worth_it(engine):
         assert sum(o.stats.step_compression for o in outputs) / 4 > compression, method
 
 
+def test_the_draft_is_a_target_too():
+    engine = cspd.load(embedded()["digits32_vq"] / "draft.safetensors", max_batch=1, device="cpu")
+    assert engine.host.models["eagle"] is None  # it belongs to the target beside
+    with pytest.raises(ValueError, match="EAGLE"):
+        engine.check(cspd.Request(label=0, method="eagle"))
+
+
 def test_files_are_found_by_any_name():
     files = checkpoint_files("digits32_vq")
     assert files.keys() == {"target", "draft", "eagle", "tokenizer"} and all(files.values())
