@@ -37,7 +37,7 @@ def load_reference(path: Path | None = None) -> Reference:
     By default the embedded models' training data, in the digits space.
 
     Raises:
-        ValueError: neither is to be found there.
+        ValueError: neither is to be found there. FileNotFoundError: there is nothing.
     """
     path = embedded()["digits32"] / "reference.npz" if path is None else Path(path)
     if path.is_dir():
@@ -54,7 +54,9 @@ def load_reference(path: Path | None = None) -> Reference:
             if "arr_0" in file.files:
                 images = ImageList(torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2))
     except FileNotFoundError:
-        raise
+        raise FileNotFoundError(
+            f"{path}: no such file or folder: give an .npz as ADM's, or a folder of images"
+        ) from None
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: is no .npz, or a damaged one ({error})") from error
     if statistics is None and images is None:

@@ -179,6 +179,24 @@ def test_forty_mixed_requests_each_as_if_alone(small_mar):
             assert relative_error(output.tokens, solo.tokens) < 1e-3
 
 
+@pytest.mark.parametrize("method", OF_VQ)
+def test_neighbours_that_are_elsewhere_do_not_matter(method):
+    """Requests that came one after the other: their inputs look at different columns in one forward."""
+    models = VQModels(**toy_models(codes=9, length=16))
+    requests = [dataclasses.replace(request_of(method, **SMALL.get(method, {})), seed=seed) for seed in range(4)]
+    engine, outputs = Engine(models, max_batch=4, device="cpu"), {}
+    for request in requests:
+        engine.add_request(request)
+        outputs |= engine.step()
+    while len(outputs) < len(requests):
+        outputs |= engine.step()
+    alone = Engine(models, max_batch=1, device="cpu")
+    for ticket, request in enumerate(requests):
+        solo = alone.generate([request])[0]
+        assert torch.equal(outputs[ticket].tokens, solo.tokens)
+        assert outputs[ticket].stats.committed == solo.stats.committed
+
+
 def test_what_is_counted():
     models = toy_models(length=9)
     for method in OF_VQ:
