@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused(folders, tmp_path):
     np.savez(tmp_path / "bad.npz", mu=np.zeros(3), sigma=np.zeros((4, 4)))
     with pytest.raises(ValueError, match=r"not \[D\] and \[D, D\]"):
         load_reference(tmp_path / "bad.npz")
-    with pytest.raises(FileNotFoundError, match="give an .npz"):
+    with pytest.raises(FileNotFoundError, match="folder of images"):
         load_reference(tmp_path / "nowhere.npz")
 
 
