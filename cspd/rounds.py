@@ -20,7 +20,7 @@ from cspd.sampling import differences, publishing, write_json
 from cspd.sequence import Output, Request
 from cspd.study import Configuration
 
-SCHEMA = "cspd.rounds/2"
+SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
 CHUNKS = "chunks"
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
@@ -48,8 +48,8 @@ def run_rounds(
 ) -> tuple[list[Request], list[list[Chunk]]]:
     """The settings that each configuration ran by, and its chunks, in order.
 
-    Image i has the labels' i-th in turn, and seed + i. In round r every configuration makes images r B to r B + B - 1,
-    B being its engine's slots, one after the other; who begins changes from round to round.
+    Image i has the labels' i-th in turn, and seed + i, or the configuration's own seed + i. In round r every one makes
+    images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes from round to round.
 
     Raises:
         ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
@@ -58,10 +58,12 @@ def run_rounds(
         raise ValueError(f"{num} images compare nothing: give 1 or more")
     for row in rows:  # all, before anything is made
         for label in sorted(set(labels)):
-            row.engine.check(dataclasses.replace(row.request, label=label, seed=seed))
+            row.engine.check(dataclasses.replace(row.request, label=label, seed=_first(row, seed)))
     size = rows[0].engine.num_slots
     settings = {"machine": describe(rows[0].engine), "max_batch": size, "labels": list(labels), "seed": seed}
-    asked = {row.name: {"request": settings_of(row.request), "files": row.files} for row in rows}
+    asked = {
+        row.name: {"request": settings_of(row.request), "files": row.files, "seed": _first(row, seed)} for row in rows
+    }
     settings |= {"order": [row.name for row in rows], "configurations": asked}
     windows = _claim(out, settings, overwrite)
     plans = []
@@ -69,9 +71,17 @@ def run_rounds(
         plans.append(row.engine.resolve(dataclasses.replace(row.request, **windows.get(row.name, {}))))
         windows[row.name] = {"window": plans[-1].window}
     write_json(out / RECORD, {"schema": SCHEMA, "settings": settings, "windows": windows})
-    requests = [Request(label=labels[i % len(labels)], seed=seed + i) for i in range(num)]
-    parts = [requests[i : i + size] for i in range(0, num, size)]
-    return plans, _run(rows, plans, parts, out / CHUNKS, progress)
+    asked = [
+        [dataclasses.replace(plan, label=labels[i % len(labels)], seed=_first(row, seed) + i) for i in range(num)]
+        for row, plan in zip(rows, plans)
+    ]
+    parts = [[of_row[i : i + size] for i in range(0, num, size)] for of_row in asked]
+    return plans, _run(rows, parts, out / CHUNKS, progress)
+
+
+def _first(row: Configuration, seed: int) -> int:
+    """The seed of a row's first image."""
+    return seed if row.seed is None else row.seed
 
 
 def settings_of(request: Request) -> dict:
@@ -108,31 +118,24 @@ def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
 
 
 def _run(
-    rows: Sequence[Configuration],
-    plans: Sequence[Request],
-    parts: Sequence[Sequence[Request]],
-    folder: Path,
-    progress: bool,
+    rows: Sequence[Configuration], parts: Sequence[Sequence[list[Request]]], folder: Path, progress: bool
 ) -> list[list[Chunk]]:
-    """The chunks of each row, in order; those of an earlier run are read."""
-    files = [[folder / f"{r:02d}-{i:05d}.npz" for i in range(len(parts))] for r in range(len(rows))]
-    made = [[_read(file, len(part)) for file, part in zip(of_row, parts)] for of_row in files]
-    todo = sum(len(part) for chunks in made for part, chunk in zip(parts, chunks) if chunk is None)
+    """The chunks of each row's requests, in order; those of an earlier run are read."""
+    places = [(r, i) for i in range(len(parts[0])) for r in ((i + k) % len(rows) for k in range(len(rows)))]
+    files = {(r, i): folder / f"{r:02d}-{i:05d}.npz" for r, i in places}
+    made = {(r, i): _read(files[r, i], len(parts[r][i])) for r, i in places}
+    todo = [place for place in places if made[place] is None]
     warm: set[int] = set()
-    with tqdm(total=todo, unit="image", disable=not progress) as bar:
-        for i, part in enumerate(parts):
-            for r in ((i + k) % len(rows) for k in range(len(rows))):
-                if made[r][i] is not None:
-                    continue
-                bar.set_postfix_str(rows[r].name)
-                asked = [dataclasses.replace(plans[r], label=each.label, seed=each.seed) for each in part]
-                if r not in warm:
-                    rows[r].engine.generate(asked)  # all: kernels are chosen for their shapes
-                    warm.add(r)
-                made[r][i] = _timed(rows[r], asked)
-                _write(files[r][i], made[r][i])
-                bar.update(len(part))
-    return made
+    with tqdm(total=sum(len(parts[r][i]) for r, i in todo), unit="image", disable=not progress) as bar:
+        for r, i in todo:
+            bar.set_postfix_str(rows[r].name)
+            if r not in warm:
+                rows[r].engine.generate(parts[r][i])  # all: kernels are chosen for their shapes
+                warm.add(r)
+            made[r, i] = _timed(rows[r], parts[r][i])
+            _write(files[r, i], made[r, i])
+            bar.update(len(parts[r][i]))
+    return [[made[r, i] for i in range(len(parts[r]))] for r in range(len(rows))]
 
 
 def _timed(row: Configuration, requests: list[Request]) -> Chunk:

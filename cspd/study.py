@@ -20,8 +20,9 @@ from cspd.validation import check_integer
 
 TARGET = ("checkpoint", "arch", "vae")
 MODELS = (*TARGET, "draft_checkpoint")
-RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole
+RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole; a configuration can have a seed of its own
 REQUEST = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("label", "seed"))
+OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
 EMBEDDED = "digits32"  # the checkpoint of those that name none
 USUAL_ITERATIONS = 64  # what MAR's users run, whatever the length
@@ -35,6 +36,8 @@ configuration each, and two lists for every pair:
     - method: speculative
     - method: cspd
       gamma: [8, 16]
+    - method: ar
+      seed: 1000          # other seeds than those of the rest: how much chance moves the numbers
     - name: the draft alone
       method: ar
       checkpoint: draft.safetensors     # and arch, vae, draft_checkpoint: models of its own
@@ -52,6 +55,7 @@ class Configuration:
         request: the settings; label and seed mean nothing.
         engine: over the models, with as many slots as images are to be in flight at once.
         models: what `engine` was loaded from, values of `MODELS`. files: what images depend on beside the request.
+        seed: of the first image; None: the comparison's.
     """
 
     name: str
@@ -59,9 +63,10 @@ class Configuration:
     engine: Engine
     models: Mapping[str, object] = field(default_factory=dict)
     files: Mapping[str, object] = field(default_factory=dict)
+    seed: int | None = None
 
     def key(self) -> tuple:
-        """Equal for configurations that plain sampling does not tell apart: its settings and the target's files."""
+        """Equal for configurations of one law if sampled plainly: by its settings and the target's files."""
         plain = with_method(self.engine.check(self.request), "ar")
         files = tuple(str(self.models.get(name)) for name in TARGET)
         return self.engine.check(plain), files
@@ -71,7 +76,7 @@ def named_entries(text: str) -> list[dict]:
     """ "ar,cspd:gamma=8" to entries as a study's file has them. Raises ValueError on an unknown method or option."""
     entries = []
     for each in text.split(","):
-        method, options = parse_method(each, {*REQUEST, *MODELS} - {"method"})
+        method, options = parse_method(each, {*OWN} - {"method"})
         entries.append({"method": method} | options)
     return entries
 
@@ -94,7 +99,7 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     common = {key: value for key, value in content.items() if key != ROWS}
     _check_keys(path, "at the top", common, (*RUN, *REQUEST, *MODELS))
     for i, entry in enumerate(entries):
-        _check_keys(path, f"in configuration {i + 1}", entry, ("name", *REQUEST, *MODELS))
+        _check_keys(path, f"in configuration {i + 1}", entry, ("name", *OWN))
     if "labels" in common:  # a list, or as --labels has them
         labels = common["labels"]
         try:
@@ -169,10 +174,10 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
         settings = {key: value for key, value in own.items() if key in REQUEST and key != "method"}
         request = dataclasses.replace(with_method(shared, own.get("method", shared.method)), **settings)
         try:
-            engines[place].check(request)
+            engines[place].check(dataclasses.replace(request, seed=own.get("seed", 0)))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        return Configuration(name, request, engines[place], models)
+        return Configuration(name, request, engines[place], models, seed=own.get("seed"))
 
     usual = {} if common.get("checkpoint") else {key: value for key, value in named[0][1].items() if key in MODELS}
     plain = make("ar", {"method": "ar"} | usual)
@@ -182,13 +187,13 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
         most = min(USUAL_ITERATIONS, plain.engine.host.seq_len)
         slow = dataclasses.replace(plain, request=dataclasses.replace(plain.request, num_iter=most))
         baselines.insert(1, _plain(slow, plain))
-    there = {row.key() for row in rows if row.request.method == "ar"}
+    there = {row.key() for row in rows if _is_baseline(row)}
     missing: dict[tuple, Configuration] = {}
     for row in baselines:
         if row.key() not in there:
             missing.setdefault(row.key(), row)
     first = plain.key()
-    rows = sorted([*missing.values(), *rows], key=lambda row: row.request.method != "ar" or row.key() != first)
+    rows = sorted([*missing.values(), *rows], key=lambda row: not _is_baseline(row) or row.key() != first)
     names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
@@ -203,9 +208,13 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
     other = {key: getattr(request, key) for key in REQUEST if getattr(request, key) != getattr(usual, key)}
     other |= {key: row.models.get(key) for key in TARGET if row.models.get(key) != common.models.get(key)}
     shown = {key: value for key, value in other.items() if value is not None and key != "family"}
-    return dataclasses.replace(row, name=_label("ar", shown or other), request=request)
+    return dataclasses.replace(row, name=_label("ar", shown or other), request=request, seed=None)
+
+
+def _is_baseline(row: Configuration) -> bool:
+    return row.request.method == "ar" and row.seed is None
 
 
 def baseline(row: Configuration, rows: Sequence[Configuration]) -> Configuration:
     """The row that samples plainly by a row's own settings: what its law is held against."""
-    return next(other for other in rows if other.request.method == "ar" and other.key() == row.key())
+    return next(other for other in rows if _is_baseline(other) and other.key() == row.key())
