@@ -157,7 +157,7 @@ def _mean_stats(outputs: list[Output]) -> dict:
 def _judge(images: Sequence[Tensor], requests: list[Request], accuracy: Callable | None) -> dict:
     if accuracy is None or images[0] is None:
         return {}
-    return {"accuracy": accuracy(torch.stack(list(images)), torch.tensor([r.label for r in requests]))}
+    return {"accuracy": accuracy(torch.stack(list(images)).cpu(), torch.tensor([r.label for r in requests]))}
 
 
 def _published(engine: Engine, requests: list[Request]) -> Tensor:

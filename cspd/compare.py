@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+from torch_fidelity.metric_fid import fid_features_to_statistics
 
 import cspd
 from cspd.evaluation import metrics
@@ -23,10 +22,11 @@ from cspd.rounds import Chunk, run_rounds, settings_of
 from cspd.sequence import Request
 from cspd.study import Configuration, baseline
 
-SCHEMA = "cspd.compare/3"
+SCHEMA = "cspd.compare/4"
 LEAST_PAIRS = 8  # images that the two-sample test wants
-RESAMPLES = 20  # of a FID's images
-QUICK_FEATURES = 256  # a FID of Inception's 2,048 takes many seconds: no error of it
+RESAMPLES = 100  # of a row's images, for the intervals
+QUICK_FEATURES = 256  # a FID of Inception's 2,048 takes many seconds: no interval of it
+NORMAL = 1.96  # standard errors in half of a 95 % interval
 LIBRARIES = ("torch", "torch-fidelity", "numpy")
 
 
@@ -102,7 +102,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base: list[
         "alpha": sum(cost["accepted"] for cost in costs) / judged if judged else None,
         "step_compression": None if is_mar else mean("step_compression"),
         "bound": bound,
-        "bound_error": (bounds.std() / len(bounds) ** 0.5).item() if bounded and bound < 1 < len(bounds) else None,
+        "bound_ci95": _half(bounds.std() / len(bounds) ** 0.5) if bounded and bound < 1 < len(bounds) else None,
         "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
     }
 
@@ -118,9 +118,9 @@ def _judge(
 ) -> None:
     """Adds quality and law to the report's rows, and to `missing` why some of it is not there."""
     missing = report["missing"] = {}
-    names = ("fid", "inception_score", "inception_score_std", "accuracy")
+    names = ("fid", "inception_score", "accuracy")
     for row in report["rows"]:
-        row |= dict.fromkeys((*names, "accuracy_error", "fid_error", "p_value", "law_baseline"))
+        row |= dict.fromkeys((*names, *(f"{name}_ci95" for name in names), "p_value", "law_baseline"))
     if space is None:
         reason = "these models have no judge of their own: give Inception's file, --weights"
         missing |= dict.fromkeys((*names, "p_value"), reason)
@@ -130,15 +130,14 @@ def _judge(
     reference = reference and _with_statistics(reference, judge)
     extracted = [metrics.extract(made, **judge) for made in wrapped]
     features = [found for found, _ in extracted]
-    for row, made, given, found in zip(report["rows"], wrapped, extracted, features):
+    for row, made, given in zip(report["rows"], wrapped, extracted):
         measured = metrics.measure(made, reference=reference, labels=labels, extracted=given, **judge)
         row |= {name: measured[name] for name in names}
         missing |= {name: reason for name, reason in measured["missing"].items() if name in names}
         if row["accuracy"] is not None:
             share = (row["accuracy"] * len(labels) + 1) / (len(labels) + 2)  # 8 of 8 is no certainty
-            row["accuracy_error"] = (share * (1 - share) / len(labels)) ** 0.5
-        if row["fid"] is not None and reference.statistics and found.shape[1] <= QUICK_FEATURES:
-            row["fid_error"] = _fid_error(found, reference.statistics)
+            row["accuracy_ci95"] = _half((share * (1 - share) / len(labels)) ** 0.5)
+        row |= _bootstrap(*given, [name for name in names[:2] if row[name] is not None], reference)
     if len(labels) < LEAST_PAIRS:
         missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
         return
@@ -158,15 +157,20 @@ def _with_statistics(reference: Reference, judge: dict) -> Reference:
     return dataclasses.replace(reference, statistics=taken, images=None) if taken else reference
 
 
-def _fid_error(features: Tensor, reference: dict[str, np.ndarray]) -> float:
-    """The standard error of a FID: its deviation over draws of as many images from those there are."""
+def _bootstrap(features: Tensor, logits: Tensor, names: list[str], reference: Reference | None) -> dict[str, float]:
+    """Half of a 95 % interval of FID and Inception score: their deviation over draws, with replacement, of as many
+    images from those there are. The draws' mean is of no use: images that come twice worsen both.
+    """
+    if "fid" in names and (reference.statistics is None or features.shape[1] > QUICK_FEATURES):
+        names = [name for name in names if name != "fid"]
     generator = torch.Generator().manual_seed(0)
-    values = []
-    for _ in range(RESAMPLES):
-        drawn = features[torch.randint(len(features), (len(features),), generator=generator)].double()
-        (value,) = fid_statistics_to_metric(fid_features_to_statistics(drawn), reference, verbose=False).values()
-        values.append(value)
-    return statistics.stdev(values)
+    drawn = torch.randint(len(features), (RESAMPLES, len(features)), generator=generator)
+    values = [metrics.of_features(features[each], logits[each], names, reference) for each in drawn]
+    return {f"{name}_ci95": _half(np.std([value[name] for value in values], ddof=1)) for name in names}
+
+
+def _half(error: float | Tensor) -> float:
+    return NORMAL * float(error)
 
 
 def _versions() -> dict:

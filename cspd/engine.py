@@ -15,6 +15,7 @@ from cspd.continuous.host import MARHost, MARModels
 from cspd.continuous.tuning import Tuning
 from cspd.discrete.host import VQHost, VQModels
 from cspd.discrete.validation import check_cache, resolve_vq
+from cspd.finishing import Finisher
 from cspd.methods import METHODS, guarantee_of, with_family
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler
@@ -87,6 +88,7 @@ class Engine:
             self.hosts[host.family] = host
         self.num_slots = max_batch
         self.scheduler = Scheduler(max_batch)
+        self._finisher = Finisher(self.device)
         self._tickets = 0
         self._streaming = False
 
@@ -152,9 +154,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> dict[int, Output]:
-        """Runs one round of one kind of request and returns what it finished, by ticket.
+        """Runs one round of one kind of request and returns the outputs that are there, by ticket.
 
-        An error or interruption in a round drops all requests in flight.
+        On a GPU an image comes some rounds after its last token, since it is decoded meanwhile; with the last round
+        come all. An error or interruption in a round drops all requests in flight.
         """
         watch = Stopwatch(self.device)
         admitted = self.scheduler.admit()
@@ -162,20 +165,21 @@ class Engine:
             host.admit([sequence for sequence in admitted if sequence.request.family == family])
         batch = self.scheduler.next()
         if not batch:
-            return {}
+            return {}  # and nothing is being decoded: the last round waited for it
         host = self.hosts[batch[0].request.family]
         try:
             finished = METHODS[batch[0].request.method].rounds[host.family](host, batch, watch)
         except BaseException:  # cut off in the middle of a round, its state is no one's any more
             self._clear()
             raise
-        self.scheduler.release(finished)  # first: an image that cannot be decoded must not run on
-        outputs = _outputs(host, finished, watch)
         seconds = watch.seconds()
         for sequence in batch:
             for phase, spent in seconds.items():
                 sequence.stats.seconds[phase] += spent
-        return outputs
+        self.scheduler.release(finished)  # first: an image that cannot be decoded must not run on
+        if finished:
+            self._finisher.add(host, finished)
+        return self._finisher.ready(wait=not len(self.scheduler))
 
     def stream(self, requests: Iterable[Request], progress: bool = False) -> Iterator[tuple[int, Output]]:
         """Yields (index of the request, output) as requests finish; `progress` shows a bar that counts images.
@@ -239,6 +243,7 @@ class Engine:
     def _clear(self) -> None:
         """Drops everything in flight."""
         self.scheduler.clear()
+        self._finisher.clear()
         for host in self.hosts.values():
             host.clear()
 
@@ -248,20 +253,3 @@ def _placed(models: MARModels | VQModels, device: torch.device) -> MARModels | V
     modules = {f.name: getattr(models, f.name) for f in dataclasses.fields(models)}
     placed = {name: m.to(device).eval().requires_grad_(False) for name, m in modules.items() if m is not None}
     return dataclasses.replace(models, **placed)
-
-
-def _outputs(host: MARHost | VQHost, finished: list[Sequence], watch: Stopwatch) -> dict[int, Output]:
-    if not finished:
-        return {}
-    tokens, heat = host.results(finished)
-    watch.start("decode")
-    images = host.decode(tokens)
-    watch.start("other")
-    tokens, heat = tokens.cpu(), heat.cpu()
-    with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
-        return {
-            s.ticket: Output(
-                s.request, tokens[i].clone(), None if images is None else images[i].clone(), heat[i].clone(), s.stats
-            )
-            for i, s in enumerate(finished)
-        }

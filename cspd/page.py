@@ -18,7 +18,7 @@ from cspd.sampling import write_json
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8
 PLOT_TITLE = (
-    "Speed and quality: up and to the right is better (bars: least and most of a speed, standard error of a quality)"
+    "Speed and quality: up and to the right is better (bars: least and most of a speed, 95 % interval of a quality)"
 )
 
 GUARANTEES = {
@@ -89,7 +89,7 @@ def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
                     continue
                 label, line = _label(row)
                 limits = (row[speed]["min"], row[speed]["max"]) if isinstance(row[speed], dict) else None
-                points.append(Point(label, value_of(row, speed), row[quality], line, limits, row[f"{quality}_error"]))
+                points.append(Point(label, value_of(row, speed), row[quality], line, limits, row[f"{quality}_ci95"]))
             if points:
                 panels.append((titles[speed], titles[quality], points))
     return panels

@@ -88,14 +88,14 @@ def seed_grid(
 
 
 class Point(NamedTuple):
-    """A measured point: what it is called, its method, and how sure it is: a range and a standard error."""
+    """A measured point: what it is called, its method, and how sure it is: a range and half an interval."""
 
     label: str
     speed: float
     quality: float
     method: str
     speed_range: tuple[float, float] | None = None
-    quality_error: float | None = None
+    quality_half: float | None = None
 
 
 def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path) -> None:
@@ -121,7 +121,7 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path
             low, high = p.speed_range or (p.speed, p.speed)
             across_bar = [[max(0, p.speed - low)], [max(0, high - p.speed)]]
             style = {"color": colours[p.method], "alpha": 0.35, "lw": 1.2, "zorder": 1}
-            axes.errorbar(p.speed, p.quality, xerr=across_bar, yerr=p.quality_error, **style)
+            axes.errorbar(p.speed, p.quality, xerr=across_bar, yerr=p.quality_half, **style)
         axes.axvline(1, color="lightgrey", zorder=0)
         axes.set(xlabel=speed, ylabel=quality)
         axes.margins(0.15)

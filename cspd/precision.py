@@ -79,6 +79,10 @@ class Stopwatch:
         """Ends the phase before and begins `phase`."""
         self._marks.append((phase, self._now()))
 
+    def is_past(self) -> bool:
+        """Whether the device has come to the start of the last phase."""
+        return not self.cuda or self._marks[-1][1].query()
+
     def seconds(self) -> dict[str, float]:
         """Seconds by phase since the stopwatch was made; it goes on from here in phase "other"."""
         end = self._now()

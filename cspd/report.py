@@ -36,20 +36,25 @@ COLUMNS = [
         "accuracy",
         "class acc.",
         ".3f",
-        "Share of the images (± standard error) that the classifier takes for their class.",
+        "Share of the images (± half a 95 % interval) that the classifier takes for their class.",
     ),
     Column(
         "fid",
         "FID-{images}",
         ".2f",
-        "Frechet distance of features from the reference (± standard error); less is better.",
+        "Frechet distance of features from the reference (± half a 95 % interval); less is better.",
     ),
-    Column("inception_score", "IS", ".2f", "Inception score, of the same features' classifier; larger is better."),
+    Column(
+        "inception_score",
+        "IS",
+        ".2f",
+        "Inception score, of the same features' classifier (± half a 95 % interval); larger is better.",
+    ),
     Column(
         "bound",
         "TV bound",
         ".3f",
-        "Total variation from the target's law, at most (± standard error); 1 promises nothing.",
+        "Total variation from the target's law, at most (± half a 95 % interval); 1 promises nothing.",
     ),
     Column(
         "peak_bytes",
@@ -87,9 +92,9 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
         alone = value["min"] == value["max"] or (short and column.key == "images_per_second")
         return middle if alone else f"{middle} ({low}..{high})"
     text = format(value, column.form)
-    error = row.get(f"{column.key}_error")
-    if error is not None and not short:
-        text += f" ±{error:{column.form}}"
+    half = row.get(f"{column.key}_ci95")
+    if half is not None and not short:
+        text += f" ±{half:{column.form}}"
     return text
 
 
@@ -102,9 +107,11 @@ def notes(report: dict) -> list[str]:
     if any(row["p_value"] is not None for row in rows):
         told.append(
             "p: two-sample test of the images' features against plain sampling (ar) by the same settings, paired by"
-            f" seed: a small one (0.01) says that the laws differ, a large one that {images} images show no difference;"
-            " by chance an exact method's is below 0.01 once in a hundred times"
+            f" class and seed: a small one (0.01) says that the laws differ, a large one that {images} images show no"
+            " difference; by chance an exact method's is below 0.01 once in a hundred times"
         )
+    if any(row[f"{name}_ci95"] is not None for row in rows for name in ("fid", "inception_score", "accuracy")):
+        told.append("±: half of a 95 % interval, by the bootstrap (of a share by its binomial law)")
     if any(row["fid"] is not None for row in rows):
         told.append(
             f"FID-{images}: of {images} images, not of the customary 50,000; few images raise it, so that it compares"

@@ -205,13 +205,13 @@ class MARHost:
         return self.tokens[slots], self.heat[slots]
 
     def decode(self, tokens: Tensor) -> Tensor | None:
-        """Images [B, 3, H, W] in 0..1 on the CPU of tokens [B, L, d]; None without autoencoder."""
+        """Images [B, 3, H, W] in 0..1 of tokens [B, L, d]; None without autoencoder."""
         if self.vae is None:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale
         with self.precision.full():
             images = torch.cat([self.vae.decode(part) for part in latents.split(DECODE_BATCH)])
-        return images.add(1).div(2).clamp(0, 1).cpu()
+        return images.add(1).div(2).clamp(0, 1)
 
     def _tensor(self, values: list | np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)

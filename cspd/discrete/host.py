@@ -310,7 +310,7 @@ class VQHost:
         return self.codes[slots, : self.config.block_size], self.heat[slots, : self.config.block_size]
 
     def decode(self, codes: Tensor) -> Tensor | None:
-        """Images [B, 3, H, W] in 0..1 on the CPU of codes [B, L], resized as published; None without tokenizer."""
+        """Images [B, 3, H, W] in 0..1 of codes [B, L], resized as published; None without tokenizer."""
         tokenizer = self.models["tokenizer"]
         if tokenizer is None:
             return None
@@ -319,4 +319,4 @@ class VQHost:
         size = self.defaults.image_size
         if images.shape[-1] > size:
             images = functional.interpolate(images, (size, size), mode="bicubic")
-        return images.add(1).div(2).clamp(0, 1).cpu()
+        return images.add(1).div(2).clamp(0, 1)

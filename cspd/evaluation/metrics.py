@@ -229,13 +229,21 @@ def measure(
         found, logits = extracted or _extract(options)
         _check_width(reference, found, space)
         made = calculate_metrics(**options, **wanted) if any(wanted.values()) else {}
-    if "inception_score" not in missing:
-        made |= isc_features_to_metric(logits)
-    if "fid" not in missing and reference.statistics:
-        own = {name: value.astype(np.float64) for name, value in fid_features_to_statistics(found).items()}
-        made |= fid_statistics_to_metric(own, reference.statistics, verbose=False)
     values = {name: made.get(key) for name, key in KEYS.items()}
+    quick = [name for name in ("inception_score", "fid") if name not in missing and not wanted.get(name)]
+    values |= of_features(found, logits, quick, reference)
     values["accuracy"] = None
     if "accuracy" not in missing:
         values["accuracy"] = (logits.argmax(1) == torch.tensor(labels)).float().mean().item()
     return {"num": len(images)} | values | {"missing": missing}
+
+
+def of_features(features: Tensor, logits: Tensor, names: Sequence[str], reference: Reference | None) -> dict:
+    """Those of "fid" (against a reference's statistics) and "inception_score" (and its "_std") that `names` has."""
+    made = {}
+    if "inception_score" in names:
+        made |= isc_features_to_metric(logits)
+    if "fid" in names:
+        own = {name: value.astype(np.float64) for name, value in fid_features_to_statistics(features).items()}
+        made |= fid_statistics_to_metric(own, reference.statistics, verbose=False)
+    return {name: made[key] for name, key in KEYS.items() if key in made}

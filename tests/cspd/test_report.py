@@ -25,7 +25,7 @@ def spread(*values):
 
 def row(name, **values):
     empty = dict.fromkeys(column.key for column in report.COLUMNS) | dict.fromkeys(
-        f"{key}_error" for key in ("bound", "accuracy", "fid")
+        f"{key}_ci95" for key in ("bound", "accuracy", "fid", "inception_score")
     )
     speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
     own = {"name": name, "method": name.split(":")[0], "guarantee": "exact", "seconds": [1.0, 2.0, 3.0]}
@@ -36,9 +36,9 @@ def row(name, **values):
 def made():
     """A report with everything that can be in one, and images: row r's i-th is of one colour, (20 r, 10 i, 99)."""
     rows = [
-        row("ar", accuracy=0.5, fid=9.5, fid_error=0.125),
+        row("ar", accuracy=0.5, fid=9.5, fid_ci95=0.125),
         row("speculative", speed_up=spread(1.5, 2.25, 2.5), p_value=0.004, alpha=0.75, accuracy=0.75, fid=9.25),
-        row("cool-sd:delta=2", guarantee="bounded", bound=0.25, bound_error=0.01, accuracy=1.0, fid=9.0, p_value=0.5),
+        row("cool-sd:delta=2", guarantee="bounded", bound=0.25, bound_ci95=0.01, accuracy=1.0, fid=9.0, p_value=0.5),
         row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
     ]
     content = {
@@ -98,7 +98,7 @@ def test_all_forms_say_the_same(made, tmp_path):
     lines = list(csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())))
     assert [line["name"] for line in lines] == [each["name"] for each in content["rows"]]
     for line, each in zip(lines, content["rows"]):
-        for key in ("accuracy", "fid", "p_value", "alpha", "bound", "bound_error", "peak_bytes"):
+        for key in ("accuracy", "fid", "p_value", "alpha", "bound", "bound_ci95", "peak_bytes"):
             assert line[key] == ("" if each[key] is None else str(each[key]))
         assert [float(line[f"speed_up{end}"]) for end in ("_least", "", "_most")] == list(each["speed_up"].values())
         assert json.loads(line["seconds"]) == each["seconds"]
@@ -175,7 +175,7 @@ def test_points_are_where_they_were_measured(made):
         ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None),
         ("a|b <i>&", 1.0, 0.25, "cspd", (1.0, 1.0), None),
     ]
-    assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_error == 0.125
+    assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_half == 0.125
     for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):
         each["step_compression"] = codes
     panels = page._panels(made[0])

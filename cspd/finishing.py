@@ -1,0 +1,77 @@
+"""From finished sequences to outputs: images are decoded beside the next rounds where the device can do both."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cspd.continuous.host import MARHost
+from cspd.discrete.host import VQHost
+from cspd.precision import Stopwatch
+from cspd.sequence import Output, Sequence
+
+AHEAD = 4  # batches of images that may be under way, before a round waits for the oldest
+
+
+class _Batch(NamedTuple):
+    """What is being decoded: on a GPU nothing here may be read, or freed, before `watch` is past it."""
+
+    sequences: list[Sequence]
+    tokens: Tensor
+    heat: Tensor
+    images: Tensor | None
+    watch: Stopwatch
+
+
+class Finisher:
+    """Outputs of finished sequences, in the order in which they finished.
+
+    On a GPU images are decoded on a stream of their own, so that rounds, which wait for their small kernels more than
+    they compute, go on meanwhile. On a CPU, all of whose cores a round uses, they are decoded at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._batches: deque[_Batch] = deque()
+
+    def add(self, host: MARHost | VQHost, sequences: list[Sequence]) -> None:
+        """Begins to decode sequences, whose slots are free afterwards."""
+        tokens, heat = host.results(sequences)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            watch = Stopwatch(self.device)
+            watch.start("decode")
+            images = host.decode(tokens)
+            watch.start("other")
+        self._batches.append(_Batch(sequences, tokens, heat, images, watch))
+
+    def ready(self, wait: bool) -> dict[int, Output]:
+        """The outputs that are there, by ticket; all that there will be, if told to `wait`."""
+        outputs: dict[int, Output] = {}
+        while self._batches and (wait or len(self._batches) > AHEAD or self._batches[0].watch.is_past()):
+            outputs |= _outputs(self._batches.popleft())
+        return outputs
+
+    def clear(self) -> None:
+        """Forgets what is being decoded."""
+        if self._stream:
+            self._stream.synchronize()  # it still uses what is freed here
+        self._batches.clear()
+
+
+def _outputs(batch: _Batch) -> dict[int, Output]:
+    spent = batch.watch.seconds()["decode"]  # waits for the images
+    tokens, heat = batch.tokens.cpu(), batch.heat.cpu()
+    images = [None] * len(tokens) if batch.images is None else batch.images.cpu()
+    made = {}
+    with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
+        for sequence, *of_one in zip(batch.sequences, tokens, images, heat):
+            sequence.stats.seconds["decode"] += spent
+            copies = [None if each is None else each.clone() for each in of_one]
+            made[sequence.ticket] = Output(sequence.request, *copies, sequence.stats)
+    return made

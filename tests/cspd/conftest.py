@@ -1,0 +1,24 @@
+"""What tests of the command line and of comparisons share."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from comparisons import run
+
+import cspd
+
+
+@pytest.fixture(scope="session")
+def comparison(tmp_path_factory):
+    """A finished comparison: its folder and its report."""
+    out = tmp_path_factory.mktemp("comparison")
+    assert run(out) == 0
+    return out, json.loads((out / "comparison.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.fixture(scope="session")
+def digits():
+    """An engine of the embedded MAR pair."""
+    return cspd.load("digits32", max_batch=8, device="cpu")

@@ -1,0 +1,63 @@
+"""Images that take their time: rounds go on meanwhile, and no output is lost or another's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cspd import Engine, MARModels, Request
+from cspd.finishing import AHEAD
+from cspd.precision import Stopwatch
+from mar.registry import create_vae
+
+REQUESTS = [Request(label=i % 10, seed=i, method="ar", num_iter=1 + i % 5, num_sampling_steps=2) for i in range(14)]
+
+
+@pytest.fixture
+def engine(small_mar):
+    torch.manual_seed(0)
+    return Engine(MARModels(small_mar, vae=create_vae("kl_digits32")), max_batch=2, device="cpu")
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A device that never has an image before one waits for it."""
+    monkeypatch.setattr(Stopwatch, "is_past", lambda self: False)
+
+
+def run(engine):
+    """(request, output) of all requests as they are handed out, and how many there were after each step."""
+    index_of = {engine.add_request(request): index for index, request in enumerate(REQUESTS)}
+    made, counts = [], []
+    while len(engine.scheduler):
+        made += [(index_of[ticket], output) for ticket, output in engine.step().items()]
+        counts.append(len(made))
+    return made, counts
+
+
+def test_images_come_later_and_none_is_lost(engine, monkeypatch):
+    prompt, at_once = run(engine)
+    monkeypatch.setattr(Stopwatch, "is_past", lambda self: False)
+    late, later = run(engine)
+    assert len(at_once) == len(later)  # rounds: none waited
+    assert later[-1] == len(REQUESTS) and all(a >= b for a, b in zip(at_once, later))
+    assert max(a - b for a, b in zip(at_once, later)) >= AHEAD
+    for (index, output), (expected_index, expected) in zip(late, prompt):
+        assert index == expected_index
+        assert torch.equal(output.image, expected.image) and torch.equal(output.tokens, expected.tokens)
+        assert output.stats.seconds["decode"] > 0
+
+
+def test_few_are_under_way(engine, slow):
+    for request in REQUESTS:
+        engine.add_request(request)
+    while len(engine.scheduler):
+        engine.step()
+        assert len(engine._finisher._batches) <= AHEAD
+
+
+def test_a_stream_that_is_left_leaves_nothing(engine, slow):
+    stream = engine.stream(REQUESTS)
+    next(stream)
+    stream.close()
+    assert sorted(index for index, _ in engine.stream(REQUESTS[:3])) == [0, 1, 2]

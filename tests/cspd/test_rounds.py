@@ -1,0 +1,191 @@
+"""A comparison's images: who makes which and when, what is kept, and going on after a stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from comparisons import BATCH, METHOD_NAMES, NAMES, QUICK, SEED, images_of, run
+
+import cspd
+from cspd import rounds
+from cspd.cli import main
+from cspd.compare import compare
+from cspd.sampling import differences
+from cspd.study import Configuration
+
+
+def test_configurations_take_turns(digits, tmp_path, monkeypatch):
+    order = []
+    generate = cspd.Engine.generate
+
+    def watched(self, requests, progress=False):
+        order.append((requests[0].cfg, [r.seed for r in requests]))
+        return generate(self, requests, progress)
+
+    monkeypatch.setattr(cspd.Engine, "generate", watched)
+    quick = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
+    small = digits.with_slots(2)
+    rows = [Configuration(str(cfg), cspd.Request(0, cfg=cfg, **quick), small) for cfg in (1.0, 2.0, 3.0)]
+    compare(rows, [1], 5, tmp_path, progress=False)
+    assert order == [
+        *[(cfg, [0, 1]) for cfg in (1.0, 2.0, 3.0) for _ in ("to warm up", "timed")],
+        *[(cfg, [2, 3]) for cfg in (2.0, 3.0, 1.0)],
+        *[(cfg, [4]) for cfg in (3.0, 1.0, 2.0)],
+    ]
+
+
+def test_a_killed_run_goes_on(comparison, tmp_path):
+    """What it ends with is what a run that nothing happened to has."""
+    out, num = tmp_path / "killed", 2 * BATCH
+    arguments = ["--methods", METHOD_NAMES, "--num", str(num), "--max-batch", str(BATCH), "--seed", str(SEED)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "cspd.cli", "compare", *QUICK, *arguments, "--out", str(out)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.time() + 120
+    while len(list(out.glob("chunks/*.npz"))) < 3 and time.time() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("chunks/*.npz")}
+    assert 3 <= len(kept) < 2 * len(NAMES) and not (out / "comparison.json").exists()
+
+    assert run(out, num=num) == 0
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    for row in range(len(NAMES)):
+        again, whole = images_of(out, row).astype(int), images_of(comparison[0], row)[:num].astype(int)
+        assert np.abs(again - whole).max() <= 1
+
+
+def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
+    def stop(row, requests):
+        if any((tmp_path / "chunks").glob("*.npz")):
+            raise KeyboardInterrupt
+        return timed(row, requests)
+
+    timed = rounds._timed
+    monkeypatch.setattr(rounds, "_timed", stop)
+    few = ["--num-iter", "64", "--num-sampling-steps", "2", "--num", "2", "--max-batch", "1", "--out", str(tmp_path)]
+    assert main(["compare", "--methods", "ar", *few]) == 130
+    assert "the same command goes on from here" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "chunks").iterdir()] == ["00-00000.npz"]
+
+
+def test_a_row_has_its_own_seeds(digits, tmp_path):
+    quick = {"method": "ar", "num_iter": 2, "num_sampling_steps": 5}
+    rows = [Configuration(str(seed), cspd.Request(0, **quick), digits, seed=seed) for seed in (None, 5)]
+    _, (made, other) = compare(rows, [1], 6, tmp_path, seed=3, progress=False)  # seeds 3-8 and 5-10
+    assert np.abs(made[2:].astype(int) - other[:4]).max() <= 1 < np.abs(made.astype(int) - other).max()
+    again = [rows[0], dataclasses.replace(rows[1], seed=6)]
+    with pytest.raises(ValueError, match=r"configurations\.5\.seed was 5, now 6"):
+        compare(again, [1], 6, tmp_path, seed=3, progress=False)
+
+
+def test_half_a_chunk_is_none(digits, tmp_path, monkeypatch):
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        assert str(os.getpid()) in file.name  # no other process writes it
+        raise OSError(28, "No space left on device")
+
+    quick = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
+    monkeypatch.setattr(np, "savez", full_disk)
+    with pytest.raises(OSError, match=r"00-00000.npz cannot be written \(No space left.*make room"):
+        compare([Configuration("ar", cspd.Request(0, **quick), digits)], [0], 2, tmp_path, progress=False)
+    assert not list(tmp_path.glob("chunks/*"))
+
+
+def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path):
+    small = digits.with_slots(4)
+    compiled = cspd.load("digits32", max_batch=4, device="cpu", compiled=True)
+
+    def again(num, names=("a", "b"), labels=range(10), seed=0, overwrite=False, engine=small, **changes):
+        asked = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2, "cfg": 1.0} | changes
+        rows = [Configuration(name, cspd.Request(0, **asked), engine) for name in names]
+        return compare(rows, labels, num, tmp_path, seed=seed, overwrite=overwrite, progress=False)
+
+    def stamps():
+        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("chunks/*")}
+
+    again(8)
+    before = stamps()
+    assert len(before) == 4
+    again(10)
+    assert len(stamps()) == 6 and stamps().items() > before.items()
+    _, (images, _) = again(12)  # the last chunk had two images
+    assert len(stamps()) == 6 and stamps().items() > before.items() and len(images) == 12
+    for changes, named in [
+        ({"cfg": 2.0}, "configurations.a.request.cfg was 1.0, now 2.0; configurations.b.request.cfg"),
+        ({"engine": compiled}, "machine.compiled was false, now true"),
+        ({"seed": 4}, "seed was 0, now 4"),
+        ({"labels": [1, 2]}, "labels was [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], now [1, 2]"),
+        ({"names": ("b", "a")}, 'order was ["a", "b"], now ["b", "a"]'),
+        ({"names": ("a",)}, "configurations.b was something, now nothing"),
+    ]:
+        with pytest.raises(ValueError, match=r"another run.*--overwrite") as error:
+            again(10, **changes)
+        assert named in str(error.value)
+    assert len(stamps()) == 6
+    (tmp_path / "comparison.csv").write_text("of the old run")
+    _, (images, _) = again(3, cfg=2.0, overwrite=True)
+    assert len(stamps()) == 2 and {path.name for path in tmp_path.iterdir()} == {"chunks", "run.json"}
+    for damaged in (b"half", b"", npy()):
+        (tmp_path / "chunks" / "00-00000.npz").write_bytes(damaged)
+        assert (again(3, cfg=2.0)[1][0] == images).all() and len(images) == 3
+    record = tmp_path / "run.json"
+    whole = record.read_text()
+    for text, told in (
+        ("{", "cannot be read"),
+        ("[1]", "cannot be read"),
+        (whole.replace("cspd.rounds/", "cspd.rounds/0"), "schema was"),
+    ):
+        record.write_text(text)
+        with pytest.raises(ValueError, match=told):
+            again(3, cfg=2.0)
+    record.unlink()
+    with pytest.raises(ValueError, match=r"images without a run\.json.*--overwrite"):
+        again(3, cfg=2.0)
+    assert len(stamps()) == 2 and not record.exists()
+
+
+def npy():
+    """A file that numpy reads, but as no archive."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    return buffer.getvalue()
+
+
+def test_a_draft_and_its_file_are_told_apart(digits, tmp_path):
+    quick = {"gamma": 32, "prefill": 0.9, "num_iter": 1, "num_sampling_steps": 3}
+
+    def again(draft):
+        request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
+        row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
+        rounds.run_rounds([row], [0], 1, 0, tmp_path, progress=False)
+
+    again("frozen")
+    with pytest.raises(ValueError, match=r'a\.request\.draft was "frozen", now "calibrated"'):
+        again("calibrated")
+
+
+def test_of_a_long_path_the_end_is_shown():
+    old, new = ({"file": f"/home/someone/{'models/' * 12}{name}.safetensors"} for name in ("small", "large"))
+    (told,) = differences(old, new)
+    assert "small.safetensors" in told and "large.safetensors" in told and "of them" not in told
+    (told,) = differences({"labels": list(range(1000))}, {"labels": [1]})
+    assert "(1000 of them), now [1]" in told and len(told) < 100
+
+
+def test_an_open_window_is_chosen_once(digits, tmp_path, monkeypatch):
+    quick = {"method": "speculative", "num_iter": 2, "num_sampling_steps": 5}
+    row = Configuration("speculative", cspd.Request(0, **quick), digits)
+    for window in (3, 2):  # this machine changes its mind
+        monkeypatch.setattr(digits.hosts["MAR"].tuning, "window", lambda *args, window=window: window)
+        report, _ = compare([row], [0], 8 * window, tmp_path, progress=False)
+        assert report["rows"][0]["settings"]["window"] == 3

@@ -1,0 +1,212 @@
+"""What a comparison compares: rows and their baselines, sweeps, files, bad ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import cspd
+from cspd.cli import main
+from cspd.loading import checkpoint_files
+from cspd.study import REQUEST, baseline, configurations, expand, named_entries, read_study
+
+STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yaml"))
+
+
+def rows_of(text, digits, **common):
+    return configurations(named_entries(text), common, lambda models: digits)
+
+
+@pytest.mark.parametrize(
+    "asked, common, names",
+    [
+        ("speculative", {}, ["ar", "speculative"]),  # K = 64 is all the tokens there are
+        ("cspd,ar", {"num_iter": 64}, ["ar", "cspd"]),
+        ("speculative,ar:num_iter=64", {"num_iter": 8}, ["ar", "speculative", "ar:num_iter=64"]),
+        ("speculative:seed=9,ar:seed=9", {}, ["ar", "speculative:seed=9", "ar:seed=9"]),  # seeds are no law
+        ("ar:cfg=4,speculative:cfg=4", {}, ["ar", "ar:cfg=4", "speculative:cfg=4"]),
+        (
+            "speculative:num_iter=16,cspd:temperature=0.9:num_iter=16",
+            {},
+            [
+                "ar",
+                "ar:num_iter=16",
+                "ar:num_iter=16:temperature=0.9",
+                "speculative:num_iter=16",
+                "cspd:temperature=0.9:num_iter=16",
+            ],
+        ),
+    ],
+)
+def test_plain_sampling_is_added_for_all_settings(asked, common, names, digits):
+    rows = rows_of(asked, digits, **common)
+    assert [row.name for row in rows] == names
+    for row in rows:
+        base = baseline(row, rows)
+        assert base.request.method == "ar" and base.seed is None
+        settings = [dataclasses.replace(digits.check(r.request), method=None) for r in (base, row)]
+        for field in ("num_iter", "cfg", "temperature", "num_sampling_steps"):
+            assert getattr(settings[0], field) == getattr(settings[1], field)
+
+
+def test_models_of_a_row_are_its_own(digits):
+    other = cspd.load(checkpoint_files("digits32")["draft"], max_batch=8, device="cpu")
+    loaded = []
+
+    def load(models):
+        loaded.append(models)
+        return other if "small" in models.values() else digits
+
+    entries = [{"name": "small alone", "method": "ar", "checkpoint": "small"}, {"method": "cspd", "num_iter": 8}]
+    entries += [{"method": "speculative", "checkpoint": "small"}]
+    rows = configurations(entries, {"checkpoint": "digits32"}, load)
+    assert [row.name for row in rows] == [
+        "ar",
+        "ar:num_iter=8",
+        "small alone",
+        "cspd:num_iter=8",
+        "speculative:checkpoint=small",
+    ]
+    assert [row.engine is other for row in rows] == [False, False, True, False, True]
+    assert baseline(rows[4], rows) is rows[2]  # not the large model's
+    assert loaded == [{"checkpoint": "digits32"}, {"checkpoint": "small"}]
+
+
+@pytest.mark.parametrize("common", [{}, {"vae": "F"}])
+def test_the_first_entrys_models_are_no_other_rows(common, digits):
+    entries = [{"name": "small alone", "method": "ar", "checkpoint": "small"}, {"method": "speculative"}]
+    rows = configurations(entries, common, lambda models: digits)
+    assert [(row.name, row.models) for row in rows] == [
+        ("small alone", {"checkpoint": "small"} | common),
+        ("ar:checkpoint=digits32", {"checkpoint": "digits32"} | common),
+        ("speculative", {"checkpoint": "digits32"} | common),
+    ]
+    rows = configurations([{"method": "speculative", "checkpoint": "small"}], common, lambda models: digits)
+    assert [row.models for row in rows] == [{"checkpoint": "small"} | common] * 2
+
+
+def test_baselines_that_only_a_lack_tells_apart_have_names(digits):
+    entries = [{"method": "ar", "vae": "F"}, {"method": "speculative"}]
+    rows = configurations(entries, {}, lambda models: digits)
+    assert [row.name for row in rows] == ["ar:vae=F", "ar:vae=null", "speculative"]
+
+
+def study(tmp_path, text):
+    path = tmp_path / "study.yaml"
+    path.write_text(text, encoding="latin-1")
+    return path
+
+
+def test_lists_are_swept():
+    entry = {"method": "cspd", "gamma": [4, 8], "align": [True, False], "prefill": 0.1}
+    made = expand(entry)
+    assert [name for name, _ in made] == [
+        f"cspd:gamma={gamma}:align={align}:prefill=0.1" for gamma in (4, 8) for align in ("true", "false")
+    ]
+    assert made[2][1] == {"method": "cspd", "gamma": 8, "align": True, "prefill": 0.1}
+    for name, settings in made:  # the name asks for it again
+        assert named_entries(name) == [settings]
+    assert [name for name, _ in expand(entry | {"name": "a b"})] == [
+        "a b:gamma=4:align=true",
+        "a b:gamma=4:align=false",
+        "a b:gamma=8:align=true",
+        "a b:gamma=8:align=false",
+    ]
+
+
+def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
+    target = checkpoint_files("digits32")["target"]
+    path = study(
+        tmp_path,
+        "num: 3\nlabels: 4-5\nseed: 7\nmax_batch: 2\nnum_iter: 64\ncfg: 2\nnum_sampling_steps: 50\n"
+        "configurations:\n  - {method: ar, cfg: [2, 1]}\n"
+        "  - {name: its own, method: cspd, gamma: 32, prefill: 0.9, draft_checkpoint: " + f"{target}}}\n",
+    )
+    out = tmp_path / "out"
+    assert main(["compare", "--config", str(path), "--out", str(out), "--num", "1", "--num-sampling-steps", "2"]) == 0
+    report = json.loads((out / "comparison.json").read_text())
+    files = json.loads((out / "run.json").read_text())["settings"]["configurations"]["its own"]["files"]
+    assert files["draft"] == files["target"]  # the target drafts for itself
+    assert [row["name"] for row in report["rows"]] == ["ar:cfg=2", "ar:cfg=1", "its own"]
+    assert (report["images"], report["labels"], report["first_seed"], report["max_batch"]) == (1, [4, 5], 7, 2)
+    settings = [row["settings"] for row in report["rows"]]
+    assert [each["cfg"] for each in settings] == [2, 1, 2]
+    assert [(each["num_iter"], each["num_sampling_steps"]) for each in settings] == [(64, 2)] * 3
+    assert "8 images or more" in report["missing"]["p_value"]
+
+
+def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
+    files = checkpoint_files("digits32")
+    text = "num: 1\nmax_batch: 1\ncfg: 1\nnum_iter: 64\nnum_sampling_steps: 2\nconfigurations:\n"
+    text += f"  - {{name: small, method: ar, checkpoint: {files['draft']}}}\n  - {{name: large, method: ar}}\n"
+    assert main(["compare", "--config", str(study(tmp_path, text)), "--out", str(tmp_path / "out")]) == 0
+    asked = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["configurations"]
+    targets = {name: Path(each["files"]["target"]["file"]).name for name, each in asked.items()}
+    assert targets == {"small": files["draft"].name, "large": files["target"].name}
+
+
+@pytest.mark.parametrize(
+    "text, hint",
+    [
+        ("nums: 3\nconfigurations: [{method: ar}]", "nums at the top is unknown: choose of num, labels"),
+        ("configurations: [{method: ar}, {method: cspd, gama: 3}]", "gama in configuration 2 is unknown"),
+        ("configurations: [{method: ar, num: 3}]", "num in configuration 1 is unknown"),
+        ("num: 3", "a list 'configurations'"),
+        ("configurations: []", "a list 'configurations'"),
+        ("configurations: [ar]", "a list 'configurations'"),
+        ("- 3", "a list 'configurations'"),
+        ("configurations: [{method: ar}", "is no YAML"),
+        ("configurations: [{method: ar, name: \xe9}]", "study.yaml is no YAML: 'utf-8' codec"),
+        ("gamma: [4, 8]\nconfigurations: [{method: cspd}]", "gamma is a list at the top"),
+        ("labels: a-b\nconfigurations: [{method: ar}]", "labels: 'a-b' is no list of numbers"),
+        ("num: 0\nconfigurations: [{method: ar}]", "num=0 is outside 1.."),
+        ("num: many\nconfigurations: [{method: ar}]", "num='many' is not an integer"),
+        ("configurations: [{gamma: 3}]", "method=None is unknown: choose one of ar, speculative"),
+        ("configurations: [{method: arr}]", "method='arr' is unknown"),
+        ("configurations: [{method: ar, gamma: 3}]", "ar:gamma=3: gamma=3 is no option of 'ar'"),
+        ("configurations: [{method: ar, seed: -1}]", "ar:seed=-1: seed=-1 is outside 0.."),
+        ("configurations: [{method: ar, cfg: high}]", "ar:cfg=high: cfg='high' is not a finite number"),
+        ("configurations: [{method: cspd}, {method: cspd}]", "two configurations are called 'cspd'"),
+        ("configurations: [{method: ar, checkpoint: nowhere}]", "nowhere: no checkpoint there"),
+    ],
+)
+def test_bad_studies_are_refused_in_one_line(text, hint, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["compare", "--config", str(study(tmp_path, text)), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert hint in error and error.startswith("cspd: ") and error.count("\n") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["--config", "x.yaml", "--methods", "ar"], "give one of them"),
+        (["--methods", "ar:gamma"], "write it like delta=1.5"),
+        (["--methods", "ar:label=3"], "'label=3' in 'ar:label=3' is no option"),
+        (["--ref", "nowhere.npz"], "nowhere.npz"),
+        (["--weights", "nowhere.pth"], "nowhere.pth"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(arguments, hint, tmp_path, capsys):
+    assert main(["compare", "--out", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert hint in error and error.startswith("cspd: ") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_published_studies_are_comparisons_of_the_embedded_models():
+    assert len(STUDIES) == 11
+    engines = {}
+    for path in STUDIES:
+        common, entries = read_study(path)
+        name = common.pop("checkpoint", "digits32")
+        if name not in engines:
+            engines[name] = cspd.load(name, max_batch=2, device="cpu")
+        settings = {key: value for key, value in common.items() if key in REQUEST}
+        rows = configurations(entries, settings, lambda models, name=name: engines[name])
+        assert len(rows) >= len(entries) and rows[0].request.method == "ar"
+        assert f"--config scripts/studies/{path.name}" in path.read_text()
