@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from cspd.plots import Point, seed_grid, speed_quality
+from cspd.records import write_json
 from cspd.report import Column, cell, columns, csv_table, markdown, notes, value_of
-from cspd.sampling import write_json
 
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cspd.machine import describe, peak_bytes, reset_peak
 from cspd.plots import to_pil
-from cspd.sampling import differences, publishing, write_json
+from cspd.records import differences, earlier_record, make_folder, publishing, refuse_other, write_json
 from cspd.sequence import Output, Request
 from cspd.study import Configuration
 
@@ -24,7 +24,6 @@ SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
 CHUNKS = "chunks"
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
-SHOWN = 3  # differences that an error names
 
 
 class Chunk(NamedTuple):
@@ -97,24 +96,11 @@ def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
         for pattern in (f"{CHUNKS}/[0-9]*", "comparison.*", "speed_quality.png", "report.html", RECORD):
             for old in out.glob(pattern):
                 old.unlink()
-    (out / CHUNKS).mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        if any((out / CHUNKS).glob("*.npz")):
-            raise ValueError(f"{out} holds images without a {RECORD}: give another --out, or --overwrite")
-        return {}
-    try:
-        record = json.loads(path.read_text())
-        windows, old = record["windows"], {"schema": record["schema"], **record["settings"]}
-        changes = differences(old, json.loads(json.dumps({"schema": SCHEMA} | settings)))
-    except (KeyError, TypeError, ValueError):
-        changes = [f"{path} cannot be read"]
-    if changes:
-        more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-        raise ValueError(
-            f"{out} holds another run ({'; '.join(changes[:SHOWN])}{more}): give another --out, or --overwrite to"
-            " replace it"
-        )
-    return windows
+    earlier = earlier_record(path, SCHEMA, f"{CHUNKS}/*.npz")
+    if earlier:
+        refuse_other(out, differences(earlier["settings"], json.loads(json.dumps(settings))))
+    make_folder(out / CHUNKS)
+    return earlier["windows"] if earlier else {}
 
 
 def _run(
@@ -157,13 +143,8 @@ def _cost(output: Output) -> dict:
 def _write(path: Path, chunk: Chunk) -> None:
     """Atomically: a run that is cut off leaves no half file. `arr_0` are the images, as ADM's evaluator reads them."""
     rest = json.dumps(chunk._asdict() | {"images": None})
-    try:
-        with publishing(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, arr_0=chunk.images, chunk=np.frombuffer(rest.encode(), np.uint8))
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): make room, then the same command goes on from here"
-        ) from error
+    with publishing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, arr_0=chunk.images, chunk=np.frombuffer(rest.encode(), np.uint8))
 
 
 def _read(path: Path, num: int) -> Chunk | None:

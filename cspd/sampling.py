@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
-import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from cspd.engine import Engine
 from cspd.plots import grid, heat_grid, to_pil
+from cspd.records import differences, earlier_record, make_folder, refuse_other, write_json
 from cspd.sequence import PHASES, Request
 
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
+PICTURES = "[0-9]*_label*_seed*.png"
 SAVE_SECONDS = 30  # between records of a long run; one that is interrupted is recorded too
 GRID_LIMIT = 400  # images in the grid, at most
-
-
-@contextlib.contextmanager
-def publishing(path: Path, new: bool = False) -> Iterator[Path]:
-    """A file to write, of this process alone, that becomes `path` once it is whole, and is gone if it fails.
-
-    Raises:
-        FileExistsError: it was to be `new`, and another process was quicker.
-    """
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        yield temporary
-        if new:
-            _link(temporary, path)
-        else:
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _link(old: Path, new: Path) -> None:
-    try:
-        os.link(old, new)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links: the next best
-        os.replace(old, new)
-
-
-def write_json(path: Path, content: dict, new: bool = False) -> None:
-    """Writes as in `publishing`, so that a run cut off leaves the old file or the new one."""
-    with publishing(path, new) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def differences(old: dict, new: dict, where: str = "") -> list[str]:
-    """What differs between two nested settings, in words: ["request.cfg was 1.0, now 2.0"]."""
-    found = []
-    for key in [*old, *(key for key in new if key not in old)]:
-        before, now, place = old.get(key), new.get(key), f"{where}{key}"
-        if isinstance(before, dict) and isinstance(now, dict):
-            found += differences(before, now, f"{place}.")
-        elif before != now:
-            found.append(f"{place} was {_shown(before)}, now {_shown(now)}")
-    return found
-
-
-def _shown(value: object) -> str:
-    text = "nothing" if value is None else "something" if isinstance(value, dict) else json.dumps(value)
-    is_long = isinstance(value, list) and len(text) > 60  # of a path the end tells
-    return f"{text[:40]} ... ({len(value)} of them)" if is_long else text
 
 
 def sample_to_folder(
@@ -102,15 +51,13 @@ def sample_to_folder(
     ]
     names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
-    out.mkdir(parents=True, exist_ok=True)
     if overwrite:
-        for path in (
-            *out.glob("[0-9]*_label*_seed*.png"),
-            *(out / name for name in (RECORD, "grid.png", "heatmap.png")),
-        ):
+        for path in (*out.glob(PICTURES), *(out / name for name in (RECORD, "grid.png", "heatmap.png"))):
             path.unlink(missing_ok=True)
-    if (out / RECORD).exists():
-        record = _resume(out, record, requests, names)
+    earlier = earlier_record(out / RECORD, SCHEMA, PICTURES)
+    if earlier:
+        record["images"] = _kept(out, earlier, record, requests, names)
+    make_folder(out)
     write_json(out / RECORD, record)  # claims the folder before the first picture
     done = {image["index"] for image in record["images"]}
     todo = [i for i in range(len(requests)) if i not in done]
@@ -176,22 +123,14 @@ def _same_windows(engine: Engine, out: Path, requests: Sequence[Request]) -> lis
     return kept if same else list(requests)
 
 
-def _resume(out: Path, fresh: dict, requests: Sequence[Request], names: list[str]) -> dict:
-    """The record of an earlier, equal run, without the images that are gone."""
-    try:
-        old = json.loads((out / RECORD).read_text())
-        changes = differences(old | {"images": None, "summary": None}, fresh | {"images": None})
-        for image in old["images"]:  # those of the first that differs: mostly all differ alike
-            changes = changes or differences(image["request"], dataclasses.asdict(requests[image["index"]]))
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-        changes = [f"its {RECORD} cannot be read"]
-    if changes:
-        raise ValueError(
-            f"{out} holds another run ({'; '.join(changes)}): give its settings, another --out, or --overwrite to"
-            " replace it"
-        )
-    kept = [image for image in old["images"] if (out / names[image["index"]]).is_file()]
-    return fresh | {"images": kept}
+def _kept(out: Path, earlier: dict, record: dict, requests: Sequence[Request], names: list[str]) -> list[dict]:
+    """What an earlier run's record has of the images that are still there. Raises ValueError if it was another run."""
+    changes = differences(earlier | {"images": None, "summary": None}, record | {"images": None})
+    for image in earlier["images"]:  # those of the first that differs: mostly all differ alike
+        if not changes:
+            changes = differences(image["request"], dataclasses.asdict(requests[image["index"]]))
+    refuse_other(out, changes)
+    return [image for image in earlier["images"] if (out / names[image["index"]]).is_file()]
 
 
 def summary_of(stats: Sequence[dict], made: int, seconds: float) -> dict:

@@ -14,7 +14,7 @@ from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
 from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of
 from cspd.plots import Point, speed_quality
-from cspd.sampling import write_json
+from cspd.records import write_json
 
 
 def add(commands: argparse._SubParsersAction) -> None:

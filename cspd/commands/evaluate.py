@@ -31,7 +31,7 @@ from cspd.options import (
     run_settings,
 )
 from cspd.plots import grid, to_pil
-from cspd.sampling import write_json
+from cspd.records import write_json
 from cspd.sequence import Request
 
 SCHEMA = "cspd.evaluation/1"

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from torch_fidelity.datasets import ImagesPathDataset
 
 from cspd.plots import to_uint8
-from cspd.sampling import publishing
+from cspd.records import publishing
 
 OVERVIEWS = {"grid.png", "heatmap.png"}  # what our commands write beside images
 
@@ -77,17 +77,13 @@ def check_npz(path: Path) -> None:
 def export_npz(images: Dataset, path: Path) -> None:
     """Writes a data set as ADM's evaluator reads it: an .npz, not compressed, of arr_0 uint8 [N, H, W, 3].
 
-    Image by image: 50,000 of 256x256 are 10 GB. Raises OSError saying what to do where it cannot be written.
+    Image by image: 50,000 of 256x256 are 10 GB. Raises OSError as `publishing`.
     """
     check_npz(path)
     height, width = images[0].shape[1:]
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), height, width, 3)}
-    try:
-        with publishing(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
-            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for index in range(len(images)):
-                    file.write(images[index].permute(1, 2, 0).numpy().tobytes())
-    except OSError as error:
-        reason = error.strerror or error
-        raise OSError(f"{path} cannot be written ({reason}): make room, then the same command writes it") from error
+    with publishing(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for index in range(len(images)):
+                file.write(images[index].permute(1, 2, 0).numpy().tobytes())

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cspd.plots import to_uint8
-from cspd.sampling import differences, publishing, write_json
+from cspd.records import differences, earlier_record, make_folder, publishing, refuse_other, write_json
 from cspd.sequence import Output
 
 SCHEMA = "cspd.shards/1"
@@ -83,21 +83,15 @@ class Shards(Dataset):
         return [label for shard in range(self.count) for label in self.read(shard, "labels").tolist()]
 
     def write(self, shard: int, outputs: Sequence[Output]) -> None:
-        """Writes a file of all its images, in order. Raises OSError saying what to do where it cannot be written."""
+        """Writes a file of all its images, in order. Raises OSError as `publishing`."""
         arrays = {
             "images": np.stack([to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]),
             "labels": np.array([output.request.label for output in outputs]),
             "seeds": np.array([output.request.seed for output in outputs]),
             "stats": np.array(json.dumps([_short(output.stats.to_dict()) for output in outputs])),
         }
-        try:
-            with publishing(self.path(shard)) as temporary, open(temporary, "wb") as file:
-                np.savez(file, **arrays)
-        except OSError as error:
-            raise OSError(
-                f"{self.path(shard)} cannot be written ({error.strerror or error}): make room, then the same command"
-                " goes on from here"
-            ) from error
+        with publishing(self.path(shard)) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **arrays)
 
     def missing(self) -> list[int]:
         """The files still to be made; damaged ones and the halves of processes that are gone are removed."""
@@ -122,43 +116,22 @@ class Shards(Dataset):
         return all(len(arrays[name]) == len(self.indices(shard)) for name in ("images", "labels", "seeds"))
 
     def earlier(self) -> dict | None:
-        """The manifest that is there. Raises ValueError saying what to do where it is none of ours."""
-        path = self.folder / MANIFEST
-        try:
-            manifest = json.loads(path.read_text())
-        except FileNotFoundError:
-            return None
-        except NotADirectoryError:
-            raise ValueError(f"{self.folder} is a file: give another --out") from None
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): give --overwrite, or another --out") from None
-        if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-            raise ValueError(f"{path} is no manifest of this version's evaluations: give another --out, or --overwrite")
-        return manifest
+        """The manifest that is there. Raises ValueError as `earlier_record`."""
+        return earlier_record(self.folder / MANIFEST, SCHEMA, "[0-9]*.npz")
 
     def claim(self, manifest: dict) -> None:
         """Makes the folder this run's, or finds that it is.
 
         Raises:
-            ValueError: it holds a run of other settings; the message has them one by one.
-            OSError: it cannot be written.
+            ValueError: it holds a run of other settings, which are named. OSError: it cannot be written.
         """
         earlier = self.earlier()
         if earlier is None:
-            if self.there():
-                raise ValueError(f"{self.folder} holds images without a {MANIFEST}: give another --out, or --overwrite")
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
+            with contextlib.suppress(FileExistsError):  # another run was quicker: the same, or refused below
                 write_json(self.folder / MANIFEST, manifest, new=True)
-            except OSError as error:
-                if not (self.folder / MANIFEST).exists():  # else another run was quicker
-                    raise OSError(f"{self.folder} cannot be written ({error.strerror}): give another --out") from error
             earlier = self.earlier()
-        if earlier != manifest:
-            changed = "; ".join(differences(earlier, manifest))
-            raise ValueError(
-                f"{self.folder} holds another run ({changed}): give its settings, --overwrite, or another --out"
-            )
+        refuse_other(self.folder, differences(earlier, manifest))
 
     def clear(self) -> None:
         """Removes a run's files and its report; the manifest last, without which images are no one's."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cspd import sampling
+from cspd import records, sampling
 from cspd.cli import main
 from cspd.loading import checkpoint_files
 from cspd.options import number_list
@@ -109,9 +109,9 @@ def test_a_damaged_record_is_not_taken_over(tmp_path, capsys):
 def test_a_record_is_written_beside_another_processes_half(tmp_path):
     (tmp_path / "a.tmp").write_text("half")
     (tmp_path / f"a.{os.getpid() + 1}.tmp").write_text("half")
-    sampling.write_json(tmp_path / "a.json", {"a": 1})
+    records.write_json(tmp_path / "a.json", {"a": 1})
     with pytest.raises(TypeError):
-        sampling.write_json(tmp_path / "a.json", {"a": {1}})
+        records.write_json(tmp_path / "a.json", {"a": {1}})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
     assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["half", "half"]
 

@@ -312,11 +312,11 @@ def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):
     assert len(Shards(tmp_path, 3).labels()) == 3
     (tmp_path / "manifest.json").write_text("{")
     assert evaluate(tmp_path, num=3) == 2
-    assert "is damaged" in capsys.readouterr().err
+    assert "cannot be read" in capsys.readouterr().err
     for foreign in ("[]", '{"name": "an app", "request": []}'):
         (tmp_path / "manifest.json").write_text(foreign)
         assert evaluate(tmp_path, num=3) == 2
-        assert "is no manifest" in capsys.readouterr().err
+        assert "another version" in capsys.readouterr().err
 
 
 def test_overwriting_with_a_bad_setting_keeps_the_old_run(whole, capsys):
@@ -394,7 +394,7 @@ def test_a_disk_that_is_full_is_said_in_a_line_and_the_run_goes_on_later(tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("cspd: ") and "cannot be written (File too large)" in error
-    assert "make room, then the same command goes on" in error
+    assert "make room" in error and "the same command goes on" in error
     assert set(stamps(tmp_path)) <= {"00002.npz"}  # the short one may fit
     assert not list(tmp_path.glob("*.tmp"))
     assert evaluate(tmp_path, num=40) == 0

@@ -18,7 +18,7 @@ import cspd
 from cspd import rounds
 from cspd.cli import main
 from cspd.compare import compare
-from cspd.sampling import differences
+from cspd.records import differences
 from cspd.study import Configuration
 
 
@@ -142,8 +142,8 @@ def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path):
     whole = record.read_text()
     for text, told in (
         ("{", "cannot be read"),
-        ("[1]", "cannot be read"),
-        (whole.replace("cspd.rounds/", "cspd.rounds/0"), "schema was"),
+        ("[1]", "no record of ours"),
+        (whole.replace("cspd.rounds/", "cspd.rounds/0"), "another version"),
     ):
         record.write_text(text)
         with pytest.raises(ValueError, match=told):
