@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_fidelity.metric_fid import fid_features_to_statistics
+from tqdm import tqdm
 
 import cspd
 from cspd.evaluation import metrics
@@ -67,11 +68,11 @@ def compare(
     report |= {"max_batch": rows[0].engine.num_slots, "rounds": len(chunks[0]), "machine": describe(rows[0].engine)}
     report |= {"versions": _versions(), "baseline": rows[0].name, "space": space}
     report |= {"reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint}}
-    report["rows"] = [
-        speed_of(row, plan, made, chunks[0]) | {"settings": settings_of(plan)}
-        for row, plan, made in zip(rows, plans, chunks)
-    ]
-    _judge(report, rows, images, [labels[i % len(labels)] for i in range(num)], space, weights, reference)
+    report["rows"] = [speed_of(row, plan, made, chunks[0]) for row, plan, made in zip(rows, plans, chunks)]
+    for of_row, row, plan in zip(report["rows"], rows, plans):
+        of_row["settings"] = settings_of(plan) | ({} if row.seed is None else {"seed": row.seed})
+    classes = [labels[i % len(labels)] for i in range(num)]
+    _judge(report, rows, images, classes, space, weights, reference, progress)
     return report, images
 
 
@@ -115,6 +116,7 @@ def _judge(
     space: str | None,
     weights: Path | None,
     reference: Reference | None,
+    progress: bool,
 ) -> None:
     """Adds quality and law to the report's rows, and to `missing` why some of it is not there."""
     missing = report["missing"] = {}
@@ -126,11 +128,13 @@ def _judge(
         missing |= dict.fromkeys((*names, "p_value"), reason)
         return
     judge = {"space": space, "weights": weights, "device": rows[0].engine.device}
-    wrapped = [metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2)) for made in images]
     reference = reference and _with_statistics(reference, judge)
-    extracted = [metrics.extract(made, **judge) for made in wrapped]
-    features = [found for found, _ in extracted]
-    for row, made, given in zip(report["rows"], wrapped, extracted):
+    features = []
+    pairs = list(zip(report["rows"], images))
+    for row, made in tqdm(pairs, desc="judging", unit="row", disable=not progress):
+        made = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
+        given = metrics.extract(made, **judge)
+        features.append(given[0])
         measured = metrics.measure(made, reference=reference, labels=labels, extracted=given, **judge)
         row |= {name: measured[name] for name in names}
         missing |= {name: reason for name, reason in measured["missing"].items() if name in names}

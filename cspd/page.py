@@ -96,9 +96,9 @@ def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
 
 
 def _label(row: dict) -> tuple[str, str]:
-    """A point's label, and its line: of "lantern++:optimal=true:k=10" the last setting, and the rest."""
+    """A point's label, and its line: of "lantern++:optimal=true:k=10" the last setting, and the rest; else the name."""
     line, colon, last = row["name"].rpartition(":")
-    return (last, line) if colon and line.split(":")[0] == row["method"] else (row["name"], row["method"])
+    return (last, line) if colon and line.split(":")[0] == row["method"] else (row["name"], row["name"])
 
 
 def html_page(report: dict, pictures: Sequence[tuple[str, bytes]]) -> str:

@@ -88,18 +88,18 @@ def seed_grid(
 
 
 class Point(NamedTuple):
-    """A measured point: what it is called, its method, and how sure it is: a range and half an interval."""
+    """A measured point: what it is called, the line it is on, and how sure it is: a range and half an interval."""
 
     label: str
     speed: float
     quality: float
-    method: str
+    line: str
     speed_range: tuple[float, float] | None = None
     quality_half: float | None = None
 
 
 def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path) -> None:
-    """Writes scatters of quality against speed, a colour and a line for every method, to an image file.
+    """Writes scatters of quality against speed, a colour for every line, to an image file.
 
     Args:
         panels: of each what speed is called, what quality is called, and the points. A speed of 1 is plain sampling's.
@@ -108,19 +108,19 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path
     across = min(2, len(panels))
     figure = Figure(figsize=(7 * across, 4.5 * -(-len(panels) // across)), layout="constrained")
     FigureCanvasAgg(figure)  # knows how wide a text is
-    methods = list(dict.fromkeys(point.method for _, _, points in panels for point in points))
-    palette = colormaps["tab10" if len(methods) <= 10 else "tab20"].colors
-    colours = {method: palette[i % len(palette)] for i, method in enumerate(methods)}
+    names = list(dict.fromkeys(point.line for _, _, points in panels for point in points))
+    palette = colormaps["tab10" if len(names) <= 10 else "tab20"].colors
+    colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
     grid_of_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).flat
     for axes, (speed, quality, points) in zip(grid_of_axes, panels):
-        for method in methods:
-            line = sorted((p.speed, p.quality) for p in points if p.method == method)
+        for name in names:
+            line = sorted((p.speed, p.quality) for p in points if p.line == name)
             if line:
-                axes.plot(*zip(*line), "o-", label=method, color=colours[method], alpha=0.8)
+                axes.plot(*zip(*line), "o-", label=name, color=colours[name], alpha=0.8)
         for p in points:
             low, high = p.speed_range or (p.speed, p.speed)
             across_bar = [[max(0, p.speed - low)], [max(0, high - p.speed)]]
-            style = {"color": colours[p.method], "alpha": 0.35, "lw": 1.2, "zorder": 1}
+            style = {"color": colours[p.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
             axes.errorbar(p.speed, p.quality, xerr=across_bar, yerr=p.quality_half, **style)
         axes.axvline(1, color="lightgrey", zorder=0)
         axes.set(xlabel=speed, ylabel=quality)
@@ -131,7 +131,9 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path
             axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
         axes.spines[["top", "right"]].set_visible(False)
     lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
-    figure.axes[0].legend(handles=[lines[method] for method in methods], fontsize=8)  # of all panels
+    named = {point.line for _, _, points in panels for point in points if point.label != point.line}
+    if named:  # points that do not say themselves what they are of
+        figure.axes[0].legend(handles=[lines[name] for name in names if name in named], fontsize=8)
     figure.canvas.draw()
     for axes, (_, _, points) in zip(figure.axes, panels):
         places = [axes.transData.transform((p.speed, p.quality)) for p in points]
@@ -140,7 +142,7 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path
             for dx, dy in PLACES:
                 side = "left" if dx > 0 else "right" if dx < 0 else "center"
                 style = {"textcoords": "offset points", "fontsize": 7, "ha": side, "va": "center"}
-                text = axes.annotate(p.label, (p.speed, p.quality), xytext=(dx, dy), color=colours[p.method], **style)
+                text = axes.annotate(p.label, (p.speed, p.quality), xytext=(dx, dy), color=colours[p.line], **style)
                 box = text.get_window_extent()
                 if (dx, dy) == PLACES[-1] or not any(box.overlaps(other) for other in taken):
                     taken.append(box)

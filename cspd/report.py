@@ -98,8 +98,8 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
     return text
 
 
-def notes(report: dict) -> list[str]:
-    """What a reader must know to read the table, a sentence or two each."""
+def notes(report: dict, short: bool = False) -> list[str]:
+    """What a reader must know to read the table, a sentence or two each; `short` as in `cell`."""
     rows, images = report["rows"], report["images"]
     rounds = len(rows[0]["seconds"])
     each = f"{min(images, report['max_batch'])} image{'s' * (min(images, report['max_batch']) > 1)}"
@@ -110,8 +110,8 @@ def notes(report: dict) -> list[str]:
             f" class and seed: a small one (0.01) says that the laws differ, a large one that {images} images show no"
             " difference; by chance an exact method's is below 0.01 once in a hundred times"
         )
-    if any(row[f"{name}_ci95"] is not None for row in rows for name in ("fid", "inception_score", "accuracy")):
-        told.append("±: half of a 95 % interval, by the bootstrap (of a share by its binomial law)")
+    if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in ("accuracy", "fid", "bound")):
+        told.append("±: half of a 95 % interval, of FID and IS by the bootstrap")
     if any(row["fid"] is not None for row in rows):
         told.append(
             f"FID-{images}: of {images} images, not of the customary 50,000; few images raise it, so that it compares"
@@ -136,7 +136,9 @@ def text_table(report: dict) -> str:
         "  ".join(text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths))).rstrip()
         for line in lines
     ]
-    return "\n".join([*table, *(textwrap.fill(f"* {note}", 120, subsequent_indent="  ") for note in notes(report))])
+    return "\n".join(
+        [*table, *(textwrap.fill(f"* {note}", 120, subsequent_indent="  ") for note in notes(report, short=True))]
+    )
 
 
 def markdown(report: dict) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.evaluation.images import ImageFolder, check_npz, export_npz
+from cspd.evaluation.images import ImageFolder, Watched, check_npz, export_npz
 from cspd.evaluation.metrics import SPACES, check, measure
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import file_fingerprint, load_reference
@@ -168,8 +168,8 @@ def _how_to_measure(args: argparse.Namespace, side: int, device: torch.device | 
 
 def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None, how: dict, about: dict) -> None:
     """Measures the images, writes what is known of them, and prints it."""
-    print(f"measuring {len(images):,} images", file=sys.stderr)
-    values = measure(images, labels=labels, **how)
+    with tqdm(total=len(images), desc="measuring", unit="image") as bar:
+        values = measure(Watched(images, bar), labels=labels, **how)
     reference, weights = how["reference"], how["weights"]
     report = {"schema": SCHEMA, "space": how["space"], "weights": None, "reference": None, **values, **about}
     if weights:  # None: torch-fidelity's download, or the embedded classifier

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 from torch_fidelity.datasets import ImagesPathDataset
+from tqdm import tqdm
 
 from cspd.plots import to_uint8
 from cspd.records import publishing
@@ -30,6 +31,20 @@ class ImageList(Dataset):
 
     def __getitem__(self, index: int) -> Tensor:
         return to_uint8(self.images[index])
+
+
+class Watched(Dataset):
+    """Another data set, and a bar of how much of it was read."""
+
+    def __init__(self, images: Dataset, bar: tqdm) -> None:
+        self.images, self.bar = images, bar
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.bar.update(max(0, index + 1 - self.bar.n))  # the first is read twice, for its size
+        return self.images[index]
 
 
 class ImageFolder(ImagesPathDataset):

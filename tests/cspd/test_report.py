@@ -173,7 +173,7 @@ def test_points_are_where_they_were_measured(made):
         ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None),
         ("speculative", 2.25, 0.75, "speculative", (1.5, 2.5), None),
         ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None),
-        ("a|b <i>&", 1.0, 0.25, "cspd", (1.0, 1.0), None),
+        ("a|b <i>&", 1.0, 0.25, "a|b <i>&", (1.0, 1.0), None),
     ]
     assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_half == 0.125
     for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):
@@ -218,7 +218,7 @@ def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["ar", "cool-sd"]
     for axes, point in ((left, here), (right, there)):
         (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]
-        assert (line.get_label(), *line.get_xydata().tolist()) == (point.method, [point.speed, point.quality])
+        assert (line.get_label(), *line.get_xydata().tolist()) == (point.line, [point.speed, point.quality])
         low, high = axes.get_ylim()
         assert low > 0 and high < 1 and axes.get_xlim()[0] > 0
 
@@ -253,3 +253,11 @@ def test_the_table_fits_a_terminal(made):
     assert lines[1].split()[:4] == ["configuration", "guarantee", "images/s", "speed-up"]
     assert lines[3].split()[:4] == ["cspd:gamma=16:prefill=0.01", "exact", "2.00", "2.25"]
     assert lines[3].endswith(" 0.004")
+
+
+def test_a_legend_names_what_labels_do_not(plotted):
+    said, swept = Point("ar", 1.0, 0.5, "ar"), Point("delta=2", 2.0, 0.5, "cool-sd")
+    (axes,) = plotted(("speed-up", "share", [said]))
+    assert axes.get_legend() is None
+    (axes,) = plotted(("speed-up", "share", [said, swept]))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["cool-sd"]
