@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from cspd.engine import Engine
 from cspd.evaluation.processes import Processes
-from cspd.evaluation.shards import SCHEMA, SIZE, Shards
+from cspd.evaluation.shards import SCHEMA, SIZE, Shards, arrays_of
 from cspd.sampling import summary_of
 from cspd.sequence import Output, Request
 
@@ -91,7 +91,11 @@ def _common(request: Request) -> dict:
 
 
 def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:
-    """Makes the shards `todo`, in one stream so that the engine's slots stay full; another thread writes them."""
+    """Makes the shards `todo`, in one stream so that the engine's slots stay full; another thread writes them.
+
+    That thread sees no tensor: once a second thread uses torch, OpenMP lets the first one's workers sleep between
+    products, since there are more of them than cores, and a round on a CPU takes a quarter longer.
+    """
     order = [index for shard in todo for index in shards.indices(shard)]
     made: dict[int, dict[int, Output]] = defaultdict(dict)
     writing: deque = deque()
@@ -101,7 +105,8 @@ def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: S
             made[shard][order[k]] = output
             if len(made[shard]) == len(shards.indices(shard)):
                 outputs = made.pop(shard)
-                writing.append(writer.submit(shards.write, shard, [outputs[i] for i in shards.indices(shard)]))
+                arrays = arrays_of([outputs[i] for i in shards.indices(shard)])
+                writing.append(writer.submit(shards.write, shard, arrays))
             if len(writing) > WRITING:
                 writing.popleft().result()  # raises its errors
             bar.unwritten = sum(map(len, made.values()))

@@ -82,14 +82,8 @@ class Shards(Dataset):
     def labels(self) -> list[int]:
         return [label for shard in range(self.count) for label in self.read(shard, "labels").tolist()]
 
-    def write(self, shard: int, outputs: Sequence[Output]) -> None:
-        """Writes a file of all its images, in order. Raises OSError as `publishing`."""
-        arrays = {
-            "images": np.stack([to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]),
-            "labels": np.array([output.request.label for output in outputs]),
-            "seeds": np.array([output.request.seed for output in outputs]),
-            "stats": np.array(json.dumps([_short(output.stats.to_dict()) for output in outputs])),
-        }
+    def write(self, shard: int, arrays: dict[str, np.ndarray]) -> None:
+        """Writes a file of `arrays_of` all its images, in order. Raises OSError as `publishing`."""
         with publishing(self.path(shard)) as temporary, open(temporary, "wb") as file:
             np.savez(file, **arrays)
 
@@ -138,6 +132,16 @@ class Shards(Dataset):
         for pattern in ("[0-9]*.npz", "[0-9]*.tmp", RECORD, GRID, MANIFEST):
             for path in self.folder.glob(pattern):
                 path.unlink()
+
+
+def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
+    """What a file holds of its images."""
+    return {
+        "images": np.stack([to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]),
+        "labels": np.array([output.request.label for output in outputs]),
+        "seeds": np.array([output.request.seed for output in outputs]),
+        "stats": np.array(json.dumps([_short(output.stats.to_dict()) for output in outputs])),
+    }
 
 
 def _short(stats: dict) -> dict:
