@@ -157,7 +157,7 @@ class Engine:
         """Runs one round of one kind of request and returns the outputs that are there, by ticket.
 
         On a GPU an image comes some rounds after its last token, since it is decoded meanwhile; with the last round
-        come all. An error or interruption in a round drops all requests in flight.
+        come all. An error or interruption drops all requests in flight, and images that are being decoded.
         """
         watch = Stopwatch(self.device)
         admitted = self.scheduler.admit()
@@ -169,23 +169,23 @@ class Engine:
         host = self.hosts[batch[0].request.family]
         try:
             finished = METHODS[batch[0].request.method].rounds[host.family](host, batch, watch)
+            seconds = watch.seconds()
+            for sequence in batch:
+                for phase, spent in seconds.items():
+                    sequence.stats.seconds[phase] += spent
+            self.scheduler.release(finished)
+            if finished:
+                self._finisher.add(host, finished)
+            return self._finisher.ready(wait=not len(self.scheduler))
         except BaseException:  # cut off in the middle of a round, its state is no one's any more
             self._clear()
             raise
-        seconds = watch.seconds()
-        for sequence in batch:
-            for phase, spent in seconds.items():
-                sequence.stats.seconds[phase] += spent
-        self.scheduler.release(finished)  # first: an image that cannot be decoded must not run on
-        if finished:
-            self._finisher.add(host, finished)
-        return self._finisher.ready(wait=not len(self.scheduler))
 
     def stream(self, requests: Iterable[Request], progress: bool = False) -> Iterator[tuple[int, Output]]:
         """Yields (index of the request, output) as requests finish; `progress` shows a bar that counts images.
 
-        `requests` may be endless: it is read as slots become free, so that no queue grows. A stream that is left early
-        takes its requests out of the engine.
+        `requests` may be endless: it is read as slots become free, one ahead, so that no queue grows. A stream that
+        is left early takes its requests out of the engine.
 
         Raises:
             ValueError: at a bad request, when it is read; those read before are finished first.
@@ -199,7 +199,8 @@ class Engine:
         bar = tqdm(total=total, unit="image", bar_format=BAR_FORMAT if total else None, disable=not progress)
         try:
             while True:
-                while source and len(self.scheduler) < self.num_slots:
+                # one more than there are slots: a round that ends all of them then does not wait for their images
+                while source and len(self.scheduler) <= self.num_slots:
                     try:
                         index, request = next(source)
                         index_of[self._queue(request)] = index
@@ -212,7 +213,11 @@ class Engine:
                 outputs = self.step()
                 finished += len(outputs)
                 running = self.scheduler.in_flight()
-                bar.n = finished + sum(s.num_known / self.hosts[s.request.family].seq_len for s in running)
+                bar.n = (
+                    finished
+                    + len(self._finisher)
+                    + sum(s.num_known / self.hosts[s.request.family].seq_len for s in running)
+                )
                 bar.update(0)
                 for ticket, output in outputs.items():
                     yield index_of.pop(ticket), output

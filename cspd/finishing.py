@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ AHEAD = 4  # batches of images that may be under way, before a round waits for t
 
 
 class _Batch(NamedTuple):
-    """What is being decoded: on a GPU nothing here may be read, or freed, before `watch` is past it."""
+    """Sequences, tokens [B, L(, d)] and heat [B, L] of them, and images [B, 3, H, W], there once `watch` is past."""
 
     sequences: list[Sequence]
     tokens: Tensor
@@ -38,12 +39,16 @@ class Finisher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._batches: deque[_Batch] = deque()
 
+    def __len__(self) -> int:
+        """Images under way."""
+        return sum(len(batch.sequences) for batch in self._batches)
+
     def add(self, host: MARHost | VQHost, sequences: list[Sequence]) -> None:
         """Begins to decode sequences, whose slots are free afterwards."""
-        tokens, heat = host.results(sequences)
+        tokens, heat = host.results(sequences)  # kept until the other stream has read them
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             watch = Stopwatch(self.device)
             watch.start("decode")
             images = host.decode(tokens)
@@ -59,13 +64,11 @@ class Finisher:
 
     def clear(self) -> None:
         """Forgets what is being decoded."""
-        if self._stream:
-            self._stream.synchronize()  # it still uses what is freed here
         self._batches.clear()
 
 
 def _outputs(batch: _Batch) -> dict[int, Output]:
-    spent = batch.watch.seconds()["decode"]  # waits for the images
+    spent = batch.watch.seconds()["decode"]  # waits for the images; only then may this stream read them
     tokens, heat = batch.tokens.cpu(), batch.heat.cpu()
     images = [None] * len(tokens) if batch.images is None else batch.images.cpu()
     made = {}

@@ -155,6 +155,8 @@ def parse_method(
     settings: dict[str, object] = {}
     for part in parts:
         option, equals, value = part.partition("=")
+        if option in settings:
+            raise ValueError(f"{text!r} has {option} twice: give it once")
         if option not in options or not equals:
             raise ValueError(
                 f"{part!r} in {text!r} is no option: write it like delta=1.5, of {', '.join(sorted(options))}"

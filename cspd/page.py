@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from cspd.plots import Point, seed_grid, speed_quality
-from cspd.records import write_json
-from cspd.report import Column, cell, columns, csv_table, markdown, notes, value_of
+from cspd.records import publishing, write_json
+from cspd.report import Column, cell, columns, csv_table, markdown, notes, own_seeds, value_of
 
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8
@@ -50,26 +52,36 @@ code { font-size: 13px; background: #eef1f5; border-radius: 4px; padding: 1px 5p
 
 def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     """Writes all forms of the report into `out`; the files' names. `images`: of each row, uint8 [N, H, W, 3]."""
-    write_json(out / "comparison.json", report)
-    (out / "comparison.csv").write_text(csv_table(report), encoding="utf-8")
-    (out / "comparison.md").write_text(markdown(report), encoding="utf-8")
-    pictures = {"comparison.png": "The same classes and seeds by each configuration"}
-    _grid(report, images).save(out / "comparison.png")
+    pictures = {"comparison.png": _png(_grid(report, images).save)}
     panels = _panels(report)
-    (out / "speed_quality.png").unlink(missing_ok=True)
     if panels:
-        speed_quality(panels, out / "speed_quality.png")
-        pictures = {"speed_quality.png": PLOT_TITLE} | pictures
-    read = [(title, (out / name).read_bytes()) for name, title in pictures.items()]
-    (out / "report.html").write_text(html_page(report, read), encoding="utf-8")
-    return ["report.html", *pictures, "comparison.md", "comparison.csv", "comparison.json"]
+        pictures = {"speed_quality.png": _png(partial(speed_quality, panels))} | pictures
+    else:
+        (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
+    same = "The same classes" + ("" if own_seeds(report) else " and seeds") + " by each configuration"
+    titles = {"speed_quality.png": PLOT_TITLE, "comparison.png": same}
+    page = html_page(report, [(titles[name], png) for name, png in pictures.items()])
+    texts = {"comparison.md": markdown(report), "comparison.csv": csv_table(report)}
+    files = {"report.html": page.encode(), **pictures, **{name: text.encode() for name, text in texts.items()}}
+    for name, content in files.items():
+        with publishing(out / name) as temporary:
+            temporary.write_bytes(content)
+    write_json(out / "comparison.json", report)
+    return [*files, "comparison.json"]
+
+
+def _png(save: Callable[..., None]) -> bytes:
+    buffer = io.BytesIO()
+    save(buffer, format="png")
+    return buffer.getvalue()
 
 
 def _grid(report: dict, images: Sequence[np.ndarray]) -> Image.Image:
     width = max(64, images[0].shape[2])
     columns = min(report["images"], max(LEAST_COLUMNS, GRID_WIDTH // width))
-    labels = report["labels"]
-    heads = [f"class {labels[i % len(labels)]}\nseed {report['first_seed'] + i}" for i in range(columns)]
+    labels, first = report["labels"], report["first_seed"]
+    seeds = [f"{i + 1}." if own_seeds(report) else f"seed {first + i}" for i in range(columns)]
+    heads = [f"class {labels[i % len(labels)]}\n{seed}" for i, seed in enumerate(seeds)]
     rows = [
         (row["name"], [Image.fromarray(image) for image in made[:columns]]) for row, made in zip(report["rows"], images)
     ]
@@ -98,7 +110,8 @@ def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
 def _label(row: dict) -> tuple[str, str]:
     """A point's label, and its line: of "lantern++:optimal=true:k=10" the last setting, and the rest; else the name."""
     line, colon, last = row["name"].rpartition(":")
-    return (last, line) if colon and line.split(":")[0] == row["method"] else (row["name"], row["name"])
+    swept = colon and line.split(":")[0] == row["method"] and not last.startswith("seed=")
+    return (last, line) if swept else (row["name"], row["name"])
 
 
 def html_page(report: dict, pictures: Sequence[tuple[str, bytes]]) -> str:
@@ -112,8 +125,8 @@ def html_page(report: dict, pictures: Sequence[tuple[str, bytes]]) -> str:
     reference = report["reference"]
     judged = "nothing" if reference is None else f"{reference['name']} (sha256 {reference['fingerprint'][:16]}...)"
     facts = {
-        "images": f"{report['images']} each, seeds from {report['first_seed']}, {report['max_batch']} at once,"
-        f" in {report['rounds']} rounds; the configurations take turns",
+        "images": f"{report['images']} each, seeds from {report['first_seed']} (where a configuration has no own),"
+        f" {report['max_batch']} at once, in {report['rounds']} rounds; the configurations take turns",
         "classes": ", ".join(map(str, report["labels"])),
         "machine": machine,
         "versions": versions,
@@ -137,7 +150,7 @@ def html_page(report: dict, pictures: Sequence[tuple[str, bytes]]) -> str:
         "<h2>Run</h2>" + _definitions({k: html.escape(v) for k, v in facts.items()}),
     ]
     count = len(report["rows"])
-    title = f"{count} configuration{'s' * (count != 1)}, the same {report['images']} images each"
+    title = f"{count} configuration{'s' * (count != 1)}, {report['images']} images each"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>cspd compare</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n<body><main>'

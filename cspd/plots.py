@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -98,7 +98,9 @@ class Point(NamedTuple):
     quality_half: float | None = None
 
 
-def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path) -> None:
+def speed_quality(
+    panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path | IO[bytes], format: str | None = None
+) -> None:
     """Writes scatters of quality against speed, a colour for every line, to an image file.
 
     Args:
@@ -148,7 +150,7 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path
                     taken.append(box)
                     break
                 text.remove()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format=format)
 
 
 def heat_grid(

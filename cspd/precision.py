@@ -62,17 +62,20 @@ class Precision:
 
 
 class Stopwatch:
-    """Seconds by phase. On CUDA it records events and waits for the device once, when the seconds are read."""
+    """Seconds by phase. On CUDA it records events, on the stream that was current when it was made, and waits for that
+    stream once, when the seconds are read.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.cuda = device, device.type == "cuda"
+        self.cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if self.cuda else None
         self._marks = [("other", self._now())]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._stream)
         return event
 
     def start(self, phase: str) -> None:
@@ -80,7 +83,7 @@ class Stopwatch:
         self._marks.append((phase, self._now()))
 
     def is_past(self) -> bool:
-        """Whether the device has come to the start of the last phase."""
+        """Whether the stream has come to the start of the last phase."""
         return not self.cuda or self._marks[-1][1].query()
 
     def seconds(self) -> dict[str, float]:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-REMEDY = "give another --out, or --overwrite to replace it"
+REMEDY = "another --out, or --overwrite to replace it"
 SHOWN = 5  # differences that an error names, at most
+ABANDONED = 600  # seconds after which a half-written file is no living process's: writing one takes less than one
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder where there is none. Raises OSError saying what to do where that cannot be."""
+    """Makes a folder where there is none, and clears one of the halves that killed processes left.
+
+    Raises:
+        OSError: it cannot be made; the message says what to do.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
+    for half in path.glob("*.[0-9]*.tmp"):
+        with contextlib.suppress(OSError):  # published since, or removed by another run
+            if time.time() - half.stat().st_mtime > ABANDONED:
+                half.unlink()
 
 
 @contextlib.contextmanager
@@ -38,10 +49,9 @@ def publishing(path: Path, new: bool = False) -> Iterator[Path]:
     except FileExistsError:
         raise
     except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): make room, or mend its folder; then the same"
-            " command goes on from here"
-        ) from error
+        may = error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
+        remedy = "make room, then the same command goes on from here" if may else "give a place that can be written"
+        raise OSError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
     finally:
         with contextlib.suppress(OSError):  # of a folder that cannot be written: said above
             temporary.unlink(missing_ok=True)
@@ -62,11 +72,12 @@ def write_json(path: Path, content: dict, new: bool = False) -> None:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def earlier_record(path: Path, schema: str, holds: str) -> dict | None:
+def earlier_record(path: Path, schema: str, holds: str, parts: Mapping[str, type]) -> dict | None:
     """The record at `path` of an earlier run in its folder; None where there was no run.
 
     Args:
         schema: the version that it must be of. holds: a pattern of files that are no one's without a record.
+        parts: what it must have, and of which type.
 
     Raises:
         ValueError: it is damaged, another version's, or gone from beside such files; the message says what to do.
@@ -75,14 +86,15 @@ def earlier_record(path: Path, schema: str, holds: str) -> dict | None:
         record = json.loads(path.read_text())
     except FileNotFoundError:
         if any(path.parent.glob(holds)):
-            raise ValueError(f"{path.parent} holds images without a {path.name}: {REMEDY}") from None
+            raise ValueError(f"{path.parent} holds images without a {path.name}: give {REMEDY}") from None
         return None
     except NotADirectoryError:
-        raise ValueError(f"{path.parent} is a file: give another --out") from None
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}): {REMEDY}") from None
-    if not isinstance(record, dict) or record.get("schema") != schema:
-        raise ValueError(f"{path} is another version's, or no record of ours: {REMEDY}")
+        raise ValueError(f"{path.parent} is a file, or below one: give another --out") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): give {REMEDY}") from None
+    is_ours = isinstance(record, dict) and record.get("schema") == schema
+    if not is_ours or not all(isinstance(record.get(name), kind) for name, kind in parts.items()):
+        raise ValueError(f"{path} is another version's, or no record of ours: give {REMEDY}")
     return record
 
 
@@ -91,7 +103,7 @@ def refuse_other(folder: Path, changes: Sequence[str]) -> None:
     if changes:
         more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         raise ValueError(
-            f"{folder} holds another run ({'; '.join(changes[:SHOWN])}{more}): give its settings, or {REMEDY[5:]}"
+            f"{folder} holds another run ({'; '.join(changes[:SHOWN])}{more}): give its settings, {REMEDY}"
         )
 
 

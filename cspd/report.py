@@ -68,6 +68,9 @@ COLUMNS = [
 ]
 
 
+INTERVALS = ("accuracy", "fid", "inception_score", "bound")  # columns that have one, as {key}_ci95
+
+
 def value_of(row: dict, key: str) -> float | str | None:
     """A row's value; of what has a spread, the median."""
     value = row[key]
@@ -105,13 +108,14 @@ def notes(report: dict, short: bool = False) -> list[str]:
     each = f"{min(images, report['max_batch'])} image{'s' * (min(images, report['max_batch']) > 1)}"
     told = [f"speed-up: against {report['baseline']!r}, median of {rounds} round{'s' * (rounds > 1)} of {each}"]
     if any(row["p_value"] is not None for row in rows):
+        pairs = "number" if own_seeds(report) else "seed"
         told.append(
             "p: two-sample test of the images' features against plain sampling (ar) by the same settings, paired by"
-            f" class and seed: a small one (0.01) says that the laws differ, a large one that {images} images show no"
-            " difference; by chance an exact method's is below 0.01 once in a hundred times"
+            f" class and {pairs}: a small one (0.01) says that the laws differ, a large one that {images} images show"
+            " no difference; by chance an exact method's is below 0.01 once in a hundred times"
         )
-    if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in ("accuracy", "fid", "bound")):
-        told.append("±: half of a 95 % interval, of FID and IS by the bootstrap")
+    if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
+        told.append("±: half of a 95 % interval, of FID and IS by the jackknife (of FID by Inception there is none)")
     if any(row["fid"] is not None for row in rows):
         told.append(
             f"FID-{images}: of {images} images, not of the customary 50,000; few images raise it, so that it compares"
@@ -123,6 +127,11 @@ def notes(report: dict, short: bool = False) -> list[str]:
         if key in names:
             by_reason.setdefault(reason, []).append(names[key])
     return told + [f"no {', '.join(titles)}: {reason}" for reason, titles in by_reason.items()]
+
+
+def own_seeds(report: dict) -> bool:
+    """Whether some row has other seeds than the rest."""
+    return any("seed" in row["settings"] for row in report["rows"])
 
 
 def text_table(report: dict) -> str:

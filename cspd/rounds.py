@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 import zipfile
@@ -23,6 +24,7 @@ from cspd.study import Configuration
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
 CHUNKS = "chunks"
+WRITTEN = ("report.html", "speed_quality.png", "comparison.png", "comparison.md", "comparison.csv", "comparison.json")
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
 
 
@@ -58,23 +60,28 @@ def run_rounds(
     for row in rows:  # all, before anything is made
         for label in sorted(set(labels)):
             row.engine.check(dataclasses.replace(row.request, label=label, seed=_first(row, seed)))
+        row.engine.check(dataclasses.replace(row.request, seed=_first(row, seed) + num - 1))
+    _check_seeds({_first(row, seed): row.name for row in rows}, num)
     size = rows[0].engine.num_slots
     settings = {"machine": describe(rows[0].engine), "max_batch": size, "labels": list(labels), "seed": seed}
     asked = {
         row.name: {"request": settings_of(row.request), "files": row.files, "seed": _first(row, seed)} for row in rows
     }
     settings |= {"order": [row.name for row in rows], "configurations": asked}
-    windows = _claim(out, settings, overwrite)
+    windows = {} if overwrite else _earlier_windows(out, settings)
     plans = []
     for row in rows:  # a window that was left open is chosen once: it decides which image a seed gives
         plans.append(row.engine.resolve(dataclasses.replace(row.request, **windows.get(row.name, {}))))
         windows[row.name] = {"window": plans[-1].window}
+    if overwrite:
+        _clear(out)
+    make_folder(out / CHUNKS)
     write_json(out / RECORD, {"schema": SCHEMA, "settings": settings, "windows": windows})
-    asked = [
+    requests = [
         [dataclasses.replace(plan, label=labels[i % len(labels)], seed=_first(row, seed) + i) for i in range(num)]
         for row, plan in zip(rows, plans)
     ]
-    parts = [[of_row[i : i + size] for i in range(0, num, size)] for of_row in asked]
+    parts = [[of_row[i : i + size] for i in range(0, num, size)] for of_row in requests]
     return plans, _run(rows, parts, out / CHUNKS, progress)
 
 
@@ -83,24 +90,34 @@ def _first(row: Configuration, seed: int) -> int:
     return seed if row.seed is None else row.seed
 
 
+def _check_seeds(names: dict[int, str], num: int) -> None:
+    """Raises ValueError where some, but not all images of two rows have the same seeds."""
+    seeds = sorted(names)
+    for low, high in itertools.pairwise(seeds):
+        if high - low < num:
+            raise ValueError(
+                f"{names[high]!r}: its seeds {high}..{high + num - 1} overlap those of {names[low]!r},"
+                f" {low}..{low + num - 1}: begin with {low + num} or more, or with the same"
+            )
+
+
 def settings_of(request: Request) -> dict:
     """A request's settings, without label and seed, that are not None."""
     asked = dataclasses.asdict(request)
     return {key: value for key, value in asked.items() if value is not None and key not in ("label", "seed")}
 
 
-def _claim(out: Path, settings: dict, overwrite: bool) -> dict:
-    """Makes `out` this run's, and returns the windows that an earlier, equal one chose."""
-    path = out / RECORD
-    if overwrite and out.is_dir():
-        for pattern in (f"{CHUNKS}/[0-9]*", "comparison.*", "speed_quality.png", "report.html", RECORD):
-            for old in out.glob(pattern):
-                old.unlink()
-    earlier = earlier_record(path, SCHEMA, f"{CHUNKS}/*.npz")
+def _earlier_windows(out: Path, settings: dict) -> dict:
+    """The windows that an earlier, equal run in `out` chose."""
+    earlier = earlier_record(out / RECORD, SCHEMA, f"{CHUNKS}/*.npz", {"settings": dict, "windows": dict})
     if earlier:
         refuse_other(out, differences(earlier["settings"], json.loads(json.dumps(settings))))
-    make_folder(out / CHUNKS)
     return earlier["windows"] if earlier else {}
+
+
+def _clear(out: Path) -> None:
+    for old in (*(out / CHUNKS).glob("[0-9]*.npz"), *(out / name for name in (*WRITTEN, RECORD))):
+        old.unlink(missing_ok=True)
 
 
 def _run(

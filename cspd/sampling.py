@@ -51,13 +51,13 @@ def sample_to_folder(
     ]
     names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
+    make_folder(out)
     if overwrite:
         for path in (*out.glob(PICTURES), *(out / name for name in (RECORD, "grid.png", "heatmap.png"))):
             path.unlink(missing_ok=True)
-    earlier = earlier_record(out / RECORD, SCHEMA, PICTURES)
+    earlier = earlier_record(out / RECORD, SCHEMA, PICTURES, {"settings": dict, "images": list})
     if earlier:
         record["images"] = _kept(out, earlier, record, requests, names)
-    make_folder(out)
     write_json(out / RECORD, record)  # claims the folder before the first picture
     done = {image["index"] for image in record["images"]}
     todo = [i for i in range(len(requests)) if i not in done]

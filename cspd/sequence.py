@@ -107,7 +107,8 @@ class RoundStats:
         committed: how many rounds committed 1 VQ code, 2, ... bound: the rule's local bounds, summed: over requests its
             mean bounds the total variation of an image's codes from the target's.
         resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
-        seconds: wall time of the rounds it took part in, by phase; neighbours in the batch share the same seconds.
+        seconds: wall time of the rounds it took part in, by phase; neighbours in the batch share the same seconds. Of
+            "decode" that of the images that finished with it, on a GPU beside other rounds.
     """
 
     guarantee: str = "exact"

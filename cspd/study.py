@@ -109,6 +109,10 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     for key, least in (("num", 1), ("seed", 0), ("max_batch", 1)):
         if key in common:
             check_integer(f"{path}: {key}", common[key], least, 2**63 - 1, "see `cspd compare --help`")
+    for key, value in [pair for each in (common, *entries) for pair in each.items()]:
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(each is None or isinstance(each, (str, int, float)) for each in values):
+            raise ValueError(f"{path}: {key}: {value!r} is no number, text or list of them")
     lists = [key for key, value in common.items() if isinstance(value, list) and key != "labels"]
     if lists:
         raise ValueError(f"{path}: {lists[0]} is a list at the top: lists of values belong to configurations")
@@ -216,5 +220,7 @@ def _is_baseline(row: Configuration) -> bool:
 
 
 def baseline(row: Configuration, rows: Sequence[Configuration]) -> Configuration:
-    """The row that samples plainly by a row's own settings: what its law is held against."""
-    return next(other for other in rows if _is_baseline(other) and other.key() == row.key())
+    """The row that samples plainly by a row's own settings, and seeds if there is one: what its law is held against."""
+    plain = [other for other in rows if other.request.method == "ar" and other.key() == row.key()]
+    paired = [other for other in plain if other.seed == row.seed and row.request.method != "ar"]
+    return next(iter(paired), next(other for other in plain if other.seed is None))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"
 RECORD, GRID = "evaluation.json", "grid.png"  # the report
 SIZE = 16  # images a file: at most as many, beside those in flight, are lost with a process
-ABANDONED = 600  # seconds after which a half-written file is no living process's: writing one takes less than one
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not kept
 
 
@@ -89,10 +87,7 @@ class Shards(Dataset):
 
     def missing(self) -> list[int]:
         """The files still to be made; damaged ones and the halves of processes that are gone are removed."""
-        for path in self.folder.glob("[0-9]*.tmp"):
-            with contextlib.suppress(FileNotFoundError):  # published since, or removed by another run
-                if time.time() - path.stat().st_mtime > ABANDONED:
-                    path.unlink()
+        make_folder(self.folder)
         whole = set()
         for shard in self.there():
             if self._is_whole(shard):
@@ -111,7 +106,7 @@ class Shards(Dataset):
 
     def earlier(self) -> dict | None:
         """The manifest that is there. Raises ValueError as `earlier_record`."""
-        return earlier_record(self.folder / MANIFEST, SCHEMA, "[0-9]*.npz")
+        return earlier_record(self.folder / MANIFEST, SCHEMA, "[0-9]*.npz", {"request": dict})
 
     def claim(self, manifest: dict) -> None:
         """Makes the folder this run's, or finds that it is.

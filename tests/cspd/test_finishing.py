@@ -48,6 +48,31 @@ def test_images_come_later_and_none_is_lost(engine, monkeypatch):
         assert output.stats.seconds["decode"] > 0
 
 
+def test_rounds_of_a_stream_do_not_wait_for_images(engine, slow, monkeypatch):
+    """All slots finish together: what they made is decoded while the next requests are under way."""
+    requests = [Request(label=1, seed=i, method="ar", num_iter=2, num_sampling_steps=2) for i in range(8)]
+    rounds, step = [], engine.step
+    monkeypatch.setattr(engine, "step", lambda: rounds.append(step()) or rounds[-1])
+    assert len(list(engine.stream(requests))) == 8
+    assert [len(outputs) for outputs in rounds] == [0] * 7 + [8]
+
+
+@pytest.mark.parametrize("failing", ["decode", "seconds"])
+def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
+    for request in REQUESTS[:6]:
+        engine.add_request(request)
+    engine.step()
+    assert len(engine._finisher) == 1
+    with monkeypatch.context() as patch:
+        place = (engine.host, "decode") if failing == "decode" else (Stopwatch, "seconds")
+        patch.setattr(*place, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            while len(engine.scheduler):
+                engine.step()
+    assert len(engine.scheduler) == len(engine._finisher) == 0 and engine.step() == {}
+    assert len(engine.generate(REQUESTS[:3])) == 3
+
+
 def test_few_are_under_way(engine, slow):
     for request in REQUESTS:
         engine.add_request(request)

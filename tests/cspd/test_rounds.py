@@ -80,12 +80,25 @@ def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
 
 def test_a_row_has_its_own_seeds(digits, tmp_path):
     quick = {"method": "ar", "num_iter": 2, "num_sampling_steps": 5}
-    rows = [Configuration(str(seed), cspd.Request(0, **quick), digits, seed=seed) for seed in (None, 5)]
-    _, (made, other) = compare(rows, [1], 6, tmp_path, seed=3, progress=False)  # seeds 3-8 and 5-10
-    assert np.abs(made[2:].astype(int) - other[:4]).max() <= 1 < np.abs(made.astype(int) - other).max()
-    again = [rows[0], dataclasses.replace(rows[1], seed=6)]
-    with pytest.raises(ValueError, match=r"configurations\.5\.seed was 5, now 6"):
-        compare(again, [1], 6, tmp_path, seed=3, progress=False)
+    rows = [Configuration(str(seed), cspd.Request(0, **quick), digits, seed=seed) for seed in (None, 9)]
+
+    def again(own, first=3, num=6):
+        changed = [rows[0], dataclasses.replace(rows[1], seed=own)]
+        return compare(changed, [1], num, tmp_path, seed=first, progress=False)
+
+    report, images = again(9)
+    for made, first in zip(images, (3, 9)):
+        outputs = digits.generate([cspd.Request(1, first + i, **quick) for i in range(6)])
+        expected = np.stack([(output.image.permute(1, 2, 0).numpy() * 255).round() for output in outputs])
+        assert np.abs(made - expected).max() <= 1
+    assert [row["settings"].get("seed") for row in report["rows"]] == [None, 9]
+    with pytest.raises(ValueError, match=r"configurations\.9\.seed was 9, now 10"):
+        again(10)
+    for own, told in ((8, "'9': its seeds 8..13 overlap those of 'None', 3..8: begin with 9 or more"), (0, "overlap")):
+        with pytest.raises(ValueError, match=told):
+            again(own)
+    with pytest.raises(ValueError, match=r"seed=\d+ is outside"):  # of the last image
+        again(2**63 - 3)
 
 
 def test_half_a_chunk_is_none(digits, tmp_path, monkeypatch):
@@ -144,6 +157,7 @@ def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path):
         ("{", "cannot be read"),
         ("[1]", "no record of ours"),
         (whole.replace("cspd.rounds/", "cspd.rounds/0"), "another version"),
+        (whole.replace('"windows"', '"window"'), "no record of ours"),
     ):
         record.write_text(text)
         with pytest.raises(ValueError, match=told):

@@ -44,9 +44,11 @@ def rows_of(text, digits, **common):
 def test_plain_sampling_is_added_for_all_settings(asked, common, names, digits):
     rows = rows_of(asked, digits, **common)
     assert [row.name for row in rows] == names
+    seeds = [row.seed for row in rows if row.request.method == "ar"]
     for row in rows:
         base = baseline(row, rows)
-        assert base.request.method == "ar" and base.seed is None
+        assert base.request.method == "ar"
+        assert base.seed == (row.seed if row.request.method != "ar" and row.seed in seeds else None)
         settings = [dataclasses.replace(digits.check(r.request), method=None) for r in (base, row)]
         for field in ("num_iter", "cfg", "temperature", "num_sampling_steps"):
             assert getattr(settings[0], field) == getattr(settings[1], field)
@@ -161,6 +163,9 @@ def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
         ("configurations: [{method: ar}", "is no YAML"),
         ("configurations: [{method: ar, name: \xe9}]", "study.yaml is no YAML: 'utf-8' codec"),
         ("gamma: [4, 8]\nconfigurations: [{method: cspd}]", "gamma is a list at the top"),
+        ("configurations: [{method: ar, cfg: []}]", "cfg: [] is no number, text or list"),
+        ("configurations: [{method: ar, seed: 2024-01-01}]", "seed: datetime.date(2024, 1, 1) is no number"),
+        ("cfg: {a: 1}\nconfigurations: [{method: ar}]", "cfg: {'a': 1} is no number"),
         ("labels: a-b\nconfigurations: [{method: ar}]", "labels: 'a-b' is no list of numbers"),
         ("num: 0\nconfigurations: [{method: ar}]", "num=0 is outside 1.."),
         ("num: many\nconfigurations: [{method: ar}]", "num='many' is not an integer"),
@@ -186,6 +191,8 @@ def test_bad_studies_are_refused_in_one_line(text, hint, tmp_path, capsys):
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--config", "x.yaml", "--methods", "ar"], "give one of them"),
         (["--methods", "ar:gamma"], "write it like delta=1.5"),
+        (["--methods", "ar:cfg=1:cfg=2"], "has cfg twice"),
+        (["--methods", "ar,ar:seed=10"], "'ar:seed=10': its seeds 10..29 overlap those of 'ar', 0..19"),
         (["--methods", "ar:label=3"], "'label=3' in 'ar:label=3' is no option"),
         (["--ref", "nowhere.npz"], "nowhere.npz"),
         (["--weights", "nowhere.pth"], "nowhere.pth"),
