@@ -86,3 +86,42 @@ def test_a_stream_that_is_left_leaves_nothing(engine, slow):
     next(stream)
     stream.close()
     assert sorted(index for index, _ in engine.stream(REQUESTS[:3])) == [0, 1, 2]
+
+
+class FakeStream:
+    """A stream of a GPU that never gets anywhere by itself."""
+
+    reached = False
+
+
+class FakeEvent:
+    """An event of a GPU, as torch's: its time cannot be had before its stream was there."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.stream = stream
+
+    def query(self):
+        return self.stream.reached
+
+    def synchronize(self):
+        self.stream.reached = True
+
+    def elapsed_time(self, later):
+        if not (self.query() and later.query()):
+            raise RuntimeError("device not ready")
+        return 2000.0
+
+
+def test_a_stopwatch_waits_for_the_stream_it_was_made_on(monkeypatch):
+    main, side = FakeStream(), FakeStream()
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    watch = Stopwatch(torch.device("cuda"))
+    watch.start("decode")
+    watch.start("other")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    assert not watch.is_past()
+    assert watch.seconds()["decode"] == 2.0 and side.reached and not main.reached
