@@ -111,7 +111,7 @@ def speed_quality(
     figure = Figure(figsize=(7 * across, 4.5 * -(-len(panels) // across)), layout="constrained")
     FigureCanvasAgg(figure)  # knows how wide a text is
     names = list(dict.fromkeys(point.line for _, _, points in panels for point in points))
-    palette = colormaps["tab10" if len(names) <= 10 else "tab20"].colors
+    palette = (*colormaps["tab10"].colors, *colormaps["Dark2"].colors)  # none too pale to read
     colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
     grid_of_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).flat
     for axes, (speed, quality, points) in zip(grid_of_axes, panels):
