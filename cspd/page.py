@@ -20,7 +20,7 @@ from cspd.report import Column, cell, columns, csv_table, markdown, notes, own_s
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8
 PLOT_TITLE = (
-    "Speed and quality: up and to the right is better (bars: least and most of a speed, 95 % interval of a quality)"
+    "Speed and quality: up and to the right is better (bars: middle half of the rounds, 95 % interval of a quality)"
 )
 
 GUARANTEES = {
@@ -92,7 +92,7 @@ def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
     """Quality against speed on this machine and, of VQ models, against codes a forward, which is no machine's."""
     titles = {"accuracy": "share of images recognised by the classifier", "fid": f"FID-{report['images']}"}
     titles |= {"speed_up": f"speed-up over {report['baseline']}", "step_compression": "codes a forward of the target"}
-    panels = []
+    panels, base = [], report["rows"][0]["seconds"]
     for quality in ("accuracy", "fid"):
         for speed in ("speed_up", "step_compression"):
             points = []
@@ -100,7 +100,8 @@ def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
                 if row[quality] is None or row[speed] is None:
                     continue
                 label, line = _label(row)
-                limits = (row[speed]["min"], row[speed]["max"]) if isinstance(row[speed], dict) else None
+                ratios = [other / own for other, own in zip(base, row["seconds"])]
+                limits = tuple(np.percentile(ratios, [25, 75]).tolist()) if speed == "speed_up" else None
                 points.append(Point(label, value_of(row, speed), row[quality], line, limits, row[f"{quality}_ci95"]))
             if points:
                 panels.append((titles[speed], titles[quality], points))

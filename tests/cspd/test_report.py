@@ -37,7 +37,15 @@ def made():
     """A report with everything that can be in one, and images: row r's i-th is of one colour, (20 r, 10 i, 99)."""
     rows = [
         row("ar", accuracy=0.5, fid=9.5, fid_ci95=0.125),
-        row("speculative", speed_up=spread(1.5, 2.25, 2.5), p_value=0.004, alpha=0.75, accuracy=0.75, fid=9.25),
+        row(
+            "speculative",
+            speed_up=spread(1.5, 2.25, 2.5),
+            seconds=[0.5, 0.5, 1.0],
+            p_value=0.004,
+            alpha=0.75,
+            accuracy=0.75,
+            fid=9.25,
+        ),
         row("cool-sd:delta=2", guarantee="bounded", bound=0.25, bound_ci95=0.01, accuracy=1.0, fid=9.0, p_value=0.5),
         row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
     ]
@@ -171,7 +179,7 @@ def test_points_are_where_they_were_measured(made):
     ]
     assert panels[0][2] == [
         ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None),
-        ("speculative", 2.25, 0.75, "speculative", (1.5, 2.5), None),
+        ("speculative", 2.25, 0.75, "speculative", (2.5, 3.5), None),  # quartiles of 2, 4, 3
         ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None),
         ("a|b <i>&", 1.0, 0.25, "a|b <i>&", (1.0, 1.0), None),
     ]
