@@ -23,8 +23,9 @@ import cspd
 from cspd.cli import main
 from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder
-from cspd.evaluation.shards import ABANDONED, SIZE, Shards
+from cspd.evaluation.shards import SIZE, Shards
 from cspd.plots import to_uint8
+from cspd.records import ABANDONED
 
 NUM, SEED = 90, 11
 OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]
@@ -343,7 +344,7 @@ class Overtaken(Shards):
 
 
 def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path):
-    first, second = ({"schema": "cspd.shards/1", "seed": seed} for seed in (1, 2))
+    first, second = ({"schema": "cspd.shards/1", "request": {}, "seed": seed} for seed in (1, 2))
     Overtaken.other = first
     with pytest.raises(ValueError, match=r"holds another run \(seed was 1, now 2\)"):
         Overtaken(tmp_path, 3).claim(second)
@@ -358,8 +359,8 @@ def test_a_file_system_without_links_holds_runs_too(tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    Shards(tmp_path, 3).claim({"schema": "cspd.shards/1"})
-    assert Shards(tmp_path, 3).earlier() == {"schema": "cspd.shards/1"}
+    Shards(tmp_path, 3).claim({"schema": "cspd.shards/1", "request": {}})
+    assert Shards(tmp_path, 3).earlier() == {"schema": "cspd.shards/1", "request": {}}
 
 
 def test_the_window_that_was_chosen_first_is_kept(tmp_path, capsys):
@@ -377,7 +378,7 @@ def test_the_window_that_was_chosen_first_is_kept(tmp_path, capsys):
 def test_a_folder_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert evaluate(tmp_path / "file") == 2
-    assert "is a file: give another --out" in capsys.readouterr().err
+    assert "is a file, or below one: give another --out" in capsys.readouterr().err
     assert evaluate(tmp_path / "file" / "below") == 2
     assert "give another --out" in capsys.readouterr().err
     assert evaluate(Path("/proc/nowhere")) == 2
