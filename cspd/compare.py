@@ -167,7 +167,7 @@ def _intervals(features: Tensor, logits: Tensor, names: list[str], reference: Re
     """Halves of 95 % intervals of FID and Inception score by the jackknife: how they vary when a part is left out.
 
     Parts are of whole turns of `turn` classes: that those are balanced takes much of the variation away. The bootstrap
-    would not do: its images that come twice stand for fewer, and it overstated both two- to threefold.
+    would not do: it draws classes unevenly, and images that come twice stand for fewer, which worsens both by itself.
     """
     if len(features) < LEAST_INTERVAL:
         return {}

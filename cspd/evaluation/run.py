@@ -94,7 +94,7 @@ def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: S
     """Makes the shards `todo`, in one stream so that the engine's slots stay full; another thread writes them.
 
     That thread sees no tensor: once a second thread uses torch, OpenMP lets the first one's workers sleep between
-    products, since there are more of them than cores, and a round on a CPU takes a quarter longer.
+    products, since there are more of them than cores, and rounds on a CPU take longer.
     """
     order = [index for shard in todo for index in shards.indices(shard)]
     made: dict[int, dict[int, Output]] = defaultdict(dict)

@@ -269,3 +269,16 @@ def test_a_legend_names_what_labels_do_not(plotted):
     assert axes.get_legend() is None
     (axes,) = plotted(("speed-up", "share", [said, swept]))
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["cool-sd"]
+
+
+def test_other_seeds_are_said_and_are_no_sweep(made, tmp_path):
+    content, images = made
+    page.write(content, images, tmp_path)
+    assert "The same classes and seeds by" in (tmp_path / "report.html").read_text()
+    assert "paired by class and seed:" in (tmp_path / "comparison.md").read_text()
+    content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}}
+    page.write(content, images, tmp_path)
+    assert "The same classes by" in (tmp_path / "report.html").read_text()
+    assert "paired by class and number:" in (tmp_path / "comparison.md").read_text()
+    point = page._panels(content)[0][2][0]
+    assert point.label == point.line == "ar:seed=1000"

@@ -146,8 +146,13 @@ def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path):
         assert named in str(error.value)
     assert len(stamps()) == 6
     (tmp_path / "comparison.csv").write_text("of the old run")
+    (tmp_path / "comparison.yaml").write_text("the user's own")
     _, (images, _) = again(3, cfg=2.0, overwrite=True)
-    assert len(stamps()) == 2 and {path.name for path in tmp_path.iterdir()} == {"chunks", "run.json"}
+    assert len(stamps()) == 2 and {path.name for path in tmp_path.iterdir()} == {
+        "chunks",
+        "run.json",
+        "comparison.yaml",
+    }
     for damaged in (b"half", b"", npy()):
         (tmp_path / "chunks" / "00-00000.npz").write_bytes(damaged)
         assert (again(3, cfg=2.0)[1][0] == images).all() and len(images) == 3
