@@ -7,10 +7,9 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cspd.continuous import ar, cspd, speculative
+from cspd.continuous import ar, cspd_method, speculative
 from cspd.discrete import ar as vq_ar
-from cspd.discrete import jacobi
-from cspd.discrete import speculative as vq_speculative
+from cspd.discrete import draft_verify, jacobi
 from cspd.discrete.drafts import DRAFTS
 from cspd.sequence import Request
 
@@ -50,7 +49,7 @@ SJD = {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False}
 
 def _drafted(name: str, summary: str, paper: str, needs: str, guarantee: str = "exact", **options: object) -> Method:
     """A method of VQ models that drafts and verifies; any rule and any other draft can be asked for."""
-    rounds = {"VQ": jacobi.round if "pd_k" in options else vq_speculative.round}
+    rounds = {"VQ": jacobi.round if "pd_k" in options else draft_verify.round}
     return Method(name, guarantee, summary, paper, rounds, needs, RULE | options)
 
 
@@ -76,7 +75,7 @@ _TABLE = [
         "heuristic",
         "a draft MAR proposes tokens, the target accepts or resamples",
         "arXiv 2411.11925",
-        {"MAR": cspd.round},
+        {"MAR": cspd_method.round},
         "draft model",
         CSPD,
     ),
@@ -193,7 +192,7 @@ def guarantee_of(request: Request) -> str:
     """The guarantee of a resolved request: its method's, or its rule's, whatever the draft (docs/bounds.md)."""
     if request.rule is None:
         return METHODS[request.method].guarantee
-    return vq_speculative.rule_of(request).guarantee
+    return draft_verify.rule_of(request).guarantee
 
 
 def format_table() -> str:

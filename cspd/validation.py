@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from cspd.calibration import DRAFTS, WINDOWS
-from cspd.continuous import cspd
+from cspd.continuous import cspd_method
+from cspd.continuous.calibration import DRAFTS, WINDOWS
 from cspd.continuous.host import MARModels
 from cspd.discrete.host import VQModels
 from cspd.methods import METHODS, OPTIONS
@@ -63,8 +63,8 @@ def check_common(request: Request, num_classes: int) -> None:
 
 def _check_cspd(request: Request, seq_len: int) -> None:
     check_integer("gamma", request.gamma, 1, seq_len, "it is how many tokens are drafted a round, of the sequence's")
-    check_choice("verify", request.verify, cspd.VERIFY)
-    check_choice("chains", request.chains, cspd.CHAINS)
+    check_choice("verify", request.verify, cspd_method.VERIFY)
+    check_choice("chains", request.chains, cspd_method.CHAINS)
     check_real("ratio_temperature", request.ratio_temperature, "42 is the method's, 1 the paper's formula")
     check_real("prefill", request.prefill, "0.05 is the method's")
     if request.ratio_temperature == 0 or request.prefill > 1:

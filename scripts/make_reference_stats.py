@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from digits import coloured_digits
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from training import HELD_OUT_SEED
 
-from cspd.data import coloured_digits
 from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.metrics import SPACES, features
 from cspd.plots import to_uint8

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 import torch
+from digits import coloured_digits
 from torch import Tensor
 from torch.nn import functional as F
 from training import HELD_OUT_SEED, export, fit
 
-from cspd.data import coloured_digits
 from cspd.evaluation.classifier import DigitClassifier, accuracy
 
 

@@ -10,12 +10,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from digits import coloured_digits
 from torch import Tensor
 from torch.nn import functional as F
 from train_gpt import LABEL_DROP
 from training import HELD_OUT_SEED, export, fit
 
-from cspd.data import coloured_digits
 from cspd.vq.checkpoint import load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT

@@ -10,11 +10,11 @@ import math
 from pathlib import Path
 
 import torch
+from digits import coloured_digits
 from torch import Tensor
 from torch.nn import functional as F
 from training import HELD_OUT_SEED, export, fit
 
-from cspd.data import coloured_digits
 from cspd.vq.checkpoint import load_gpt, load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, create_gpt

@@ -11,12 +11,12 @@ import argparse
 from pathlib import Path
 
 import torch
+from digits import coloured_digits
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import trange
 from training import export, fit
 
-from cspd.data import coloured_digits
 from mar.diffusion import TRAIN_STEPS, training_loss
 from mar.head import Head
 from mar.model import MAR

@@ -10,10 +10,10 @@ import argparse
 from pathlib import Path
 
 import torch
+from digits import coloured_digits
 from torch import Tensor
 from training import HELD_OUT_SEED, export, fit
 
-from cspd.data import coloured_digits
 from mar.registry import create_vae
 
 

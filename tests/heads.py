@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from cspd import noise
-from cspd.calibration import Calibration, fit
-from cspd.denoise import ancestral
-from cspd.lookahead import draft_table
+from cspd.continuous.ancestral import ancestral
+from cspd.continuous.calibration import Calibration, fit
+from cspd.continuous.chains import Chains, Finished
+from cspd.continuous.draft_verify import draft_table
 from cspd.precision import Precision
-from cspd.speculation import Chains, Finished
 from mar.diffusion import schedule
 
 FP32 = Precision("fp32", torch.device("cpu"))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import cspd
 from cspd.bench import bench, format_report
+from cspd.commands.options import add_model_options, add_request_options, load_engine, number_list, request_of
 from cspd.evaluation.classifier import accuracy as classifier_accuracy
 from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
-from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of
 from cspd.plots import Point, speed_quality
 from cspd.records import write_json
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from cspd.calibration import WINDOWS, user_cache
-from cspd.options import add_model_options, add_request_options, load_engine, request_of
+from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
+from cspd.continuous.calibration import WINDOWS, user_cache
 
 
 def add(commands: argparse._SubParsersAction) -> None:

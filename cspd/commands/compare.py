@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cspd.compare import compare
-from cspd.evaluation import metrics
-from cspd.evaluation.reference import load_reference
-from cspd.loading import checkpoint_files, embedded
-from cspd.methods import DEFAULTS
-from cspd.options import (
+from cspd.commands.options import (
     add_model_options,
     add_request_options,
     load_engine,
@@ -22,10 +17,15 @@ from cspd.options import (
     request_of,
     run_settings,
 )
-from cspd.page import write
-from cspd.report import text_table
-from cspd.rounds import settings_of
-from cspd.study import EMBEDDED, FORMAT, MODELS, RUN, configurations, named_entries, read_study
+from cspd.comparison.compare import compare
+from cspd.comparison.page import write
+from cspd.comparison.runs import settings_of
+from cspd.comparison.study import EMBEDDED, FORMAT, MODELS, RUN, configurations, named_entries, read_study
+from cspd.comparison.tables import text_table
+from cspd.evaluation import metrics
+from cspd.evaluation.reference import load_reference
+from cspd.loading import checkpoint_files, embedded
+from cspd.methods import DEFAULTS
 
 RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
 

@@ -12,6 +12,15 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from cspd.commands.options import (
+    add_model_options,
+    add_request_options,
+    load_engine,
+    number_list,
+    positive,
+    request_of,
+    run_settings,
+)
 from cspd.engine import Engine
 from cspd.evaluation.images import ImageFolder, Watched, check_npz, export_npz
 from cspd.evaluation.metrics import SPACES, check, measure
@@ -21,15 +30,6 @@ from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import GRID, MANIFEST, RECORD
 from cspd.machine import describe
 from cspd.methods import METHODS
-from cspd.options import (
-    add_model_options,
-    add_request_options,
-    load_engine,
-    number_list,
-    positive,
-    request_of,
-    run_settings,
-)
 from cspd.plots import grid, to_pil
 from cspd.records import write_json
 from cspd.sequence import Request

@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cspd.commands.options import (
+    add_model_options,
+    add_request_options,
+    load_engine,
+    number_list,
+    request_of,
+    run_settings,
+)
+from cspd.commands.sample_folder import RECORD, sample_to_folder
 from cspd.methods import METHODS
-from cspd.options import add_model_options, add_request_options, load_engine, number_list, request_of, run_settings
-from cspd.sampling import RECORD, sample_to_folder
 
 
 def add(commands: argparse._SubParsersAction) -> None:

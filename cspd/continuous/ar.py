@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cspd.continuous.ancestral import ancestral
 from cspd.continuous.host import MARHost, Rows
-from cspd.denoise import ancestral
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
 
@@ -15,7 +15,7 @@ def round(
 ) -> list[Sequence]:
     """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3).
 
-    `trace` is told every denoising step, as in `cspd.denoise.ancestral`.
+    `trace` is told every denoising step, as in `cspd.continuous.ancestral.ancestral`.
     """
     advance(host, batch, host.next_rows(batch), watch, trace)
     return [s for s in batch if s.iteration == s.request.num_iter]

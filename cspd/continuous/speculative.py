@@ -6,13 +6,13 @@ from collections import Counter
 
 import torch
 
-from cspd.calibration import frozen
 from cspd.continuous import ar
+from cspd.continuous.calibration import frozen
+from cspd.continuous.chains import Chains, acceptance
+from cspd.continuous.draft_verify import draft_table
 from cspd.continuous.host import MARHost
-from cspd.lookahead import draft_table
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
-from cspd.speculation import Chains, acceptance
 
 
 def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool = False) -> Chains:

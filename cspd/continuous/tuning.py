@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from cspd.calibration import Calibrations, user_cache
-from cspd.costs import Costs, measured_costs
+from cspd.continuous.calibration import Calibrations, user_cache
+from cspd.continuous.costs import Costs, measured_costs
 from cspd.precision import Precision
 from cspd.sequence import Request
 from mar.model import MAR

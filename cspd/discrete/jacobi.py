@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cspd.discrete.draft_verify import account, rule_of
 from cspd.discrete.host import VQHost
 from cspd.discrete.rules import Rule, draw_siblings, judge_siblings, sample, without
-from cspd.discrete.speculative import account, rule_of
 from cspd.discrete.tree import Shape, shape_of
 from cspd.noise import Purpose
 from cspd.precision import Stopwatch

@@ -7,10 +7,10 @@ import dataclasses
 import torch
 
 from cspd.discrete.cache import MOST_NODES
+from cspd.discrete.draft_verify import rule_of
 from cspd.discrete.drafts import EAGLE_TREE
 from cspd.discrete.host import VQHost, VQModels
 from cspd.discrete.rules import METRICS, NAMES
-from cspd.discrete.speculative import rule_of
 from cspd.methods import METHODS
 from cspd.precision import Precision
 from cspd.sequence import Request

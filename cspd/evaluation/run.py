@@ -12,10 +12,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from cspd.commands.sample_folder import summary_of
 from cspd.engine import Engine
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.shards import SCHEMA, SIZE, Shards, arrays_of
-from cspd.sampling import summary_of
 from cspd.sequence import Output, Request
 
 WRITING = 2  # shards that may wait for the disk, before sampling does

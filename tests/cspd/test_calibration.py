@@ -13,11 +13,11 @@ import pytest
 import torch
 from heads import FP32, Case, MixtureHead
 
-import cspd.calibration
-import cspd.costs
+import cspd.continuous.calibration
+import cspd.continuous.costs
 from cspd import Request
-from cspd.calibration import WINDOWS, Calibration, Calibrations, content_hash, fit, trace
-from cspd.costs import GAIN, Costs, measure, measured_costs
+from cspd.continuous.calibration import WINDOWS, Calibration, Calibrations, content_hash, fit, trace
+from cspd.continuous.costs import GAIN, Costs, measure, measured_costs
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -113,7 +113,7 @@ def made(monkeypatch):
         made.append(temperature)
         return fit(x, eps, v, temperature, frozen)
 
-    monkeypatch.setattr(cspd.calibration, "fit", spy)
+    monkeypatch.setattr(cspd.continuous.calibration, "fit", spy)
     return made
 
 
@@ -304,7 +304,7 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
         measured.append(guided)
         return costs(1e-3 * len(measured), 1e-6)
 
-    monkeypatch.setattr(cspd.costs, "measure", spy)
+    monkeypatch.setattr(cspd.continuous.costs, "measure", spy)
     get = lambda guided=True, policy="fp32", compiled=False, folder=tmp_path / "kept", **again: measured_costs(  # noqa: E731
         small_mar.head, guided, CPU, Precision(policy, CPU), compiled, folder, **again
     )
@@ -322,8 +322,8 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
 
 
 def test_measured_costs_are_of_the_real_head(small_mar, monkeypatch):
-    monkeypatch.setattr(cspd.costs, "ROWS", (1, 4))
-    monkeypatch.setattr(cspd.costs, "REPEATS", 1)
+    monkeypatch.setattr(cspd.continuous.costs, "ROWS", (1, 4))
+    monkeypatch.setattr(cspd.continuous.costs, "REPEATS", 1)
     model = measure(small_mar.head, True, CPU, FP32)
     assert model.rows == [1, 4] and model.inputs == [8, 32]
     for seconds in (model.ancestral, model.start, model.round):

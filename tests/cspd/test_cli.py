@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cspd import records, sampling
+from cspd import records
 from cspd.cli import main
+from cspd.commands import sample_folder
+from cspd.commands.options import number_list
 from cspd.loading import checkpoint_files
-from cspd.options import number_list
 from cspd.plots import to_pil
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
@@ -71,7 +72,7 @@ def test_an_interrupted_run_keeps_what_was_finished(tmp_path, monkeypatch, capsy
             raise KeyboardInterrupt
         return to_pil(image)
 
-    monkeypatch.setattr(sampling, "to_pil", stop)
+    monkeypatch.setattr(sample_folder, "to_pil", stop)
     assert sample(tmp_path, "--num", "6", "--max-batch", "2") == 130
     assert "goes on from here" in capsys.readouterr().err
     record = json.loads((tmp_path / "samples.json").read_text())

@@ -10,8 +10,8 @@ import pytest
 from matplotlib import colormaps
 from PIL import Image
 
-from cspd import calibration, costs
 from cspd.cli import main
+from cspd.continuous import calibration, costs
 from cspd.loading import checkpoint_files
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]

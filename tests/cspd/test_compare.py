@@ -13,9 +13,10 @@ import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, features, images_of
 
 import cspd
-from cspd import page, rounds
 from cspd.cli import main
-from cspd.compare import _intervals, compare, speed_of
+from cspd.comparison import page, runs
+from cspd.comparison.compare import _intervals, compare, speed_of
+from cspd.comparison.study import Configuration, configurations, named_entries
 from cspd.continuous import ar
 from cspd.evaluation import metrics
 from cspd.evaluation.classifier import load_classifier
@@ -24,7 +25,6 @@ from cspd.evaluation.two_sample import energy_test
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
 from cspd.plots import to_pil
-from cspd.study import Configuration, configurations, named_entries
 
 
 def test_baselines_come_first_and_once(comparison):
@@ -84,8 +84,8 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
     row = Configuration("made up", cspd.Request(0, method="cspd", window=None), digits)
 
     def chunk(*costs):
-        names = dict.fromkeys(rounds.COSTS, 2.0)
-        return rounds.Chunk(np.zeros((len(costs), 1, 1, 3)), 1.0, 7, [names | cost for cost in costs])
+        names = dict.fromkeys(runs.COSTS, 2.0)
+        return runs.Chunk(np.zeros((len(costs), 1, 1, 3)), 1.0, 7, [names | cost for cost in costs])
 
     made = [
         chunk({"judged": 100, "accepted": 90, "bound": 0.1}, {"judged": 0, "accepted": 0, "bound": 0.4}),

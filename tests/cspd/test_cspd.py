@@ -24,8 +24,8 @@ from torch import Tensor
 
 import cspd
 from cspd import Engine, MARModels, Request, noise
-from cspd.continuous import cspd as method
-from cspd.continuous.cspd import Denoised
+from cspd.continuous import cspd_method as method
+from cspd.continuous.cspd_method import Denoised
 from cspd.sequence import Sequence
 from mar.diffusion import schedule
 from mar.model import MAR

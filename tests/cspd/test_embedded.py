@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from digits import coloured_digits
 
 import cspd
-from cspd.data import coloured_digits
 from cspd.evaluation.classifier import accuracy, load_classifier
 from cspd.loading import checkpoint_files, embedded
 from mar.checkpoint import CheckpointError, load_mar, load_vae

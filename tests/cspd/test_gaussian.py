@@ -12,8 +12,8 @@ from laws import normal_pvalue
 from scipy import stats
 from torch.distributions import Independent, Normal
 
-from cspd import gaussian
-from cspd.gaussian import MAX_TRIES, first_kept, log_ratio, reflect, resample, residual
+from cspd.continuous import gaussian
+from cspd.continuous.gaussian import MAX_TRIES, first_kept, log_ratio, reflect, resample, residual
 
 BATCH, CHANNELS = 4000, 3
 

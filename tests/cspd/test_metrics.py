@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch_fidelity
+from digits import coloured_digits
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.metric_fid import fid_features_to_statistics
 
-from cspd.data import coloured_digits
 from cspd.evaluation.classifier import load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz
 from cspd.evaluation.metrics import check, features, measure

@@ -10,8 +10,8 @@ import pytest
 
 import cspd
 from cspd.cli import main
+from cspd.comparison.study import REQUEST, baseline, configurations, expand, named_entries, read_study
 from cspd.loading import checkpoint_files
-from cspd.study import REQUEST, baseline, configurations, expand, named_entries, read_study
 
 STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yaml"))
 

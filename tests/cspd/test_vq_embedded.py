@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from digits import coloured_digits
 
 import cspd
 from cspd.cli import main
-from cspd.data import coloured_digits
 from cspd.evaluation.classifier import accuracy, load_classifier
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS

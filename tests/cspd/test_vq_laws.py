@@ -5,7 +5,7 @@ import pytest
 import torch
 from toys import counts, draw, law, p_value, request_of, sequences, toy_models
 
-from cspd.discrete import drafts, jacobi, rules, speculative, tree
+from cspd.discrete import draft_verify, drafts, jacobi, rules, tree
 from cspd.noise import Purpose
 
 NUM = 200_000
@@ -121,14 +121,14 @@ def plant_coin_of_an_earlier_round(patch):
 
 
 def plant_draft_and_residual_from_one_stream(patch):
-    uniform = speculative.VQHost.uniform
+    uniform = draft_verify.VQHost.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
         drafted = uniform(self, batch, Purpose.CODE, ahead, index, False)
         same = torch.as_tensor(purpose == Purpose.CODE_RESIDUAL)
         return torch.where(same, drafted, uniform(self, batch, purpose, ahead, index, fresh))
 
-    patch.setattr(speculative.VQHost, "uniform", wrong)
+    patch.setattr(draft_verify.VQHost, "uniform", wrong)
 
 
 @pytest.mark.parametrize(

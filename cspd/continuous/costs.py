@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from cspd import noise
-from cspd.calibration import WINDOWS, Calibration
-from cspd.denoise import ancestral
-from cspd.lookahead import draft_table
+from cspd.continuous.ancestral import ancestral
+from cspd.continuous.calibration import WINDOWS, Calibration
+from cspd.continuous.chains import Chains, table_size
+from cspd.continuous.draft_verify import draft_table
 from cspd.precision import Precision
-from cspd.speculation import Chains, table_size
 from mar.head import Head
 
 SCHEMA = "cspd.costs/2"
@@ -39,7 +39,7 @@ class Costs:
         rows: tokens at once; ancestral: seconds of a denoising step of so many, and start: of starting their
             speculative chains, a denoising step.
         inputs: rows times window; round: seconds of a speculative round on so many.
-        table_size: rows times steps that speculation has memory for, see `cspd.speculation.table_size`.
+        table_size: rows times steps that speculation has memory for, see `cspd.continuous.chains.table_size`.
     """
 
     rows: list[int]

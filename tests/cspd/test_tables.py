@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cspd import page, report
+from cspd.comparison import page, tables
 from cspd.plots import MARGIN, Point, speed_quality
 
 SIDE = 64  # of a picture in the grid, in pixels
@@ -24,7 +24,7 @@ def spread(*values):
 
 
 def row(name, **values):
-    empty = dict.fromkeys(column.key for column in report.COLUMNS) | dict.fromkeys(
+    empty = dict.fromkeys(column.key for column in tables.COLUMNS) | dict.fromkeys(
         f"{key}_ci95" for key in ("bound", "accuracy", "fid", "inception_score")
     )
     speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
@@ -239,7 +239,7 @@ def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
     content["missing"] = dict.fromkeys(("fid", "accuracy", "p_value"), "no judge")
     written = page.write(content, images, tmp_path)
     assert "speed_quality.png" not in written
-    text = report.text_table(content)
+    text = tables.text_table(content)
     header = text.splitlines()[1]
     assert "FID" not in header and "acc." not in header and "images/s" in header
     assert "no FID-12, class acc., p: no judge" in text
@@ -256,7 +256,7 @@ def test_the_table_fits_a_terminal(made):
             "alpha": 0.5,
             "bound": None,
         }
-    lines = report.text_table(content).splitlines()
+    lines = tables.text_table(content).splitlines()
     assert max(map(len, lines)) <= 140 and len({line.index("exact") for line in lines[2:4]}) == 1
     assert lines[1].split()[:4] == ["configuration", "guarantee", "images/s", "speed-up"]
     assert lines[3].split()[:4] == ["cspd:gamma=16:prefill=0.01", "exact", "2.00", "2.25"]

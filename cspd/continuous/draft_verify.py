@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.denoise import evaluate
-from cspd.gaussian import Gaussian, resample
+from cspd.continuous.ancestral import evaluate
+from cspd.continuous.gaussian import Gaussian, resample
 from mar.diffusion import schedule
 from mar.head import Head
 

@@ -1,6 +1,6 @@
 """Speculative denoising: the head's chain, many steps a head call, with exactly the ancestral chain's law.
 
-`cspd.lookahead` has the method; here is who takes part in a round, what is kept between rounds, and the records.
+`draft_verify` has the method; here is who takes part in a round, what is kept between rounds, and the records.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.denoise import evaluate
-from cspd.gaussian import MAX_TRIES, residual
-from cspd.lookahead import Moved, compiled_move, move
+from cspd.continuous.ancestral import evaluate
+from cspd.continuous.draft_verify import Moved, compiled_move, move
+from cspd.continuous.gaussian import MAX_TRIES, residual
 from cspd.noise import DRAFT_OFFSET
 from cspd.precision import Precision
 from mar.diffusion import schedule

@@ -19,9 +19,9 @@ from cspd.evaluation.reference import Reference
 from cspd.evaluation.two_sample import energy_test
 from cspd.machine import describe, spread
 from cspd.methods import guarantee_of
-from cspd.rounds import Chunk, run_rounds, settings_of
+from cspd.comparison.runs import Chunk, run_rounds, settings_of
 from cspd.sequence import Request
-from cspd.study import Configuration, baseline
+from cspd.comparison.study import Configuration, baseline
 
 SCHEMA = "cspd.compare/4"
 LEAST_PAIRS = 8  # images that the two-sample test wants
@@ -47,11 +47,11 @@ def compare(
 ) -> tuple[dict, list[np.ndarray]]:
     """Generates `num` images by each configuration and judges them; the report and the images.
 
-    They take turns, so that a machine that slows down slows all. What is made is kept in `out` (`cspd.rounds`) and not
+    They take turns, so that a machine that slows down slows all. What is made is kept in `out` (`cspd.comparison.runs`) and not
     made again: a run that was cut off goes on, and one that is finished can be given more images, or other references.
 
     Args:
-        rows: see `cspd.study.configurations`; speed is measured against the first.
+        rows: see `cspd.comparison.study.configurations`; speed is measured against the first.
         labels: classes, which take turns. seed: of the first image, where a row has none of its own; the next has the
             next.
         space, weights, reference: what images are judged in, see `cspd.evaluation.metrics`; space None leaves quality
@@ -59,7 +59,7 @@ def compare(
         overwrite: replace another run that is in `out`.
 
     Returns:
-        A JSON-able report, see `cspd.report`, and the images of each row, uint8 [num, H, W, 3].
+        A JSON-able report, see `cspd.comparison.tables`, and the images of each row, uint8 [num, H, W, 3].
 
     Raises:
         ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.

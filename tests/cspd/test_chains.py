@@ -16,14 +16,13 @@ from heads import BATCH, FP32, Case, MixtureHead, finish, merge
 from laws import normal_pvalue, same_law_pvalue
 from torch.distributions import Normal
 
-import cspd.lookahead
-import cspd.speculation
-from cspd import gaussian, noise
-from cspd.calibration import Calibration
-from cspd.lookahead import draft_table
+from cspd import noise
+from cspd.continuous import gaussian
+from cspd.continuous.calibration import Calibration
+from cspd.continuous.chains import acceptance
+from cspd.continuous.draft_verify import draft_table
 from cspd.noise import Purpose
 from cspd.precision import Precision
-from cspd.speculation import acceptance
 from mar.diffusion import schedule
 
 ROWS, CHANNELS = 6000, 3
@@ -199,7 +198,9 @@ def test_planted_bugs_are_seen(bug, monkeypatch):
     source = changes.pop("noise", noise)
     monkeypatch.setattr(gaussian, "MAX_TRIES", 1024)  # some would look for what is not there
     for name, function in changes.items():
-        monkeypatch.setattr(cspd.lookahead if name == "resample" else cspd.speculation, name, function)
+        monkeypatch.setattr(
+            "cspd.continuous." + ("draft_verify." if name == "resample" else "chains.") + name, function
+        )
     drafts = [DRAFTS[name](TWELVE) for name in ("biased and wide", "biased and narrow")]
     assert any(law_pvalue(TWELVE, draft, 3, 2 * ROWS, source) < WRONG for draft in drafts)
 
@@ -418,7 +419,7 @@ def test_tables_or_rounds_compute_the_modulations(monkeypatch):
     draft, settings = case.calibration(), (5, 9, 4)
     whole = case.speculative(draft, *settings)
     for fitting in (0, 6):
-        monkeypatch.setattr(cspd.speculation, "table_size", lambda *_, fitting=fitting: fitting * 30)
+        monkeypatch.setattr("cspd.continuous.chains.table_size", lambda *_, fitting=fitting: fitting * 30)
         chains = case.chains(draft, 5)
         case.start(chains, 9, 4, slice(0, 5))
         ended = [*filter(None, [chains.round()])]
@@ -430,7 +431,7 @@ def test_tables_or_rounds_compute_the_modulations(monkeypatch):
         assert torch.equal(rounds.record, whole.record)
         assert (rounds.tokens - whole.tokens).abs().max() < 1e-3
     monkeypatch.undo()
-    monkeypatch.setattr(cspd.speculation, "TABLE_SHARE", 0)
+    monkeypatch.setattr("cspd.continuous.chains.TABLE_SHARE", 0)
     assert (case.speculative(draft, *settings).tokens - whole.tokens).abs().max() < 1e-3
 
 
@@ -460,7 +461,7 @@ def test_candidates_are_never_drawn_twice():
 
 
 def test_fallbacks_are_counted(monkeypatch):
-    monkeypatch.setattr(cspd.speculation, "MAX_TRIES", 3)
+    monkeypatch.setattr("cspd.continuous.chains.MAX_TRIES", 3)
     monkeypatch.setattr(gaussian, "MAX_TRIES", 3)
     ended = TWELVE.speculative(biased(TWELVE, 0.5, -0.25), 3, 200, seed=1)
     assert 0 < sum(ended.fallbacks) < sum(ended.tries) / 3

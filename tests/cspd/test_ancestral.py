@@ -5,8 +5,8 @@ import pytest
 import torch
 from conftest import relative_error
 
-import cspd.denoise
-from cspd.denoise import ancestral
+import cspd.continuous.ancestral
+from cspd.continuous.ancestral import ancestral
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -142,7 +142,7 @@ def test_split_tables_change_nothing(per_table, chain, small_mar, monkeypatch):
     run, settings, eps = chain
     whole, parts = run(), []
     step_bytes = 4 * (3 * len(small_mar.head.res_blocks) + 2) * small_mar.head.width * settings["z"][..., 0].numel()
-    monkeypatch.setattr(cspd.denoise, "MODULATION_BYTES", per_table * step_bytes)
+    monkeypatch.setattr(cspd.continuous.ancestral, "MODULATION_BYTES", per_table * step_bytes)
     split = run(noise=lambda t: parts.append(len(t)) or eps[t])
     assert max(parts) == per_table and sum(parts) == settings["num_steps"]
     assert relative_error(split, whole) < 1e-4

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import cspd
-from cspd.calibration import DRAFTS
-from cspd.continuous import cspd as cspd_method
+from cspd.continuous import cspd_method
+from cspd.continuous.calibration import DRAFTS
 from cspd.discrete import rules
 from cspd.discrete.validation import NEEDED
 from cspd.engine import Engine

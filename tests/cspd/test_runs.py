@@ -15,11 +15,11 @@ import pytest
 from comparisons import BATCH, METHOD_NAMES, NAMES, QUICK, SEED, images_of, run
 
 import cspd
-from cspd import rounds
 from cspd.cli import main
-from cspd.compare import compare
+from cspd.comparison import runs
+from cspd.comparison.compare import compare
+from cspd.comparison.study import Configuration
 from cspd.records import differences
-from cspd.study import Configuration
 
 
 def test_configurations_take_turns(digits, tmp_path, monkeypatch):
@@ -70,8 +70,8 @@ def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
         return timed(row, requests)
 
-    timed = rounds._timed
-    monkeypatch.setattr(rounds, "_timed", stop)
+    timed = runs._timed
+    monkeypatch.setattr(runs, "_timed", stop)
     few = ["--num-iter", "64", "--num-sampling-steps", "2", "--num", "2", "--max-batch", "1", "--out", str(tmp_path)]
     assert main(["compare", "--methods", "ar", *few]) == 130
     assert "the same command goes on from here" in capsys.readouterr().err
@@ -186,7 +186,7 @@ def test_a_draft_and_its_file_are_told_apart(digits, tmp_path):
     def again(draft):
         request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
         row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
-        rounds.run_rounds([row], [0], 1, 0, tmp_path, progress=False)
+        runs.run_rounds([row], [0], 1, 0, tmp_path, progress=False)
 
     again("frozen")
     with pytest.raises(ValueError, match=r'a\.request\.draft was "frozen", now "calibrated"'):

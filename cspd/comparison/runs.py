@@ -19,7 +19,7 @@ from cspd.machine import describe, peak_bytes, reset_peak
 from cspd.plots import to_pil
 from cspd.records import differences, earlier_record, make_folder, publishing, refuse_other, write_json
 from cspd.sequence import Output, Request
-from cspd.study import Configuration
+from cspd.comparison.study import Configuration
 
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"

@@ -14,7 +14,7 @@ import yaml
 
 from cspd.engine import Engine
 from cspd.methods import METHODS, parse_method, with_method
-from cspd.options import number_list
+from cspd.commands.options import number_list
 from cspd.sequence import Request
 from cspd.validation import check_integer
 

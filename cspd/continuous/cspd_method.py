@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from cspd.continuous import ar
+from cspd.continuous.ancestral import ancestral
+from cspd.continuous.chains import Chains
+from cspd.continuous.gaussian import first_kept
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.speculative import make_chains
-from cspd.denoise import ancestral
-from cspd.gaussian import first_kept
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
-from cspd.speculation import Chains
 from mar.diffusion import schedule
 
 VERIFY = ("parallel", "sequential")
