@@ -49,7 +49,7 @@ SJD = {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False}
 
 def _drafted(name: str, summary: str, paper: str, needs: str, guarantee: str = "exact", **options: object) -> Method:
     """A method of VQ models that drafts and verifies; any rule and any other draft can be asked for."""
-    rounds = {"VQ": jacobi.round if "pd_k" in options else draft_verify.round}
+    rounds = {"VQ": jacobi.run_round if "pd_k" in options else draft_verify.run_round}
     return Method(name, guarantee, summary, paper, rounds, needs, RULE | options)
 
 
@@ -59,14 +59,14 @@ _TABLE = [
         "exact",
         "plain sampling: every token of MAR by the full denoising chain, VQ codes one by one",
         "arXiv 2406.11838, 2406.06525",
-        {"MAR": ar.round, "VQ": vq_ar.round},
+        {"MAR": ar.run_round, "VQ": vq_ar.round},
     ),
     Method(
         "speculative",
         "exact",
         "speculation inside the diffusion head, no draft model",
         "arXiv 2501.05370",
-        {"MAR": speculative.round},
+        {"MAR": speculative.run_round},
         "calibration",
         {"window": None, "draft": "calibrated"},
     ),
@@ -75,7 +75,7 @@ _TABLE = [
         "heuristic",
         "a draft MAR proposes tokens, the target accepts or resamples",
         "arXiv 2411.11925",
-        {"MAR": cspd_method.round},
+        {"MAR": cspd_method.run_round},
         "draft model",
         CSPD,
     ),

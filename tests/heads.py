@@ -127,7 +127,7 @@ def finish(chains: Chains) -> list[Finished]:
     """Rounds until all chains have ended."""
     ended = []
     while chains.owners:
-        ended += filter(None, [chains.round()])
+        ended += filter(None, [chains.advance()])
     return ended
 
 

@@ -66,7 +66,7 @@ def draw(
     """Codes int64 [num, L] of requests that differ in their seeds, and their statistics."""
     models = dict(models)
     host = VQHost(models.pop("target"), batch, CPU, Precision("fp32", CPU), **models)
-    round = METHODS[request.method].rounds["VQ"]
+    run_round = METHODS[request.method].rounds["VQ"]
     made, statistics = [], []
     with torch.inference_mode():
         for start in range(0, num, batch):
@@ -78,7 +78,7 @@ def draw(
             everyone = list(running)
             host.admit(everyone)
             while running:
-                finished = set(round(host, running, Stopwatch(CPU)))
+                finished = set(run_round(host, running, Stopwatch(CPU)))
                 running = [s for s in running if s not in finished]
             made.append(host.results(everyone)[0].clone())
             statistics += [s.stats for s in everyone]

@@ -10,7 +10,7 @@ from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
 
 
-def round(
+def run_round(
     host: MARHost, batch: list[Sequence], watch: Stopwatch, trace: Callable[..., None] | None = None
 ) -> list[Sequence]:
     """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3).

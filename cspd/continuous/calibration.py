@@ -127,7 +127,7 @@ def trace(model: MAR, request: Request, device: torch.device, precision: Precisi
     iterations = []
     for _ in tqdm(range(request.num_iter), desc="calibrating", unit="iteration", leave=False, delay=2):
         steps = []
-        ar.round(host, batch, watch, trace=lambda t, x, eps, v, steps=steps: steps.append(torch.stack([x, eps, v])))
+        ar.run_round(host, batch, watch, trace=lambda t, x, eps, v, steps=steps: steps.append(torch.stack([x, eps, v])))
         iterations.append(torch.stack(steps[::-1]).cpu())
     return tuple(torch.cat(iterations, dim=2).unbind(1))
 

@@ -202,7 +202,7 @@ class Chains:
             self._modulations = [torch.cat([a[:, kept], b], dim=1) for a, b in zip(old, self._modulations)]
         return new
 
-    def round(self) -> Finished | None:
+    def advance(self) -> Finished | None:
         """Moves every chain on by at least one step, with one head call; returns the chains that end."""
         s, real = self._state, len(self.owners)
         modulations = self._modulations or (self._t_embed, self._c_embed)

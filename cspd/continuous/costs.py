@@ -122,7 +122,7 @@ def measure(head: Head, guided: bool, device: torch.device, precision: Precision
         for _ in range(REPEATS):
             times["ancestral"].append(_seconds(chain, device) / (STEPS // 4))
             times["start"].append(_seconds(start, device) / STEPS)
-            times["round"].append(statistics.median(_seconds(chains.round, device) for _ in range(ROUNDS)))
+            times["round"].append(statistics.median(_seconds(chains.advance, device) for _ in range(ROUNDS)))
         for name, values in times.items():
             before = measured[name][-1:]  # more rows never take less time: where they seem to, it was noise
             measured[name].append(max([min(values), *before]))

@@ -127,7 +127,7 @@ def _denoise_speculatively(chains: Chains, rows: Rows, z: Tensor, index: int) ->
     chains.start(list(range(num)), rows.seed, rows.position, z, rows.scale, rows.temperature, index)
     parts, calls = [], 1
     while chains.owners:
-        finished, calls = chains.round(), calls + 1
+        finished, calls = chains.advance(), calls + 1
         if finished:
             parts.append(finished)
     back = torch.tensor(np.argsort([owner for part in parts for owner in part.owners]), device=z.device)
@@ -180,7 +180,7 @@ def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Den
     return torch.where((tries > MAX_TRIES).unsqueeze(-1), p.tokens, tokens), tries
 
 
-def round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Prefills sequences that are at their start; drafts, judges and commits a round of the others."""
     length = host.config.seq_len
     prefill = math.ceil(batch[0].request.prefill * length)

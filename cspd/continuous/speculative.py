@@ -63,13 +63,13 @@ class _Running:
             sequence.stats.head_calls += 1
             sequence.stats.head_evaluations += count * len(z)
 
-    def round(self, host: MARHost) -> None:
+    def advance(self, host: MARHost) -> None:
         """One head call for all chains; commits the tokens of those that end."""
         copies = 2 if self.chains.owners[0].request.guided else 1
         for sequence, count in self.left.items():
             sequence.stats.head_calls += 1
             sequence.stats.head_evaluations += count * self.chains.window * copies
-        finished = self.chains.round()
+        finished = self.chains.advance()
         if finished:
             slot = torch.tensor([sequence.slot for sequence in finished.owners], device=host.device)
             host.tokens[slot, finished.position] = finished.tokens
@@ -80,7 +80,7 @@ class _Running:
             self.left = self.left - Counter(finished.owners)
 
 
-def round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Runs head calls until three in four sequences have ended their iteration, and returns those that are finished.
 
     Those go on to their next iteration, and their rows join the chains still under way: no call waits for the slowest
@@ -88,7 +88,7 @@ def round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequen
     """
     request = batch[0].request
     if request.window == 0:
-        return ar.round(host, batch, watch)
+        return ar.run_round(host, batch, watch)
     running = host.running.get(request.round_key)
     if running is None:
         running = host.running[request.round_key] = _Running(host, request)
@@ -97,7 +97,7 @@ def round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequen
         running.begin(host, idle, watch)
     watch.start("head")
     while 4 * len(running.left) > len(batch):
-        running.round(host)
+        running.advance(host)
     watch.start("other")
     finished = [s for s in batch if s.iteration == s.request.num_iter and s not in running.left]
     for sequence in finished:

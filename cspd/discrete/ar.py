@@ -10,7 +10,7 @@ from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
 
 
-def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Draws the next code of every sequence and returns those that are finished; nothing is copied to the host."""
     batch = host.begin(sequences, watch)
     here = torch.zeros(1, dtype=torch.int64, device=host.device)

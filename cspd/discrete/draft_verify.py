@@ -40,7 +40,7 @@ def rule_of(request: Request) -> Rule:
     return _rule(request.rule, request.temperature == 0, length=length, **parameters)
 
 
-def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Drafts codes for every sequence, has the target judge them all in one forward, commits what is accepted and one
     code more, and returns the sequences that are finished.
     """

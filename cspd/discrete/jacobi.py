@@ -85,7 +85,7 @@ def _windows(host: VQHost, path: int) -> Windows:
     return host.running[key]
 
 
-def round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Judges every window by one forward of the target, commits the accepted prefix and one code more (two after a
     sibling), drafts the rest anew, and returns the sequences that are finished.
     """

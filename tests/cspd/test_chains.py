@@ -359,7 +359,7 @@ def test_records_count_calls():
     calls, ended = torch.ones(rows, dtype=torch.int64), []
     while chains.owners:
         calls[list(chains.owners)] += 1
-        ended += filter(None, [chains.round()])
+        ended += filter(None, [chains.advance()])
     record = merge(ended).record
     assert torch.equal((record != 0).sum(1), calls) and calls.min() < calls.max()
     assert (record.abs().sum(1) == 40).all() and record.abs().max() == window
@@ -404,7 +404,7 @@ def test_a_chain_does_not_depend_on_its_neighbours():
                 first = waiting.pop()
                 case.start(chains, rows, 4, slice(first, first + 3))
         for _ in range(4):
-            staggered += filter(None, [chains.round() if chains.owners else None])
+            staggered += filter(None, [chains.advance() if chains.owners else None])
     for other in (together, merge(staggered)):
         assert torch.equal(other.record, alone.record)
         assert (other.tokens - alone.tokens).abs().max() < 1e-3
@@ -422,10 +422,10 @@ def test_tables_or_rounds_compute_the_modulations(monkeypatch):
         monkeypatch.setattr("cspd.continuous.chains.table_size", lambda *_, fitting=fitting: fitting * 30)
         chains = case.chains(draft, 5)
         case.start(chains, 9, 4, slice(0, 5))
-        ended = [*filter(None, [chains.round()])]
+        ended = [*filter(None, [chains.advance()])]
         case.start(chains, 9, 4, slice(5, 8))
         while len(chains.owners) > 1:
-            ended += filter(None, [chains.round()])
+            ended += filter(None, [chains.advance()])
         case.start(chains, 9, 4, slice(8, 9))
         rounds = merge(ended + finish(chains))
         assert torch.equal(rounds.record, whole.record)

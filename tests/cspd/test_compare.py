@@ -204,7 +204,7 @@ def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
         asked = [sequence.request for sequence in batch]
         for sequence in batch:
             sequence.request = dataclasses.replace(sequence.request, temperature=0.3)
-        finished = ar.round(host, batch, watch)
+        finished = ar.run_round(host, batch, watch)
         for sequence, request in zip(batch, asked):
             sequence.request = request
         return finished

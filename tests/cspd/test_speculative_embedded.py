@@ -50,7 +50,7 @@ def case(target):
     with torch.inference_mode():
         host.admit([sequence])
         for _ in range(10):
-            ar.round(host, [sequence], Stopwatch(device))
+            ar.run_round(host, [sequence], Stopwatch(device))
         rows = host.next_rows([sequence])
         z = host.conditions([sequence], rows)[:, :1]
     return Case(OneCondition(target.head), z, num_steps=100, scale=rows.scale[0].item())
