@@ -4,11 +4,11 @@
 >>> output = engine.generate([cspd.Request(label=3, seed=7)])[0]
 """
 
-from cspd.continuous.host import MARModels
-from cspd.discrete.host import VQModels
+from cspd.continuous.models import MARModels
+from cspd.discrete.models import VQModels
 from cspd.engine import Engine
 from cspd.loading import load
 from cspd.sequence import Output, Request, RoundStats
+from cspd.version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["Engine", "MARModels", "Output", "Request", "RoundStats", "VQModels", "load"]
+__all__ = ["Engine", "MARModels", "Output", "Request", "RoundStats", "VQModels", "__version__", "load"]

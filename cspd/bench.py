@@ -12,18 +12,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.machine import describe, peak_bytes, reset_peak, spread
-from cspd.methods import parse_method, with_method
+from cspd.machine import peak_bytes, reset_peak, spread
+from cspd.methods import COMMON, parse_method, with_method
 from cspd.sequence import Output, Request
-from cspd.vq import reference as vq_reference
-from mar import reference
 
 SCHEMA = "cspd.bench/2"
 PUBLISHED = "published"  # MAR's or LlamaGen's sampler as published, `mar.reference` and `cspd.vq.reference`
-SETTINGS = {
-    "MAR": ("num_iter", "cfg", "cfg_schedule", "temperature", "num_sampling_steps"),
-    "VQ": ("cfg", "temperature", "top_k", "top_p"),
-}
 MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 10}  # for peak memory: fewer, larger iterations than usual
 
 
@@ -106,14 +100,18 @@ def bench(
                         timed[name].append(measured)
                     bar.update()
             rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
-    report = {"schema": SCHEMA, "family": first.host.family, "machine": describe(first), "runs": runs}
+    report = {"schema": SCHEMA, "family": first.host.family, "machine": first.describe(), "runs": runs}
     return report | {"rows": rows, "memory": memory}
 
 
 def _fill(engine: Engine, request: Request) -> Request:
     """The request with K, guidance and the like filled in, and the options of methods as they were given."""
-    plain = engine.resolve(with_method(request, "ar"))
-    return dataclasses.replace(request, **{name: getattr(plain, name) for name in SETTINGS[engine.host.family]})
+    return dataclasses.replace(request, **_common_settings(engine.resolve(with_method(request, "ar"))))
+
+
+def _common_settings(request: Request) -> dict:
+    """Those settings of a resolved request that all methods of its family have."""
+    return {option.name: getattr(request, option.name) for option in COMMON[request.family]}
 
 
 def _requests(engine: Engine, request: Request, num: int, first: int = 0) -> list[Request]:
@@ -146,7 +144,7 @@ def _mean_stats(outputs: list[Output]) -> dict:
     names = ("head_calls_per_token", "backbone_calls", "head_calls", "draft_backbone_calls", "draft_head_calls")
     mean = {name: statistics.mean(getattr(s, name) for s in stats) for name in names}
     mean |= {"alpha": accepted / judged if judged else None, "guarantee": stats[0].guarantee}
-    if outputs[0].request.family == "VQ":
+    if stats[0].committed:  # VQ codes
         spent = {phase: sum(s.seconds[phase] for s in stats) for phase in ("backbone", "draft", "other")}
         bound = min(1.0, statistics.mean(s.bound for s in stats))
         mean |= {"bound": bound, "overhead": spent["other"] / sum(spent.values())}
@@ -162,12 +160,9 @@ def _judge(images: Sequence[Tensor], requests: list[Request], accuracy: Callable
 
 def _published(engine: Engine, requests: list[Request]) -> Tensor:
     labels = torch.tensor([r.label for r in requests], device=engine.device)
-    settings = {name: getattr(requests[0], name) for name in SETTINGS[engine.host.family]}
-    published = {"MAR": reference.sample, "VQ": vq_reference.sample}[engine.host.family]
+    settings = _common_settings(engine.check(with_method(requests[0], "ar")))
     with torch.inference_mode():
-        with engine.precision.fast():
-            tokens = published(engine.host.target, labels, **settings)
-        return engine.host.decode(tokens)
+        return engine.host.decode(engine.host.published(labels, settings))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -190,12 +185,12 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], base: list[
 def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     """Peak memory of `num` short requests through `batch` slots; the images are dropped as they come."""
     small, quick = engine.with_slots(batch), with_method(request, "ar")
-    if engine.host.family == "MAR":
-        quick = dataclasses.replace(quick, **MEMORY_SETTINGS)
+    known = {option.name for option in COMMON[engine.host.family]}
+    quick = dataclasses.replace(quick, **{name: n for name, n in MEMORY_SETTINGS.items() if name in known})
     reset_peak(engine.device)
     for _ in small.stream(_requests(engine, quick, num)):
         pass
-    return {"slots": batch, "requests": num, "peak_bytes": peak_bytes(engine.device)}
+    return {"slots": batch, "requests": num, "num_iter": quick.num_iter, "peak_bytes": peak_bytes(engine.device)}
 
 
 def _coverage(runs: int) -> float:
@@ -203,35 +198,29 @@ def _coverage(runs: int) -> float:
     return 1 - 0.5 ** (runs - 1)
 
 
-# of the report, by family: title, width, what of a row, format
-COLUMNS = {
-    "MAR": [
-        ("K", 3, "num_iter", ".0f"),
-        ("cfg", 4, "cfg", "g"),
-        ("batch", 5, "batch", "d"),
-        ("W", 3, "window", ".0f"),
-        ("seconds", 8, "seconds", ".3f"),
-        ("images/s", 8, "images_per_second", ".2f"),
-        ("x ar (least..most)", 19, "speed_up", ""),
-        ("calls/token", 11, "head_calls_per_token", ".1f"),
-        ("alpha", 5, "alpha", ".3f"),
-        ("class acc.", 10, "accuracy", ".3f"),
-    ],
-    "VQ": [
-        ("guarantee", 9, "guarantee", ""),
-        ("cfg", 4, "cfg", "g"),
-        ("batch", 5, "batch", "d"),
-        ("seconds", 8, "seconds", ".3f"),
-        ("images/s", 8, "images_per_second", ".2f"),
-        ("x ar (least..most)", 19, "speed_up", ""),
-        ("codes/forward", 13, "step_compression", ".2f"),
-        ("draft calls", 11, "draft_backbone_calls", ".1f"),
-        ("alpha", 5, "alpha", ".3f"),
-        ("bound", 6, "bound", ".3f"),
-        ("overhead", 8, "overhead", ".0%"),
-        ("class acc.", 10, "accuracy", ".3f"),
-    ],
-}
+# of the report, where some row has something: title, width, what of a row, format
+COLUMNS = [
+    ("guarantee", 9, "guarantee", ""),
+    ("K", 3, "num_iter", ".0f"),
+    ("cfg", 4, "cfg", "g"),
+    ("batch", 5, "batch", "d"),
+    ("W", 3, "window", ".0f"),
+    ("seconds", 8, "seconds", ".3f"),
+    ("images/s", 8, "images_per_second", ".2f"),
+    ("x ar (least..most)", 19, "speed_up", ""),
+    ("calls/token", 11, "head_calls_per_token", ".1f"),
+    ("codes/forward", 13, "step_compression", ".2f"),
+    ("draft calls", 11, "draft_backbone_calls", ".1f"),
+    ("alpha", 5, "alpha", ".3f"),
+    ("bound", 6, "bound", ".3f"),
+    ("overhead", 8, "overhead", ".0%"),
+    ("class acc.", 10, "accuracy", ".3f"),
+]
+
+
+def _has(row: dict, key: str) -> bool:
+    """Whether a row has something to show: calls that its models never make are not."""
+    return row.get(key) is not None and (row[key] != 0 or "calls" not in key)
 
 
 def _cell(row: dict, key: str, form: str) -> str:
@@ -244,7 +233,8 @@ def _cell(row: dict, key: str, form: str) -> str:
 
 def format_report(report: dict) -> str:
     """The report as text."""
-    machine, columns = report["machine"], COLUMNS[report["family"]]
+    machine = report["machine"]
+    columns = [column for column in COLUMNS if any(_has(row, column[2]) for row in report["rows"])]
     name_width = max(len(row["name"]) for row in report["rows"])
     lines = [
         f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['precision']};"
@@ -258,6 +248,6 @@ def format_report(report: dict) -> str:
     lines.append("")
     for m in report["memory"]:
         what = f"{m['requests']} requests through {m['slots']} slots"
-        what += f" (K = {MEMORY_SETTINGS['num_iter']})" if report["family"] == "MAR" else ""
+        what += f" (K = {m['num_iter']})" if m.get("num_iter") else ""
         lines.append(f"peak memory, {what}: {m['peak_bytes'] / 2**20:.0f} MiB")
     return "\n".join(lines)

@@ -7,9 +7,8 @@ import sys
 
 import torch
 
-import cspd
-from cspd.commands import bench, calibrate, compare, evaluate, sample
-from cspd.methods import format_table
+from cspd.commands import bench, calibrate, compare, evaluate, methods, sample
+from cspd.version import __version__
 
 GO_ON = ("sample", "compare", "evaluate")  # after a stop
 EPILOG = """\
@@ -41,12 +40,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=raw,
     )
-    parser.add_argument("--version", action="version", version=f"cspd {cspd.__version__}")
+    parser.add_argument("--version", action="version", version=f"cspd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (sample, compare, evaluate, bench, calibrate):
+    for command in (sample, compare, evaluate, bench, calibrate, methods):
         command.add(commands)
-    table = commands.add_parser("methods", help="list the methods and their guarantees")
-    table.set_defaults(run=lambda args: print(format_table()))
     return parser
 
 

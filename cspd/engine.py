@@ -11,17 +11,14 @@ import torch
 from tqdm import tqdm
 
 from cspd import noise as philox_noise
-from cspd.continuous.host import MARHost, MARModels
-from cspd.continuous.tuning import Tuning
-from cspd.discrete.host import VQHost, VQModels
-from cspd.discrete.validation import check_cache, resolve_vq
 from cspd.finishing import Finisher
-from cspd.methods import METHODS, guarantee_of, with_family
+from cspd.host import Host, Models
+from cspd.machine import describe, pick_device
+from cspd.method import Method
+from cspd.methods import choose, find
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler
 from cspd.sequence import Output, Request, RoundStats, Sequence
-from cspd.validation import check_draft, check_families, check_memory, pick_device, resolve_mar
-from mar.registry import defaults_of
 
 BAR_FORMAT = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
 
@@ -29,8 +26,8 @@ BAR_FORMAT = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate
 class Engine:
     """Generates images with target models, many requests at a time.
 
-    `max_batch` sequences are in flight at once; a finished one is replaced at the next step. A request's image
-    depends on the request alone, not on what else is in flight.
+    `max_batch` sequences are in flight at once; a finished one is replaced at the next step. An image depends only on
+    its own request, never on the rest of the batch, but for rounding.
 
     Args:
         models: of each family at most one set; a request that does not say otherwise is of the first that has its
@@ -51,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        *models: MARModels | VQModels,
+        *models: Models,
         max_batch: int = 8,
         device: str | torch.device = "auto",
         precision: str = "fp32",
@@ -59,33 +56,18 @@ class Engine:
         cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
     ) -> None:
-        check_families(models)
+        families = [each.family for each in models]
+        if not families or len(set(families)) < len(families):
+            raise ValueError("an engine has MARModels(...), VQModels(...) or one of each")
         self.device = pick_device(device)
         self.precision = Precision(precision, self.device)
         self.compiled = compiled
         self._models = [_placed(each, self.device) for each in models]
         self._settings = {"precision": precision, "compiled": compiled, "cache": cache, "noise": noise}
-        self.hosts: dict[str, MARHost | VQHost] = {}
+        self.hosts: dict[str, Host] = {}
         for each in self._models:
-            if isinstance(each, MARModels):
-                self._least_iter = defaults_of(each.target.config).num_iter
-                check_memory(each.target, max_batch, self._least_iter, self.device)
-                tuning = Tuning(each.target, each.draft, self.device, self.precision, compiled, cache)
-                host = MARHost(
-                    each.target,
-                    max_batch,
-                    self.device,
-                    self.precision,
-                    noise,
-                    draft=each.draft,
-                    vae=each.vae,
-                    tuning=tuning,
-                )
-            else:
-                check_cache(each, max_batch, self.precision, self.device)
-                others = {"draft": each.draft, "eagle": each.eagle, "tokenizer": each.tokenizer}
-                host = VQHost(each.target, max_batch, self.device, self.precision, noise, **others)
-            self.hosts[host.family] = host
+            how = {"compiled": compiled, "cache": cache}
+            self.hosts[each.family] = each.host(max_batch, self.device, self.precision, noise, **how)
         self.num_slots = max_batch
         self.scheduler = Scheduler(max_batch)
         self._finisher = Finisher(self.device)
@@ -93,46 +75,40 @@ class Engine:
         self._streaming = False
 
     @property
-    def host(self) -> MARHost | VQHost:
+    def host(self) -> Host:
         """The first family's."""
         return next(iter(self.hosts.values()))
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine over the same models."""
         engine = Engine(*self._models, max_batch=max_batch, device=self.device, **self._settings)
-        if "MAR" in self.hosts:
-            engine.hosts["MAR"].tuning = self.hosts["MAR"].tuning
+        for family, host in self.hosts.items():
+            engine.hosts[family].adopt(host)
         return engine
 
+    def describe(self) -> dict:
+        """The machine that it runs on, and how, in a few words."""
+        return describe(self.device) | {"precision": self.precision.policy, "compiled": self.compiled}
+
     def check(self, request: Request) -> Request:
-        """The request with every default filled in but the window of `speculative`, which may take a calibration.
+        """The request with every default filled in but what may take a calibration: the window of `speculative`.
 
         Raises:
             ValueError: a setting is bad, or a model that the method needs is not there.
         """
-        request = with_family(request, list(self.hosts))
-        host = self.hosts[request.family]
-        if request.family == "VQ":
-            return resolve_vq(request, host)
-        request = resolve_mar(request, host.config, host.defaults)
-        check_draft(request, host.models["draft"])
-        return request
+        return self._checked(request)[0]
 
     def resolve(self, request: Request) -> Request:
         """The request with every default filled in, checked. Raises ValueError on a bad one.
 
         The window of `speculative` is chosen here, which calibrates the draft where that was not done before.
         """
-        request = self.check(request)
-        host = self.hosts[request.family]
-        if request.family == "VQ":
-            return request
-        if request.num_iter < self._least_iter:  # more tokens an iteration than memory was checked for
-            check_memory(host.target, self.num_slots, request.num_iter, self.device)
-            self._least_iter = request.num_iter
-        if "window" in METHODS[request.method].options and request.window is None:
-            request = dataclasses.replace(request, window=host.tuning.window(request, self.num_slots))
-        return request
+        request, method = self._checked(request)
+        return self.hosts[method.family].resolve(request, method)
+
+    def _checked(self, request: Request) -> tuple[Request, Method]:
+        request, method = choose(request, list(self.hosts))
+        return self.hosts[method.family].check(request, method), method
 
     def add_request(self, request: Request) -> int:
         """Queues a request and returns its ticket.
@@ -146,18 +122,19 @@ class Engine:
 
     def _queue(self, request: Request) -> int:
         request = self.resolve(request)
+        method = find(request.method, request.family)
         ticket = self._tickets
         self._tickets += 1
-        stats = RoundStats(guarantee=guarantee_of(request))
-        self.scheduler.add(Sequence(request, ticket, stats=stats))
+        stats = RoundStats(guarantee=method.guarantee_of(request))
+        self.scheduler.add(Sequence(request, ticket, key=method.round_key(request), stats=stats))
         return ticket
 
     @torch.inference_mode()
     def step(self) -> dict[int, Output]:
         """Runs one round of one kind of request and returns the outputs that are there, by ticket.
 
-        On a GPU an image comes some rounds after its last token, since it is decoded meanwhile; with the last round
-        come all. An error or interruption drops all requests in flight, and images that are being decoded.
+        On a GPU decoding overlaps later rounds, so an image may be returned a few rounds late; the last round returns
+        all that remain. An error or interruption drops all requests in flight, and images that are being decoded.
         """
         watch = Stopwatch(self.device)
         admitted = self.scheduler.admit()
@@ -166,14 +143,17 @@ class Engine:
         batch = self.scheduler.next()
         if not batch:
             return {}  # and nothing is being decoded: the last round waited for it
-        host = self.hosts[batch[0].request.family]
+        request, key = batch[0].request, batch[0].key
+        host = self.hosts[request.family]
         try:
-            finished = METHODS[batch[0].request.method].rounds[host.family](host, batch, watch)
+            finished = find(request.method, request.family).run_round(host, batch, watch)
             seconds = watch.seconds()
             for sequence in batch:
                 for phase, spent in seconds.items():
                     sequence.stats.seconds[phase] += spent
             self.scheduler.release(finished)
+            if len(finished) == len(batch):
+                host.forget(key)
             if finished:
                 self._finisher.add(host, finished)
             return self._finisher.ready(wait=not len(self.scheduler))
@@ -253,7 +233,7 @@ class Engine:
             host.clear()
 
 
-def _placed(models: MARModels | VQModels, device: torch.device) -> MARModels | VQModels:
+def _placed(models: Models, device: torch.device) -> Models:
     """The models on a device, in eval mode and frozen."""
     modules = {f.name: getattr(models, f.name) for f in dataclasses.fields(models)}
     placed = {name: m.to(device).eval().requires_grad_(False) for name, m in modules.items() if m is not None}

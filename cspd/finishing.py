@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.continuous.host import MARHost
-from cspd.discrete.host import VQHost
+from cspd.host import Host
 from cspd.precision import Stopwatch
 from cspd.sequence import Output, Sequence
 
@@ -43,7 +42,7 @@ class Finisher:
         """Images under way."""
         return sum(len(batch.sequences) for batch in self._batches)
 
-    def add(self, host: MARHost | VQHost, sequences: list[Sequence]) -> None:
+    def add(self, host: Host, sequences: list[Sequence]) -> None:
         """Begins to decode sequences, whose slots are free afterwards."""
         tokens, heat = host.results(sequences)  # kept until the other stream has read them
         if self._stream:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from cspd.continuous.host import MARModels
-from cspd.discrete.host import VQModels
+from cspd.continuous.models import MARModels
+from cspd.discrete.models import VQModels
 from cspd.engine import Engine
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from mar.checkpoint import CheckpointError, load_mar, load_vae
@@ -61,6 +61,11 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
         )
     # beside the target, whatever name or file it was found by
     return {"target": target} | {name: _find(target.parent, patterns[name]) for name in patterns if name != "target"}
+
+
+def family_of(checkpoint: str | Path) -> str:
+    """Whose models an embedded name, a folder or a target's file has: "MAR" or "VQ". Raises CheckpointError."""
+    return (VQModels if "tokenizer" in checkpoint_files(checkpoint) else MARModels).family
 
 
 def load(

@@ -1,8 +1,9 @@
-"""What is measured on: the machine's name, peak memory, and how repeated timings spread."""
+"""The machine: its devices and their memory, its name in reports, and how repeated timings spread."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -10,15 +11,61 @@ from pathlib import Path
 
 import torch
 
-from cspd.engine import Engine
+from cspd.option import check_integer
 
 
-def describe(engine: Engine) -> dict:
-    """The machine that an engine runs on, and how, in a few words."""
-    cuda = engine.device.type == "cuda"
-    name = torch.cuda.get_device_name(engine.device) if cuda else platform.processor() or platform.machine()
-    machine = {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return machine | {"precision": engine.precision.policy, "compiled": engine.compiled}
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device asked for, "auto" being CUDA where there is one. Raises ValueError where it cannot be had."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        picked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu'")
+    if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={device!r}, but there are {torch.cuda.device_count()} CUDA devices: use a lower index"
+        )
+    if picked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    return picked
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on a device."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch.device) -> None:
+    """Raises ValueError where `max_batch` slots of so many bytes are more than is free.
+
+    Args:
+        what: follows "max_batch=N" in the message. fix: what to do where not even one slot fits.
+    """
+    check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
+    free = free_bytes(device)
+    if per_slot * max_batch > free:
+        fix = f"use max_batch <= {free // per_slot}" if free >= per_slot else fix
+        raise ValueError(
+            f"max_batch={max_batch}{what} needs about {per_slot * max_batch / 2**30:.1f} GiB and {device} has"
+            f" {free / 2**30:.1f} GiB free: {fix}"
+        )
+
+
+def describe(device: torch.device) -> dict:
+    """The machine that a device belongs to, in a few words."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def reset_peak(device: torch.device) -> None:

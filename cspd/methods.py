@@ -1,156 +1,132 @@
-"""The methods by name, each with the guarantee it gives; `cspd methods` prints this table."""
+"""The list of methods, and the questions that are asked of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 
 from cspd.continuous import ar, cspd_method, speculative
+from cspd.continuous.host import MAR_OPTIONS
 from cspd.discrete import ar as vq_ar
-from cspd.discrete import draft_verify, jacobi
-from cspd.discrete.drafts import DRAFTS
+from cspd.discrete import jacobi, published
+from cspd.discrete.host import VQ_OPTIONS
+from cspd.method import Method
+from cspd.option import Option
 from cspd.sequence import Request
 
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode.
-
-    Attributes:
-        guarantee: "exact" (the output has the target sampler's distribution, to floating point), "bounded" (a bound on
-            the total variation from it is reported) or "heuristic" (no proof); of the defaults, see `guarantee_of`.
-        summary: what it does, in a few words. paper: where it comes from.
-        needs: beside the target: "draft model", "EAGLE drafter", "calibration", or nothing.
-        options: the request's fields that only some methods have, with their defaults.
-        rounds: by family, "MAR" or "VQ": runs one batched round, (host, batch, stopwatch) -> finished sequences.
-    """
-
-    name: str
-    guarantee: str
-    summary: str
-    paper: str
-    rounds: Mapping[str, Callable]
-    needs: str = "-"
-    options: Mapping[str, object] = field(default_factory=dict)
-
-
-# what any rule may be given; None takes the rule's own default
-RULE = {"rule": "exact", "delta": None, "schedule": None, "nu": None, "lam": None, "k": None, "metric": None}
-RULE |= {"optimal": None}
-CSPD = {"gamma": 8, "verify": "parallel", "ratio_temperature": 42.0, "align": True, "prefill": 0.05}
-CSPD |= {"chains": "ancestral", "window": None, "draft": "calibrated"}
-CHAIN, STATIC, DYNAMIC = (
-    {"draft": d, "gamma": g} for d, g in (("chain", 5), ("eagle-static", 5), ("eagle-dynamic", 6))
-)
-SJD = {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False}
-
-
-def _drafted(name: str, summary: str, paper: str, needs: str, guarantee: str = "exact", **options: object) -> Method:
-    """A method of VQ models that drafts and verifies; any rule and any other draft can be asked for."""
-    rounds = {"VQ": jacobi.run_round if "pd_k" in options else draft_verify.run_round}
-    return Method(name, guarantee, summary, paper, rounds, needs, RULE | options)
-
-
-_TABLE = [
-    Method(
-        "ar",
-        "exact",
-        "plain sampling: every token of MAR by the full denoising chain, VQ codes one by one",
-        "arXiv 2406.11838, 2406.06525",
-        {"MAR": ar.run_round, "VQ": vq_ar.round},
-    ),
-    Method(
-        "speculative",
-        "exact",
-        "speculation inside the diffusion head, no draft model",
-        "arXiv 2501.05370",
-        {"MAR": speculative.run_round},
-        "calibration",
-        {"window": None, "draft": "calibrated"},
-    ),
-    Method(
-        "cspd",
-        "heuristic",
-        "a draft MAR proposes tokens, the target accepts or resamples",
-        "arXiv 2411.11925",
-        {"MAR": cspd_method.run_round},
-        "draft model",
-        CSPD,
-    ),
-    _drafted("sd", "speculative sampling of a chain by a smaller GPT", "arXiv 2211.17192", "draft model", **CHAIN),
-    _drafted("eagle", "EAGLE-1: a static tree by a drafter on features", "arXiv 2401.15077", "EAGLE drafter", **STATIC),
-    _drafted("eagle2", "EAGLE-2: a tree by the draft's confidence", "arXiv 2406.16858", "EAGLE drafter", **DYNAMIC),
-    _drafted(
-        "uniform-rsd",
-        "acceptance relaxed by a constant, on EAGLE's tree",
-        "COOL-SD",
-        "EAGLE drafter",
-        "bounded",
-        **STATIC | {"rule": "uniform-rsd", "delta": 1.1},
-    ),
-    _drafted(
-        "cool-sd",
-        "acceptance relaxed by a decaying schedule, on EAGLE's tree",
-        "COOL-SD",
-        "EAGLE drafter",
-        "bounded",
-        **STATIC | {"rule": "cool-sd", "delta": 1.1},
-    ),
-    _drafted(
-        "lantern",
-        "acceptance pooled over near codes, on EAGLE-2's tree",
-        "arXiv 2410.03355",
-        "EAGLE drafter",
-        "bounded",
-        **DYNAMIC | {"rule": "lantern", "delta": 0.2, "k": 100, "optimal": False},
-    ),
-    _drafted(
-        "lantern++",
-        "the same with a relative limit, on EAGLE's tree",
-        "arXiv 2502.06352",
-        "EAGLE drafter",
-        "bounded",
-        **STATIC | {"rule": "lantern++", "lam": 1.0, "k": 10, "optimal": False},
-    ),
-    _drafted("sjd", "Jacobi: the target drafts a window for itself", "arXiv 2410.01699", "-", **SJD),
-    _drafted(
-        "sjd-pac",
-        "Jacobi with proactive drafting and adaptive continuation",
-        "SJD-PAC",
-        "-",
-        **SJD | {"pd_k": 4, "pd_d": 3, "continuation": True},
-    ),
+METHODS: list[Method] = [
+    ar.METHOD,
+    speculative.METHOD,
+    cspd_method.METHOD,
+    vq_ar.METHOD,
+    published.SD,
+    published.EAGLE,
+    published.EAGLE2,
+    published.UNIFORM_RSD,
+    published.COOL_SD,
+    published.LANTERN,
+    published.LANTERN_PLUS,
+    jacobi.SJD,
+    jacobi.SJD_PAC,
 ]
-
-METHODS: dict[str, Method] = {method.name: method for method in _TABLE}
+COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  # options of all methods of a family
 DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}
-OPTIONS = {option for method in _TABLE for option in method.options}
+
+
+def names(families: Collection[str] = tuple(COMMON)) -> list[str]:
+    """The names of the methods for these families, each once."""
+    return list(dict.fromkeys(method.name for method in METHODS if method.family in families))
+
+
+def find(name: str, family: str) -> Method:
+    """The method of a name for a family. Raises ValueError where there is none."""
+    for method in METHODS:
+        if (method.name, method.family) == (name, family):
+            return method
+    raise ValueError(f"method={name!r} does not decode {family} models: choose one of {', '.join(names([family]))}")
+
+
+def choose(request: Request, families: Sequence[str]) -> tuple[Request, Method]:
+    """The request with method and family filled in, and the method, of the first of `families` that has it.
+
+    Raises:
+        ValueError: unknown method, one that these families do not have, or options that it does not have.
+    """
+    if request.family is not None and request.family not in families:
+        raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
+    wanted = families if request.family is None else [request.family]
+    candidates = [method for family in wanted for method in METHODS if method.family == family]
+    if request.method is None:
+        method = _default(request, wanted, candidates)
+    else:
+        method = next((m for m in candidates if m.name == request.method), None)
+        if request.method not in names():
+            raise ValueError(f"method={request.method!r} is unknown: choose one of {', '.join(names(wanted))}")
+        if method is None:
+            find(request.method, " or ".join(wanted))
+    _check_options(request, method)
+    return dataclasses.replace(request, method=method.name, family=method.family), method
+
+
+def _default(request: Request, families: Sequence[str], candidates: Sequence[Method]) -> Method:
+    """The default method of the first family; another exact one where only that has the options that are given."""
+    defaults = [find(DEFAULTS[family], family) for family in families]
+    exact = [method for method in candidates if method.guarantee == "exact"]
+    return next((method for method in [*defaults, *exact] if _takes(method, request)), defaults[0])
+
+
+def _takes(method: Method, request: Request) -> bool:
+    """Whether a method has all options that a request gives, and the words it chooses."""
+    options = [*COMMON[method.family], *method.options]
+    for name, value in request.settings.items():
+        same = [option for option in options if option.name == name]
+        if not same or not any(isinstance(option.kind, type) or value in option.kind for option in same):
+            return False
+    return True
+
+
+def _check_options(request: Request, method: Method) -> None:
+    own = {option.name for option in (*COMMON[method.family], *method.options)}
+    for name in request.settings.keys() - own:
+        value = getattr(request, name)
+        having = list(dict.fromkeys(m.name for m in METHODS if name in {o.name for o in m.options}))
+        if not having:
+            raise ValueError(f"{name}={value!r} is no setting of {method.family} models: leave it out")
+        raise ValueError(f"{name}={value!r} is no option of {method.name!r}: it belongs to {', '.join(having)}")
 
 
 def with_method(request: Request, name: str) -> Request:
-    """The request by another method, without the options that this one does not have."""
-    others = OPTIONS - set(METHODS[name].options)
-    if name == "cspd" and request.chains != "speculative":
-        others |= {"window"}
-    return dataclasses.replace(request, method=name, **dict.fromkeys(others))
+    """The request by another method, without the options that this one does not have.
+
+    Raises:
+        ValueError: there is no method of that name.
+    """
+    same = [m for m in METHODS if m.name == name and request.family in (None, m.family)]
+    if not same:
+        raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(names())}")
+    request = dataclasses.replace(request, method=name)
+    kept = [each.without_foreign(each.fill(request), COMMON[each.family]).settings for each in same]
+    settings = {key: value for key, value in request.settings.items() if any(key in each for each in kept)}
+    return dataclasses.replace(request, settings=settings)
 
 
 def parse_method(
-    text: str, options: Collection[str] = OPTIONS, more: Sequence[str] = ()
+    text: str, options: Collection[str] | None = None, more: Sequence[str] = ()
 ) -> tuple[str, dict[str, object]]:
     """ "cool-sd:delta=1.5:gamma=4" to ("cool-sd", {"delta": 1.5, "gamma": 4}).
 
     Args:
-        options: what may follow the name. more: names that are allowed beside the methods'.
+        options: what may follow the name; by default the options of methods. more: names allowed beside the methods'.
 
     Raises:
         ValueError: another name, or something else follows it.
     """
+    if options is None:
+        options = {option.name for method in METHODS for option in method.options}
     name, *parts = text.split(":")
-    if name not in METHODS and name not in more:
-        raise ValueError(f"method {name!r} is unknown: choose of {', '.join([*METHODS, *more])}")
+    if name not in (*names(), *more):
+        raise ValueError(f"method {name!r} is unknown: choose one of {', '.join([*names(), *more])}")
     settings: dict[str, object] = {}
     for part in parts:
         option, equals, value = part.partition("=")
@@ -158,7 +134,7 @@ def parse_method(
             raise ValueError(f"{text!r} has {option} twice: give it once")
         if option not in options or not equals:
             raise ValueError(
-                f"{part!r} in {text!r} is no option: write it like delta=1.5, of {', '.join(sorted(options))}"
+                f"{part!r} in {text!r} is no option: write it like delta=1.5, one of {', '.join(sorted(options))}"
             )
         try:
             settings[option] = json.loads(value)
@@ -167,39 +143,52 @@ def parse_method(
     return name, settings
 
 
-def with_family(request: Request, families: list[str]) -> Request:
-    """The request with method and family filled in: the first of `families` that has the method.
-
-    Raises:
-        ValueError: unknown method, or one that these families do not have.
-    """
-    wanted = [request.family] if request.family in families else families
-    if request.family is not None and request.family not in families:
-        raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
-    name = request.method
-    if name is None:  # a draft of VQ codes says enough
-        name = "sd" if "VQ" in wanted and request.draft in DRAFTS else DEFAULTS[wanted[0]]
-    if not isinstance(name, str) or name not in METHODS:
-        raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(METHODS)}")
-    able = [family for family in wanted if family in METHODS[name].rounds]
-    if not able:
-        fitting = ", ".join(m.name for m in _TABLE if set(m.rounds) & set(wanted))
-        raise ValueError(f"method={name!r} does not decode {' or '.join(wanted)} models: choose one of {fitting}")
-    return dataclasses.replace(request, method=name, family=able[0])
-
-
 def guarantee_of(request: Request) -> str:
-    """The guarantee of a resolved request: its method's, or its rule's, whatever the draft (docs/bounds.md)."""
-    if request.rule is None:
-        return METHODS[request.method].guarantee
-    return draft_verify.rule_of(request).guarantee
+    """The guarantee of a resolved request."""
+    return find(request.method, request.family).guarantee_of(request)
 
 
 def format_table() -> str:
-    """The table of methods as text."""
-    lines = [f"{'method':<12} {'models':<8} {'guarantee':<10} {'needs':<14} what it does (source)"]
-    for method in _TABLE:
-        families = ", ".join(method.rounds)
-        columns = f"{method.name:<12} {families:<8} {method.guarantee:<10} {method.needs:<14}"
-        lines.append(f"{columns} {method.summary} ({method.paper})")
-    return "\n".join(lines)
+    """The methods as text."""
+    lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
+    for method in METHODS:
+        columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
+        lines.append(f"{columns} {method.summary} (arXiv {', '.join(method.papers)})")
+    titles = {number: title for method in METHODS for number, title in method.papers.items()}
+    return "\n".join([*lines, "", *(f"arXiv {number}  {title}" for number, title in titles.items())])
+
+
+def markdown_table() -> str:
+    """The methods as README has them."""
+    rows = [("method", "models", "guarantee", "needs", "what it does", "paper"), ("---",) * 6]
+    for method in METHODS:
+        name = f"`{method.name}`" + (" (default)" if DEFAULTS[method.family] == method.name else "")
+        papers = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers)
+        rows.append((name, method.family, method.guarantee, method.needs, method.summary, papers))
+    return _markdown(rows)
+
+
+def options_table() -> str:
+    """The options as docs/api.md has them: of every method of a family, then of some methods."""
+    rows = [("option", "of", "values", "default", "what it is"), ("---",) * 5]
+    for option, owners in grouped_options():
+        default = "" if option.default is None else f"{option.default}"
+        rows.append((f"`{option.name}`", ", ".join(owners), option.range, default, option.help))
+    return _markdown(rows)
+
+
+def _markdown(rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def grouped_options() -> list[tuple[Option, list[str]]]:
+    """All options, each with whose it is: families, or methods that have it with the same default."""
+    owners: dict[tuple, tuple[Option, list[str]]] = {}
+    for family, options in COMMON.items():
+        for option in options:
+            owners.setdefault((option.name, option.help), (option, []))[1].append(family)
+    for method in METHODS:
+        for option in method.options:
+            key = option.name, option.help, option.default, option.only_with
+            owners.setdefault(key, (option, []))[1].append(method.name)
+    return list(owners.values())

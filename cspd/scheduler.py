@@ -10,7 +10,7 @@ from cspd.sequence import Sequence
 class Scheduler:
     """First come, first served into `num_slots` slots; the kinds of round in flight take turns.
 
-    Sequences with equal `Request.round_key` share a round. Where several kinds are in flight, each gets a round in
+    Sequences with equal `Sequence.key` share a round. Where several kinds are in flight, each gets a round in
     turn, so none waits longer than the number of kinds.
     """
 
@@ -36,7 +36,7 @@ class Scheduler:
         while self.waiting and self._free:
             sequence = self.waiting.popleft()
             sequence.slot = self._free.pop()
-            self.running.setdefault(sequence.request.round_key, []).append(sequence)
+            self.running.setdefault(sequence.key, []).append(sequence)
             admitted.append(sequence)
         return admitted
 
@@ -52,7 +52,7 @@ class Scheduler:
     def release(self, finished: list[Sequence]) -> None:
         """Frees the slots of finished sequences."""
         for sequence in finished:
-            key = sequence.request.round_key
+            key = sequence.key
             self.running[key].remove(sequence)
             if not self.running[key]:
                 del self.running[key]

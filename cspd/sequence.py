@@ -2,93 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import asdict, dataclass, field, replace
+import difflib
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
+
+from cspd.option import option_names
 
 PHASES = ("backbone", "head", "draft", "decode", "other")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, repr=False)
 class Request:
-    """One image to make. What is None takes the target's published setting.
+    """One image to make.
 
     Attributes:
-        label: class, 0 .. class_num - 1.
+        label: class, 0 .. number of classes - 1.
         seed: of everything random in this image, 0 .. 2^63 - 1.
-        method: a name of `cspd.methods.METHODS`; its options follow, None where a method has none of that name. By
-            default `speculative` of MAR, `sjd-pac` of VQ models.
-        num_iter: K, autoregressive iterations, 1 .. L; to `cspd` only the guidance of each token, and the prefill.
-        cfg: guidance scale s >= 0; 1 is no guidance.
-        cfg_schedule: "linear" (s grows over the iterations) or "constant".
-        temperature: tau >= 0, multiplies the noise of the denoising steps; of VQ models, divides the logits.
-        num_sampling_steps: T, denoising steps a token, 2 .. 1000.
-        window: W, denoising steps drafted ahead in the head, 0 (ancestral) .. min(32, T); by default what this device's
-            cost model finds fastest for the engine's slots. It decides which image a seed gives, not the law. Of a
-            Jacobi method, how many codes are judged at once.
-        draft: "calibrated" or "frozen", how the head's output is drafted; of VQ models "chain", "eagle-static" or
-            "eagle-dynamic".
-        gamma: tokens drafted a round by the draft model; the height of a tree.
-        verify: "parallel" (all drafted tokens judged from the verified prefix, rejected ones replaced in place) or
-            "sequential" (each judged after those before it, the round ends at the first rejection).
-        ratio_temperature: divides the last step's z-scores in the ratio of the densities.
-        align: whether draft and target denoise a token with the same noise.
-        prefill: share of the tokens that the target makes alone, at first; in 0 .. 1.
-        chains: "ancestral" or "speculative", how both models denoise in `cspd`.
-        top_k, top_p: of VQ models: the k likeliest codes are kept (0: all), then the fewest of this mass (1: all).
-        rule: how drafted VQ codes are accepted, of `cspd.discrete.rules.NAMES`; its parameters follow: delta, schedule,
-            nu, lam, k, optimal (see `cspd.discrete.rules.Rule`), and metric, "l2" or "cosine", of neighbouring codes.
-        pd_k, pd_d: K candidates at each of D levels after a rejection, of a Jacobi window; continuation: whether codes
-            after a rejection are kept where they can be.
+        method: its name, see `cspd methods`; by default `speculative` of MAR, `sjd-pac` of VQ models.
         family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
+        settings: by name, those that were given: `num_iter`, `cfg`, `temperature`, the method's own options (see
+            docs/api.md). What is left out or None takes the target's published value or the method's default.
+
+    Settings are given as arguments and read as attributes: `Request(3, cfg=2.0).cfg`; one that was left out is None.
+
+    Raises:
+        TypeError: a setting that nobody has.
     """
 
     label: int
     seed: int = 0
     method: str | None = None
-    num_iter: int | None = None
-    cfg: float | None = None
-    cfg_schedule: str | None = None
-    temperature: float | None = None
-    num_sampling_steps: int | None = None
-    window: int | None = None
-    draft: str | None = None
-    gamma: int | None = None
-    verify: str | None = None
-    ratio_temperature: float | None = None
-    align: bool | None = None
-    prefill: float | None = None
-    chains: str | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    rule: str | None = None
-    delta: float | None = None
-    schedule: str | None = None
-    nu: float | None = None
-    lam: float | None = None
-    k: int | None = None
-    metric: str | None = None
-    pd_k: int | None = None
-    pd_d: int | None = None
-    continuation: bool | None = None
-    optimal: bool | None = None
     family: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        label: int,
+        seed: int = 0,
+        method: str | None = None,
+        family: str | None = None,
+        settings: Mapping[str, object] | None = None,
+        **more: object,
+    ) -> None:
+        given = {**(settings or {}), **more}
+        known = option_names()
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
+                raise TypeError(f"a request has no setting {name!r}: {hint}")
+        own = {"label": label, "seed": seed, "method": method, "family": family}
+        own["settings"] = MappingProxyType({name: value for name, value in sorted(given.items()) if value is not None})
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in option_names():
+            return self.settings.get(name)
+        raise AttributeError(f"a request has no {name!r}")
+
+    def __hash__(self) -> int:
+        return hash((self.label, self.seed, self.method, self.family, *self.settings.items()))
+
+    def __repr__(self) -> str:
+        named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family, **self.settings}
+        return f"Request({', '.join(f'{name}={value!r}' for name, value in named.items() if value is not None)})"
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.label, self.seed, self.method, self.family, dict(self.settings))
+
+    def to_dict(self) -> dict:
+        """All settings as plain values, None where they are open."""
+        named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family}
+        return named | {name: self.settings.get(name) for name in sorted(option_names())}
 
     @property
     def guided(self) -> bool:
         """Whether the null class is evaluated too."""
         return self.cfg != 1
-
-    @property
-    def round_key(self) -> Hashable:
-        """Requests with equal keys can share a round, whatever else differs."""
-        if self.family == "VQ":
-            settings = replace(self, label=0, seed=0, cfg=None, temperature=None, top_k=None, top_p=None)
-            return settings, self.guided, self.temperature == 0
-        if self.method == "ar":
-            return self.method, self.guided, self.num_sampling_steps
-        return replace(self, label=0, seed=0, num_iter=None)
 
 
 @dataclass
@@ -107,8 +102,8 @@ class RoundStats:
         committed: how many rounds committed 1 VQ code, 2, ... bound: the rule's local bounds, summed: over requests its
             mean bounds the total variation of an image's codes from the target's.
         resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
-        seconds: wall time of the rounds it took part in, by phase; neighbours in the batch share the same seconds. Of
-            "decode" that of the images that finished with it, on a GPU beside other rounds.
+        seconds: wall time of the rounds it took part in, by phase; each sequence is charged the full time of the round.
+            "decode" is the time of the images that finished with it; on a GPU that overlaps other rounds.
     """
 
     guarantee: str = "exact"
@@ -145,11 +140,15 @@ class RoundStats:
 
 @dataclass(eq=False)
 class Sequence:
-    """A running request: its slot and how far it is. `num_known` tokens of its order are committed."""
+    """A running request: its slot and how far it is. `num_known` tokens of its order are committed.
+
+    Sequences of equal `key` can share a round, whatever else differs.
+    """
 
     request: Request
     ticket: int
     slot: int = -1
+    key: Hashable = None
     iteration: int = 0
     num_known: int = 0
     stats: RoundStats = field(default_factory=RoundStats)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cspd.discrete.host import VQHost
 from cspd.discrete.probabilities import guide, probabilities
-from cspd.methods import METHODS
+from cspd.methods import find
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, RoundStats, Sequence
 from cspd.vq.eagle import Eagle
@@ -66,7 +66,7 @@ def draw(
     """Codes int64 [num, L] of requests that differ in their seeds, and their statistics."""
     models = dict(models)
     host = VQHost(models.pop("target"), batch, CPU, Precision("fp32", CPU), **models)
-    run_round = METHODS[request.method].rounds["VQ"]
+    run_round = find(request.method, "VQ").run_round
     made, statistics = [], []
     with torch.inference_mode():
         for start in range(0, num, batch):
@@ -105,4 +105,5 @@ def p_value(observed: Tensor, expected_law: Tensor) -> float:
 
 def request_of(method: str, **changes: object) -> Request:
     """A resolved request of a VQ method, its options' defaults filled in."""
-    return Request(**{"label": 1, "family": "VQ", "method": method, **SETTINGS, **METHODS[method].options, **changes})
+    request = Request(**{"label": 1, "family": "VQ", "method": method, **SETTINGS, **changes})
+    return find(method, "VQ").fill(request)

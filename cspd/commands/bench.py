@@ -6,13 +6,13 @@ import argparse
 import itertools
 from pathlib import Path
 
-import cspd
 from cspd.bench import bench, format_report
-from cspd.commands.options import add_model_options, add_request_options, load_engine, number_list, request_of
+from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
 from cspd.evaluation.classifier import accuracy as classifier_accuracy
 from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
+from cspd.parsing import number_list
 from cspd.plots import Point, speed_quality
 from cspd.records import write_json
 
@@ -23,7 +23,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     timing = commands.add_parser("bench", help="time sampling on this machine", description=text, allow_abbrev=False)
     timing.set_defaults(run=run)
     add_model_options(timing)
-    add_request_options(timing, several=True)
+    add_request_options(timing, several=("num_iter", "cfg", "gamma", "verify"))
     group = timing.add_argument_group("what to time")
     group.add_argument(
         "--methods",
@@ -45,14 +45,10 @@ def run(args: argparse.Namespace) -> None:
         args.checkpoint = "digits32_vq"
     target = load_engine(args, 1)
     family = target.host.family
-    if family == "VQ" and (args.gamma or args.verify):
-        raise ValueError("--gamma, --verify: of VQ models options follow a method's name, --methods sd:gamma=4")
-    of_family = [name for name, method in METHODS.items() if family in method.rounds and name != "ar"]
-    names = args.methods.split(",") if args.methods else [*of_family[: None if family == "VQ" else 1], "published"]
-
-    def engine(slots: int) -> cspd.Engine:
-        return target.with_slots(slots)
-
+    proved = [m.name for m in METHODS if m.family == family and m.guarantee != "heuristic" and m.name != "ar"]
+    names = args.methods.split(",") if args.methods else [*proved, "published"]
+    if "cspd" not in names and (args.gamma or args.verify):
+        raise ValueError("--gamma, --verify: here of cspd; options of others follow their name, --methods sd:gamma=4")
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [request_of(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]
     accuracy = None
@@ -60,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         classifier = load_classifier()
         accuracy = lambda images, labels: classifier_accuracy(classifier, images, labels)  # noqa: E731
     report = bench(
-        engine,
+        target.with_slots,
         requests,
         args.batch,
         names,

@@ -6,6 +6,7 @@ import argparse
 
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
 from cspd.continuous.calibration import WINDOWS, user_cache
+from cspd.methods import find
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -22,9 +23,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> None:
     engine = load_engine(args, 1)
-    if engine.host.family != "MAR":
-        raise ValueError(f"{args.checkpoint}: VQ models need no calibration; it is of MAR's `speculative`")
-    request = engine.resolve(request_of(args, window=0))
+    request = engine.check(request_of(args))
+    if find(request.method, request.family).needs != "calibration":
+        raise ValueError(f"{args.checkpoint}: {request.method!r} needs no calibration; it is of MAR's `speculative`")
     if request.temperature == 0 or request.num_sampling_steps < 3:
         raise ValueError(
             f"temperature={request.temperature}, num_sampling_steps={request.num_sampling_steps}: there is nothing to"

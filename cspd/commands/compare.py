@@ -12,8 +12,6 @@ from cspd.commands.options import (
     add_model_options,
     add_request_options,
     load_engine,
-    number_list,
-    positive,
     request_of,
     run_settings,
 )
@@ -24,8 +22,9 @@ from cspd.comparison.study import EMBEDDED, FORMAT, MODELS, RUN, configurations,
 from cspd.comparison.tables import text_table
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import load_reference
-from cspd.loading import checkpoint_files, embedded
+from cspd.loading import checkpoint_files, embedded, family_of
 from cspd.methods import DEFAULTS
+from cspd.parsing import number_list, positive
 
 RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
 
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
     if entries is None:
         common = {"checkpoint": EMBEDDED} | common
-        entries = named_entries(args.methods or _default_methods(common["checkpoint"]))
+        entries = named_entries(args.methods or f"ar,{DEFAULTS[family_of(common['checkpoint'])]}")
 
     def of(models: Mapping[str, object]) -> argparse.Namespace:
         files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint")}
@@ -89,11 +88,6 @@ def run(args: argparse.Namespace) -> None:
     report, images = compare(rows, num=num, out=args.out, overwrite=args.overwrite, **run_of, **judge)
     print(text_table(report))
     print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
-
-
-def _default_methods(checkpoint: str) -> str:
-    family = "VQ" if "tokenizer" in checkpoint_files(checkpoint) else "MAR"
-    return f"ar,{DEFAULTS[family]}"
 
 
 def _judge(args: argparse.Namespace, checkpoints: list[str]) -> dict:

@@ -13,11 +13,10 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.commands.options import (
+    add_method_option,
     add_model_options,
     add_request_options,
     load_engine,
-    number_list,
-    positive,
     request_of,
     run_settings,
 )
@@ -28,8 +27,7 @@ from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import file_fingerprint, load_reference
 from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import GRID, MANIFEST, RECORD
-from cspd.machine import describe
-from cspd.methods import METHODS
+from cspd.parsing import number_list, positive
 from cspd.plots import grid, to_pil
 from cspd.records import write_json
 from cspd.sequence import Request
@@ -92,8 +90,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     group.add_argument("--npz", type=Path, metavar="FILE", help="also write the images as ADM's evaluator reads them")
     add_model_options(evaluate)
-    group = evaluate.add_argument_group("method")
-    group.add_argument("--method", choices=METHODS, help="see `cspd methods` (default: speculative, of VQ sjd-pac)")
+    add_method_option(evaluate)
     add_request_options(evaluate)
 
 
@@ -114,7 +111,7 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             engine, request, labels, args.num, args.out, settings, processes, overwrite=args.overwrite
         )
     if processes.rank == 0:
-        summary["machine"] = describe(engine)
+        summary["machine"] = engine.describe()
         about = {"settings": manifest, "sampling": summary}
         if not summary["images_made"]:
             about |= _earlier_sampling(args.out / RECORD, manifest)
@@ -146,12 +143,11 @@ def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
     host = engine.host
-    is_mar = host.family == "MAR"
-    labels = args.labels or list(range(host.config.class_num if is_mar else host.num_classes))
+    labels = args.labels or list(range(host.num_classes))
     request = request_of(args, labels[0], args.seed)
     settings, how = run_settings(args, engine.check(request)), {}
     if rank == 0:
-        how = _how_to_measure(args, host.config.img_size if is_mar else host.defaults.image_size, engine.device)
+        how = _how_to_measure(args, host.image_size, engine.device)
     return engine, request, labels, settings, how
 
 

@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 
 from cspd.commands.options import (
+    add_method_option,
     add_model_options,
     add_request_options,
     load_engine,
-    number_list,
     request_of,
     run_settings,
 )
 from cspd.commands.sample_folder import RECORD, sample_to_folder
-from cspd.methods import METHODS
+from cspd.parsing import number_list
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -23,8 +23,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     sample = commands.add_parser("sample", help="generate images into a folder", description=text, allow_abbrev=False)
     sample.set_defaults(run=run)
     add_model_options(sample)
-    group = sample.add_argument_group("method")
-    group.add_argument("--method", choices=METHODS, help="see `cspd methods` (default: speculative, of VQ sjd-pac)")
+    add_method_option(sample)
     add_request_options(sample)
     group = sample.add_argument_group("what to make")
     group.add_argument("--labels", type=number_list, default="0-9", help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
             f" {summary['head_calls_per_image']:.0f} sequential head calls"
             f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
         )
-    if summary["window"] and engine.host.family == "MAR":
+    if summary["window"] and "step_compression" not in summary:
         print(f"window {summary['window']}: --window {summary['window']} gives these images on any machine")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")

@@ -68,7 +68,7 @@ def sample_to_folder(
         for k, output in engine.stream([requests[i] for i in todo], progress):
             index = todo[k]
             to_pil(output.image).save(out / names[index])
-            entry = {"index": index, "file": names[index], "request": dataclasses.asdict(output.request)}
+            entry = {"index": index, "file": names[index], "request": output.request.to_dict()}
             stats = output.stats.to_dict()
             for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
                 totals[name] = _add(totals.get(name), stats.pop(name))
@@ -117,7 +117,7 @@ def _same_windows(engine: Engine, out: Path, requests: Sequence[Request]) -> lis
         earlier = {image["index"]: image["request"] for image in earlier}
         window = next(iter(earlier.values()))["window"]
         kept = [dataclasses.replace(r, window=window) if r.window is None else r for r in requests]
-        same = all(dataclasses.asdict(engine.resolve(kept[i])) == request for i, request in earlier.items())
+        same = all(engine.resolve(kept[i]).to_dict() == request for i, request in earlier.items())
     except (OSError, LookupError, TypeError, ValueError, StopIteration):
         return list(requests)
     return kept if same else list(requests)
@@ -128,7 +128,7 @@ def _kept(out: Path, earlier: dict, record: dict, requests: Sequence[Request], n
     changes = differences(earlier | {"images": None, "summary": None}, record | {"images": None})
     for image in earlier["images"]:  # those of the first that differs: mostly all differ alike
         if not changes:
-            changes = differences(image["request"], dataclasses.asdict(requests[image["index"]]))
+            changes = differences(image["request"], requests[image["index"]].to_dict())
     refuse_other(out, changes)
     return [image for image in earlier["images"] if (out / names[image["index"]]).is_file()]
 

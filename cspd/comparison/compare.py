@@ -13,15 +13,15 @@ from torch import Tensor
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
-import cspd
+from cspd.comparison.runs import Chunk, run_rounds, settings_of
+from cspd.comparison.study import Configuration, baseline
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import Reference
 from cspd.evaluation.two_sample import energy_test
-from cspd.machine import describe, spread
+from cspd.machine import spread
 from cspd.methods import guarantee_of
-from cspd.comparison.runs import Chunk, run_rounds, settings_of
 from cspd.sequence import Request
-from cspd.comparison.study import Configuration, baseline
+from cspd.version import __version__
 
 SCHEMA = "cspd.compare/4"
 LEAST_PAIRS = 8  # images that the two-sample test wants
@@ -47,7 +47,7 @@ def compare(
 ) -> tuple[dict, list[np.ndarray]]:
     """Generates `num` images by each configuration and judges them; the report and the images.
 
-    They take turns, so that a machine that slows down slows all. What is made is kept in `out` (`cspd.comparison.runs`) and not
+    They take turns, so that a machine that slows down slows all. What is made is kept in `out` and not
     made again: a run that was cut off goes on, and one that is finished can be given more images, or other references.
 
     Args:
@@ -67,7 +67,7 @@ def compare(
     plans, chunks = run_rounds(rows, labels, num, seed, out, overwrite=overwrite, progress=progress)
     images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
     report = {"schema": SCHEMA, "images": num, "first_seed": seed, "labels": list(labels)}
-    report |= {"max_batch": rows[0].engine.num_slots, "rounds": len(chunks[0]), "machine": describe(rows[0].engine)}
+    report |= {"max_batch": rows[0].engine.num_slots, "rounds": len(chunks[0]), "machine": rows[0].engine.describe()}
     report |= {"versions": _versions(), "baseline": rows[0].name, "space": space}
     report |= {"reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint}}
     report["rows"] = [speed_of(row, plan, made, chunks[0]) for row, plan, made in zip(rows, plans, chunks)]
@@ -81,7 +81,6 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base: list[
     """Speed, round by round and with its spread, and cost; rounds of fewer images than the first do not count."""
     full = [(chunk, other) for chunk, other in zip(chunks, base) if len(chunk.images) == len(chunks[0].images)]
     costs = [cost for chunk in chunks for cost in chunk.costs]
-    is_mar = plan.family == "MAR"
 
     def mean(name: str) -> float:
         return sum(cost[name] for cost in costs) / len(costs)
@@ -98,11 +97,11 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base: list[
         "images_per_second": spread([len(chunk.images) / chunk.seconds for chunk, _ in full]),
         "speed_up": spread([other.seconds / chunk.seconds for chunk, other in full]),
         "window": plan.window,
-        "head_calls_per_token": mean("head_calls_per_token") if is_mar else None,
+        "head_calls_per_token": mean("head_calls_per_token") or None,
         "backbone_calls": mean("backbone_calls"),
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
         "alpha": sum(cost["accepted"] for cost in costs) / judged if judged else None,
-        "step_compression": None if is_mar else mean("step_compression"),
+        "step_compression": mean("step_compression") if costs[0]["step_compression"] is not None else None,
         "bound": bound,
         "bound_ci95": _half(bounds.std() / len(bounds) ** 0.5) if bounded and bound < 1 < len(bounds) else None,
         "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
@@ -185,7 +184,7 @@ def _half(error: float | Tensor) -> float:
 
 
 def _versions() -> dict:
-    versions = {"cspd": cspd.__version__}
+    versions = {"cspd": __version__}
     for name in LIBRARIES:
         try:
             versions[name] = version(name)

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from cspd.comparison.tables import Column, cell, columns, csv_table, markdown, notes, own_seeds, value_of
 from cspd.plots import Point, seed_grid, speed_quality
 from cspd.records import publishing, write_json
-from cspd.comparison.tables import Column, cell, columns, csv_table, markdown, notes, own_seeds, value_of
 
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8

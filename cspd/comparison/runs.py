@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from cspd.machine import describe, peak_bytes, reset_peak
+from cspd.comparison.study import Configuration
+from cspd.machine import peak_bytes, reset_peak
 from cspd.plots import to_pil
 from cspd.records import differences, earlier_record, make_folder, publishing, refuse_other, write_json
 from cspd.sequence import Output, Request
-from cspd.comparison.study import Configuration
 
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
@@ -63,7 +63,7 @@ def run_rounds(
         row.engine.check(dataclasses.replace(row.request, seed=_first(row, seed) + num - 1))
     _check_seeds({_first(row, seed): row.name for row in rows}, num)
     size = rows[0].engine.num_slots
-    settings = {"machine": describe(rows[0].engine), "max_batch": size, "labels": list(labels), "seed": seed}
+    settings = {"machine": rows[0].engine.describe(), "max_batch": size, "labels": list(labels), "seed": seed}
     asked = {
         row.name: {"request": settings_of(row.request), "files": row.files, "seed": _first(row, seed)} for row in rows
     }
@@ -103,7 +103,7 @@ def _check_seeds(names: dict[int, str], num: int) -> None:
 
 def settings_of(request: Request) -> dict:
     """A request's settings, without label and seed, that are not None."""
-    asked = dataclasses.asdict(request)
+    asked = request.to_dict()
     return {key: value for key, value in asked.items() if value is not None and key not in ("label", "seed")}
 
 

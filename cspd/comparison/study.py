@@ -13,15 +13,16 @@ from pathlib import Path
 import yaml
 
 from cspd.engine import Engine
-from cspd.methods import METHODS, parse_method, with_method
-from cspd.commands.options import number_list
+from cspd.methods import names as method_names
+from cspd.methods import parse_method, with_method
+from cspd.option import check_integer, option_names
+from cspd.parsing import number_list
 from cspd.sequence import Request
-from cspd.validation import check_integer
 
 TARGET = ("checkpoint", "arch", "vae")
 MODELS = (*TARGET, "draft_checkpoint")
 RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole; a configuration can have a seed of its own
-REQUEST = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("label", "seed"))
+REQUEST = ("method", "family", *sorted(option_names()))
 OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
 EMBEDDED = "digits32"  # the checkpoint of those that name none
@@ -164,8 +165,8 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
     named = [each for entry in entries for each in expand(entry)]
     for name, own in named:
         method = own.get("method", common.get("method"))
-        if method not in METHODS:
-            raise ValueError(f"{name}: method={method!r} is unknown: choose one of {', '.join(METHODS)}")
+        if method not in method_names():
+            raise ValueError(f"{name}: method={method!r} is unknown: choose one of {', '.join(method_names())}")
     shared = Request(label=0, **{key: value for key, value in common.items() if key in REQUEST})
     engines: dict[tuple, Engine] = {}
 
@@ -187,7 +188,7 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
     plain = make("ar", {"method": "ar"} | usual)
     rows = [make(name, own) for name, own in named]
     baselines = [plain, *(_plain(row, plain) for row in rows)]
-    if plain.engine.check(plain.request).family == "MAR":
+    if plain.engine.check(plain.request).num_iter is not None:  # several tokens an iteration
         most = min(USUAL_ITERATIONS, plain.engine.host.seq_len)
         slow = dataclasses.replace(plain, request=dataclasses.replace(plain.request, num_iter=most))
         baselines.insert(1, _plain(slow, plain))

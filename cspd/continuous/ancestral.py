@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.host import MARHost, Rows
 from cspd.precision import Precision
 from mar.diffusion import schedule
 from mar.head import Head
 
 MODULATION_BYTES = 16 * 2**20  # of one table of modulations; longer chains take several
+Trace = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 def evaluate(head: Head, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +38,7 @@ def ancestral(
     noise: Callable[[Tensor], Tensor],
     num_steps: int,
     precision: Precision,
-    trace: Callable[[int, Tensor, Tensor, Tensor], None] | None = None,
+    trace: Trace | None = None,
 ) -> Tensor:
     """Samples a token a row by the full chain; T sequential head calls.
 
@@ -78,3 +82,45 @@ def ancestral(
                 mean = torch.add(x * s.mean_x[step], eps, alpha=s.mean_eps[step])
                 x = torch.addcmul(mean, torch.exp(v * s.log_sigma_slope[step]), step_noise)
     return x
+
+
+@denoiser("ancestral")
+def denoise(
+    host: MARHost,
+    model: str,
+    rows: Rows,
+    z: Tensor,
+    *,
+    index: int = 0,
+    densities: bool = False,
+    num_steps: int | None = None,
+    trace: Trace | None = None,
+) -> Denoised:
+    """Every token by the full chain (arXiv 2406.11838), a head call a step; arguments as in `cspd.continuous.denoiser`.
+
+    Args:
+        num_steps: T; by default the requests'. trace: is told every step, as in `ancestral`.
+    """
+    num_steps = num_steps or rows.sequences[0].request.num_sampling_steps
+    head, channels = host.models[model].head, host.config.token_dim
+    s, log_sigmas = schedule(num_steps), []
+
+    def keep_sigma(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
+        log_sigmas.append(s.log_sigma_base[t] + rows.temperature.log() + s.log_sigma_slope[t] * v)
+
+    tokens = ancestral(
+        head,
+        z,
+        rows.scale,
+        rows.temperature,
+        host.noise.initial(rows.seed, rows.position, channels, index),
+        lambda t: host.noise.steps(rows.seed, rows.position, t, channels, index),
+        num_steps,
+        host.precision,
+        keep_sigma if densities else trace,
+    )
+    calls = np.full(len(tokens), num_steps)
+    if not densities:
+        return Denoised(tokens, calls, num_steps)
+    *path, last = log_sigmas
+    return Denoised(tokens, calls, num_steps, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)

@@ -1,53 +1,82 @@
-"""Plain MAR: one autoregressive iteration a round, every token by the full ancestral chain. Guarantee: exact."""
+"""Plain MAR: one autoregressive iteration a round. It has three axes, and a method is a choice on each of them.
+
+* schedule: which tokens when, `cspd.continuous.schedule`.
+* backbone: how their conditions z are computed; `MARHost.conditions` evaluates the whole transformer.
+* denoiser: how a token is drawn from z, `cspd.continuous.denoiser`.
+
+`ar` itself, by the full ancestral chain of every token, is what all others are measured against. Guarantee: exact.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from cspd.continuous.ancestral import ancestral
+import torch
+from torch import Tensor
+
+from cspd.continuous import ancestral
+from cspd.continuous.denoiser import Denoiser
 from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.schedule import Schedule, cosine
+from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
 
+Backbone = Callable[[MARHost, list[Sequence], Rows], Tensor]
+MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of an ancestral chain
+
 
 def run_round(
-    host: MARHost, batch: list[Sequence], watch: Stopwatch, trace: Callable[..., None] | None = None
+    host: MARHost,
+    batch: list[Sequence],
+    watch: Stopwatch,
+    *,
+    schedule: Schedule = cosine,
+    backbone: Backbone = MARHost.conditions,
+    denoise: Denoiser = ancestral.denoise,
 ) -> list[Sequence]:
-    """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3).
-
-    `trace` is told every denoising step, as in `cspd.continuous.ancestral.ancestral`.
-    """
-    advance(host, batch, host.next_rows(batch), watch, trace)
-    return [s for s in batch if s.iteration == s.request.num_iter]
+    """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3)."""
+    advance(host, batch, host.next_rows(batch, schedule), watch, backbone, denoise)
+    return [s for s in batch if s.num_known == host.seq_len]
 
 
 def advance(
-    host: MARHost, batch: list[Sequence], rows: Rows, watch: Stopwatch, trace: Callable[..., None] | None = None
+    host: MARHost,
+    batch: list[Sequence],
+    rows: Rows,
+    watch: Stopwatch,
+    backbone: Backbone = MARHost.conditions,
+    denoise: Denoiser = ancestral.denoise,
 ) -> None:
     """Predicts some rows of every sequence with the target alone and commits them; an iteration."""
     watch.start("backbone")
-    z = host.conditions(batch, rows)
+    z = backbone(host, batch, rows)
     watch.start("head")
-    channels, num_steps = host.config.token_dim, batch[0].request.num_sampling_steps
-    tokens = ancestral(
-        host.target.head,
-        z,
-        rows.scale,
-        rows.temperature,
-        host.noise.initial(rows.seed, rows.position, channels),
-        lambda t: host.noise.steps(rows.seed, rows.position, t, channels),
-        num_steps,
-        host.precision,
-        trace,
-    )
+    made = denoise(host, "target", rows, z)
     watch.start("other")
-    host.commit(rows, tokens)
-    host.heat[rows.slot, rows.position] = num_steps
+    host.commit(rows, made.tokens)
+    host.heat[rows.slot, rows.position] = torch.as_tensor(made.calls, dtype=torch.float32, device=host.device)
+
+    first = 0
     for sequence, count in zip(batch, rows.counts):
+        own = slice(first, first + count)
+        first += count
         sequence.iteration += 1
         sequence.num_known += count
-        sequence.stats.iterations += 1
-        sequence.stats.backbone_calls += 1
-        sequence.stats.head_calls += num_steps
-        sequence.stats.head_calls_per_token += num_steps * count / host.config.seq_len
-        sequence.stats.head_evaluations += count * num_steps * len(z)
+        stats = sequence.stats
+        stats.iterations += 1
+        stats.backbone_calls += 1
+        stats.head_calls += made.head_calls
+        stats.head_calls_per_token += made.calls[own].sum().item() / host.seq_len
+        stats.head_evaluations += made.evaluations[own].sum().item() * len(z)
+
+
+METHOD = Method(
+    name="ar",
+    family="MAR",
+    guarantee="exact",
+    summary="plain sampling: every token by the full denoising chain",
+    papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
+    run_round=run_round,
+    mixed=MIXED,
+)

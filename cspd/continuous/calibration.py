@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from cspd.continuous import ar
+from cspd.continuous import ancestral, ar
 from cspd.continuous.host import MARHost
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request
@@ -127,7 +128,8 @@ def trace(model: MAR, request: Request, device: torch.device, precision: Precisi
     iterations = []
     for _ in tqdm(range(request.num_iter), desc="calibrating", unit="iteration", leave=False, delay=2):
         steps = []
-        ar.run_round(host, batch, watch, trace=lambda t, x, eps, v, steps=steps: steps.append(torch.stack([x, eps, v])))
+        keep = lambda t, x, eps, v, steps=steps: steps.append(torch.stack([x, eps, v]))  # noqa: E731
+        ar.run_round(host, batch, watch, denoise=functools.partial(ancestral.denoise, trace=keep))
         iterations.append(torch.stack(steps[::-1]).cpu())
     return tuple(torch.cat(iterations, dim=2).unbind(1))
 

@@ -8,54 +8,73 @@ authors' code divides that step's z-scores by 42, which is the default here.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous import ar
-from cspd.continuous.ancestral import ancestral
-from cspd.continuous.chains import Chains
+from cspd.continuous import ar, speculative
+from cspd.continuous.denoiser import DENOISERS, Denoised
 from cspd.continuous.gaussian import first_kept
 from cspd.continuous.host import MARHost, Rows
-from cspd.continuous.speculative import make_chains
+from cspd.method import Method
+from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
-from mar.diffusion import schedule
 
-VERIFY = ("parallel", "sequential")
-CHAINS = ("ancestral", "speculative")
+OPTIONS = (
+    Option("gamma", int, "tokens that the draft model drafts a round", default=8, low=1),
+    Option(
+        "verify",
+        ("parallel", "sequential"),
+        "judge all drafted tokens from the verified prefix, or each one after those before it",
+        default="parallel",
+    ),
+    Option(
+        "ratio_temperature",
+        float,
+        "divides the last step's z-scores in the ratio; 1 is the paper's formula",
+        default=42.0,
+        above=0,
+        metavar="X",
+    ),
+    Option("align", bool, "draft and target denoise a token with the same noise", default=True),
+    Option("prefill", float, "share of the tokens that the target makes first", default=0.05, high=1, metavar="P"),
+    Option("chains", DENOISERS, "how both models denoise", default="ancestral"),
+    speculative.WINDOW.but(only_with=("chains", ("speculative",))),
+    speculative.DRAFT,
+)
 MAX_TRIES = 100
 
 
-PER_ROW = ("tokens", "log_sigma", "log_sigma_last", "calls")
-
-
-@dataclass(frozen=True)
-class Denoised:
-    """Tokens, and the Gaussians of the chains that made them.
+class Paths(NamedTuple):
+    """Tokens, and the Gaussians of the chains that made them; indexed, those of some.
 
     Attributes:
-        tokens: [R, d], which are the means of the last step. log_sigma: [R], summed over channels and steps T - 1 .. 1.
-        log_sigma_last: [R, d], at step 0, where sampling adds no noise but a sigma exists.
-        head_calls: sequential ones, of all together. calls: int64 [R], of each token. window: W of the chains, 1 if
-            ancestral.
+        tokens: [..., d], which are the means of the last step. log_sigma: [...], summed over channels and the steps
+            T - 1 .. 1. log_sigma_last: [..., d], at step 0, where sampling adds no noise but a sigma exists.
     """
 
     tokens: Tensor
     log_sigma: Tensor
     log_sigma_last: Tensor
-    head_calls: int
-    calls: Tensor
-    window: int = 1
 
-    def at(self, *index: Tensor) -> Denoised:
-        return replace(self, **{name: getattr(self, name)[index] for name in PER_ROW})
+    def at(self, *index: Tensor) -> Paths:
+        return Paths(*(values[index] for values in self))
 
 
-def log_ratio(x: Tensor, p: Denoised, q: Denoised, ratio_temperature: float) -> Tensor:
+def _denoise(
+    host: MARHost, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
+) -> tuple[Paths, Denoised]:
+    """Rows by a model's head, as the request's chains are: their paths, and what they cost."""
+    made = DENOISERS[request.chains](host, model, rows, z, index=index, densities=True)
+    return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
+
+
+def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float) -> Tensor:
     """log of eq. 4's p(x) / q(x), Sigma included, for tokens x [R, n, d]: [R, n].
 
     Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1 (as in eq. 4; the supplement's 14-17 drop a minus sign).
@@ -65,38 +84,11 @@ def log_ratio(x: Tensor, p: Denoised, q: Denoised, ratio_temperature: float) -> 
     return (q.log_sigma - p.log_sigma)[:, None] + last.sum(-1)
 
 
-def _denoise(host: MARHost, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0) -> Denoised:
-    """Denoises rows with a model's head; `index` of the noise as in `cspd.noise.initial`."""
-    if request.chains == "speculative" and request.window:
-        return _denoise_speculatively(_chains(host, model, request), rows, z, index)
-    head, channels, num_steps = host.models[model].head, host.config.token_dim, request.num_sampling_steps
-    s, log_sigma = schedule(num_steps), []
-
-    def trace(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
-        log_sigma.append(s.log_sigma_base[t] + rows.temperature.log() + s.log_sigma_slope[t] * v)
-
-    tokens = ancestral(
-        head,
-        z,
-        rows.scale,
-        rows.temperature,
-        host.noise.initial(rows.seed, rows.position, channels, index),
-        lambda t: host.noise.steps(rows.seed, rows.position, t, channels, index),
-        num_steps,
-        host.precision,
-        trace,
-    )
-    *path, last = log_sigma
-    calls = torch.full((len(tokens),), num_steps, device=tokens.device)
-    return Denoised(tokens, torch.stack(path).sum((0, 2)), last, num_steps, calls)
-
-
 class _Running:
-    """What requests of one kind share while they run: speculative chains by model, and each sequence's counts."""
+    """How many of each sequence's drafts were judged and accepted, by how far ahead and by rank."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.chains: dict[str, Chains] = {}
         self.by_lag: dict[Sequence, np.ndarray] = {}
         self.by_rank: dict[Sequence, np.ndarray] = {}
 
@@ -109,62 +101,40 @@ class _Running:
             table[1, start : start + num] += accepted
 
 
-def _running(host: MARHost, request: Request) -> _Running:
-    if request.round_key not in host.running:
-        host.running[request.round_key] = _Running(host.config.seq_len)
-    return host.running[request.round_key]
+def _running(host: MARHost, sequence: Sequence) -> _Running:
+    kept = host.kept[sequence.key]
+    if "counts" not in kept:
+        kept["counts"] = _Running(host.seq_len)
+    return kept["counts"]
 
 
-def _chains(host: MARHost, model: str, request: Request) -> Chains:
-    chains = _running(host, request).chains
-    if model not in chains:
-        chains[model] = make_chains(host, model, request, trace_sigma=True)
-    return chains[model]
-
-
-def _denoise_speculatively(chains: Chains, rows: Rows, z: Tensor, index: int) -> Denoised:
-    num = len(rows.seed)
-    chains.start(list(range(num)), rows.seed, rows.position, z, rows.scale, rows.temperature, index)
-    parts, calls = [], 1
-    while chains.owners:
-        finished, calls = chains.advance(), calls + 1
-        if finished:
-            parts.append(finished)
-    back = torch.tensor(np.argsort([owner for part in parts for owner in part.owners]), device=z.device)
-    fields = ("tokens", "log_sigma", "log_sigma_last", "record")
-    tokens, log_sigma, last, record = (torch.cat([getattr(part, name) for part in parts])[back] for name in fields)
-    return Denoised(tokens, log_sigma, last, calls, (record != 0).sum(1), chains.window)
-
-
-def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Denoised:
+def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
     """Drafts counts[i] tokens of batch[i] one after the other and writes them to the slots: fields [B, gamma, ...]."""
     request, channels = batch[0].request, host.config.token_dim
     shape = (len(batch), max(counts))
     device = host.device
-    drafted = Denoised(
+    drafted = Paths(
         tokens=torch.zeros(*shape, channels, device=device),
         log_sigma=torch.zeros(shape, device=device),
         log_sigma_last=torch.zeros(*shape, channels, device=device),
-        head_calls=0,
-        calls=torch.zeros(shape, dtype=torch.int64, device=device),
     )
     watch.start("draft")
     for j in range(max(counts)):
         index = [i for i, count in enumerate(counts) if count > j]
         active = [batch[i] for i in index]
         rows = host.rows(active, [s.num_known + j for s in active], [1] * len(active))
-        made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
-        host.commit(rows, made.tokens)
+        paths, made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
+        host.commit(rows, paths.tokens)
         where = torch.tensor(index, device=host.device)
-        for name in PER_ROW:
-            getattr(drafted, name)[where, j] = getattr(made, name)
+        for values, of_step in zip(drafted, paths):
+            values[where, j] = of_step
         for sequence in active:
             sequence.stats.draft_backbone_calls += 1
             sequence.stats.draft_head_calls += made.head_calls
     return drafted
 
 
-def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Denoised, q: Denoised) -> tuple:
+def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Paths, q: Paths) -> tuple:
     """Tokens [N, d] of norm(max(0, p - q)) for rejected rows `which` [N], by eq. 11, and the tries of each."""
     p, q, seed, position = p.at(which), q.at(which), rows.seed[which], rows.position[which]
 
@@ -186,21 +156,19 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
     prefill = math.ceil(batch[0].request.prefill * length)
     starting = [s for s in batch if s.num_known < prefill]
     if starting:
-        rows = host.next_rows(starting, prefill)
+        rows = host.next_rows(starting, limit=prefill)
         ar.advance(host, starting, rows, watch)
         host.heat[rows.slot, rows.position] = torch.nan
     going = [s for s in batch if s not in starting]
     if going:
         _speculate(host, going, watch)
     finished = [s for s in batch if s.num_known == length]
-    running = _running(host, batch[0].request)
+    running = _running(host, batch[0])
     for sequence in finished:
         for name in ("by_lag", "by_rank"):
             counts = getattr(running, name).pop(sequence, None)
             if counts is not None:
                 setattr(sequence.stats, name, counts.tolist())
-    if len(finished) == len(batch):
-        del host.running[batch[0].request.round_key]
     return finished
 
 
@@ -219,7 +187,7 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
         contexts = [n + j for n, count in zip(known, counts) for j in range(count)]
         z = host.conditions(owners, host.rows(owners, contexts, [1] * len(owners)))
     watch.start("head")
-    p = _denoise(host, "target", request, rows, z, index=0 if request.align else 1)
+    p, made = _denoise(host, "target", request, rows, z, index=0 if request.align else 1)
     q = drafted.at(rows.sequence, rows.offset)
     coins = host.noise.token_coins(rows.seed, rows.position).log()
     watch.start("other")
@@ -243,9 +211,8 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     index = torch.as_tensor(np.flatnonzero(judged), device=host.device)
     host.heat[rows.slot[index], rows.position[index]] = torch.as_tensor(accepted[judged], device=host.device).float()
 
-    calls = p.calls.cpu().numpy()
-    evaluations = (1 + (calls - 1) * p.window) * (2 if request.guided else 1)
-    running = _running(host, request)
+    calls, evaluations = made.calls, made.evaluations * len(z)
+    running = _running(host, batch[0])
     for i, sequence in enumerate(batch):
         mine = slice(starts[i], starts[i] + committed[i])
         running.count(sequence, accepted[mine])
@@ -255,6 +222,37 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
         sequence.num_known += committed[i]
         sequence.stats.iterations += 1
         sequence.stats.backbone_calls += 1
-        sequence.stats.head_calls += p.head_calls
+        sequence.stats.head_calls += made.head_calls
         sequence.stats.head_calls_per_token += calls[mine].sum().item() / length
         sequence.stats.head_evaluations += evaluations[starts[i] : starts[i] + counts[i]].sum().item()
+
+
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where more is drafted than there is, or there is no noise to compare densities by."""
+    check_integer("gamma", request.gamma, 1, host.seq_len, "a round drafts at most all of the sequence's tokens")
+    if request.temperature == 0:
+        raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
+    speculative.check(request, host)
+
+
+def resolve(request: Request, host: MARHost) -> Request:
+    """The request with the window of its chains, where they have one."""
+    if request.chains != "speculative":
+        return dataclasses.replace(request, window=0)
+    return speculative.resolve(request, host)
+
+
+METHOD = Method(
+    name="cspd",
+    family="MAR",
+    guarantee="heuristic",
+    summary="a draft MAR proposes tokens, the target accepts or resamples",
+    papers={"2411.11925": "Continuous Speculative Decoding for Autoregressive Image Generation"},
+    run_round=run_round,
+    needs="draft model",
+    options=OPTIONS,
+    mixed=("num_iter",),
+    check=check,
+    resolve=resolve,
+    uses=lambda request: {"draft"},
+)

@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 import types
+from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cspd import noise as philox_noise
+from cspd.continuous.memory import check_memory
+from cspd.continuous.schedule import GUIDANCE, Schedule, cosine, guidance_scales
+from cspd.method import Method, complete
+from cspd.option import Option
 from cspd.precision import Precision
 from cspd.sequence import Request, Sequence
+from mar import reference
+from mar.diffusion import TRAIN_STEPS
 from mar.model import MAR
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
 
-if TYPE_CHECKING:
-    from cspd.continuous.tuning import Tuning
-
 DECODE_BATCH = 8  # images through the autoencoder at once, which bounds its memory
+PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows`
 
 
-def mask_len(request: Request, iteration: int, seq_len: int, masked: int) -> int:
-    """Tokens still masked after `iteration` (0-based) by MAR's cosine schedule, float64; `masked` > 0 before it.
-
-    The last iteration's is what the schedule says (1), although that iteration predicts all that remain.
-    """
-    wanted = int(np.floor(seq_len * np.cos(np.pi / 2 * (iteration + 1) / request.num_iter)))
-    return max(1, min(masked - 1, wanted))
-
-
-def guidance_scale(request: Request, left: int, seq_len: int) -> float:
-    """s of an iteration that leaves `left` = mask_len tokens masked."""
-    if request.cfg_schedule == "constant":
-        return request.cfg
-    return 1 + (request.cfg - 1) * (seq_len - left) / seq_len
-
-
-@functools.lru_cache(maxsize=64)
-def _scales(num_iter: int, cfg: float, cfg_schedule: str, seq_len: int) -> np.ndarray:
-    """s of the iteration that each token is predicted in, by its rank in the order [L]."""
-    request = Request(0, num_iter=num_iter, cfg=cfg, cfg_schedule=cfg_schedule)
-    scales, masked = np.empty(seq_len), seq_len
-    for iteration in range(num_iter):
-        left = mask_len(request, iteration, seq_len, masked)
-        scales[seq_len - masked :] = guidance_scale(request, left, seq_len)
-        masked = left
-    return scales
+NUM_ITER = Option(
+    "num_iter",
+    int,
+    "autoregressive iterations K, at most one a token; to cspd only the guidance of each token, and the prefill",
+    low=1,
+    metavar="K",
+)
+MAR_OPTIONS = (
+    NUM_ITER,
+    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
+    Option("cfg_schedule", GUIDANCE, "how guidance runs over the iterations"),
+    Option("temperature", float, "of the denoising noise; 1 is the model's own", metavar="TAU"),
+    Option(
+        "num_sampling_steps", int, "denoising steps a token; MAR's default is 100", low=2, high=TRAIN_STEPS, metavar="T"
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -58,12 +52,13 @@ class Rows:
     """The tokens that a batch of sequences predicts in one iteration, flat: R rows, a sequence's own in one stretch.
 
     Attributes:
-        known, counts: tokens known to, and rows of, each sequence of the batch, on the host.
+        sequences: the batch. known, counts: tokens known to, and rows of, each of them, on the host.
         sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
     """
 
+    sequences: list[Sequence]
     known: list[int]
     counts: list[int]
     sequence: Tensor
@@ -74,20 +69,9 @@ class Rows:
     scale: Tensor
     temperature: Tensor
 
-
-@dataclass(frozen=True)
-class MARModels:
-    """What samples images by MAR.
-
-    Attributes:
-        target: the model whose images are made; its published settings are the requests' defaults.
-        draft: a smaller model of the same tokens, for methods that draft.
-        vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
-    """
-
-    target: MAR
-    draft: MAR | None = None
-    vae: AutoencoderKL | None = None
+    def at(self, which: Tensor) -> Rows:
+        """Some of the rows, int64 [n]."""
+        return replace(self, **{name: getattr(self, name)[which] for name in PER_ROW})
 
 
 class MARHost:
@@ -97,11 +81,11 @@ class MARHost:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same tokens. vae: the autoencoder of them, for images.
-        tuning: for methods that speculate in the head.
+        tuning: a `cspd.continuous.tuning.Tuning`, for methods that speculate in the head.
 
     Attributes:
         heat: float32 [slots, L], what each token cost, for pictures; a method says what it means.
-        running: what a method keeps between rounds, by round key.
+        kept: what methods keep between rounds, by the sequences' key.
     """
 
     family = "MAR"
@@ -116,11 +100,13 @@ class MARHost:
         *,
         draft: MAR | None = None,
         vae: AutoencoderKL | None = None,
-        tuning: Tuning | None = None,
+        tuning: Any = None,
     ) -> None:
         self.models, self.vae, self.tuning = {"target": target, "draft": draft}, vae, tuning
         self.seq_len, self.num_classes = target.config.seq_len, target.config.class_num
+        self.image_size = target.config.img_size
         self.defaults = defaults_of(target.config)
+        self._least_iter = self.defaults.num_iter
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
         self.config, self.num_slots = target.config, num_slots
         length = self.config.seq_len
@@ -128,11 +114,56 @@ class MARHost:
         self.order = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.label = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, length, device=device)
-        self.running: dict[Hashable, object] = {}
+        self.kept: dict[Hashable, dict] = defaultdict(dict)
+
+    def adopt(self, other: MARHost) -> None:
+        """Takes over what another host of the same models was tuned by."""
+        self.tuning = other.tuning
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what methods keep of sequences of one key, none of which is left."""
+        self.kept.pop(key, None)
 
     def clear(self) -> None:
-        """Forgets what methods keep of sequences that were dropped."""
-        self.running.clear()
+        """Drops what methods keep of all sequences."""
+        self.kept.clear()
+
+    def check(self, request: Request, method: Method) -> Request:
+        """The request with the target's and the method's defaults filled in.
+
+        Raises:
+            ValueError: a setting is of the wrong kind or out of range, or the method needs a model that is not there.
+        """
+        length, published = self.seq_len, self.defaults
+        unguided = (published.cfg if request.cfg is None else request.cfg) == 1
+        defaults = {
+            "num_iter": min(published.num_iter, length),
+            "cfg": published.cfg,
+            "cfg_schedule": published.cfg_schedule,
+            "temperature": published.temperature_unguided if unguided else published.temperature,
+            "num_sampling_steps": published.num_sampling_steps,
+        }
+        common = (NUM_ITER.but(high=length), *MAR_OPTIONS[1:])
+        request = complete(request, method, common, defaults, self.num_classes)
+        method.check(request, self)
+        if "draft" in method.uses(request) and self.models["draft"] is None:
+            raise ValueError(
+                f"method={method.name!r} needs a draft model and this engine has none: give it to the engine's models,"
+                " to load(..., draft=file), or with --draft-checkpoint on the command line"
+            )
+        return request
+
+    def resolve(self, request: Request, method: Method) -> Request:
+        """A checked request with what the method decides for this device. Raises ValueError on too little memory."""
+        if request.num_iter < self._least_iter:  # more tokens an iteration than memory was checked for
+            check_memory(self.target, self.num_slots, request.num_iter, self.device)
+            self._least_iter = request.num_iter
+        return method.resolve(request, self)
+
+    def published(self, labels: Tensor, settings: dict) -> Tensor:
+        """Tokens [B, L, d] by MAR's sampler as its authors published it, in lockstep; settings of `MAR_OPTIONS`."""
+        with self.precision.fast():
+            return reference.sample(self.target, labels, **settings)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run."""
@@ -142,32 +173,30 @@ class MARHost:
         self.order[slots] = self.noise.order(seeds, self.config.seq_len)
         self.tokens[slots] = 0
 
-    def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
+    def next_rows(self, batch: list[Sequence], schedule: Schedule = cosine, limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts; up to `limit` known tokens in all."""
-        length = self.config.seq_len
+        length = self.seq_len
         counts = []
         for sequence in batch:
-            masked = length - sequence.num_known
-            left = mask_len(sequence.request, sequence.iteration, length, masked)
-            last = sequence.iteration + 1 == sequence.request.num_iter
-            count = masked if last else masked - left
-            counts.append(count if limit is None else min(count, limit - sequence.num_known))
-        return self.rows(batch, [s.num_known for s in batch], counts)
+            after, _ = schedule(sequence.request.num_iter, length)
+            known = length - int(after[sequence.iteration])
+            counts.append(min(known, length if limit is None else limit) - sequence.num_known)
+        return self.rows(batch, [s.num_known for s in batch], counts, schedule)
 
-    def rows(self, batch: list[Sequence], known: list[int], counts: list[int]) -> Rows:
+    def rows(self, batch: list[Sequence], known: list[int], counts: list[int], schedule: Schedule = cosine) -> Rows:
         """The rows of the next counts[i] tokens of batch[i] after known[i]; a sequence may be there more than once."""
         owner = np.repeat(np.arange(len(batch)), counts)
         offset = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         rank = offset + np.asarray(known)[owner]
-        scales = np.stack(
-            [_scales(s.request.num_iter, s.request.cfg, s.request.cfg_schedule, self.config.seq_len) for s in batch]
-        )
+        requests = [sequence.request for sequence in batch]
+        scales = [guidance_scales(schedule, r.num_iter, self.seq_len, r.cfg, r.cfg_schedule) for r in requests]
 
         def per_row(values: list, dtype: torch.dtype) -> Tensor:
             return self._tensor(np.asarray(values)[owner], dtype)
 
         slot = per_row([s.slot for s in batch], torch.int64)
         return Rows(
+            sequences=batch,
             known=known,
             counts=counts,
             sequence=self._tensor(owner),
@@ -175,7 +204,7 @@ class MARHost:
             slot=slot,
             position=self.order[slot, self._tensor(rank)],
             seed=per_row([s.request.seed for s in batch], torch.int64),
-            scale=self._tensor(scales[owner, rank], torch.float32).unsqueeze(-1),
+            scale=self._tensor(np.stack(scales)[owner, rank], torch.float32).unsqueeze(-1),
             temperature=per_row([s.request.temperature for s in batch], torch.float32).unsqueeze(-1),
         )
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from cspd.continuous import ar
-from cspd.continuous.calibration import frozen
+from cspd.continuous import ancestral, ar
+from cspd.continuous.calibration import DRAFTS, WINDOWS, frozen
 from cspd.continuous.chains import Chains, acceptance
+from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.draft_verify import draft_table
-from cspd.continuous.host import MARHost
+from cspd.continuous.host import MARHost, Rows
+from cspd.method import Method
+from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
+
+WINDOW = Option(
+    "window",
+    int,
+    "denoising steps drafted ahead in the head, by default what this device's cost model finds fastest; 0: none",
+    high=WINDOWS[-1],
+    metavar="W",
+)
+DRAFT = Option("draft", DRAFTS, "how the head's output is guessed", default="calibrated")
 
 
 def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool = False) -> Chains:
@@ -89,9 +104,10 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
     request = batch[0].request
     if request.window == 0:
         return ar.run_round(host, batch, watch)
-    running = host.running.get(request.round_key)
-    if running is None:
-        running = host.running[request.round_key] = _Running(host, request)
+    kept = host.kept[batch[0].key]
+    if "running" not in kept:
+        kept["running"] = _Running(host, request)
+    running = kept["running"]
     idle = [s for s in batch if s not in running.left]
     if idle:
         running.begin(host, idle, watch)
@@ -107,6 +123,58 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
         sequence.stats.by_lag, sequence.stats.by_step = (
             counts.tolist() for counts in acceptance(record.cpu().numpy(), request.window)
         )
-    if len(finished) == len(batch):
-        del host.running[request.round_key]
     return finished
+
+
+@denoiser("speculative")
+def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+    """Speculative chains of all rows, run until the last one has ended; arguments as in `cspd.continuous.denoiser`."""
+    request = rows.sequences[0].request
+    if request.window == 0:
+        return ancestral.denoise(host, model, rows, z, index=index, densities=densities)
+    kept = host.kept[rows.sequences[0].key]
+    if (model, densities) not in kept:  # their table is made once
+        kept[model, densities] = make_chains(host, model, request, trace_sigma=densities)
+    chains = kept[model, densities]
+    num = len(rows.seed)
+    chains.start(list(range(num)), rows.seed, rows.position, z, rows.scale, rows.temperature, index)
+    parts, calls = [], 1
+    while chains.owners:
+        finished, calls = chains.advance(), calls + 1
+        if finished:
+            parts.append(finished)
+    by_row = torch.tensor(np.argsort([owner for part in parts for owner in part.owners]), device=z.device)
+    fields = ("tokens", "record", "log_sigma", "log_sigma_last")
+    tokens, record, log_sigma, last = (torch.cat([getattr(part, name) for part in parts])[by_row] for name in fields)
+    return Denoised(tokens, (record != 0).sum(1).cpu().numpy(), calls, chains.window, log_sigma, last)
+
+
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where a window does not fit the denoising steps, or there is no noise to speculate on."""
+    if request.window is not None:
+        most = min(WINDOWS[-1], request.num_sampling_steps)
+        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
+        if request.window and request.temperature == 0:
+            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
+
+
+def resolve(request: Request, host: MARHost) -> Request:
+    """The request with the window that is fastest for it on this device, where it leaves that open."""
+    if request.window is not None:
+        return request
+    return dataclasses.replace(request, window=host.tuning.window(request, host.num_slots))
+
+
+METHOD = Method(
+    name="speculative",
+    family="MAR",
+    guarantee="exact",
+    summary="speculation inside the diffusion head, no draft model",
+    papers={"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
+    run_round=run_round,
+    needs="calibration",
+    options=(WINDOW, DRAFT),
+    mixed=("num_iter",),
+    check=check,
+    resolve=resolve,
+)

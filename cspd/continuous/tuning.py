@@ -59,8 +59,6 @@ class Tuning:
     def _window(self, request: Request, num_slots: int) -> int:
         if request.temperature == 0 or request.num_sampling_steps < 3:  # no densities, or nothing to draft
             return 0
-        if request.chains == "ancestral":
-            return 0
         tokens = request.gamma or self.target.config.seq_len / request.num_iter  # of an iteration, of one sequence
         calibration = self.calibrations["target"].get(request)
         return self.costs(request.guided).window(request.num_sampling_steps, num_slots * tokens, calibration)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cspd.discrete.host import VQHost
+from cspd.discrete.host import MIXED, VQHost
 from cspd.discrete.rules import sample
+from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
 
@@ -24,3 +25,14 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
         sequence.stats.backbone_calls += 1
         sequence.stats.committed[1] = sequence.num_known
     return [s for s in sequences if s.num_known == host.seq_len]
+
+
+METHOD = Method(
+    name="ar",
+    family="VQ",
+    guarantee="exact",
+    summary="plain sampling: one code a forward",
+    papers={"2406.06525": "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation"},
+    run_round=run_round,
+    mixed=MIXED,
+)

@@ -11,33 +11,16 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from cspd.discrete.drafts import DRAFTS
-from cspd.discrete.host import Batch, VQHost
-from cspd.discrete.rules import WINDOW_CAP, Rule, sample
+from cspd.discrete.cache import MOST_NODES
+from cspd.discrete.draft import DRAFTS
+from cspd.discrete.host import MIXED, Batch, VQHost
+from cspd.discrete.rules import rule_of, rule_options, sample
 from cspd.discrete.tree import Shape, verify
+from cspd.method import Method
 from cspd.noise import Purpose
+from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
-
-
-@functools.lru_cache(maxsize=256)
-def _rule(name: str, greedy: bool, **parameters: object) -> Rule:
-    return Rule(name, greedy=greedy, **{key: value for key, value in parameters.items() if value is not None})
-
-
-def rule_of(request: Request) -> Rule:
-    """The rule a request asks for, its schedule over as many depths as are drafted, of a window at most WINDOW_CAP.
-
-    Raises:
-        ValueError: a parameter is missing or out of range.
-    """
-    names = ("delta", "schedule", "nu", "lam", "k", "optimal")
-    parameters = {name: getattr(request, name) for name in names}
-    length = request.gamma
-    if request.pd_k is not None:  # of a window: the first path, as far as a schedule goes
-        path = request.window - (request.pd_k - 1) * request.pd_d
-        length = min(path, WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP)
-    return _rule(request.rule, request.temperature == 0, length=length, **parameters)
 
 
 def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -46,12 +29,13 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """
     batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
-    shape, codes, Q = DRAFTS[request.draft](host, batch)
+    draft = DRAFTS[request.draft]
+    shape, codes, Q = draft.propose(host, batch)
     features = host.features(batch, codes, depth=shape.depth, sees=shape.sees)
     P = host.distributions(batch, features, soft=rule.pools)
     length, height, device = host.config.block_size, shape.height, host.device
     coins, anew = _draws(host, batch, shape)
-    near = host.near(request.metric, rule.k) if rule.pools else None
+    near = host.near(rule.metric, rule.k) if rule.pools else None
     verified = verify(rule, shape, codes, P, Q, coins, length - batch.known_t, near)
     # a refused code's successor is drawn anew; any other is what the target itself would draw there
     place = verified.count.unsqueeze(1)
@@ -65,7 +49,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     host.commit(batch, torch.where(steps == place, last.unsqueeze(1), after), accepted.float())
     if not shape.chain:
         host.compact(batch, torch.where(steps <= place, path, steps))
-    if request.draft in ("eagle-static", "eagle-dynamic"):
+    if draft.needs == "eagle":
         rows = torch.arange(len(batch), device=device).unsqueeze(1)
         host.keep_features(batch, features[:, rows, path])
     return account(host, batch, verified.count, verified.bound, verified.judged, steps[1:] <= place)
@@ -112,3 +96,54 @@ def account(
             [int(n) + m for n, m in zip_longest(part, before, fillvalue=0)] for part, before in zip(parts, stats.by_lag)
         ]
     return [s for s in batch.sequences if s.num_known == length]
+
+
+DRAFT = Option("draft", DRAFTS, "what drafts the codes")
+GAMMA = Option("gamma", int, "codes drafted one after the other, or a tree's height", low=1, high=MOST_NODES - 1)
+_WITH_ARTICLE = {"draft": "a draft model", "eagle": "an EAGLE drafter"}
+NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
+
+
+def check(request: Request, host: VQHost) -> None:
+    """Raises ValueError where the draft cannot draft so far, or a model that is needed is not there."""
+    draft = DRAFTS[request.draft]
+    check_integer("gamma", request.gamma, 1, draft.highest, f"it is how far {request.draft!r} drafts ahead")
+    if draft.needs and host.models[draft.needs] is None:
+        raise ValueError(
+            f"draft={request.draft!r} needs {_WITH_ARTICLE[draft.needs]} and this engine has none: give it to the"
+            " engine's models, or put its file beside the target's"
+        )
+    check_rule(request, host)
+
+
+def check_rule(request: Request, host: VQHost) -> None:
+    """Raises ValueError on a bad rule; finds the neighbours it looks at now, and not while others wait in a round."""
+    rule = rule_of(request)
+    if rule.pools:
+        if host.models["tokenizer"] is None:
+            raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
+        host.near(rule.metric, rule.k)
+
+
+def drafting(
+    name: str, summary: str, papers: dict[str, str], draft: str, gamma: int, rule: str = "exact", **parameters: object
+) -> Method:
+    """A method that drafts and verifies: a published pair of a draft and a rule, any other of which can be asked for.
+
+    Args:
+        draft, gamma: of `DRAFTS`, and how far it drafts by default. rule, parameters: see `rule_options`.
+    """
+    return Method(
+        name=name,
+        family="VQ",
+        guarantee="exact" if rule == "exact" else "bounded",
+        summary=summary,
+        papers=papers,
+        run_round=run_round,
+        needs=NEEDS[DRAFTS[draft].needs],
+        options=(DRAFT.but(default=draft), GAMMA.but(default=gamma), *rule_options(rule, **parameters)),
+        mixed=MIXED,
+        check=check,
+        of_request=lambda request: rule_of(request).guarantee,
+        uses=lambda request: {DRAFTS[request.draft].needs} - {None},
+    )

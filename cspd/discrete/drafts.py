@@ -7,12 +7,12 @@ at temperature 0, are chosen, and judged as point masses.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cspd.discrete import tree
+from cspd.discrete.draft import Drafted, draft
 from cspd.discrete.host import Batch, VQHost
 from cspd.discrete.rules import draw_siblings
 from cspd.noise import Purpose
@@ -22,14 +22,6 @@ EAGLE_TREE = {(): 4, (0,): 3, (1,): 2, (2,): 2, (3,): 1, (0, 0): 3, (0, 1): 2, (
 EAGLE_TREE |= {(0, 0, 0): 3, (0, 0, 0, 0): 2}
 BRANCHES, NODES = 10, 60  # EAGLE-2: expanded a level, and children tried of each; codes kept of all
 LEAST_LOG = -1e4
-
-
-class Drafted(NamedTuple):
-    """Codes to judge: the tree's shape, codes int64 [B, N] with the root first (-1: none), Q as in `tree.verify`."""
-
-    shape: tree.Shape
-    codes: Tensor
-    Q: Tensor | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -42,6 +34,7 @@ def _pick(features: Tensor, index: Tensor) -> Tensor:
     return features[:, torch.arange(len(index), device=index.device).unsqueeze(1), index]
 
 
+@draft("chain", needs="draft")
 def chain(host: VQHost, batch: Batch) -> Drafted:
     """gamma codes, one after the other, by the draft model."""
     gamma, device = batch.sequences[0].request.gamma, host.device
@@ -84,6 +77,7 @@ def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[T
     return shape, [torch.tensor(level, device=device) for level in levels]
 
 
+@draft("eagle-static", needs="eagle", highest=1 + max(map(len, EAGLE_TREE)))
 def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     """EAGLE-1: always the same tree, siblings drawn without replacement; gamma is its height, at most 5."""
     greedy = batch.sequences[0].request.temperature == 0
@@ -117,6 +111,7 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     return Drafted(shape, codes, None if greedy else Q)
 
 
+@draft("eagle-dynamic", needs="eagle", highest=8)
 def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     """EAGLE-2: the likeliest nodes of every depth are expanded, the likeliest of all are kept; gamma is the height."""
     height, size, device = batch.sequences[0].request.gamma, len(batch), host.device
@@ -153,6 +148,3 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     parent = torch.cat([parent.new_full((size, 1), -1), parent], 1)
     codes = torch.cat([host.last(batch, 1)[0], codes.gather(1, kept)], 1)
     return Drafted(tree.shape_of(parent, [branches] * height), codes, None)
-
-
-DRAFTS = {"chain": chain, "eagle-static": eagle_static, "eagle-dynamic": eagle_dynamic}

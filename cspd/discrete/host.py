@@ -15,9 +15,12 @@ from cspd import noise as philox_noise
 from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.probabilities import guide, probabilities
 from cspd.discrete.rules import METRICS, neighbours, point
+from cspd.method import Method, complete
 from cspd.noise import Purpose
+from cspd.option import Option
 from cspd.precision import Precision, Stopwatch
-from cspd.sequence import Sequence
+from cspd.sequence import Request, Sequence
+from cspd.vq import reference
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import defaults_of
@@ -25,6 +28,14 @@ from cspd.vq.tokenizer import VQModel
 
 DECODE_BATCH = 8  # images through the tokenizer at once, which bounds its memory
 
+
+VQ_OPTIONS = (
+    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
+    Option("temperature", float, "divides the logits; 1 is the model's own, 0 takes the likeliest code", metavar="TAU"),
+    Option("top_k", int, "likeliest codes that are kept; 0 keeps all", high=2**31 - 1, metavar="K"),
+    Option("top_p", float, "mass of the likeliest codes that are kept; 1 keeps all", above=0, high=1, metavar="P"),
+)
+MIXED = tuple(option.name for option in VQ_OPTIONS)  # may differ between the sequences of a round
 
 _NEAR: weakref.WeakKeyDictionary[VQModel, dict[str, Tensor]] = weakref.WeakKeyDictionary()  # by metric, see `near`
 
@@ -61,22 +72,6 @@ class Batch:
         return len(self.sequences)
 
 
-@dataclass(frozen=True)
-class VQModels:
-    """What samples images by a GPT over VQ codes.
-
-    Attributes:
-        target: the model whose images are made; its published settings are the requests' defaults.
-        draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
-        tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
-    """
-
-    target: GPT
-    draft: GPT | None = None
-    eagle: Eagle | None = None
-    tokenizer: VQModel | None = None
-
-
 class VQHost:
     """Answers what a method asks: the distributions after drafted codes, and to commit codes.
 
@@ -111,6 +106,7 @@ class VQHost:
         self.config, self.num_slots = target.config, num_slots
         self.seq_len, self.num_classes = target.config.block_size, target.config.num_classes
         self.defaults = defaults_of(target.config)
+        self.image_size = self.defaults.image_size
         length = self.config.block_size + MOST_NODES  # a round may commit past the end
         self.codes = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, length, device=device)
@@ -119,9 +115,35 @@ class VQHost:
         self._caches: dict[str, Cache] = {}
         self._kept: Tensor | None = None
 
+    def adopt(self, other: VQHost) -> None:
+        """Takes over what another host of the same models has measured: nothing."""
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what methods keep of sequences of one key: nothing, the slots' own storage stays."""
+
     def clear(self) -> None:
-        """Forgets what methods keep of sequences that were dropped."""
+        """Drops what methods keep of all sequences."""
         self.running.clear()
+
+    def check(self, request: Request, method: Method) -> Request:
+        """The request with the target's and the method's defaults filled in.
+
+        Raises:
+            ValueError: a setting is of the wrong kind or out of range, or the method needs a model that is not there.
+        """
+        published = {option.name: getattr(self.defaults, option.name) for option in VQ_OPTIONS}
+        request = complete(request, method, VQ_OPTIONS, published, self.num_classes)
+        method.check(request, self)
+        return request
+
+    def resolve(self, request: Request, method: Method) -> Request:
+        """A checked request with what the method decides for this device."""
+        return method.resolve(request, self)
+
+    def published(self, labels: Tensor, settings: dict) -> Tensor:
+        """Codes [B, L] by LlamaGen's sampler as its authors published it, in lockstep; settings of `VQ_OPTIONS`."""
+        with self.precision.fast():
+            return reference.sample(self.target, labels, **settings)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run: their draws; what was in caches is not looked at."""

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cspd.discrete.draft_verify import account, rule_of
-from cspd.discrete.host import VQHost
-from cspd.discrete.rules import Rule, draw_siblings, judge_siblings, sample, without
+from cspd.discrete.cache import MOST_NODES
+from cspd.discrete.draft_verify import account, check_rule
+from cspd.discrete.host import MIXED, VQHost
+from cspd.discrete.rules import Rule, draw_siblings, judge_siblings, rule_of, rule_options, sample, without
 from cspd.discrete.tree import Shape, shape_of
+from cspd.method import Method
 from cspd.noise import Purpose
+from cspd.option import Option
 from cspd.precision import Stopwatch
-from cspd.sequence import Sequence
+from cspd.sequence import Request, Sequence
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     P = everywhere[:, :F]  # of level j, after its parent on the first path
 
     room = (host.config.block_size - batch.known_t).unsqueeze(1)
-    near = host.near(request.metric, rule.k) if rule.pools else None
+    near = host.near(rule.metric, rule.k) if rule.pools else None
     first = judge_siblings(rule, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1, near)
     kept = ((first.index == 0) & (levels < room)).int().cumprod(1)
     count = kept.sum(1, keepdim=True)  # codes of the first path that are accepted
@@ -174,3 +177,59 @@ def _siblings(c: Comb, rule: Rule, codes: Tensor, Q: Tensor, u: Tensor) -> Tenso
         found = torch.where(best.values > 0, best.indices, -1)
         return torch.nn.functional.pad(found, (0, beside - found.shape[-1]), value=-1)
     return draw_siblings(left, u.unflatten(1, c.siblings.shape))
+
+
+OPTIONS = (
+    Option("window", int, "codes judged at once", default=64, low=1, high=MOST_NODES - 1, metavar="W"),
+    Option("pd_k", int, "candidates at a level of the comb; 1 drafts no siblings", default=1, low=1, high=16),
+    Option("pd_d", int, "levels of the comb; 0 drafts no siblings", default=0, high=16),
+    Option("continuation", bool, "keep codes after a rejection where they can be", default=False),
+)
+
+
+def check(request: Request, host: VQHost) -> None:
+    """Raises ValueError where the window has no room for the comb, or on a bad rule."""
+    if (request.pd_k - 1) * request.pd_d >= request.window - request.pd_d:
+        raise ValueError(
+            f"window={request.window} has no room for pd_k={request.pd_k} candidates at pd_d={request.pd_d} levels"
+            " and a code below them: give a larger window"
+        )
+    check_rule(request, host)
+
+
+def jacobi(name: str, summary: str, papers: dict[str, str], **defaults: object) -> Method:
+    """A method that drafts by Jacobi iteration, with these defaults of `OPTIONS`; any rule can be asked for."""
+    options = [option.but(default=defaults.get(option.name, option.default)) for option in OPTIONS]
+    return Method(
+        name=name,
+        family="VQ",
+        guarantee="exact",
+        summary=summary,
+        papers=papers,
+        run_round=run_round,
+        options=(*options, *rule_options()),
+        mixed=MIXED,
+        check=check,
+        of_request=lambda request: rule_of(request).guarantee,
+    )
+
+
+SJD = jacobi(
+    "sjd",
+    "Jacobi: the target drafts a window for itself",
+    {
+        "2410.01699": "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi"
+        " Decoding"
+    },
+)
+SJD_PAC = jacobi(
+    "sjd-pac",
+    "Jacobi with proactive drafting and adaptive continuation",
+    {
+        "2603.18599": "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive"
+        " Continuation"
+    },
+    pd_k=4,
+    pd_d=3,
+    continuation=True,
+)

@@ -8,25 +8,48 @@ a point mass: Q = 1 at that token. Sources: exact, arXiv 2211.17192; uniform-rsd
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-RANGES = {  # what each rule needs; 0 and infinity are out of every range
-    "exact": {},
-    "uniform-rsd": {"delta": (1, math.inf)},
-    "cool-sd": {"delta": (0, math.inf), "nu": (0, math.inf), "length": (1, math.inf)},
-    "lantern": {"delta": (0, 1), "k": (1, math.inf)},
-    "lantern++": {"lam": (0, math.inf), "k": (1, math.inf)},
-}
-NAMES = tuple(RANGES)
+from cspd.option import Option, check_integer
+from cspd.sequence import Request
+
 SCHEDULES = ("exponential", "linear")
 METRICS = ("l2", "cosine")
+NEIGHBOURS = (
+    Option("k", int, "neighbours at most", default=10, low=1),
+    Option("metric", METRICS, "distance of neighbours, between the vectors that the decoder receives", default="l2"),
+)
+OPTIMAL = Option("optimal", bool, "resample from G*; false: as the paper's own code does", default=True)
+PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
+    "exact": (),
+    "uniform-rsd": (Option("delta", float, "accepts with min(1, delta P/Q)", low=1), OPTIMAL),
+    "cool-sd": (
+        Option("delta", float, "mean relaxation over the depths, 1.1 to 4 in the paper", above=0),
+        Option("schedule", SCHEDULES, "how the relaxation falls with depth", default="exponential"),
+        Option("nu", float, "decay of the exponential schedule", default=0.7, above=0),
+        OPTIMAL,
+    ),
+    "lantern": (
+        Option("delta", float, "mass that the neighbours may give, 0.05 to 0.4 in the paper", above=0, high=1),
+        *NEIGHBOURS,
+        OPTIMAL,
+    ),
+    "lantern++": (
+        Option("lam", float, "neighbours' mass over the code's own; the authors' lambda less 1", default=1.0, above=0),
+        *NEIGHBOURS,
+        OPTIMAL,
+    ),
+}
+RULE = Option("rule", PARAMETERS, "how drafted codes are accepted", default="exact")
+DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
+MOST_DEPTHS = 2**16  # of a chain or tree
 WINDOW_CAP = 8  # L of a schedule over a Jacobi window: at its 64, omega_1 would be 32 delta, blind acceptance
 TINY = torch.finfo(torch.float32).tiny
 MOST_AT_ONCE = 2**22  # numbers gathered, or distances, at a time
@@ -190,24 +213,22 @@ class Rule:
 
     name: str = "exact"
     delta: float | None = None
-    schedule: str = "exponential"
-    nu: float = 0.7
+    schedule: str = DEFAULTS["schedule"]
+    nu: float = DEFAULTS["nu"]
     ell: int = 8
     length: int | None = None
-    lam: float = 1.0
-    k: int = 10
-    optimal: bool = True
+    lam: float = DEFAULTS["lam"]
+    k: int = DEFAULTS["k"]
+    metric: str = DEFAULTS["metric"]
+    optimal: bool = DEFAULTS["optimal"]
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        for field, choices in (("name", NAMES), ("schedule", SCHEDULES)):
-            if getattr(self, field) not in choices:
-                raise ValueError(f"{field}={getattr(self, field)!r} is not one of {', '.join(choices)}")
-        for field, (low, high) in RANGES[self.name].items():
-            value, kind = getattr(self, field), Integral if field in ("k", "length") else Real
-            if not isinstance(value, kind) or not low <= value <= high or value in (0, math.inf):
-                number = "a whole number" if kind is Integral else "a number"
-                raise ValueError(f"{self.name}: {field}={value!r}: give {number} from {low} to {high}, not 0 or inf")
+        RULE.check(self.name)
+        for option in PARAMETERS[self.name]:
+            option.check(getattr(self, option.name))
+        if self.name == "cool-sd":
+            check_integer("length", self.length, 1, MOST_DEPTHS, "it is how many depths are drafted")
         self.omega(1)
 
     @property
@@ -263,6 +284,36 @@ class Rule:
         if near is None or near.shape[1] < min(self.k, P.shape[-1] - 1):
             raise ValueError(f"{self.name}: give near, int64 [V, k] by `neighbours` with k of at least {self.k}")
         return near[:, : self.k], torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
+
+
+@functools.lru_cache(maxsize=256)
+def _rule(name: str, length: int | None, greedy: bool, *parameters: tuple[str, object]) -> Rule:
+    return Rule(name, length=length, greedy=greedy, **dict(parameters))
+
+
+def rule_of(request: Request) -> Rule:
+    """The rule a request asks for, its schedule over as many depths as are drafted, of a window at most WINDOW_CAP.
+
+    Raises:
+        ValueError: a parameter is missing or out of range.
+    """
+    given = {option.name: getattr(request, option.name) for option in PARAMETERS[request.rule]}
+    parameters = [(name, value) for name, value in given.items() if value is not None]
+    length = request.gamma
+    if request.pd_k is not None:  # of a window: the first path, as far as a schedule goes
+        path = request.window - (request.pd_k - 1) * request.pd_d
+        length = min(path, WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP)
+    return _rule(request.rule, length, request.temperature == 0, *parameters)
+
+
+def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
+    """The options of a method that takes any rule: by default `rule`, with these values of its parameters."""
+    options = [RULE.but(default=rule)]
+    for name, parameters in PARAMETERS.items():
+        for option in parameters:
+            own = defaults.get(option.name, option.default) if name == rule else option.default
+            options.append(option.but(default=own, only_with=("rule", (name,))))
+    return tuple(options)
 
 
 class Judged(NamedTuple):

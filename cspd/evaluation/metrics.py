@@ -37,7 +37,7 @@ from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_
 from cspd.evaluation.classifier import load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.reference import Reference
-from cspd.validation import pick_device
+from cspd.machine import pick_device
 
 EXTRACTORS = {"digits": "cspd-digits", "inception": "inception-v3-compat"}
 SPACES = tuple(EXTRACTORS)

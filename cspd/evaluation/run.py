@@ -87,7 +87,7 @@ def _plan(
 
 def _common(request: Request) -> dict:
     """What all images' requests have in common."""
-    return {name: value for name, value in dataclasses.asdict(request).items() if name not in ("label", "seed")}
+    return {name: value for name, value in request.to_dict().items() if name not in ("label", "seed")}
 
 
 def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:

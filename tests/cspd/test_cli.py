@@ -155,7 +155,7 @@ def test_methods_lists_guarantees(capsys):
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[:5] for line in lines]
-    assert ["ar", "MAR,", "VQ", "exact", "-"] in rows
+    assert ["ar", "MAR", "exact", "-", "plain"] in rows and ["ar", "VQ", "exact", "-", "plain"] in rows
     assert ["speculative", "MAR", "exact", "calibration", "speculation"] in rows
     assert ["cool-sd", "VQ", "bounded", "EAGLE", "drafter"] in rows
 

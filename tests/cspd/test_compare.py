@@ -13,6 +13,7 @@ import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, features, images_of
 
 import cspd
+from cspd import methods
 from cspd.cli import main
 from cspd.comparison import page, runs
 from cspd.comparison.compare import _intervals, compare, speed_of
@@ -23,7 +24,6 @@ from cspd.evaluation.classifier import load_classifier
 from cspd.evaluation.reference import Reference, load_reference
 from cspd.evaluation.two_sample import energy_test
 from cspd.loading import checkpoint_files, embedded
-from cspd.methods import METHODS
 from cspd.plots import to_pil
 
 
@@ -209,12 +209,13 @@ def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
             sequence.request = request
         return finished
 
-    methods = ({"method": "ar"}, {"method": "speculative", "window": 3})
+    asked = ({"method": "ar"}, {"method": "speculative", "window": 3})
     quick = K4 | {"num_sampling_steps": 10}
-    rows = [Configuration(each["method"], cspd.Request(0, **quick, **each), digits) for each in methods]
+    rows = [Configuration(each["method"], cspd.Request(0, **quick, **each), digits) for each in asked]
     ways = {"space": "digits", "progress": False}
     right, _ = compare(rows, range(10), 24, tmp_path / "right", **ways)
-    monkeypatch.setitem(METHODS["speculative"].rounds, "MAR", colder)
+    bad = dataclasses.replace(methods.find("speculative", "MAR"), run_round=colder)
+    monkeypatch.setattr(methods, "METHODS", [bad, *(m for m in methods.METHODS if m.name != "speculative")])
     wrong, _ = compare(rows, range(10), 24, tmp_path / "wrong", **ways)
     assert wrong["rows"][1]["p_value"] <= 0.005 < 0.1 < right["rows"][1]["p_value"]
     assert right["rows"][1]["fid"] is None and right["missing"]["fid"] == "there is no reference"

@@ -24,8 +24,9 @@ from torch import Tensor
 
 import cspd
 from cspd import Engine, MARModels, Request, noise
+from cspd.continuous import ancestral
 from cspd.continuous import cspd_method as method
-from cspd.continuous.cspd_method import Denoised
+from cspd.continuous.cspd_method import Paths
 from cspd.sequence import Sequence
 from mar.diffusion import schedule
 from mar.model import MAR
@@ -273,7 +274,7 @@ def test_the_ratio_is_section_3s(ratio_temperature):
         eps_t = noise.steps(rows.seed, rows.position, torch.arange(100), CHANNELS)
         for name, model in host.models.items():
             z = host.conditions([sequence], rows, name)
-            made.append(method._denoise(host, name, resolved, rows, z))
+            made.append(method._denoise(host, name, resolved, rows, z)[0])
             chains.append(denoise(model.head, z, rows.scale, resolved, x, eps_t))
             assert (made[-1].tokens - chains[-1].mean).abs().max() < TOKEN
             assert made[-1].log_sigma.tolist() == pytest.approx(chains[-1].path.tolist(), abs=1e-2)
@@ -292,12 +293,12 @@ def test_the_ratio_is_section_3s(ratio_temperature):
 # ---- the residual
 
 
-def denoised(mean: list[float], sigma: list[float], log_sigma: float, rows: int) -> Denoised:
+def denoised(mean: list[float], sigma: list[float], log_sigma: float, rows: int) -> Paths:
     mean, last = (torch.tensor(values).expand(rows, -1) for values in (mean, np.log(sigma).tolist()))
-    return Denoised(mean, torch.full((rows,), log_sigma), last, 0, torch.zeros(rows))
+    return Paths(mean, torch.full((rows,), log_sigma), last)
 
 
-def resample(p: Denoised, q: Denoised, ratio_temperature: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+def resample(p: Paths, q: Paths, ratio_temperature: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     index = torch.arange(len(p.tokens))
     rows = SimpleNamespace(seed=seed + index, position=index % 7)
     asked = request(ratio_temperature=ratio_temperature)
@@ -360,7 +361,7 @@ def recording(monkeypatch) -> tuple[set, dict]:
     """(model, function, index and the like) of every draw of noise inside a chain, and functions that record them."""
     seen, drawing, real = set(), [], method._denoise
 
-    def follow(host, model: str, *args, **kwargs) -> Denoised:
+    def follow(host, model: str, *args, **kwargs) -> tuple:
         drawing.append(model)
         made = real(host, model, *args, **kwargs)
         drawing.pop()
@@ -434,14 +435,14 @@ def test_guidance_is_that_of_the_iteration_a_rank_belongs_to(num_iter, target, d
     rows = engine.host.rows(batch, [0, 10], [64, 7])
     assert torch.allclose(rows.scale.squeeze(1), torch.cat([expected, expected[10:17]]))
 
-    used, real = {"draft": [], "target": []}, method.ancestral
+    used, real = {"draft": [], "target": []}, ancestral.ancestral
     heads = {draft.head: "draft", target.head: "target"}
 
     def follow(head, z, scale, *args):
         used[heads[head]].append(scale.squeeze(1))
         return real(head, z, scale, *args)
 
-    monkeypatch.setattr(method, "ancestral", follow)
+    monkeypatch.setattr(ancestral, "ancestral", follow)
     engine.generate([request(num_iter=num_iter, num_sampling_steps=2)])
     for parts in used.values():
         assert torch.allclose(torch.cat(parts), expected)
@@ -545,7 +546,7 @@ def test_images_do_not_depend_on_neighbours_and_arrival(target, draft, alone):
             tickets[engine.add_request(requests[index])] = index
         outputs |= {tickets[ticket]: output for ticket, output in engine.step().items()}
     assert flipped([outputs[i] for i in range(len(requests))], alone) <= 1
-    assert not engine.host.running  # nothing is kept of what is gone
+    assert not engine.host.kept  # nothing is kept of what is gone
 
 
 # ---- chains that speculate
@@ -571,20 +572,20 @@ def test_both_chains_may_speculate(target, draft):
 @pytest.mark.parametrize(
     "changes, error",
     [
-        ({"gamma": 0}, r"gamma=0 is outside 1\.\.64"),
-        ({"gamma": 65}, r"gamma=65 is outside 1\.\.64"),
-        ({"gamma": 1.5}, r"gamma=1\.5 is not an integer: give one in 1\.\.64"),
-        ({"verify": "serial"}, "verify='serial' is unknown: choose one of parallel, sequential"),
-        ({"chains": "fast"}, "chains='fast' is unknown: choose one of ancestral, speculative"),
-        ({"ratio_temperature": 0}, "ratio_temperature=0, .*above 0"),
-        ({"ratio_temperature": -1.0}, r"ratio_temperature=-1\.0 .*42"),
-        ({"ratio_temperature": math.nan}, "ratio_temperature=nan .*42"),
-        ({"prefill": -1}, r"prefill=-1 .*0\.05"),
-        ({"prefill": 2}, r"prefill=2: .*0\.\.1"),
-        ({"align": "yes"}, "align='yes' is not True or False"),
+        ({"gamma": 0}, "gamma=0 does not fit: give a whole number, 1 or more"),
+        ({"gamma": 65}, r"gamma=65 does not fit: give a whole number, 1\.\.64"),
+        ({"gamma": 1.5}, r"gamma=1\.5 does not fit: give a whole number"),
+        ({"verify": "serial"}, "verify='serial' does not fit: give one of parallel, sequential"),
+        ({"chains": "fast"}, "chains='fast' does not fit: give one of ancestral, speculative"),
+        ({"ratio_temperature": 0}, "ratio_temperature=0 .*above 0"),
+        ({"ratio_temperature": -1.0}, r"ratio_temperature=-1\.0 .*above 0"),
+        ({"ratio_temperature": math.nan}, "ratio_temperature=nan .*above 0"),
+        ({"prefill": -1}, r"prefill=-1 .*0\.\.1"),
+        ({"prefill": 2}, r"prefill=2 .*0\.\.1"),
+        ({"align": "yes"}, "align='yes' does not fit: give True or False"),
         ({"temperature": 0.0}, "temperature=0: .*give one above 0"),
         ({"window": 8}, "window=8 needs chains='speculative'"),
-        ({"window": 13, "chains": "speculative"}, r"window=13 is outside 0\.\.12"),
+        ({"window": 13, "chains": "speculative"}, r"window=13 does not fit: give a whole number, 0\.\.12"),
         ({"method": "ar"}, "no option of 'ar': .* cspd"),
         ({"method": "speculative", "gamma": None}, "no option of 'speculative': .* cspd"),
     ],

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from conftest import relative_error
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.host import guidance_scale, mask_len
+from cspd.continuous.schedule import cosine, guidance_scales
 from cspd.precision import Precision
 from mar import reference
 from mar.model import MAR, MARConfig
@@ -124,19 +125,15 @@ def test_wall_time_is_all_accounted_for(small_mar, vae):
 
 @pytest.mark.parametrize("num_iter", [1, 2, 16, 63, 64])
 def test_every_iteration_predicts_and_the_last_one_ends(num_iter):
-    request, masked = Request(label=0, num_iter=num_iter), 64
-    for k in range(num_iter - 1):
-        left = mask_len(request, k, 64, masked)
-        assert 1 <= left < masked
-        assert num_iter < 64 or left == masked - 1  # K = L: one token an iteration
-        masked = left
-    assert masked >= 1
+    after, left = cosine(num_iter, 64)
+    counts = -np.diff(after, prepend=64)
+    assert len(counts) == num_iter and counts.min() >= 1 and after[-1] == 0 and left[-1] == 1
+    assert num_iter < 64 or (counts == 1).all()  # K = L: one token an iteration
 
 
 def test_guidance_of_the_last_iteration_is_as_published():
-    request = Request(label=0, num_iter=64, cfg=3.0, cfg_schedule="linear")
-    assert guidance_scale(request, mask_len(request, 63, 64, 1), 64) == pytest.approx(1 + 2 * 63 / 64)
-    assert guidance_scale(dataclasses.replace(request, cfg_schedule="constant"), 17, 64) == 3.0
+    assert guidance_scales(cosine, 64, 64, 3.0, "linear")[-1] == pytest.approx(1 + 2 * 63 / 64)
+    assert (guidance_scales(cosine, 64, 64, 3.0, "constant") == 3.0).all()
 
 
 def test_agrees_with_the_published_sampler(small_mar):
@@ -167,7 +164,7 @@ def test_zero_temperature_adds_no_noise(small_mar):
         initial, order = staticmethod(initial), staticmethod(order)
 
         @staticmethod
-        def steps(seed, position, step, channels):
+        def steps(seed, position, step, channels, index):
             return torch.full((len(step), len(seed), channels), 1e3)
 
     request = Request(label=3, seed=1, temperature=0.0, **QUICK)

@@ -9,9 +9,9 @@ from cspd.scheduler import Scheduler
 from cspd.sequence import Request, Sequence
 
 
-def sequences(num, **settings):
-    settings = {"cfg": 3.0, "num_sampling_steps": 100} | settings
-    return [Sequence(Request(label=0, **settings), ticket=i) for i in range(num)]
+def sequences(num, method=METHODS[0], **settings):
+    request = Request(label=0, **{"cfg": 3.0, "num_sampling_steps": 100} | settings)
+    return [Sequence(request, ticket=i, key=method.round_key(request)) for i in range(num)]
 
 
 def test_admits_in_order_of_arrival_up_to_the_slots():
@@ -38,7 +38,7 @@ def test_a_freed_slot_is_taken_at_once_by_the_next():
     assert scheduler.next() == [queue[0], queue[2]]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.family} {method.name}")
 def test_kinds_take_turns(method):
     scheduler = Scheduler(4)
     kinds = {}, {"cfg": 1.0}, {"num_sampling_steps": 25}

@@ -3,13 +3,16 @@
 import dataclasses
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cspd import Engine, MARModels, Request
-from cspd.methods import METHODS, with_family
-from cspd.validation import bytes_per_slot, check_memory, free_bytes, pick_device, resolve_mar
+from cspd.continuous.host import MARHost
+from cspd.continuous.memory import bytes_per_slot, check_memory
+from cspd.machine import free_bytes, pick_device
+from cspd.methods import choose, find, names
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
@@ -19,22 +22,22 @@ QUICK = {"method": "ar", "num_iter": 4, "num_sampling_steps": 3}
 TINY = dict(embed_dim=8, depth=1, num_heads=1, class_num=3, buffer_size=1, diffloss_w=8, diffloss_d=1)
 nan, inf = math.nan, math.inf
 
-OF_MAR = {name: method for name, method in METHODS.items() if "MAR" in method.rounds}
+OF_MAR = names(["MAR"])
 BAD = [  # field, value, what the message advises
     *(("label", value, "0..9") for value in (-1, 10, True, 1.5, "3", None)),
     *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5)),
     *(("num_iter", value, "1..64") for value in (0, 65, -4, 8.0, True)),
     *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),
     *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True)),
-    *(("temperature", value, "1 is the model's own noise") for value in (-1, nan, inf, "1")),
-    *(("method", value, f"choose one of {', '.join(METHODS)}") for value in ("magic", "", 3)),
-    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(METHODS.keys() - OF_MAR.keys())),
+    *(("temperature", value, "1 is the model's own") for value in (-1, nan, inf, "1")),
+    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in ("magic", "", 3)),
+    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(set(names()) - set(OF_MAR))),
     *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
     ("rule", "exact", "it belongs to sd, eagle"),
     ("family", "VQ", "this engine has models of MAR"),
-    *(("cfg_schedule", value, "choose one of linear, constant") for value in ("cosine", "")),
+    *(("cfg_schedule", value, "give one of linear, constant") for value in ("cosine", "")),
     *(("window", value, "0..3") for value in (-1, 4, 2.0, True, "2")),
-    *(("draft", value, "choose one of calibrated, frozen") for value in ("magic", "", True)),
+    *(("draft", value, "give one of calibrated, frozen") for value in ("magic", "", True)),
 ]
 LIMITS = [
     *({"label": value} for value in (0, 9)),
@@ -44,7 +47,7 @@ LIMITS = [
     *({"cfg": value} for value in (1, 1.0, 20.0)),
     *({"temperature": value} for value in (0, 2.5)),
     *({"cfg_schedule": value} for value in ("linear", "constant")),
-    *({"method": name, "draft": None, **method.options} for name, method in OF_MAR.items()),
+    *({"method": name, "draft": None, **find(name, "MAR").fill(Request(0)).settings} for name in OF_MAR),
     *({"window": value} for value in (0, 32)),
     {"window": 2, "num_sampling_steps": 2},
     {"window": 0, "temperature": 0},
@@ -66,8 +69,11 @@ def engine(model):
     return Engine(MARModels(model), max_batch=2, device="cpu")
 
 
-def resolve(request, config, defaults):
-    return resolve_mar(with_family(request, ["MAR"]), config, defaults)
+def resolve(request, config):
+    """As a host of a model of these sizes would check it; no model is needed for that."""
+    sizes = SimpleNamespace(seq_len=config.seq_len, num_classes=config.class_num, defaults=defaults_of(config))
+    sizes.models = {"draft": config}
+    return MARHost.check(sizes, *choose(request, ["MAR"]))
 
 
 def request_with(field, value):
@@ -77,7 +83,7 @@ def request_with(field, value):
 @pytest.mark.parametrize("field, value, advice", BAD, ids=lambda value: str(value)[:24])
 def test_bad_field(field, value, advice):
     with pytest.raises(ValueError) as caught:
-        resolve(request_with(field, value), SPEC.config, SPEC.defaults)
+        resolve(request_with(field, value), SPEC.config)
     message = str(caught.value)
     assert message.startswith((f"{field}={value!r} ", f"{field}={value!r}: ")) and advice in message
 
@@ -87,24 +93,24 @@ def test_limits_are_good(changes):
     complete = {"num_iter": 8, "cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9, "num_sampling_steps": 50}
     settings = {"label": 3, "method": "speculative", "draft": "calibrated", "family": "MAR"}
     request = Request(**settings | complete | changes)
-    assert resolve(request, SPEC.config, SPEC.defaults) == request
+    assert resolve(request, SPEC.config) == request
 
 
 @pytest.mark.parametrize("option, value", [("window", 8), ("window", 0), ("draft", "frozen")])
 def test_an_option_of_another_method(option, value):
     message = f"{option}={value!r} is no option of 'ar': it belongs to speculative"
     with pytest.raises(ValueError, match=f"^{message}"):
-        resolve(Request(3, method="ar", **{option: value}), SPEC.config, SPEC.defaults)
+        resolve(Request(3, method="ar", **{option: value}), SPEC.config)
 
 
 def test_no_window_is_above_32():
-    with pytest.raises(ValueError, match=r"^window=33 is outside 0\.\.32"):
-        resolve(Request(3, num_sampling_steps=100, window=33), SPEC.config, SPEC.defaults)
+    with pytest.raises(ValueError, match=r"^window=33 does not fit: give a whole number, 0\.\.32"):
+        resolve(Request(3, num_sampling_steps=100, window=33), SPEC.config)
 
 
 def test_a_window_needs_noise():
     with pytest.raises(ValueError, match=r"^window=\d+ needs temperature > 0: "):
-        resolve(Request(3, temperature=0, window=1), SPEC.config, SPEC.defaults)
+        resolve(Request(3, temperature=0, window=1), SPEC.config)
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0}, {"num_sampling_steps": 2}], ids=str)
@@ -189,7 +195,7 @@ def test_unknown_precision(precision, model):
 
 @pytest.mark.parametrize("max_batch", [0, -1, 1.5, True, "8"])
 def test_max_batch_is_a_count(max_batch, model):
-    with pytest.raises(ValueError, match=re.escape(f"max_batch={max_batch!r} is")):
+    with pytest.raises(ValueError, match=re.escape(f"max_batch={max_batch!r} does not fit")):
         Engine(MARModels(model), max_batch=max_batch, device="cpu")
 
 
@@ -218,17 +224,17 @@ def test_published_defaults(name, cfg):
         "num_sampling_steps": 100,
         "family": "MAR",
     }
-    assert resolve(Request(7, method="ar"), config, defaults_of(config)) == Request(7, method="ar", **published)
+    assert resolve(Request(7, method="ar"), config) == Request(7, method="ar", **published)
     published |= {"method": "speculative", "draft": "calibrated", "window": None}  # the engine chooses the window
-    assert resolve(Request(7), config, defaults_of(config)) == Request(7, **published)
+    assert resolve(Request(7), config) == Request(7, **published)
     unguided = published | {"cfg": 1, "temperature": 0.95}
-    assert resolve(Request(7, cfg=1), config, defaults_of(config)) == Request(7, **unguided)
-    assert resolve(Request(7, cfg=1, temperature=0.8), config, defaults_of(config)).temperature == 0.8
+    assert resolve(Request(7, cfg=1), config) == Request(7, **unguided)
+    assert resolve(Request(7, cfg=1, temperature=0.8), config).temperature == 0.8
 
 
 def test_default_iterations_fit_the_sequence():
     config = MARConfig(img_size=64, vae_stride=16)
-    assert resolve(Request(0), config, defaults_of(config)).num_iter == 16
+    assert resolve(Request(0), config).num_iter == 16
 
 
 def test_engine_takes_its_targets_defaults(engine):

@@ -10,9 +10,9 @@ import cspd
 from cspd.cli import main
 from cspd.evaluation.classifier import accuracy, load_classifier
 from cspd.loading import checkpoint_files, embedded
-from cspd.methods import METHODS
+from cspd.methods import names
 
-OF_VQ = [name for name, method in METHODS.items() if "VQ" in method.rounds]
+OF_VQ = names(["VQ"])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,94 @@
+"""The models that sample images by a GPT over VQ codes, and whether they fit each other."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from cspd.discrete.cache import MOST_NODES
+from cspd.discrete.host import VQHost
+from cspd.machine import check_fits
+from cspd.precision import Precision
+from cspd.vq.eagle import Eagle
+from cspd.vq.gpt import GPT
+from cspd.vq.tokenizer import VQModel
+
+WORKING = 10  # tensors [N, V] that a round may hold at once
+
+
+@dataclass(frozen=True)
+class VQModels:
+    """What samples images by a GPT over VQ codes.
+
+    Attributes:
+        target: the model whose images are made; its published settings are the requests' defaults.
+        draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
+        tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
+    """
+
+    family: ClassVar[str] = VQHost.family
+
+    target: GPT
+    draft: GPT | None = None
+    eagle: Eagle | None = None
+    tokenizer: VQModel | None = None
+
+    def host(
+        self,
+        num_slots: int,
+        device: torch.device,
+        precision: Precision,
+        noise: types.ModuleType,
+        *,
+        compiled: bool = False,
+        cache: Path | None = None,
+    ) -> VQHost:
+        """A host of these models, which are on the device already; arguments as in `VQHost`.
+
+        `compiled` and `cache` are of no use to VQ models.
+
+        Raises:
+            ValueError: the models do not fit each other, or too little memory.
+        """
+        self.check()
+        fix = "use a smaller model or another device"
+        check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device)
+        others = {"draft": self.draft, "eagle": self.eagle, "tokenizer": self.tokenizer}
+        return VQHost(self.target, num_slots, device, precision, noise, **others)
+
+    def check(self) -> None:
+        """Raises ValueError where draft, drafter or tokenizer do not speak the target's codes."""
+        config = self.target.config
+        if self.draft is not None:
+            for name in ("block_size", "vocab_size", "num_classes"):
+                ours, theirs = getattr(config, name), getattr(self.draft.config, name)
+                if ours != theirs:
+                    raise ValueError(
+                        f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same codes"
+                    )
+        if self.eagle is not None:
+            for name in ("dim", "n_head"):
+                ours, theirs = getattr(config, name), getattr(self.eagle.config, name)
+                if ours != theirs:
+                    raise ValueError(
+                        f"EAGLE drafter and target do not fit: {name} is {theirs} and {ours}; take the drafter that was"
+                        " trained on this target"
+                    )
+        if self.tokenizer is not None and self.tokenizer.config.codebook_size != config.vocab_size:
+            raise ValueError(
+                f"tokenizer and target do not fit: they have {self.tokenizer.config.codebook_size} and"
+                f" {config.vocab_size} codes; take the one the target was trained on"
+            )
+
+
+def bytes_per_slot(models: VQModels, precision: Precision) -> int:
+    """Estimated peak bytes a slot adds: key-value caches, and the distributions of a round."""
+    config, size = models.target.config, 2 if precision.policy == "bf16" else 4
+    columns = config.block_size + MOST_NODES
+    gpts = [m for m in (models.target, models.draft, models.eagle) if m is not None]
+    caches = sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)  # keys, values, the null class's
+    return caches + 4 * MOST_NODES * config.vocab_size * WORKING

@@ -1,0 +1,74 @@
+"""The published pairs of a draft and a rule of VQ codes that draft with a model, by their names."""
+
+from __future__ import annotations
+
+from cspd.discrete import drafts  # noqa: F401 - names the drafts
+from cspd.discrete.draft_verify import drafting
+
+SD = drafting(
+    "sd",
+    "speculative sampling of a chain by a smaller GPT",
+    {"2211.17192": "Fast Inference from Transformers via Speculative Decoding"},
+    draft="chain",
+    gamma=5,
+)
+EAGLE = drafting(
+    "eagle",
+    "EAGLE-1: a static tree by a drafter on the target's features",
+    {"2401.15077": "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty"},
+    draft="eagle-static",
+    gamma=5,
+)
+EAGLE2 = drafting(
+    "eagle2",
+    "EAGLE-2: a tree by the drafter's confidence",
+    {"2406.16858": "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees"},
+    draft="eagle-dynamic",
+    gamma=6,
+)
+COOL_SD_PAPER = {
+    "2601.09212": "Annealed Relaxation of Speculative Decoding for Faster Autoregressive Image Generation (COOL-SD)"
+}
+UNIFORM_RSD = drafting(
+    "uniform-rsd",
+    "acceptance relaxed by a constant, on EAGLE's tree",
+    COOL_SD_PAPER,
+    draft="eagle-static",
+    gamma=5,
+    rule="uniform-rsd",
+    delta=1.1,
+)
+COOL_SD = drafting(
+    "cool-sd",
+    "acceptance relaxed by a decaying schedule, on EAGLE's tree",
+    COOL_SD_PAPER,
+    draft="eagle-static",
+    gamma=5,
+    rule="cool-sd",
+    delta=1.1,
+)
+LANTERN = drafting(
+    "lantern",
+    "acceptance pooled over near codes, on EAGLE-2's tree",
+    {"2410.03355": "LANTERN: Accelerating Visual Autoregressive Models with Relaxed Speculative Decoding"},
+    draft="eagle-dynamic",
+    gamma=6,
+    rule="lantern",
+    delta=0.2,
+    k=100,
+    optimal=False,
+)
+LANTERN_PLUS = drafting(
+    "lantern++",
+    "the same with a relative limit, on EAGLE's tree",
+    {
+        "2502.06352": "LANTERN++: Enhancing Relaxed Speculative Decoding with Static Tree Drafting for Visual"
+        " Auto-regressive Models"
+    },
+    draft="eagle-static",
+    gamma=5,
+    rule="lantern++",
+    lam=1.0,
+    k=10,
+    optimal=False,
+)

@@ -1,0 +1,122 @@
+"""What a method is: one object, in the file that holds its round. `cspd.methods` lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+from cspd.host import Host
+from cspd.option import Option, check_integer
+from cspd.precision import Stopwatch
+from cspd.sequence import Request, Sequence
+
+GUARANTEES = {
+    "exact": "the output has the distribution of plain sampling by the same settings, to floating point",
+    "bounded": "a bound on the total variation from that distribution is reported",
+    "heuristic": "no proof: only the images say how good it is",
+}
+RunRound = Callable[[Host, list[Sequence], Stopwatch], list[Sequence]]
+
+
+def _nothing_more(request: Request, host: Host) -> None:
+    """A check of a method that has none of its own."""
+
+
+def _as_it_is(request: Request, host: Host) -> Request:
+    """The request, where a method leaves nothing to be decided."""
+    return request
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        name: by which a request asks for it. family: "MAR" or "VQ", whose models it decodes.
+        guarantee: a key of `GUARANTEES`; of the default settings, see `guarantee_of`.
+        summary: what it does, in a few words. papers: titles and links, by name or arXiv number.
+        run_round: runs one batched round, (host, sequences, stopwatch) -> those that are finished.
+        needs: what it needs beside the target: "draft model", "EAGLE drafter", "calibration", or nothing ("-").
+        options: settings that only some methods have; an option follows those it depends on (`only_with`).
+        mixed: settings that may differ between the sequences of one round.
+        check: raises ValueError on a bad request whose options are good one by one.
+        resolve: decides what a checked request leaves open.
+        of_request: the guarantee of a resolved request, where settings change it.
+        uses: which models beside the target a resolved request needs, "draft" or "eagle".
+    """
+
+    name: str
+    family: str
+    guarantee: str
+    summary: str
+    papers: Mapping[str, str]
+    run_round: RunRound
+    needs: str = "-"
+    options: tuple[Option, ...] = ()
+    mixed: tuple[str, ...] = ()
+    check: Callable[[Request, Host], None] = _nothing_more
+    resolve: Callable[[Request, Host], Request] = _as_it_is
+    of_request: Callable[[Request], str] | None = None
+    uses: Callable[[Request], set[str]] = lambda request: set()
+
+    def guarantee_of(self, request: Request) -> str:
+        """The guarantee of a resolved request."""
+        return self.of_request(request) if self.of_request else self.guarantee
+
+    def option(self, name: str, request: Request) -> Option | None:
+        """The option of a name that a request's other settings choose; None where there is none."""
+        return next((o for o in self.options if o.name == name and o.applies(request)), None)
+
+    def fill(self, request: Request) -> Request:
+        """The request with the method's own defaults, where it leaves them open."""
+        for option in self.options:
+            if getattr(request, option.name) is None and option.applies(request):
+                request = dataclasses.replace(request, **{option.name: option.default})
+        return request
+
+    def without_foreign(self, request: Request, common: tuple[Option, ...]) -> Request:
+        """The request without settings that neither this method nor its family's `common` options have."""
+        own = {option.name for option in common} | {o.name for o in self.options if o.applies(request)}
+        return dataclasses.replace(request, **dict.fromkeys(request.settings.keys() - own))
+
+    def round_key(self, request: Request) -> Hashable:
+        """Requests with equal keys can share a round, whatever else differs."""
+        alike = dataclasses.replace(request, label=0, seed=0, **dict.fromkeys(self.mixed))
+        return alike, request.guided, request.temperature == 0
+
+
+def complete(
+    request: Request, method: Method, common: tuple[Option, ...], published: Mapping[str, object], num_classes: int
+) -> Request:
+    """The request with all defaults filled in, its settings checked one by one.
+
+    Args:
+        common: the options of all methods of the family. published: their values, of the target.
+
+    Raises:
+        ValueError: a setting is of the wrong kind, out of range, or of no meaning beside the others.
+    """
+    fill = {name: value for name, value in published.items() if getattr(request, name) is None}
+    request = method.fill(dataclasses.replace(request, **fill))
+    check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
+    check_integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
+    shared = {option.name: option for option in common}
+    for name, value in request.settings.items():
+        option = shared.get(name) or method.option(name, request)
+        if option is None and value != 0:  # 0 asks for nothing
+            raise ValueError(_out_of_place(name, request, method))
+        if option is not None:
+            option.check(value)
+    return request
+
+
+def _out_of_place(name: str, request: Request, method: Method) -> str:
+    """What is wrong with a setting that the method, or the request's other settings, have no place for."""
+    value = getattr(request, name)
+    wanted = [option.only_with for option in method.options if option.name == name]
+    if not wanted:
+        return f"{name}={value!r} is no option of {method.name!r}: leave it out"
+    selector = wanted[0][0]
+    values = " or ".join(repr(choice) for _, choices in wanted for choice in choices)
+    return f"{name}={value!r} needs {selector}={values}, and it is {getattr(request, selector)!r}"

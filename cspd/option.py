@@ -1,0 +1,99 @@
+"""Options: what a request may be given. Each is declared once, beside what uses it.
+
+Command-line flags and their help, the checks of a request, the keys of study files, the settings in JSON records and
+the tables in the docs are all read from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cspd.sequence import Request
+
+_NAMES: set[str] = set()  # of all options there are, so that a request can tell a misspelt one
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """A setting of a request.
+
+    Attributes:
+        name: of the request's setting, and of the flag (`--num-iter` for "num_iter").
+        kind: int, float or bool, or the words to choose from.
+        help: what it is, in a few words, for `--help`, the docs and errors.
+        default: what it is where the request leaves it open; None: the model's published value, or decided later.
+        low, high: the range of a number, both included. above: it must be larger than this.
+        only_with: another option's name, and those of its values with which this one means anything.
+        metavar: the value's name in `--help`.
+    """
+
+    name: str
+    kind: type | Collection[str]
+    help: str
+    default: object = None
+    low: float = 0
+    high: float = math.inf
+    above: float | None = None
+    only_with: tuple[str, Collection[str]] | None = None
+    metavar: str | None = None
+
+    def __post_init__(self) -> None:
+        _NAMES.add(self.name)
+
+    def but(self, **changes: object) -> Option:
+        """The same option but for some attributes, such as its default."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def flag(self) -> str:
+        """Its flag on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def range(self) -> str:
+        """The values that are allowed, in words."""
+        if self.kind is bool:
+            return "True or False"
+        if not isinstance(self.kind, type):
+            return ", ".join(self.kind)
+        high = "" if math.isinf(self.high) else f"{self.high:.15g}"
+        if self.above is not None:
+            return f"above {self.above:g}" + (f", at most {high}" if high else "")
+        return f"{self.low:g}..{high}" if high else f"{self.low:g} or more"
+
+    def applies(self, request: Request) -> bool:
+        """Whether it means anything with the request's other settings."""
+        return self.only_with is None or getattr(request, self.only_with[0]) in self.only_with[1]
+
+    def check(self, value: object) -> None:
+        """Raises ValueError, with the range and the help, where a value is of the wrong kind or out of range."""
+        if not self._fits(value):
+            kinds = {int: "a whole number, ", float: "a number, ", bool: ""}
+            kind = kinds[self.kind] if isinstance(self.kind, type) else "one of "
+            raise ValueError(f"{self.name}={value!r} does not fit: give {kind}{self.range} ({self.help})")
+
+    def _fits(self, value: object) -> bool:
+        if not isinstance(self.kind, type):
+            return isinstance(value, str) and value in self.kind
+        if self.kind is bool or isinstance(value, bool):
+            return self.kind is bool and isinstance(value, bool)
+        if not isinstance(value, Integral if self.kind is int else Real) or not math.isfinite(value):
+            return False
+        return self.low <= value <= self.high and (self.above is None or value > self.above)
+
+
+def option_names() -> Collection[str]:
+    """The names of all options that methods and families of models have declared."""
+    return _NAMES
+
+
+def check_integer(name: str, value: object, low: int, high: int, why: str) -> None:
+    """Raises ValueError, with the range and the reason, where a value is no integer in low..high."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} does not fit: give a whole number, {low}..{high} ({why})")
