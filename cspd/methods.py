@@ -59,7 +59,7 @@ _TABLE = [
         "exact",
         "plain sampling: every token of MAR by the full denoising chain, VQ codes one by one",
         "arXiv 2406.11838, 2406.06525",
-        {"MAR": ar.run_round, "VQ": vq_ar.round},
+        {"MAR": ar.run_round, "VQ": vq_ar.run_round},
     ),
     Method(
         "speculative",
