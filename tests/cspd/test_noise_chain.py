@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from cspd.noise import Purpose, candidates, chain, initial, normal, steps, uniform
+from cspd.noise import DRAFT_OFFSET, Purpose, candidates, chain, initial, normal, steps, uniform
 
 SEEDS = torch.tensor([0, 7, 2**31, 2**40 + 7, 2**63 - 1])
 POSITIONS = torch.tensor([0, 3, 255, 2**16, 11])
@@ -52,7 +52,7 @@ def test_candidates_depend_on_their_index_alone():
     at = (SEEDS[1], Purpose.CANDIDATE, POSITIONS[1], step[1], 123)
     assert torch.equal(normals[1, 123], normal(*at, num=3))
     assert len(normals.flatten(0, 1).unique(dim=0)) == len(coins.flatten().unique()) == 3500
-    apart = candidates(SEEDS, POSITIONS, step, 0, 700, 3, offset=2**23)
+    apart = candidates(SEEDS, POSITIONS, step, 0, 700, 3, offset=DRAFT_OFFSET)
     assert len(torch.cat([normals, apart[0]]).flatten(0, 1).unique(dim=0)) == 7000
 
 
