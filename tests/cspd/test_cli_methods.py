@@ -261,9 +261,9 @@ def test_bad_combinations_are_refused_in_one_line(arguments, hint, tmp_path, cap
     ],
 )
 def test_words_that_are_no_choice_show_the_choices(arguments, hint, capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
-    assert exit.value.code == 2
+    assert stopped.value.code == 2
     assert hint in capsys.readouterr().err.splitlines()[-1]
 
 
