@@ -1,0 +1,1 @@
+"""`cspd compare`: configurations side by side, on the same seeds."""
