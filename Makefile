@@ -1,6 +1,6 @@
 # make demo: set up, and sample the embedded model by plain MAR and by `speculative`.
 # make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores.
-# make test-all: the same with the slow tests, which sample the trained models or draw 200,000 times.
+# make test-all: the same with the slow tests, which sample the trained models at length or draw 200,000 sequences.
 # make bench: time the methods on the embedded models.
 # make clean: remove the environment and what `make demo` made.
 PYTHON ?= python3

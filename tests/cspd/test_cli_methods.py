@@ -239,7 +239,7 @@ def test_methods_shows_what_they_need(capsys):
         ("calibrate --num-sampling-steps 2", "nothing to speculate on"),
     ],
 )
-def test_bad_combinations_are_refused_in_one_line(arguments, hint, tmp_path, capsys):
+def test_bad_combinations_are_rejected_in_one_line(arguments, hint, tmp_path, capsys):
     command, *rest = arguments.split()
     out = ["--out", str(tmp_path)] if command in ("sample", "compare") else []
     assert main([command, *QUICK, *out, *rest]) == 2
