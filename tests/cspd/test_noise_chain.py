@@ -71,7 +71,7 @@ def test_uniform_draws_are_uniform():
 
 
 def test_purposes_are_independent():
-    """A chain's draws at a step, and the candidates and uniform draws for it: no two are correlated, nor their squares."""
+    """A chain's draws at a step, and its candidates and uniform draws: no two are correlated, nor their squares."""
     seeds, positions, k = torch.arange(256).repeat_interleave(64), torch.arange(64).repeat(256), 5
     x, eps, uniforms = chain(seeds, positions, 8, 2)
     normals, candidate_uniforms = candidates(seeds, positions, torch.full_like(seeds, k), 0, 2, 2)

@@ -1,4 +1,4 @@
-"""The two-sample test is uniform where the distributions are equal, sees means, variances and correlations, and is exact."""
+"""The two-sample test: p-values are uniform where distributions are equal, and small where they differ."""
 
 from __future__ import annotations
 
