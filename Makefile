@@ -1,17 +1,28 @@
-# make demo: set up, and sample the embedded model by plain MAR and by `speculative`. make test: set up, check the style, run the tests.
+# make demo: set up, and sample the embedded model by plain MAR and by `speculative`.
+# make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores.
+# make test-all: the same with the slow tests, which sample the trained models at length or draw 200,000 sequences.
+# make bench: time the methods on the embedded models.
+# make clean: remove the environment and what `make demo` made.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test bench clean
+.PHONY: demo check test test-all bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/cspd compare --methods ar,speculative --labels 0-9 --num 20 --num-iter 64 --cfg 3 --max-batch 1 --out samples --overwrite
 
-test: $(VENV)/ready
+check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # two cores, one test each
+	$(BIN)/mypy
+
+# two processes of one thread each; tests that share what is slow to make are in one of them
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-all: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 bench: $(VENV)/ready
 	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8

@@ -11,6 +11,8 @@ from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
+from cspd.vq.eagle import Eagle
+from cspd.vq.gpt import GPT
 from mar.checkpoint import CheckpointError, load_mar, load_vae
 
 # beside the package in a source tree, inside it when installed
@@ -94,33 +96,37 @@ def load(
     checkpoints = checkpoints or ("digits32",)
     if len(checkpoints) > 1 and (arch or vae or draft):
         raise ValueError("arch, vae and draft are of one checkpoint: put the files of several beside their targets")
-    models, cache = [], None
+    models: list[MARModels | VQModels] = []
+    cache = None
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)
         decoder = "tokenizer" if "tokenizer" in files else "vae"
         files |= {name: Path(file) for name, file in ((decoder, vae), ("draft", draft)) if file}
-        if files[decoder] is None:
+        target, decoder_file = files["target"], files[decoder]
+        assert target is not None  # or `checkpoint_files` had raised an error
+        if decoder_file is None:
             wanted = " or ".join((_VQ_FILES if decoder == "tokenizer" else _MAR_FILES)[decoder])
             raise CheckpointError(
                 f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
             )
         if decoder == "tokenizer":
-            models.append(_vq_models(files, arch))
+            models.append(_vq_models(target, arch, files["draft"], files["eagle"], decoder_file))
         else:
             small = load_mar(files["draft"]) if files["draft"] else None
-            models.append(MARModels(load_mar(files["target"], arch), small, load_vae(files["vae"])))
-            cache = files["target"].parent / "calibration"
+            models.append(MARModels(load_mar(target, arch), small, load_vae(decoder_file)))
+            cache = target.parent / "calibration"
     return Engine(*models, max_batch=max_batch, device=device, precision=precision, compiled=compiled, cache=cache)
 
 
-def _vq_models(files: dict[str, Path | None], arch: str | None) -> VQModels:
-    draft, eagle = (
-        load_any(files[name]) if files[name] else None
-        for name, load_any in (("draft", load_gpt), ("eagle", load_eagle))
-    )
-    target = load_gpt(files["target"], arch)
+def _vq_models(
+    target_file: Path, arch: str | None, draft_file: Path | None, eagle_file: Path | None, tokenizer_file: Path
+) -> VQModels:
+    target = load_gpt(target_file, arch)
+    draft = load_gpt(draft_file) if draft_file else None
+    eagle = load_eagle(eagle_file) if eagle_file else None
     if eagle and eagle.config.dim != target.config.dim:  # it lies beside, but is another target's
         eagle = None
-    for model in filter(None, (draft, eagle)):  # weights fit any resolution
+    smaller: list[GPT | Eagle] = [model for model in (draft, eagle) if model]
+    for model in smaller:  # weights fit any resolution
         model.config = dataclasses.replace(model.config, block_size=target.config.block_size)
-    return VQModels(target, draft, eagle, load_tokenizer(files["tokenizer"]))
+    return VQModels(target, draft, eagle, load_tokenizer(tokenizer_file))

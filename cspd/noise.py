@@ -18,8 +18,9 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-MAX_INDEX = 1 << 24
-DRAFT_OFFSET = 1 << 20  # of a draft model's residual candidates
+INDEX_BITS = 24
+MAX_INDEX = 1 << INDEX_BITS  # every index is below it: in the counter's last word the purpose begins here
+DRAFT_OFFSET = 1 << 20  # of a draft model's residual candidates; the target's stay below it
 
 
 class Purpose(enum.IntEnum):
@@ -28,15 +29,15 @@ class Purpose(enum.IntEnum):
     ORDER = 0
     INIT = 1  # x_T
     STEP = 2  # eps_t
-    COIN = 3  # accepts a drafted state, or not
+    COIN = 3  # the uniform draw that decides whether a drafted state is accepted
     CANDIDATE = 4  # of the residual after a rejection
     CANDIDATE_COIN = 5
-    TOKEN_COIN = 6  # accepts a drafted token, or not
+    TOKEN_COIN = 6  # decides whether a drafted token is accepted
     TOKEN_CANDIDATE = 7
     TOKEN_CANDIDATE_COIN = 8
     CODE = 9  # a VQ code, drafted or not
-    CODE_COIN = 10  # accepts a drafted code, or not
-    CODE_RESIDUAL = 11  # after all drafted codes for a place were refused
+    CODE_COIN = 10  # decides whether a drafted code is accepted
+    CODE_RESIDUAL = 11  # after all drafted codes for a place were rejected
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -69,12 +70,23 @@ def bits(
     seed: Tensor, purpose: Tensor | int, position: Tensor, step: Tensor | int, index: Tensor | int, num: int
 ) -> Tensor:
     """int64 [..., num] of values below 2^32; seed, purpose, position, step and index broadcast to [...]."""
+    if isinstance(index, int):
+        _check_indices(index, MAX_INDEX)
     device = seed.device
     block = torch.arange(-(-num // 4), device=device)
     words = [torch.as_tensor(w, device=device).unsqueeze(-1) for w in (position, step, index)]
-    tag = words[2] | (purpose.unsqueeze(-1) if isinstance(purpose, Tensor) else int(purpose)) << 24
+    tag = words[2] | (purpose.unsqueeze(-1) if isinstance(purpose, Tensor) else int(purpose)) << INDEX_BITS
     drawn = philox((block, words[0], words[1], tag), _key(seed.unsqueeze(-1)))
     return torch.stack(torch.broadcast_tensors(*drawn), dim=-1).flatten(-2)[..., :num]
+
+
+def _check_indices(last: int, limit: int) -> None:
+    """An index from `limit` on would repeat another purpose's draws, or another model's.
+
+    It is checked where it is a number: to look into a tensor would wait for the device.
+    """
+    if last >= limit:
+        raise ValueError(f"a draw of index {last}: indices end below {limit}, where other draws begin")
 
 
 def uniform(
@@ -107,7 +119,7 @@ def normal(
     Args:
         seed: int64 [...], the requests' seeds.
         purpose: what the draws are for.
-        position, step, index: integers [...], broadcast; below 2^32, index below 2^24.
+        position, step, index: integers [...], broadcast; below 2^32, index below MAX_INDEX.
         num: how many a place, d for a token.
     """
     return _box_muller(bits(seed, purpose, position, step, index, num + num % 2))[..., :num]
@@ -138,14 +150,16 @@ def steps(seed: Tensor, position: Tensor, step: Tensor, channels: int, index: in
 def chain(
     seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, coin_index: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a chain that speculates draws in advance: x_T, eps_t and each step's coin, by one pass of the generator.
+    """What a chain that speculates draws in advance, by one pass of the generator: x_T, eps_t, and for each step the
+    uniform draw that decides whether its draft is accepted.
 
     Args:
-        index: of x_T and eps_t, as in `initial`. coin_index: 1 for the chains of a draft model, 0 for the target's.
+        index: of x_T and eps_t, as in `initial`.
+        coin_index: of the uniform draws: 1 for the chains of a draft model, 0 for the target's.
 
     Returns:
-        (`initial` [R, channels], `steps` [R, num_steps, channels], uniform coins [R, num_steps]), indexed by t; coin t
-        is word t of the purpose's stream at step 0.
+        (`initial` [R, channels], `steps` [R, num_steps, channels], uniform draws [R, num_steps]), indexed by t; the
+        uniform draw of step t is word t of the purpose's stream at step 0.
     """
     counts, block, step, tag = _chain_counters(num_steps, channels, index, coin_index, seed.device)
     seed, position = seed.unsqueeze(-1), position.unsqueeze(-1)
@@ -160,12 +174,15 @@ def chain(
 def _chain_counters(
     num_steps: int, channels: int, index: int, coin_index: int, device: torch.device
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-    """The counters of a chain's x_T, eps_t and coins, one after the other: how many, and words block, step and tag."""
+    """The counters of a chain's x_T, eps_t and uniform draws, one after the other: how many, and words block, step and
+    tag.
+    """
+    _check_indices(max(index, coin_index), MAX_INDEX)
     per_step, for_coins = -(-channels // 4), -(-num_steps // 4)
     parts = [
-        (Purpose.INIT << 24 | index, torch.arange(per_step), torch.zeros(1, dtype=torch.int64)),
-        (Purpose.STEP << 24 | index, torch.arange(per_step), torch.arange(num_steps)),
-        (Purpose.COIN << 24 | coin_index, torch.arange(for_coins), torch.zeros(1, dtype=torch.int64)),
+        (Purpose.INIT << INDEX_BITS | index, torch.arange(per_step), torch.zeros(1, dtype=torch.int64)),
+        (Purpose.STEP << INDEX_BITS | index, torch.arange(per_step), torch.arange(num_steps)),
+        (Purpose.COIN << INDEX_BITS | coin_index, torch.arange(for_coins), torch.zeros(1, dtype=torch.int64)),
     ]
     counts = [len(block) * len(step) for _, block, step in parts]
     block = torch.cat([block.repeat(len(step)) for _, block, step in parts])
@@ -182,8 +199,12 @@ def candidates(
     `offset` keeps a draft model's apart from the target's: 0 or DRAFT_OFFSET.
 
     Returns:
-        (standard normals [R, num, channels], uniform coins [R, num]).
+        (standard normals [R, num, channels], uniform draws [R, num]).
+
+    Raises:
+        ValueError: candidates of the target would be the draft model's.
     """
+    _check_indices(first + num - 1, DRAFT_OFFSET)
     return _candidates((Purpose.CANDIDATE, Purpose.CANDIDATE_COIN), seed, position, step, first + offset, num, channels)
 
 
@@ -194,7 +215,7 @@ def token_candidates(seed: Tensor, position: Tensor, first: int, num: int, chann
 
 
 def token_coins(seed: Tensor, position: Tensor) -> Tensor:
-    """The coin that accepts a drafted token: seed, position [R] to uniform [R]."""
+    """The uniform draw that decides whether a drafted token is accepted: seed, position [R] to [R]."""
     return uniform(seed, Purpose.TOKEN_COIN, position, num=1).squeeze(-1)
 
 
@@ -202,6 +223,7 @@ def _candidates(
     purposes: tuple[Purpose, Purpose], seed: Tensor, position: Tensor, step: Tensor, first: int, num: int, channels: int
 ) -> tuple[Tensor, Tensor]:
     seed, position, step = (t.unsqueeze(-1) for t in (seed, position, step))
+    _check_indices(first + num - 1, MAX_INDEX)
     index = torch.arange(first, first + num, device=seed.device)
     normals = normal(seed, purposes[0], position, step, index, num=channels)
     return normals, uniform(seed, purposes[1], position, step, index, num=1).squeeze(-1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib import colormaps
+from matplotlib import color_sequences, colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
@@ -47,7 +47,7 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int, m
     factor = max(1, -(-min_side // images[0].width))
     side_x, side_y = images[0].width * factor, images[0].height * factor
     font = ImageFont.load_default(size=max(11, side_y // 6))
-    line = font.getbbox("Ag")[3] + MARGIN
+    line = math.ceil(font.getbbox("Ag")[3]) + MARGIN
     rows = -(-len(images) // columns)
     canvas = Image.new("RGB", (columns * (side_x + MARGIN) + MARGIN, rows * (side_y + line + MARGIN) + MARGIN), "white")
     draw = ImageDraw.Draw(canvas)
@@ -98,20 +98,19 @@ class Point(NamedTuple):
     quality_half: float | None = None
 
 
-def speed_quality(
-    panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path | IO[bytes], format: str | None = None
-) -> None:
+def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path | IO[bytes], **options: Any) -> None:
     """Writes scatters of quality against speed, a colour for every line, to an image file.
 
     Args:
         panels: of each what speed is called, what quality is called, and the points. A speed of 1 is plain sampling's.
             Of a quality that is a FID less is better: its axis is turned.
+        options: of `Figure.savefig`, such as the format of what is written to a stream.
     """
     across = min(2, len(panels))
     figure = Figure(figsize=(7 * across, 4.5 * -(-len(panels) // across)), layout="constrained")
     FigureCanvasAgg(figure)  # knows how wide a text is
     names = list(dict.fromkeys(point.line for _, _, points in panels for point in points))
-    palette = (*colormaps["tab10"].colors, *colormaps["Dark2"].colors)  # none too pale to read
+    palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # none too pale to read
     colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
     grid_of_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).flat
     for axes, (speed, quality, points) in zip(grid_of_axes, panels):
@@ -122,7 +121,7 @@ def speed_quality(
         for p in points:
             low, high = p.speed_range or (p.speed, p.speed)
             across_bar = [[max(0, p.speed - low)], [max(0, high - p.speed)]]
-            style = {"color": colours[p.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
+            style: dict[str, Any] = {"color": colours[p.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
             axes.errorbar(p.speed, p.quality, xerr=across_bar, yerr=p.quality_half, **style)
         axes.axvline(1, color="lightgrey", zorder=0)
         axes.set(xlabel=speed, ylabel=quality)
@@ -150,7 +149,7 @@ def speed_quality(
                     taken.append(box)
                     break
                 text.remove()
-    figure.savefig(path, dpi=120, format=format)
+    figure.savefig(path, dpi=120, **options)
 
 
 def heat_grid(
@@ -171,9 +170,9 @@ def heat_grid(
     colours = colormaps["RdYlGn" if accepted else "viridis"].with_extremes(bad="lightgrey")
 
     def cells(values: Sequence[float] | None) -> Image.Image:
-        side = 1 if values is None else math.isqrt(len(values))
-        values = np.full(1, np.nan) if values is None else np.array(values, dtype=float)
-        scaled = (values.reshape(side, side) - low) / max(high - low, 1e-9)
+        cost = np.full(1, np.nan) if values is None else np.array(values, dtype=float)
+        side = math.isqrt(len(cost))
+        scaled = (cost.reshape(side, side) - low) / max(high - low, 1e-9)
         picture = colours(np.ma.masked_invalid(scaled), bytes=True)[..., :3]
         return Image.fromarray(picture).resize(size, Image.Resampling.NEAREST)
 

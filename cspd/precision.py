@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ class Precision:
 
     @contextlib.contextmanager
     def _switch(self, tf32: bool, bf16: bool) -> Iterator[None]:
-        flags = (torch.backends.cuda.matmul, torch.backends.cudnn)  # matrix products, convolutions
+        flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]  # matrix products, convolutions
         before = [flag.allow_tf32 for flag in flags]
         for flag in flags:
             flag.allow_tf32 = tf32
@@ -71,7 +72,8 @@ class Stopwatch:
         self._stream = torch.cuda.current_stream(device) if self.cuda else None
         self._marks = [("other", self._now())]
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Any:
+        """Seconds of a clock, or on CUDA an event."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 
 from cspd.sequence import Sequence
 
@@ -16,7 +17,7 @@ class Scheduler:
 
     def __init__(self, num_slots: int) -> None:
         self.waiting: deque[Sequence] = deque()
-        self.running: dict[tuple, list[Sequence]] = {}  # by round key, in the order of their turns
+        self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
         self._free = list(reversed(range(num_slots)))
 
     def __len__(self) -> int:

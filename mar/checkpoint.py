@@ -10,6 +10,7 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from mar.model import MAR
 from mar.registry import MARS, VAES, create_mar, create_vae
 from mar.vae import AutoencoderKL
 
+Model = TypeVar("Model", bound=nn.Module)
 WEIGHT_KEYS = ("model_ema", "model", "module", "state_dict")  # the averaged weights are the ones to sample with
 
 
@@ -82,14 +84,14 @@ def _fit(model: nn.Module, tensors: dict[str, Tensor]) -> str | None:
     return None
 
 
-def _on_meta(create, name: str) -> nn.Module:
+def _on_meta(create: Callable[[str], Model], name: str) -> Model:
     with torch.device("meta"):
         return create(name)
 
 
 def load_weights(
-    path: Path, arch: str | None, names: dict, create: Callable[[str], nn.Module], kind: str, ema: bool = True
-) -> tuple[nn.Module, str]:
+    path: Path, arch: str | None, names: dict, create: Callable[[str], Model], kind: str, ema: bool = True
+) -> tuple[Model, str]:
     """A model with the weights of a file, on the CPU in float32, and its name.
 
     Args:

@@ -1,4 +1,4 @@
-"""The ancestral chain has the law that its head defines: exactly known where the head is linear."""
+"""The ancestral chain has the distribution that its head defines: exactly known where the head is linear."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ MEANS = torch.tensor([[1.0], [-0.5]]) * torch.linspace(0.5, 1.5, CHANNELS)  # of
 class GaussianHead(torch.nn.Module):
     """The optimal noise prediction for tokens ~ N(z, scale^2 I), with a variance channel that differs at every step.
 
-    It is linear in the noisy token, so the chain's law is Gaussian and known; z are the means.
+    It is linear in the noisy token, so the chain's distribution is Gaussian and known; z are the means.
     """
 
     width = CHANNELS
@@ -53,7 +53,7 @@ class GaussianHead(torch.nn.Module):
         return torch.cat([eps, v.expand_as(eps)], dim=-1)
 
 
-def exact_law(head, means, guidance, tau, num_steps):
+def exact_moments(head, means, guidance, tau, num_steps):
     """Mean [d] and variance of the tokens, propagated in float64 (DDPM's posterior, written out)."""
     s = schedule(num_steps)
     mean, var = np.zeros(CHANNELS), 1.0
@@ -76,7 +76,7 @@ def exact_law(head, means, guidance, tau, num_steps):
 @pytest.mark.parametrize("guidance", [None, 2.5])
 @pytest.mark.parametrize("tau", [0.7, 1.0])
 @pytest.mark.parametrize("scale, num_steps", [(0.01, 100), (0.5, 100), (0.5, 25)])
-def test_law(scale, num_steps, tau, guidance):
+def test_moments_are_the_exact_ones(scale, num_steps, tau, guidance):
     g = torch.Generator().manual_seed(0)
     head, means = GaussianHead(scale), MEANS[: 1 if guidance is None else 2]
     tokens = ancestral(
@@ -89,7 +89,7 @@ def test_law(scale, num_steps, tau, guidance):
         num_steps,
         FP32,
     ).double()
-    mean, var = exact_law(head, means.double().numpy(), guidance, tau, num_steps)
+    mean, var = exact_moments(head, means.double().numpy(), guidance, tau, num_steps)
     mean = torch.from_numpy(mean)
     assert ((tokens.mean(0) - mean).abs() < 4 * (var / ROWS) ** 0.5).all()
     measured = (tokens - mean).square().mean().item()

@@ -84,7 +84,7 @@ def gaussian_law(case: Case) -> tuple[np.ndarray, float]:
         (25, 12, True, None, 0.7, 0.01),
         (50, 1, True, 2.5, 1.0, 0.01),
         (100, 12, False, None, 1.0, 0.01),
-        (100, 4, True, None, 1.0, 0.5),
+        pytest.param(100, 4, True, None, 1.0, 0.5, marks=pytest.mark.slow),
         (250, 12, False, 2.5, 0.7, 0.01),
     ],
 )
@@ -105,8 +105,8 @@ def test_gaussian_tokens_have_their_known_law(num_steps, window, frozen, guidanc
         (50, 4, False, None, 1.0),
         (50, 12, True, None, 1.0),
         (100, 12, False, None, 1.0),
-        (100, 4, True, 2.0, 1.0),
-        (250, 12, False, None, 1.0),
+        pytest.param(100, 4, True, 2.0, 1.0, marks=pytest.mark.slow),
+        pytest.param(250, 12, False, None, 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_mixtures_have_the_ancestral_law(num_steps, window, frozen, guidance, tau):
@@ -114,6 +114,7 @@ def test_mixtures_have_the_ancestral_law(num_steps, window, frozen, guidance, ta
     assert law_pvalue(case, case.calibration(frozen), window) > RIGHT
 
 
+@pytest.mark.slow
 def test_a_mixture_comes_out_as_the_mixture():
     """At T = 250 the ancestral chain itself is nearly exact."""
     case = Case(MIXTURE, UNGUIDED, 250)

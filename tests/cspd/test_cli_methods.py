@@ -240,7 +240,7 @@ def test_methods_shows_what_they_need(capsys):
         ("calibrate --num-sampling-steps 2", "nothing to speculate on"),
     ],
 )
-def test_bad_combinations_are_refused_in_one_line(arguments, hint, tmp_path, capsys):
+def test_bad_combinations_are_rejected_in_one_line(arguments, hint, tmp_path, capsys):
     command, *rest = arguments.split()
     out = ["--out", str(tmp_path)] if command in ("sample", "compare") else []
     assert main([command, *QUICK, *out, *rest]) == 2
@@ -262,9 +262,9 @@ def test_bad_combinations_are_refused_in_one_line(arguments, hint, tmp_path, cap
     ],
 )
 def test_words_that_are_no_choice_show_the_choices(arguments, hint, capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
-    assert exit.value.code == 2
+    assert stopped.value.code == 2
     assert hint in capsys.readouterr().err.splitlines()[-1]
 
 

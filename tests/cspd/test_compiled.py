@@ -1,15 +1,31 @@
 """Rounds run through torch.compile make the tokens that eager ones make."""
 
+import functools
 import shutil
 
 import pytest
+import torch
 from conftest import relative_error
 
 from cspd import Engine, MARModels, Request
+from cspd.continuous.draft_verify import compiled_move
+
+NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
-def test_compiled_rounds_agree(small_mar):
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",  # traces only, which is where a change can break it; to make the kernels takes a minute
+        pytest.param(
+            "inductor", marks=[pytest.mark.slow, pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")]
+        ),
+    ],
+)
+def test_compiled_rounds_agree(backend, small_mar, monkeypatch):
+    compiled_move.cache_clear()
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     settings = {"num_iter": 4, "num_sampling_steps": 12, "cfg": 2.0, "window": 4}
     requests = [Request(label=i, seed=i, **settings) for i in range(3)]  # 3 to 70 chains: one program for all shapes
     eager, compiled = (Engine(MARModels(small_mar), max_batch=3, compiled=c).generate(requests) for c in (False, True))

@@ -606,6 +606,7 @@ def test_a_draft_model_is_asked_for(target):
 # ---- the embedded pair
 
 
+@pytest.mark.slow
 def test_alpha_of_the_embedded_pair():
     """About 0.3, and nothing without aligned noise, or with the paper's formula taken literally."""
     engine = cspd.load("digits32", max_batch=10, device="cpu")

@@ -85,18 +85,27 @@ def test_data_is_a_function_of_the_seed():
         coloured_digits(1, seed=0, split="test")
 
 
-@pytest.mark.parametrize("model, least", [("target", 0.85), ("draft", 0.5)])
-def test_samples_are_recognised(model, least):
-    """A hundred images at K = 16; the card's numbers are over 2,000 at K = 64."""
+@pytest.mark.parametrize(
+    "model, num, num_sampling_steps, least",
+    [
+        ("target", 20, 25, 0.85),
+        pytest.param("target", 100, 100, 0.85, marks=pytest.mark.slow),
+        pytest.param("draft", 100, 100, 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_samples_are_recognised(model, num, num_sampling_steps, least):
+    """At K = 16; the card's numbers are over 2,000 images at K = 64."""
     files = checkpoint_files("digits32")
     engine = cspd.Engine(cspd.MARModels(load_mar(files[model]), vae=load_vae(files["vae"])), max_batch=50)
-    requests = [cspd.Request(label=i % 10, seed=i, method="ar", num_iter=16, cfg=3.0) for i in range(100)]
+    settings = {"method": "ar", "num_iter": 16, "cfg": 3.0, "num_sampling_steps": num_sampling_steps}
+    requests = [cspd.Request(label=i % 10, seed=i, **settings) for i in range(num)]
     outputs = engine.generate(requests)
     labels = torch.tensor([request.label for request in requests])
     assert accuracy(load_classifier(), torch.stack([o.image for o in outputs]), labels) >= least
     assert max(o.tokens.abs().max() for o in outputs) < EXPLODED
 
 
+@pytest.mark.slow
 def test_images_do_not_depend_on_the_batch():
     """As for the small models, on trained ones: alone, in odd batches, and backwards."""
     settings = {"method": "ar", "num_iter": 16, "cfg": 3.0, "num_sampling_steps": 50}

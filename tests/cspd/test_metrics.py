@@ -204,30 +204,42 @@ def test_the_script_makes_a_reference_of_a_folder(folders, tmp_path, monkeypatch
     assert len({made.images[i].numpy().tobytes() for i in range(30)}) == 30
 
 
-def random_inception(path):
-    """torch-fidelity's network with random weights, in a file as it publishes them."""
+@pytest.fixture(scope="module")
+def inception(tmp_path_factory):
+    """A file, as torch-fidelity publishes them, of its network's weights; they are random."""
     torch.manual_seed(0)
     shell = FeatureExtractorInceptionV3.__new__(FeatureExtractorInceptionV3)
     with pytest.MonkeyPatch.context() as patch:  # its constructor insists on weights: give it those it begins with
         patch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", lambda *_, **__: {})
         patch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: None)
         shell.__init__("inception-v3-compat", ["2048"])
+    path = tmp_path_factory.mktemp("inception") / "weights.pth"
     torch.save(shell.state_dict(), path)
+    return path
 
 
-def test_inception_from_a_file_of_weights(tmp_path):
-    random_inception(tmp_path / "weights.pth")
+def test_inception_from_a_file_of_weights(inception):
+    images, _ = drawn(2, 3)
+    options = {"space": "inception", "weights": inception}
+    assert features(ImageList(images), **options).shape == (2, 2048)
+    check(32, **options)
+    with pytest.raises(ValueError, match="128 features, the inception space has 2048"):
+        check(32, reference=load_reference(), **options)
+
+
+@pytest.mark.slow
+def test_inception_values_are_torch_fidelitys(inception, tmp_path):
     images, labels = drawn(20, 3)
     large = torch.nn.functional.interpolate(images, size=(64, 64))
     folder = as_folder(large, labels, tmp_path / "images")
     other = as_folder(large[:4].flip(-1), labels, tmp_path / "other")
-    options = {"space": "inception", "weights": tmp_path / "weights.pth"}
+    options = {"space": "inception", "weights": inception}
     reference = saved_statistics(other, **options)
     check(64, reference=reference, **options)
     ours = measure(folder, reference=reference, **options)
     theirs = torch_fidelity.calculate_metrics(
         input1=str(folder),
-        feature_extractor_weights_path=str(tmp_path / "weights.pth"),
+        feature_extractor_weights_path=str(inception),
         cuda=False,
         isc=True,
         save_cpu_ram=True,
@@ -243,8 +255,6 @@ def test_inception_from_a_file_of_weights(tmp_path):
     expected -= 2 * torch.linalg.matrix_norm(a @ b.T, "nuc")
     assert ours["fid"] == pytest.approx(expected.item(), rel=1e-3)
     assert "only the digits classifier" in ours["missing"]["accuracy"]
-    with pytest.raises(ValueError, match="128 features, the inception space has 2048"):
-        check(64, reference=load_reference(), **options)
 
 
 def test_code_in_a_weights_file_is_not_run(tmp_path):
@@ -263,7 +273,7 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
         check(64, space="inception", weights=tmp_path / "nowhere.pth")
 
 
-def test_what_does_not_fit_is_refused(folders, tmp_path):
+def test_what_does_not_fit_is_rejected(folders, tmp_path):
     images, labels = drawn(4, 0)
     with pytest.raises(ValueError, match="judges 32x32 images, these are 64x64"):
         check(64, space="digits")

@@ -5,7 +5,9 @@ import pytest
 import torch
 from scipy import stats
 
-from cspd.noise import Purpose, bits, initial, normal, order, philox, steps
+from cspd import noise
+from cspd.continuous import gaussian
+from cspd.noise import DRAFT_OFFSET, MAX_INDEX, Purpose, bits, fine_uniform, initial, normal, order, philox, steps
 
 SEEDS = torch.tensor([0, 7, 2**31, 2**40 + 7, 2**63 - 1])
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -106,6 +108,64 @@ def test_extreme_bits_give_finite_normals():
     assert 0 <= drawn.min() < 2**14 and 2**32 - 2**14 < drawn.max() < 2**32
     x = normal(torch.arange(64).view(-1, 1), Purpose.INIT, torch.arange(4096), num=16)
     assert torch.isfinite(x).all() and 4.5 < x.abs().max() < 6.8
+
+
+def test_fine_uniform_draws_have_52_bits():
+    """Draw k of 2^52 is (k + 1/2) / 2^52, where k is one word and the upper 20 bits of the next."""
+    where = SEEDS.view(-1, 1), Purpose.CODE, torch.arange(4096), 3, 2
+    high, low = bits(*where, 2).unbind(-1)
+    drawn = fine_uniform(*where)
+    assert drawn.dtype == torch.float64
+    assert torch.equal((drawn * 2**53).long(), 2 * (high * 2**20 + low // 2**12) + 1)
+    lowest_bits = (drawn * 2**52).long() & 0xFFFFF
+    assert stats.kstest(lowest_bits.flatten() / 2**20, "uniform").pvalue > 0.001
+
+
+@pytest.mark.parametrize("word", [0, 2**32 - 1], ids=["zeros", "ones"])
+def test_no_word_gives_a_uniform_draw_of_0_or_1(word, monkeypatch):
+    """A draw of 0 would accept what has probability 0, and its logarithm is infinite."""
+
+    def crafted(counter, key):
+        return (torch.full(torch.broadcast_shapes(*(part.shape for part in (*counter, *key))), word),) * 4
+
+    monkeypatch.setattr(noise, "philox", crafted)
+    position = torch.arange(3)
+    x, eps, chain_draws = noise.chain(SEEDS[:3], position, 5, 2)
+    normals, candidate_draws = noise.candidates(SEEDS[:3], position, position, 0, 4, 2)
+    for drawn in (
+        noise.uniform(SEEDS[:3], Purpose.COIN, position, num=5),
+        fine_uniform(SEEDS[:3], Purpose.CODE, position),
+        noise.token_coins(SEEDS[:3], position),
+        chain_draws,
+        candidate_draws,
+    ):
+        assert (0 < drawn).all() and (drawn < 1).all()
+    assert all(torch.isfinite(drawn).all() for drawn in (x, eps, normals))
+
+
+BEYOND = {
+    "uniform": lambda last: noise.uniform(SEEDS, Purpose.COIN, SEEDS, 0, last, num=1),
+    "fine_uniform": lambda last: fine_uniform(SEEDS, Purpose.CODE, SEEDS, 0, last),
+    "initial": lambda last: initial(SEEDS, SEEDS, 2, last),
+    "steps": lambda last: steps(SEEDS, SEEDS, torch.arange(2), 2, last),
+    "chain": lambda last: noise.chain(SEEDS, SEEDS, 3, 2, last),
+    "chain's uniform draws": lambda last: noise.chain(SEEDS, SEEDS, 3, 2, 0, last),
+    "token_candidates": lambda last: noise.token_candidates(SEEDS, SEEDS, last - 3, 4, 2),
+    "candidates": lambda last: noise.candidates(SEEDS, SEEDS, SEEDS, last - 3, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_no_index_reaches_the_draws_of_another_purpose(name):
+    """The purpose stands above the index in one word; a draft model's candidates above the target's in the index."""
+    limit = DRAFT_OFFSET if name == "candidates" else MAX_INDEX
+    BEYOND[name](limit - 1)
+    with pytest.raises(ValueError, match=f"index {limit}"):
+        BEYOND[name](limit)
+
+
+def test_no_residual_needs_an_index_that_is_not_its_own():
+    assert gaussian.MAX_TRIES <= DRAFT_OFFSET and 2 * DRAFT_OFFSET <= MAX_INDEX
 
 
 @pytest.mark.parametrize("length", [1, 64, 256])

@@ -1,4 +1,4 @@
-"""On the trained model speculation changes nothing: the law at a fixed z, and the images of requests."""
+"""On the trained model speculation changes nothing: the distribution at a fixed z, and the images of requests."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def ancestral(case):
         return case.path(ROWS, seed=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window, frozen", [(12, False), (4, True)])
-def test_the_law_at_a_fixed_condition(window, frozen, case, ancestral):
+def test_the_distribution_at_a_fixed_condition(window, frozen, case, ancestral):
     """Tokens, and log sigma along the way, over 40 projections, radii and moments; other seeds than the ancestral's."""
     with torch.inference_mode():
         ended = case.speculative(case.calibration(frozen), window, ROWS, seed=1)
@@ -90,6 +91,7 @@ def alone(engine, requests):
     return [engine.generate([request])[0] for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch, order", [(3, 1), (7, -1)])
 def test_images_do_not_depend_on_the_batch(max_batch, order, engine, requests, alone):
     """A rounding error may flip a decision now and then: at most one image in eight."""
@@ -125,7 +127,7 @@ def test_the_seed_decides(engine, requests, alone):
     assert (alone[0].tokens - alone[1].tokens).abs().max() > 0.1
 
 
-def test_bf16_has_the_law_of_its_own_ancestral_chain(case):
+def test_bf16_has_the_distribution_of_its_own_ancestral_chain(case):
     """What is coarse is the head, in p; the draft and its density are not."""
     bf16 = Precision("bf16", torch.device("cpu"))
     small = dataclasses.replace(case, num_steps=25)

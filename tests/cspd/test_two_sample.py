@@ -1,4 +1,4 @@
-"""The two-sample test is uniform where the laws are equal, sees means, variances and correlations, and is exact."""
+"""The two-sample test: p-values are uniform where distributions are equal, and small where they differ."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cspd.evaluation.two_sample import energy_test
 
 
 def pairs(num, seed, channels=6, shared=1.0):
-    """x, y [num, channels] of one law, with a common part as two methods' images of one seed have."""
+    """x, y [num, channels] of one distribution, with a common part as two methods' images of one seed have."""
     generator = torch.Generator().manual_seed(seed)
     common, x, y = torch.randn(3, num, channels, generator=generator)
     return shared * common + x, shared * common + y
 
 
 @pytest.mark.parametrize("shared", [0.0, 3.0])
-def test_p_values_are_uniform_where_the_laws_are_equal(shared):
+def test_p_values_are_uniform_where_the_distributions_are_equal(shared):
     p = np.array([energy_test(*pairs(12, seed, shared=shared), permutations=99) for seed in range(400)])
     assert stats.kstest(p, "uniform").pvalue > 0.01
     assert (p <= 0.05).mean() < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5
@@ -75,7 +75,7 @@ def test_is_reproducible_symmetric_and_takes_tokens():
 
 
 @pytest.mark.parametrize("num, other", [(7, 7), (0, 0), (8, 9)])
-def test_too_few_or_unpaired_samples_are_refused(num, other):
+def test_too_few_or_unpaired_samples_are_rejected(num, other):
     with pytest.raises(ValueError, match=f"{num} and {other} samples: give two equally many, 8 or more"):
         energy_test(torch.randn(num, 2), torch.randn(other, 2))
     assert 0 < energy_test(*pairs(8, 0)) <= 1

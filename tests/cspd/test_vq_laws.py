@@ -8,7 +8,7 @@ from toys import counts, draw, law, p_value, request_of, sequences, toy_models
 from cspd.discrete import draft_verify, drafts, jacobi, rules, tree
 from cspd.noise import Purpose
 
-NUM = 200_000
+NUM = 20_000
 SAME, OTHER = 1e-4, 1e-8  # p-values: seeds are fixed, so a right law never fails, and a wrong one is far off
 SMALL = {"window": 2}  # shorter than the sequence, so that codes are appended and judged
 COMB = {"window": 4, "pd_k": 3, "pd_d": 1}  # a path of 2 and two siblings
@@ -39,10 +39,11 @@ def test(models, method, num=NUM, **changes):
 test.__test__ = False
 
 
+@pytest.mark.parametrize("num", [NUM, pytest.param(200_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", EXACT)
-def test_exact(kind, models):
+def test_exact(kind, num, models):
     method, changes = EXACT[kind]
-    p, _, statistics = test(models, method, **changes)
+    p, _, statistics = test(models, method, num, **changes)
     assert p > SAME
     assert all(s.bound < 1e-5 for s in statistics)
 
@@ -51,7 +52,7 @@ def test_exact(kind, models):
 @pytest.mark.parametrize("kind", ["chain", "static tree", "jacobi PD AC"])
 def test_exact_where_codes_are_filtered(kind, changes, models):
     method, options = EXACT[kind]
-    assert test(models, method, 20_000, **options, **changes)[0] > SAME
+    assert test(models, method, **options, **changes)[0] > SAME
 
 
 RELAXED = {
@@ -76,7 +77,7 @@ def test_a_relaxed_rule_is_within_its_bound(rule, kind, models):
 
 def test_a_bound_that_is_too_small_shows(models, monkeypatch):
     monkeypatch.setattr(rules.Rule, "bound", lambda self, P, Q, f: 0.3 * rules.bound(P, Q, f))
-    _, distance, statistics = test(models, "sd", 20_000, gamma=3, rule="uniform-rsd", delta=4.0)
+    _, distance, statistics = test(models, "sd", gamma=3, rule="uniform-rsd", delta=4.0)
     assert distance > 1.2 * sum(s.bound for s in statistics) / len(statistics)
 
 
@@ -146,4 +147,4 @@ def plant_draft_and_residual_from_one_stream(patch):
 def test_a_planted_bug_shows(kind, plant, models, monkeypatch):
     plant(monkeypatch)
     method, changes = EXACT[kind]
-    assert test(models, method, 50_000, **changes)[0] < OTHER
+    assert test(models, method, **changes)[0] < OTHER
