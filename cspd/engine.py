@@ -6,6 +6,7 @@ import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from cspd.finishing import Finisher
 from cspd.host import Host, Models
 from cspd.machine import describe, pick_device
 from cspd.method import Method
-from cspd.methods import choose, find
+from cspd.methods import choose, method_of
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler
 from cspd.sequence import Output, Request, RoundStats, Sequence
@@ -62,12 +63,13 @@ class Engine:
         self.device = pick_device(device)
         self.precision = Precision(precision, self.device)
         self.compiled = compiled
-        self._models = [_placed(each, self.device) for each in models]
-        self._settings = {"precision": precision, "compiled": compiled, "cache": cache, "noise": noise}
+        self._models: list[Models] = [_placed(each, self.device) for each in models]
+        self._settings: dict[str, Any] = {"compiled": compiled, "cache": cache, "noise": noise}
         self.hosts: dict[str, Host] = {}
         for each in self._models:
-            how = {"compiled": compiled, "cache": cache}
-            self.hosts[each.family] = each.host(max_batch, self.device, self.precision, noise, **how)
+            self.hosts[each.family] = each.host(
+                max_batch, self.device, self.precision, noise, compiled=compiled, cache=cache
+            )
         self.num_slots = max_batch
         self.scheduler = Scheduler(max_batch)
         self._finisher = Finisher(self.device)
@@ -81,7 +83,8 @@ class Engine:
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine over the same models."""
-        engine = Engine(*self._models, max_batch=max_batch, device=self.device, **self._settings)
+        settings = {"device": self.device, "precision": self.precision.policy, **self._settings}
+        engine = Engine(*self._models, max_batch=max_batch, **settings)
         for family, host in self.hosts.items():
             engine.hosts[family].adopt(host)
         return engine
@@ -122,7 +125,7 @@ class Engine:
 
     def _queue(self, request: Request) -> int:
         request = self.resolve(request)
-        method = find(request.method, request.family)
+        method = method_of(request)
         ticket = self._tickets
         self._tickets += 1
         stats = RoundStats(guarantee=method.guarantee_of(request))
@@ -143,10 +146,10 @@ class Engine:
         batch = self.scheduler.next()
         if not batch:
             return {}  # and nothing is being decoded: the last round waited for it
-        request, key = batch[0].request, batch[0].key
-        host = self.hosts[request.family]
+        method, key = method_of(batch[0].request), batch[0].key
+        host = self.hosts[method.family]
         try:
-            finished = find(request.method, request.family).run_round(host, batch, watch)
+            finished = method.run_round(host, batch, watch)
             seconds = watch.seconds()
             for sequence in batch:
                 for phase, spent in seconds.items():
@@ -174,7 +177,10 @@ class Engine:
         if self._streaming or len(self.scheduler):
             raise RuntimeError(f"{len(self.scheduler)} requests are in flight: finish them, or the other stream, first")
         self._streaming = True
-        source, index_of, error, finished = enumerate(requests), {}, None, 0
+        source: Iterator[tuple[int, Request]] | None = enumerate(requests)
+        index_of: dict[int, int] = {}
+        error: ValueError | None = None
+        finished = 0
         total = len(requests) if isinstance(requests, Sized) else None
         bar = tqdm(total=total, unit="image", bar_format=BAR_FORMAT if total else None, disable=not progress)
         try:
@@ -192,12 +198,7 @@ class Engine:
                     break
                 outputs = self.step()
                 finished += len(outputs)
-                running = self.scheduler.in_flight()
-                bar.n = (
-                    finished
-                    + len(self._finisher)
-                    + sum(s.num_known / self.hosts[s.request.family].seq_len for s in running)
-                )
+                bar.n = finished + self._under_way()
                 bar.update(0)
                 for ticket, output in outputs.items():
                     yield index_of.pop(ticket), output
@@ -225,6 +226,14 @@ class Engine:
         outputs = dict(self.stream(requests, progress))
         return [outputs[index] for index in range(len(requests))]
 
+    def _under_way(self) -> float:
+        """How many images' worth is done of what is in flight: those being decoded, and shares of the others."""
+        done = float(len(self._finisher))
+        for family, host in self.hosts.items():
+            known = [s.num_known for s in self.scheduler.in_flight() if s.request.family == family]
+            done += sum(known) / host.seq_len
+        return done
+
     def _clear(self) -> None:
         """Drops everything in flight."""
         self.scheduler.clear()
@@ -233,7 +242,7 @@ class Engine:
             host.clear()
 
 
-def _placed(models: Models, device: torch.device) -> Models:
+def _placed(models: Any, device: torch.device) -> Any:
     """The models on a device, in eval mode and frozen."""
     modules = {f.name: getattr(models, f.name) for f in dataclasses.fields(models)}
     placed = {name: m.to(device).eval().requires_grad_(False) for name, m in modules.items() if m is not None}

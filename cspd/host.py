@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -40,10 +40,10 @@ class Host(Protocol):
     def adopt(self, other: Any) -> None:
         """Takes over what another host of the same models has measured."""
 
-    def admit(self, sequences: Sequence[Running]) -> None:
+    def admit(self, sequences: list[Running]) -> None:
         """Prepares the slots of sequences that are about to run."""
 
-    def results(self, sequences: Sequence[Running]) -> tuple[Tensor, Tensor]:
+    def results(self, sequences: list[Running]) -> tuple[Tensor, Tensor]:
         """(tokens [B, L(, d)], heat [B, L]) of sequences."""
 
     def decode(self, tokens: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
+from cspd.host import Models
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
@@ -96,7 +97,7 @@ def load(
     checkpoints = checkpoints or ("digits32",)
     if len(checkpoints) > 1 and (arch or vae or draft):
         raise ValueError("arch, vae and draft are of one checkpoint: put the files of several beside their targets")
-    models: list[MARModels | VQModels] = []
+    models: list[Models] = []
     cache = None
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)

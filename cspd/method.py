@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -72,17 +71,17 @@ class Method:
         """The request with the method's own defaults, where it leaves them open."""
         for option in self.options:
             if getattr(request, option.name) is None and option.applies(request):
-                request = dataclasses.replace(request, **{option.name: option.default})
+                request = request.but(**{option.name: option.default})
         return request
 
     def without_foreign(self, request: Request, common: tuple[Option, ...]) -> Request:
         """The request without settings that neither this method nor its family's `common` options have."""
         own = {option.name for option in common} | {o.name for o in self.options if o.applies(request)}
-        return dataclasses.replace(request, **dict.fromkeys(request.settings.keys() - own))
+        return request.but(**dict.fromkeys(request.settings.keys() - own))
 
     def round_key(self, request: Request) -> Hashable:
         """Requests with equal keys can share a round, whatever else differs."""
-        alike = dataclasses.replace(request, label=0, seed=0, **dict.fromkeys(self.mixed))
+        alike = request.but(label=0, seed=0, **dict.fromkeys(self.mixed))
         return alike, request.guided, request.temperature == 0
 
 
@@ -98,7 +97,7 @@ def complete(
         ValueError: a setting is of the wrong kind, out of range, or of no meaning beside the others.
     """
     fill = {name: value for name, value in published.items() if getattr(request, name) is None}
-    request = method.fill(dataclasses.replace(request, **fill))
+    request = method.fill(request.but(**fill))
     check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
     check_integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
     shared = {option.name: option for option in common}
@@ -114,7 +113,7 @@ def complete(
 def _out_of_place(name: str, request: Request, method: Method) -> str:
     """What is wrong with a setting that the method, or the request's other settings, have no place for."""
     value = getattr(request, name)
-    wanted = [option.only_with for option in method.options if option.name == name]
+    wanted = [option.only_with for option in method.options if option.name == name and option.only_with]
     if not wanted:
         return f"{name}={value!r} is no option of {method.name!r}: leave it out"
     selector = wanted[0][0]

@@ -39,12 +39,9 @@ def names(families: Collection[str] = tuple(COMMON)) -> list[str]:
     return list(dict.fromkeys(method.name for method in METHODS if method.family in families))
 
 
-def find(name: str, family: str) -> Method:
+def find(name: str | None, family: str | None) -> Method:
     """The method of a name for a family. Raises ValueError where there is none."""
-    for method in METHODS:
-        if (method.name, method.family) == (name, family):
-            return method
-    raise ValueError(f"method={name!r} does not decode {family} models: choose one of {', '.join(names([family]))}")
+    return _named(str(name), [str(family)], [method for method in METHODS if method.family == family])
 
 
 def choose(request: Request, families: Sequence[str]) -> tuple[Request, Method]:
@@ -60,13 +57,17 @@ def choose(request: Request, families: Sequence[str]) -> tuple[Request, Method]:
     if request.method is None:
         method = _default(request, wanted, candidates)
     else:
-        method = next((m for m in candidates if m.name == request.method), None)
-        if request.method not in names():
-            raise ValueError(f"method={request.method!r} is unknown: choose one of {', '.join(names(wanted))}")
-        if method is None:
-            find(request.method, " or ".join(wanted))
+        method = _named(request.method, wanted, candidates)
     _check_options(request, method)
     return dataclasses.replace(request, method=method.name, family=method.family), method
+
+
+def _named(name: str, families: Sequence[str], candidates: Sequence[Method]) -> Method:
+    for method in candidates:
+        if method.name == name:
+            return method
+    reason = f"does not decode {' or '.join(families)} models" if name in names() else "is unknown"
+    raise ValueError(f"method={name!r} {reason}: choose one of {', '.join(names(families))}")
 
 
 def _default(request: Request, families: Sequence[str], candidates: Sequence[Method]) -> Method:
@@ -143,9 +144,14 @@ def parse_method(
     return name, settings
 
 
+def method_of(request: Request) -> Method:
+    """The method of a checked request."""
+    return find(request.method, request.family)
+
+
 def guarantee_of(request: Request) -> str:
     """The guarantee of a resolved request."""
-    return find(request.method, request.family).guarantee_of(request)
+    return method_of(request).guarantee_of(request)
 
 
 def format_table() -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cspd.sequence import Request
@@ -46,7 +46,7 @@ class Option:
     def __post_init__(self) -> None:
         _NAMES.add(self.name)
 
-    def but(self, **changes: object) -> Option:
+    def but(self, **changes: Any) -> Option:
         """The same option but for some attributes, such as its default."""
         return dataclasses.replace(self, **changes)
 
@@ -83,9 +83,10 @@ class Option:
             return isinstance(value, str) and value in self.kind
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
-        if not isinstance(value, Integral if self.kind is int else Real) or not math.isfinite(value):
+        if not isinstance(value, Integral if self.kind is int else Real):
             return False
-        return self.low <= value <= self.high and (self.above is None or value > self.above)
+        number = float(value)
+        return self.low <= number <= self.high and (self.above is None or number > self.above) and math.isfinite(number)
 
 
 def option_names() -> Collection[str]:
@@ -95,5 +96,5 @@ def option_names() -> Collection[str]:
 
 def check_integer(name: str, value: object, low: int, high: int, why: str) -> None:
     """Raises ValueError, with the range and the reason, where a value is no integer in low..high."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
         raise ValueError(f"{name}={value!r} does not fit: give a whole number, {low}..{high} ({why})")

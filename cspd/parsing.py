@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 def number_list(text: str) -> list[int]:
     """ "0-3,7" to [0, 1, 2, 3, 7]."""
-    numbers = []
+    numbers: list[int] = []
     try:
         for part in text.split(","):
             low, dash, high = part.partition("-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -55,7 +56,7 @@ class Request:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
                 raise TypeError(f"a request has no setting {name!r}: {hint}")
-        own = {"label": label, "seed": seed, "method": method, "family": family}
+        own: dict[str, object] = {"label": label, "seed": seed, "method": method, "family": family}
         own["settings"] = MappingProxyType({name: value for name, value in sorted(given.items()) if value is not None})
         for name, value in own.items():
             object.__setattr__(self, name, value)
@@ -74,6 +75,10 @@ class Request:
 
     def __reduce__(self) -> tuple:
         return type(self), (self.label, self.seed, self.method, self.family, dict(self.settings))
+
+    def but(self, **changes: Any) -> Request:
+        """The same request but for some settings; None leaves one open."""
+        return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict:
         """All settings as plain values, None where they are open."""
