@@ -13,9 +13,8 @@ from tqdm import tqdm
 
 from cspd import noise as philox_noise
 from cspd.finishing import Finisher
-from cspd.host import Host, Models
 from cspd.machine import describe, pick_device
-from cspd.method import Method
+from cspd.method import Host, Method, Models
 from cspd.methods import choose, method_of
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler

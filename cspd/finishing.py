@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.host import Host
+from cspd.method import Host
 from cspd.precision import Stopwatch
 from cspd.sequence import Output, Sequence
 

@@ -10,7 +10,7 @@ import torch
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
-from cspd.host import Models
+from cspd.method import Models
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT

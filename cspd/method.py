@@ -1,13 +1,21 @@
-"""What a method is: one object, in the file that holds its round. `cspd.methods` lists them."""
+"""What the engine knows: methods, one object each in the file that holds its round, and the hosts of their models.
+
+`cspd.methods` lists the methods. There is one host a family of models, `MARHost` and `VQHost`.
+"""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
-from cspd.host import Host
+import torch
+from torch import Tensor
+
 from cspd.option import Option, check_integer
-from cspd.precision import Stopwatch
+from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 
 GUARANTEES = {
@@ -15,7 +23,7 @@ GUARANTEES = {
     "bounded": "a bound on the total variation from that distribution is reported",
     "heuristic": "no proof: only the images say how good it is",
 }
-RunRound = Callable[[Host, list[Sequence], Stopwatch], list[Sequence]]
+RunRound = Callable[["Host", list[Sequence], Stopwatch], list[Sequence]]
 
 
 def _nothing_more(request: Request, host: Host) -> None:
@@ -65,18 +73,18 @@ class Method:
 
     def option(self, name: str, request: Request) -> Option | None:
         """The option of a name that a request's other settings choose; None where there is none."""
-        return next((o for o in self.options if o.name == name and o.applies(request)), None)
+        return next((o for o in self.options if o.name == name and o.applies(request.settings)), None)
 
     def fill(self, request: Request) -> Request:
         """The request with the method's own defaults, where it leaves them open."""
         for option in self.options:
-            if getattr(request, option.name) is None and option.applies(request):
+            if getattr(request, option.name) is None and option.applies(request.settings):
                 request = request.but(**{option.name: option.default})
         return request
 
     def without_foreign(self, request: Request, common: tuple[Option, ...]) -> Request:
         """The request without settings that neither this method nor its family's `common` options have."""
-        own = {option.name for option in common} | {o.name for o in self.options if o.applies(request)}
+        own = {option.name for option in common} | {o.name for o in self.options if o.applies(request.settings)}
         return request.but(**dict.fromkeys(request.settings.keys() - own))
 
     def round_key(self, request: Request) -> Hashable:
@@ -119,3 +127,62 @@ def _out_of_place(name: str, request: Request, method: Method) -> str:
     selector = wanted[0][0]
     values = " or ".join(repr(choice) for _, choices in wanted for choice in choices)
     return f"{name}={value!r} needs {selector}={values}, and it is {getattr(request, selector)!r}"
+
+
+class Host(Protocol):
+    """Owns the models of a family and, in slots allocated once, the tensors of every running sequence.
+
+    Attributes:
+        family: "MAR" or "VQ". seq_len: tokens of an image. num_classes: labels are 0 .. num_classes - 1.
+        image_size: pixels of an image's side.
+    """
+
+    family: str
+    seq_len: int
+    num_classes: int
+    image_size: int
+
+    def check(self, request: Request, method: Method) -> Request:
+        """The request with all defaults filled in. Raises ValueError on a bad setting or a model that is not there."""
+
+    def resolve(self, request: Request, method: Method) -> Request:
+        """A checked request with what was left to be decided, which may take a calibration. Raises ValueError."""
+
+    def adopt(self, other: Any) -> None:
+        """Takes over what another host of the same models has measured."""
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Prepares the slots of sequences that are about to run."""
+
+    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+        """(tokens [B, L(, d)], heat [B, L]) of sequences."""
+
+    def decode(self, tokens: Tensor) -> Tensor | None:
+        """Images [B, 3, H, W] in 0..1 of tokens; None without a decoder."""
+
+    def published(self, labels: Tensor, settings: dict) -> Tensor:
+        """Tokens by the sampler as the models' authors published it; settings of every method of the family."""
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what methods keep of sequences of one key, none of which is left."""
+
+    def clear(self) -> None:
+        """Drops what methods keep of all sequences."""
+
+
+class Models(Protocol):
+    """The models of a family: a dataclass of modules. `MARModels`, `VQModels`."""
+
+    family: ClassVar[str]
+
+    def host(
+        self,
+        num_slots: int,
+        device: torch.device,
+        precision: Precision,
+        noise: types.ModuleType,
+        *,
+        compiled: bool = False,
+        cache: Path | None = None,
+    ) -> Host:
+        """A host of these models, which are on the device already. Raises ValueError where it cannot be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from cspd.continuous import ar, cspd_method, speculative
 from cspd.continuous.host import MAR_OPTIONS
@@ -152,49 +152,3 @@ def method_of(request: Request) -> Method:
 def guarantee_of(request: Request) -> str:
     """The guarantee of a resolved request."""
     return method_of(request).guarantee_of(request)
-
-
-def format_table() -> str:
-    """The methods as text."""
-    lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
-    for method in METHODS:
-        columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
-        lines.append(f"{columns} {method.summary} (arXiv {', '.join(method.papers)})")
-    titles = {number: title for method in METHODS for number, title in method.papers.items()}
-    return "\n".join([*lines, "", *(f"arXiv {number}  {title}" for number, title in titles.items())])
-
-
-def markdown_table() -> str:
-    """The methods as README has them."""
-    rows = [("method", "models", "guarantee", "needs", "what it does", "paper"), ("---",) * 6]
-    for method in METHODS:
-        name = f"`{method.name}`" + (" (default)" if DEFAULTS[method.family] == method.name else "")
-        papers = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers)
-        rows.append((name, method.family, method.guarantee, method.needs, method.summary, papers))
-    return _markdown(rows)
-
-
-def options_table() -> str:
-    """The options as docs/api.md has them: of every method of a family, then of some methods."""
-    rows = [("option", "of", "values", "default", "what it is"), ("---",) * 5]
-    for option, owners in grouped_options():
-        default = "" if option.default is None else f"{option.default}"
-        rows.append((f"`{option.name}`", ", ".join(owners), option.range, default, option.help))
-    return _markdown(rows)
-
-
-def _markdown(rows: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
-
-
-def grouped_options() -> list[tuple[Option, list[str]]]:
-    """All options, each with whose it is: families, or methods that have it with the same default."""
-    owners: dict[tuple, tuple[Option, list[str]]] = {}
-    for family, options in COMMON.items():
-        for option in options:
-            owners.setdefault((option.name, option.help), (option, []))[1].append(family)
-    for method in METHODS:
-        for option in method.options:
-            key = option.name, option.help, option.default, option.only_with
-            owners.setdefault(key, (option, []))[1].append(method.name)
-    return list(owners.values())

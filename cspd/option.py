@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from cspd.sequence import Request
+from typing import Any
 
 _NAMES: set[str] = set()  # of all options there are, so that a request can tell a misspelt one
 
@@ -67,9 +64,9 @@ class Option:
             return f"above {self.above:g}" + (f", at most {high}" if high else "")
         return f"{self.low:g}..{high}" if high else f"{self.low:g} or more"
 
-    def applies(self, request: Request) -> bool:
-        """Whether it means anything with the request's other settings."""
-        return self.only_with is None or getattr(request, self.only_with[0]) in self.only_with[1]
+    def applies(self, settings: Mapping[str, object]) -> bool:
+        """Whether it means anything beside a request's other settings."""
+        return self.only_with is None or settings.get(self.only_with[0]) in self.only_with[1]
 
     def check(self, value: object) -> None:
         """Raises ValueError, with the range and the help, where a value is of the wrong kind or out of range."""

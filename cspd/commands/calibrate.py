@@ -6,7 +6,7 @@ import argparse
 
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
 from cspd.continuous.calibration import WINDOWS, user_cache
-from cspd.methods import find
+from cspd.methods import method_of
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> None:
     engine = load_engine(args, 1)
     request = engine.check(request_of(args))
-    if find(request.method, request.family).needs != "calibration":
+    if method_of(request).needs != "calibration":
         raise ValueError(f"{args.checkpoint}: {request.method!r} needs no calibration; it is of MAR's `speculative`")
     if request.temperature == 0 or request.num_sampling_steps < 3:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cspd.methods import format_table, markdown_table, options_table
+from cspd.listing import format_table, markdown_table, options_table
 
 
 def add(commands: argparse._SubParsersAction) -> None:

@@ -9,17 +9,16 @@ from pathlib import Path
 import torch
 
 from cspd.engine import Engine
+from cspd.listing import Use, uses
 from cspd.loading import checkpoint_files, load
-from cspd.methods import COMMON, DEFAULTS, METHODS, find, grouped_options, names
-from cspd.option import Option, option_names
+from cspd.methods import COMMON, DEFAULTS, method_of, names
+from cspd.option import option_names
 from cspd.parsing import float_list, number_list, positive, word_list
 from cspd.precision import POLICIES
 from cspd.sequence import Request
 from cspd.version import __version__
 from cspd.vq.registry import GPTS
 from mar.registry import MARS
-
-FEW = 4  # methods that a flag's help names one by one; of more it says whose models they decode
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -62,56 +61,32 @@ def add_request_options(parser: argparse.ArgumentParser, several: Collection[str
         "options of some methods (an exact method's images depend on them, their distribution does not)"
     )
     shared = {option.name for options in COMMON.values() for option in options}
-    by_name: dict[str, list[tuple[Option, list[str]]]] = {}
-    for option, owners in grouped_options():
-        by_name.setdefault(option.name, []).append((option, owners))
-    for name, declared in by_name.items():
+    by_name: dict[str, list[Use]] = {}
+    for use in uses():
+        by_name.setdefault(use.option.name, []).append(use)
+    for name, same in by_name.items():
         group = common if name in shared else special
-        option = declared[0][0]
-        group.add_argument(option.flag, help=_help(declared), **_argument(declared, name in several))
+        group.add_argument(same[0].option.flag, help=_help(same), **_argument(same, name in several))
 
 
-def _argument(declared: list[tuple[Option, list[str]]], several: bool) -> dict:
+def _argument(same: list[Use], several: bool) -> dict:
     """How argparse takes an option: its type, or the words of all methods that have one of this name."""
-    option = declared[0][0]
+    option = same[0].option
     if option.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, type):
         parse = {int: number_list, float: float_list}[option.kind] if several else option.kind
         return {"type": parse, "metavar": option.metavar or option.name.upper()}
-    words = list(dict.fromkeys(word for each, _ in declared for word in each.kind))
+    words = list(dict.fromkeys(word for use in same for word in use.option.kind))
     return {"type": word_list(words), "metavar": ",".join(words)} if several else {"choices": words}
 
 
-def _help(declared: list[tuple[Option, list[str]]]) -> str:
+def _help(same: list[Use]) -> str:
     """What an option is to each of its owners, and their defaults."""
-    by_help: dict[str, tuple[list[str], dict[str, list[str]]]] = {}
-    for option, methods in declared:
-        owners, defaults = by_help.setdefault(option.help, ([], {}))
-        owners += [f"{option.only_with[0]} {word}" for word in option.only_with[1]] if option.only_with else methods
-        if option.default is not None:
-            defaults.setdefault(f"{option.default}", []).extend(methods)
-    parts = []
-    for text, (owners, defaults) in by_help.items():
-        default = f" (default: {_defaults(defaults)})" if defaults else ""
-        parts.append(f"{_owners(owners)}: {text}{default}")
+    parts = [
+        f"{use.whose()}: {use.option.help}" + (f" (default: {use.default()})" if use.default() else "") for use in same
+    ]
     return "; ".join(parts).replace("%", "%%")
-
-
-def _owners(owners: list[str]) -> str:
-    """Whose an option is, in few words."""
-    owners = list(dict.fromkeys(owners))
-    if len(owners) <= FEW:
-        return ", ".join(owners)
-    return " and ".join(dict.fromkeys(method.family for method in METHODS if method.name in owners))
-
-
-def _defaults(defaults: dict[str, list[str]]) -> str:
-    """The most common default, and whose are others."""
-    usual, *others = sorted(defaults, key=lambda value: -len(defaults[value]))
-    if len(others) > FEW - 1:
-        return "the method's own"
-    return "; ".join([usual, *(f"{value} of {_owners(defaults[value])}" for value in others)])
 
 
 def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **changes: object) -> Request:
@@ -125,7 +100,7 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
     files = checkpoint_files(args.checkpoint)
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     used = {"target": files["target"], decoder: args.vae or files[decoder]}
-    for name in sorted(find(request.method, request.family).uses(request)):
+    for name in sorted(method_of(request).uses(request)):
         used[name] = args.draft_checkpoint if name == "draft" and args.draft_checkpoint else files[name]
     settings = {"version": __version__, "precision": args.precision, "compiled": args.compile}
     for name, file in used.items():

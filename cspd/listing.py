@@ -1,0 +1,94 @@
+"""The methods and their options as text: for `cspd methods`, `--help`, README and docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cspd.methods import COMMON, DEFAULTS, METHODS
+from cspd.option import Option
+
+FEW = 4  # methods that are named one by one; of more it is said whose models they decode
+
+
+@dataclass
+class Use:
+    """What an option means to some methods.
+
+    Attributes:
+        option: one of those that mean it. owners: whose it is, families or methods, or the settings it goes with.
+        defaults: the methods that have each default.
+    """
+
+    option: Option
+    owners: list[str] = field(default_factory=list)
+    defaults: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, owner: str, option: Option) -> None:
+        """Adds a family or a method that has the option."""
+        selector, words = option.only_with or ("", ())
+        self.owners += [f"{selector} {word}" for word in words] or [owner]
+        default = "" if option.default is None else f"{option.default}"
+        self.defaults.setdefault(default, []).append(owner)
+
+    def whose(self) -> str:
+        """Whose it is, in few words."""
+        return _few(self.owners)
+
+    def default(self) -> str:
+        """The most common default, and whose are others; empty where there is none."""
+        values = sorted(self.defaults, key=lambda value: -len(self.defaults[value]))
+        if len(values) > FEW:
+            return "the method's own"
+        usual, *others = values
+        return "; ".join(filter(None, [usual, *(f"{value} of {_few(self.defaults[value])}" for value in others)]))
+
+
+def _few(owners: list[str]) -> str:
+    owners = list(dict.fromkeys(owners))
+    if len(owners) <= FEW:
+        return ", ".join(owners)
+    return " and ".join(dict.fromkeys(method.family for method in METHODS if method.name in owners))
+
+
+def uses() -> list[Use]:
+    """What every option means, to whom: first those of whole families, then those of some methods."""
+    found: dict[tuple[str, str], Use] = {}
+    declared = [(family, option) for family, options in COMMON.items() for option in options]
+    declared += [(method.name, option) for method in METHODS for option in method.options]
+    for owner, option in declared:
+        found.setdefault((option.name, option.help), Use(option)).add(owner, option)
+    return list(found.values())
+
+
+def format_table() -> str:
+    """The methods as text, and the papers they are from."""
+    lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
+    for method in METHODS:
+        columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
+        lines.append(f"{columns} {method.summary} (arXiv {', '.join(method.papers)})")
+    titles = {number: title for method in METHODS for number, title in method.papers.items()}
+    return "\n".join([*lines, "", *(f"arXiv {number}  {title}" for number, title in titles.items())])
+
+
+def markdown_table() -> str:
+    """The methods as README has them."""
+    rows = [("method", "models", "guarantee", "needs", "what it does", "paper"), ("---",) * 6]
+    for method in METHODS:
+        name = f"`{method.name}`" + (" (default)" if DEFAULTS[method.family] == method.name else "")
+        papers = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers)
+        rows.append((name, method.family, method.guarantee, method.needs, method.summary, papers))
+    return _markdown(rows)
+
+
+def options_table() -> str:
+    """The options as docs/api.md has them."""
+    rows = [("setting", "of", "values", "default", "what it is"), ("---",) * 5]
+    for use in uses():
+        option = use.option
+        rows.append((f"`{option.name}`", use.whose(), option.range, use.default(), option.help))
+    return _markdown(rows)
+
+
+def _markdown(rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
