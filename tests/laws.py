@@ -1,4 +1,4 @@
-"""Are these samples of that law? Answers are p-values, corrected for how many questions were asked (Bonferroni)."""
+"""Are these samples of that distribution? Answers are p-values, corrected for their number (Bonferroni)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def normal_pvalue(x: Tensor) -> float:
 
 
 def same_law_pvalue(a: Tensor, b: Tensor) -> float:
-    """Whether a [N, d] and b [M, d] are of one law: projections, radii, first and second moments."""
+    """Whether a [N, d] and b [M, d] are of one distribution: projections, radii, first and second moments."""
     both = torch.cat([a, b]).double()
     a, b = ((both - both.mean(0)) / both.std(0)).split([len(a), len(b)])
     pairs = [*zip((a @ directions(a.shape[1])).T, (b @ directions(b.shape[1])).T), (a.norm(dim=1), b.norm(dim=1))]

@@ -1,9 +1,10 @@
-"""Toy VQ models whose law over whole sequences can be written down, and runs of the methods on them."""
+"""Toy VQ models whose distribution over whole sequences can be written down, and runs of the methods on them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from scipy import stats
@@ -50,7 +51,7 @@ def sequences(codes: int = CODES, length: int = LENGTH) -> Tensor:
     return torch.tensor(list(itertools.product(range(codes), repeat=length)))
 
 
-def law(target: GPT, request: Request) -> Tensor:
+def distribution(target: GPT, request: Request) -> Tensor:
     """The target sampler's probability of each of `sequences`, float64."""
     every = sequences(target.config.vocab_size, target.config.block_size)
     labels = torch.full((len(every),), request.label)
@@ -60,23 +61,32 @@ def law(target: GPT, request: Request) -> Tensor:
     return p.double().gather(-1, every.unsqueeze(-1)).squeeze(-1).prod(1)
 
 
+def host_of(models: dict, num_slots: int) -> VQHost:
+    models = dict(models)
+    return VQHost(models.pop("target"), num_slots, CPU, Precision("fp32", CPU), **models)
+
+
+def admitted(host: VQHost, request: Request, seeds: Iterable[int]) -> list[Sequence]:
+    """Sequences of requests that differ in their seeds, about to run, in slots 0, 1, ..."""
+    started = []
+    for slot, seed in enumerate(seeds):
+        started.append(Sequence(replace(request, seed=seed), 0, slot=slot, stats=RoundStats()))
+    host.admit(started)
+    return started
+
+
 def draw(
     models: dict, request: Request, num: int, batch: int = 20000, first_seed: int = 0
 ) -> tuple[Tensor, list[RoundStats]]:
     """Codes int64 [num, L] of requests that differ in their seeds, and their statistics."""
-    models = dict(models)
-    host = VQHost(models.pop("target"), batch, CPU, Precision("fp32", CPU), **models)
+    host = host_of(models, batch)
     run_round = find(request.method, "VQ").run_round
     made, statistics = [], []
     with torch.inference_mode():
         for start in range(0, num, batch):
             seeds = range(first_seed + start, first_seed + min(start + batch, num))
-            settings = {name: value for name, value in vars(request).items() if name != "seed"}
-            running = [
-                Sequence(Request(**settings, seed=s), 0, slot=i, stats=RoundStats()) for i, s in enumerate(seeds)
-            ]
-            everyone = list(running)
-            host.admit(everyone)
+            everyone = admitted(host, request, seeds)
+            running = list(everyone)
             while running:
                 finished = set(run_round(host, running, Stopwatch(CPU)))
                 running = [s for s in running if s not in finished]
@@ -91,9 +101,9 @@ def counts(codes: Tensor, vocabulary: int = CODES) -> Tensor:
     return torch.bincount((codes * weights).sum(1), minlength=vocabulary ** codes.shape[1]).double()
 
 
-def p_value(observed: Tensor, expected_law: Tensor) -> float:
-    """Of a chi-square test that counts follow a law; cells of few expected draws are pooled."""
-    expected = observed.sum() * expected_law
+def p_value(observed: Tensor, probability: Tensor) -> float:
+    """Of a chi-square test that counts follow a distribution; cells of few expected draws are pooled."""
+    expected = observed.sum() * probability
     large = expected >= LEAST_EXPECTED
     pool: Callable[[Tensor], Tensor] = lambda x: torch.cat([x[large], x[~large].sum().unsqueeze(0)])  # noqa: E731
     observed, expected = pool(observed), pool(expected)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from cspd.discrete.batch import count_round
 from cspd.discrete.host import MIXED, VQHost
-from cspd.discrete.rules import sample
+from cspd.discrete.probabilities import sample
 from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
@@ -16,15 +17,12 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     batch = host.begin(sequences, watch)
     here = torch.zeros(1, dtype=torch.int64, device=host.device)
     features = host.features(batch, host.last(batch, 1)[0])
-    codes = sample(host.distributions(batch, features), host.drawn(batch, here))
+    P = host.distributions(batch, features)
+    codes = sample(P, host.drawn(batch, here))
     host.commit(batch, codes, torch.zeros_like(codes, dtype=torch.float32))
     for sequence in sequences:
-        sequence.iteration += 1
-        sequence.num_known += 1
-        sequence.stats.iterations += 1
-        sequence.stats.backbone_calls += 1
-        sequence.stats.committed[1] = sequence.num_known
-    return [s for s in sequences if s.num_known == host.seq_len]
+        count_round(sequence, committed=1)
+    return [sequence for sequence in sequences if sequence.num_known == host.seq_len]
 
 
 METHOD = Method(

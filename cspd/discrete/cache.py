@@ -12,6 +12,24 @@ MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or 
 WIDTH_STEP = 8  # columns are looked at in multiples of this, so that shapes repeat
 
 
+def rows_of(slots: list[int], slot: Tensor, copies: int) -> Tensor | slice:
+    """Cache rows [B * copies] of sequences, a sequence's copies side by side.
+
+    Args:
+        slots: on the host, ascending; slot: the same, int64 [B] on the device. copies: 2 with the null class, else 1.
+    """
+    first, last = slots[0], slots[-1]
+    if last - first < len(slots):  # neighbouring slots: a slice, which is looked at in place where an index would copy
+        return slice(2 * first, 2 * last + 2) if copies == 2 else slice(2 * first, 2 * last + 1, 2)
+    rows = 2 * slot.unsqueeze(1) + torch.arange(copies, device=slot.device)
+    return rows.flatten()
+
+
+def _stepped(width: int) -> int:
+    """The least multiple of WIDTH_STEP that is not below a width."""
+    return -(-width // WIDTH_STEP) * WIDTH_STEP
+
+
 class Cache:
     """Keys and values, [2, layers, 2 * slots, columns, heads, head_dim], allocated once.
 
@@ -22,7 +40,7 @@ class Cache:
     def __init__(
         self, config: GPTConfig, length: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        columns = -(-(length + MOST_NODES) // WIDTH_STEP) * WIDTH_STEP
+        columns = _stepped(length + MOST_NODES)
         shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
 
@@ -49,20 +67,28 @@ class Cache:
         """
         steps = torch.arange(count, device=start.device) if columns is None else columns
         width = most + (count if sees is None else sees.shape[-1])
-        places = slice(most, most + count)
         if not together:
-            width = min(-(-width // WIDTH_STEP) * WIDTH_STEP, self.tensor.shape[3])
-        if not together or columns is not None:
+            width = min(_stepped(width), self.tensor.shape[3])
+
+        # where keys and values go
+        if together and columns is None:
+            places = slice(most, most + count)
+        else:
             places = (start.unsqueeze(1) + steps).repeat_interleave(copies, 0)
         view = CacheView(*self.tensor, rows, places, width)
-        first = start[:1] if together else start  # the mask of one is that of all
+
+        # which columns each input looks at; where all are together, the mask of one is that of all
+        first = start[:1] if together else start
         if sees is not None:
             mask = mask_of(first if sees.dim() == 2 else start, sees, width)
         elif together and count == 1:
             return view, None
         else:
-            mask = torch.arange(width, device=start.device) <= (first.unsqueeze(1) + steps).unsqueeze(-1)
-        return view, (mask if len(mask) == 1 else mask.repeat_interleave(copies, 0)).unsqueeze(1)
+            own = (first.unsqueeze(1) + steps).unsqueeze(-1)
+            mask = torch.arange(width, device=start.device) <= own
+        if len(mask) > 1:
+            mask = mask.repeat_interleave(copies, 0)
+        return view, mask.unsqueeze(1)
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
         """Copies columns `source` [R, n] of R rows onto columns `target`."""
@@ -74,9 +100,11 @@ class Cache:
 
 def mask_of(start: Tensor, sees: Tensor, width: int) -> Tensor:
     """bool [B, N, width]: all columns before start [B], and what sees [N, M] or [B, N, M] says of those from it on."""
-    offset = torch.arange(width, device=start.device) - start.unsqueeze(1)
     count = sees.shape[-1]
-    index = torch.where((offset < 0) | (offset >= count), count, offset).unsqueeze(1)
+    offset = torch.arange(width, device=start.device) - start.unsqueeze(1)
+    committed = offset < 0
+    # a column of False at the end is for what is beyond
     padded = functional.pad(sees, (0, 1)).expand(len(start), -1, -1)
+    index = torch.where(committed | (offset >= count), count, offset).unsqueeze(1)
     own = padded.gather(2, index.expand(-1, padded.shape[1], -1))
-    return (offset < 0).unsqueeze(1) | own
+    return committed.unsqueeze(1) | own

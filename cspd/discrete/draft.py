@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
-from cspd.discrete.host import Batch, VQHost
+from cspd.discrete.host import VQHost
 from cspd.discrete.tree import Shape
 
 
 class Drafted(NamedTuple):
-    """Codes to judge: the tree's shape, codes int64 [B, N] with the root first (-1: none), Q as in `tree.verify`."""
+    """Codes to judge: the tree's shape, codes int64 [B, N] with the root first (-1: none), Q as in `tree.walk`."""
 
     shape: Shape
     codes: Tensor

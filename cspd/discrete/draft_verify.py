@@ -1,4 +1,8 @@
-"""One round of draft, verification and commitment for VQ codes.
+"""Speculative sampling of VQ codes: a round drafts codes, has the target verify them, and commits some.
+
+1. Draft: a chain of codes by a smaller model, or a tree by EAGLE's drafter (`cspd.discrete.drafts`).
+2. Verify: one forward of the target gives P after every drafted code; the rule judges them from the root.
+3. Commit: the accepted path is kept, and one code more is sampled after it.
 
 Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft, see docs/bounds.md.
 """
@@ -6,16 +10,17 @@ Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft, see doc
 from __future__ import annotations
 
 import functools
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
+from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
-from cspd.discrete.draft import DRAFTS
-from cspd.discrete.host import MIXED, Batch, VQHost
-from cspd.discrete.rules import rule_of, rule_options, sample
-from cspd.discrete.tree import Shape, verify
+from cspd.discrete.draft import DRAFTS, Drafted
+from cspd.discrete.host import MIXED, VQHost
+from cspd.discrete.probabilities import sample
+from cspd.discrete.rules import rule_of, rule_options
+from cspd.discrete.tree import Shape, Verified, walk
 from cspd.method import Method
 from cspd.noise import Purpose
 from cspd.option import Option, check_integer
@@ -28,74 +33,67 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     code more, and returns the sequences that are finished.
     """
     batch, request = host.begin(sequences, watch), sequences[0].request
-    rule = rule_of(request)
     draft = DRAFTS[request.draft]
-    shape, codes, Q = draft.propose(host, batch)
+    drafted = draft.propose(host, batch)
+    verified, last, features = _verify(host, batch, drafted)
+    path = _commit(host, batch, drafted, verified, last)
+    if draft.needs == "eagle":
+        each = torch.arange(len(batch), device=host.device).unsqueeze(1)
+        host.keep_features(batch, features[:, each, path])
+    ahead = torch.arange(1, drafted.shape.height + 1, device=host.device)
+    accepted = ahead <= verified.count.unsqueeze(1)
+    return host.finish(batch, verified.count, verified.bound, verified.judged, accepted)
+
+
+def _verify(host: VQHost, batch: Batch, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
+    """What the rule accepts, the code after it int64 [B], and the target's features [copies, B, N, dim]."""
+    shape, codes, Q = drafted
+    rule = rule_of(batch.sequences[0].request)
+    near = host.near(rule.metric, rule.k) if rule.pools else None
+    uniforms, after_rejection = _draws(host, batch, shape)
+
     features = host.features(batch, codes, depth=shape.depth, sees=shape.sees)
     P = host.distributions(batch, features, soft=rule.pools)
-    length, height, device = host.config.block_size, shape.height, host.device
-    coins, anew = _draws(host, batch, shape)
-    near = host.near(rule.metric, rule.k) if rule.pools else None
-    verified = verify(rule, shape, codes, P, Q, coins, length - batch.known_t, near)
-    # a refused code's successor is drawn anew; any other is what the target itself would draw there
-    place = verified.count.unsqueeze(1)
-    u = torch.where(verified.refused.unsqueeze(1), anew.gather(1, place), host.drawn(batch, place))
-    last = sample(verified.rest, u.squeeze(1))
+    room = host.seq_len - batch.known_t
+    verified = walk(rule, shape, codes, P, Q, uniforms, room, near)
 
-    path = torch.cat([torch.zeros_like(place), verified.path], 1)  # nodes, the root's first
-    steps = torch.arange(height + 1, device=device)
-    accepted = steps < place
+    # a rejected code's successor is drawn anew; any other is what the target itself would draw there
+    place = verified.count.unsqueeze(1)
+    u = torch.where(verified.rejected.unsqueeze(1), after_rejection.gather(1, place), host.drawn(batch, place))
+    return verified, sample(verified.rest, u.squeeze(1)), features
+
+
+def _commit(host: VQHost, batch: Batch, drafted: Drafted, verified: Verified, last: Tensor) -> Tensor:
+    """Commits the accepted codes and the last; returns their nodes int64 [B, height + 1], the root's first."""
+    shape, codes, _ = drafted
+    steps = torch.arange(shape.height + 1, device=host.device)
+    place = verified.count.unsqueeze(1)
+    path = torch.cat([torch.zeros_like(place), verified.path], 1)
     after = codes.gather(1, path.roll(-1, 1))
-    host.commit(batch, torch.where(steps == place, last.unsqueeze(1), after), accepted.float())
+    committed = torch.where(steps == place, last.unsqueeze(1), after)
+    host.commit(batch, committed, heat=(steps < place).float())
     if not shape.chain:
         host.compact(batch, torch.where(steps <= place, path, steps))
-    if draft.needs == "eagle":
-        rows = torch.arange(len(batch), device=device).unsqueeze(1)
-        host.keep_features(batch, features[:, rows, path])
-    return account(host, batch, verified.count, verified.bound, verified.judged, steps[1:] <= place)
+    return path
 
 
 def _draws(host: VQHost, batch: Batch, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Every node's coin [B, N], and draws [B, 1 + height] for what takes a refused code's place, by its depth."""
-    num, place = shape.num_nodes, torch.arange(1 + shape.height, device=host.device)
-    purpose, index = _streams(num, 1 + shape.height, host.device)
-    ahead = torch.cat([(shape.depth - 1).clamp(min=0), place.expand(*shape.depth.shape[:-1], -1)], -1)
-    return host.uniform(batch, purpose, ahead, index).split((num, 1 + shape.height), 1)
+    """Uniform draws: of every node [B, N], and for what takes a rejected code's place, by its depth [B, 1 + height]."""
+    num_places = 1 + shape.height
+    purpose, index = _streams(shape.num_nodes, num_places, host.device)
+    place = torch.arange(num_places, device=host.device)
+    of_nodes = (shape.depth - 1).clamp(min=0)
+    of_places = place.expand(*shape.depth.shape[:-1], -1)
+    ahead = torch.cat([of_nodes, of_places], -1)
+    return host.uniform(batch, purpose, ahead, index).split((shape.num_nodes, num_places), 1)
 
 
 @functools.lru_cache(maxsize=64)
 def _streams(num_nodes: int, num_places: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Purpose and index of each draw of `_draws`."""
     purpose = [Purpose.CODE_COIN] * num_nodes + [Purpose.CODE_RESIDUAL] * num_places
-    return torch.tensor(purpose, device=device), torch.tensor([*range(num_nodes), *[0] * num_places], device=device)
-
-
-def account(
-    host: VQHost, batch: Batch, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor
-) -> list[Sequence]:
-    """Moves the sequences on, counts, and returns those that are finished; the one copy to the host in a round.
-
-    Args:
-        count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds, summed.
-        judged, accepted: bool [B, height], by how far ahead a code was drafted.
-    """
-    height, length = judged.shape[1], host.config.block_size
-    numbers = torch.cat([torch.stack([count, bound], 1).double(), judged.double(), accepted.double()], 1).tolist()
-    for sequence, (count, bound, *by_depth) in zip(batch.sequences, numbers):
-        committed = min(int(count) + 1, length - sequence.num_known)
-        sequence.iteration += 1
-        sequence.num_known += committed
-        stats = sequence.stats
-        stats.iterations += 1
-        stats.backbone_calls += 1
-        stats.draft_backbone_calls += host.draft_calls
-        stats.bound += bound
-        stats.committed[committed] = stats.committed.get(committed, 0) + 1
-        parts = by_depth[:height], by_depth[height:]
-        stats.by_lag = [
-            [int(n) + m for n, m in zip_longest(part, before, fillvalue=0)] for part, before in zip(parts, stats.by_lag)
-        ]
-    return [s for s in batch.sequences if s.num_known == length]
+    index = [*range(num_nodes), *[0] * num_places]
+    return torch.tensor(purpose, device=device), torch.tensor(index, device=device)
 
 
 DRAFT = Option("draft", DRAFTS, "what drafts the codes")

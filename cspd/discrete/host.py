@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import types
-import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
+from cspd.discrete.batch import Batch, batch_of, count_drafted, count_round
 from cspd.discrete.cache import MOST_NODES, Cache
-from cspd.discrete.probabilities import guide, probabilities
-from cspd.discrete.rules import METRICS, neighbours, point
+from cspd.discrete.neighbours import near_codes
+from cspd.discrete.probabilities import guide, point, probabilities
 from cspd.method import Method, complete
 from cspd.noise import Purpose
 from cspd.option import Option
@@ -27,8 +26,6 @@ from cspd.vq.registry import defaults_of
 from cspd.vq.tokenizer import VQModel
 
 DECODE_BATCH = 8  # images through the tokenizer at once, which bounds its memory
-
-
 VQ_OPTIONS = (
     Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
     Option("temperature", float, "divides the logits; 1 is the model's own, 0 takes the likeliest code", metavar="TAU"),
@@ -36,40 +33,6 @@ VQ_OPTIONS = (
     Option("top_p", float, "mass of the likeliest codes that are kept; 1 keeps all", above=0, high=1, metavar="P"),
 )
 MIXED = tuple(option.name for option in VQ_OPTIONS)  # may differ between the sequences of a round
-
-_NEAR: weakref.WeakKeyDictionary[VQModel, dict[str, Tensor]] = weakref.WeakKeyDictionary()  # by metric, see `near`
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The sequences of one round, B of them.
-
-    Attributes:
-        known: codes committed, on the host; known_t: the same, int64 [B] on the device.
-        slot, seed, label, round: int64 [B]; round counts the request's own. scale, temperature: float32 [B].
-        top_k, top_p: on the host.
-        copies: 2 where the batch is guided: everything is evaluated under the class and under the null class.
-        greedy: whether their temperature is 0, of all or of none.
-        rows: cache rows [B * copies], a sequence's two side by side; a slice where they lie so in the cache.
-    """
-
-    sequences: list[Sequence]
-    known: list[int]
-    known_t: Tensor
-    slot: Tensor
-    seed: Tensor
-    label: Tensor
-    round: Tensor
-    scale: Tensor
-    temperature: Tensor
-    top_k: list[int]
-    top_p: list[float]
-    copies: int
-    greedy: bool
-    rows: Tensor | slice
-
-    def __len__(self) -> int:
-        return len(self.sequences)
 
 
 class VQHost:
@@ -81,8 +44,7 @@ class VQHost:
         draft: a smaller model of the same codes; eagle: a drafter on the target's features. tokenizer: of the codes.
 
     Attributes:
-        codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures; a method says what it
-            means.
+        codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
         draws: float64, the same, one inside (0, 1) for each code. draft_calls: forwards of draft models in this round.
         running: what methods keep between rounds.
     """
@@ -148,36 +110,15 @@ class VQHost:
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run: their draws; what was in caches is not looked at."""
         if sequences:
-            slots, seeds = torch.tensor([[s.slot, s.request.seed] for s in sequences], device=self.device).T
+            numbers = [[s.slot, s.request.seed] for s in sequences]
+            slots, seeds = torch.tensor(numbers, device=self.device).T
             position = torch.arange(self.draws.shape[1], device=self.device)
             self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position)
 
     def begin(self, sequences: list[Sequence], watch: Stopwatch) -> Batch:
         """What a round needs to know of its sequences, in the order of their slots; `watch` times its forwards."""
         self._watch, self.draft_calls = watch, 0
-        sequences = sorted(sequences, key=lambda s: s.slot)
-        requests = [s.request for s in sequences]
-        known, slots = [s.num_known for s in sequences], [s.slot for s in sequences]
-        copies = 2 if requests[0].guided else 1
-        whole = [known, slots, [r.seed for r in requests], [r.label for r in requests]]
-        whole = torch.tensor([*whole, [s.iteration for s in sequences]])
-        real = torch.tensor([[r.cfg for r in requests], [r.temperature for r in requests]], dtype=torch.float32)
-        whole, real = whole.to(self.device, non_blocking=True), real.to(self.device, non_blocking=True)
-        if slots[-1] - slots[0] == len(slots) - 1:
-            rows = slice(2 * slots[0], 2 * slots[-1] + copies, 3 - copies)
-        else:
-            rows = (2 * whole[1].unsqueeze(1) + torch.arange(copies, device=self.device)).flatten()
-        return Batch(
-            sequences,
-            known,
-            *whole,
-            *real,
-            top_k=[r.top_k for r in requests],
-            top_p=[r.top_p for r in requests],
-            copies=copies,
-            greedy=requests[0].temperature == 0,
-            rows=rows,
-        )
+        return batch_of(sequences, self.device)
 
     def cache(self, model: str) -> Cache:
         """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
@@ -195,9 +136,10 @@ class VQHost:
             return module.tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
         null = torch.full_like(batch.label, self.config.num_classes)
         classes = torch.stack([batch.label, null], 1)[:, : batch.copies].flatten()
-        codes, position = (t.repeat_interleave(batch.copies, 0) for t in (codes, position))
         of_class = module.cls_embedding.embedding_table(classes).unsqueeze(1)
-        return torch.where(position.unsqueeze(-1) == 0, of_class, module.tok_embeddings(codes.clamp(min=0)))
+        codes, position = (t.repeat_interleave(batch.copies, 0) for t in (codes, position))
+        of_codes = module.tok_embeddings(codes.clamp(min=0))
+        return torch.where(position.unsqueeze(-1) == 0, of_class, of_codes)
 
     def features(
         self,
@@ -222,7 +164,8 @@ class VQHost:
             columns: int64 [N], where the codes' keys and values go, beyond `start`; by default one after the other.
             past: [copies, B, N, dim], to "eagle": the features before the codes.
         """
-        most, together = max(batch.known), isinstance(start, int) and min(batch.known) == max(batch.known)
+        most = max(batch.known)
+        together = isinstance(start, int) and min(batch.known) == most  # all start at one column
         if isinstance(start, int):
             most, start = most + start, batch.known_t + start
         count = codes.shape[1]
@@ -261,9 +204,7 @@ class VQHost:
         return probabilities(logits, temperature, batch.top_k, batch.top_p)
 
     def drawn(self, batch: Batch, ahead: Tensor) -> Tensor:
-        """The request's own draws inside (0, 1), float64 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the
-        committed ones: a draft that equals the target draws what the target would have.
-        """
+        """As `uniform`, the request's own draws: a draft that equals the target draws what the target would have."""
         return self.draws[batch.slot.unsqueeze(1), batch.known_t.unsqueeze(1) + ahead]
 
     def uniform(
@@ -277,9 +218,9 @@ class VQHost:
             fresh: whether the draw is this round's alone, as where a decision looks at it and the code may be judged
                 again. Others may only be looked at in the round that commits the code.
         """
-        position, seed = batch.known_t.unsqueeze(1) + ahead, batch.seed.unsqueeze(1)
-        step = batch.round.unsqueeze(1) if fresh else 0
-        return self.noise.fine_uniform(seed, purpose, position, step, index)
+        position = batch.known_t.unsqueeze(1) + ahead
+        step = batch.iteration.unsqueeze(1) if fresh else 0
+        return self.noise.fine_uniform(batch.seed.unsqueeze(1), purpose, position, step, index)
 
     def last(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """The codes [B, count] of the last `count` inputs and the position int64 [B] of the first of them, at least 0.
@@ -297,7 +238,8 @@ class VQHost:
     def keep_features(self, batch: Batch, features: Tensor) -> None:
         """Keeps the target's features [copies, B, n, dim] at the last committed input and those after it."""
         place = batch.known_t.unsqueeze(1) + 1 + torch.arange(features.shape[2], device=self.device)
-        self._features()[: batch.copies, batch.slot.unsqueeze(1), place] = features.float()
+        kept = self._features()[: batch.copies]
+        kept[:, batch.slot.unsqueeze(1), place] = features.float()
 
     def _features(self) -> Tensor:
         """[2, slots, 1 + columns, dim], the feature at position p in column p + 1; allocated on first use."""
@@ -310,26 +252,39 @@ class VQHost:
         """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""
         place = batch.known_t.unsqueeze(1) + torch.arange(codes.shape[1], device=self.device)
         slot = batch.slot.unsqueeze(1)
-        self.codes[slot, place], self.heat[slot, place] = codes, heat
+        self.codes[slot, place] = codes
+        self.heat[slot, place] = heat
 
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
         start = batch.known_t.unsqueeze(1)
-        places = (start + path, start + torch.arange(path.shape[1], device=self.device))
-        self.cache("target").move(batch.rows, *(p.repeat_interleave(batch.copies, 0) for p in places))
+        source = start + path
+        target = start + torch.arange(path.shape[1], device=self.device)
+        source, target = (columns.repeat_interleave(batch.copies, 0) for columns in (source, target))
+        self.cache("target").move(batch.rows, source, target)
 
-    def near(self, metric: str | None, k: int) -> Tensor:
+    def finish(self, batch: Batch, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> list[Sequence]:
+        """Moves the sequences on, counts, and returns those that are finished; the one copy to the host in a round.
+
+        Args:
+            count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
+            judged, accepted: bool [B, height], by how far ahead a code was drafted.
+        """
+        numbers = torch.cat([count.unsqueeze(1), bound.unsqueeze(1), judged, accepted], 1).tolist()
+        for sequence, (num_accepted, local_bound, *ahead) in zip(batch.sequences, numbers):
+            committed = min(int(num_accepted) + 1, self.seq_len - sequence.num_known)
+            count_round(sequence, committed)
+            count_drafted(sequence.stats, self.draft_calls, local_bound, ahead)
+        return [sequence for sequence in batch.sequences if sequence.num_known == self.seq_len]
+
+    def near(self, metric: str, k: int) -> Tensor:
         """The k codes nearest to each one as the decoder sees them, int64 [V, k], by "l2" or "cosine"; found once."""
-        metric = metric or METRICS[0]
-        tables = _NEAR.setdefault(self.models["tokenizer"], {})
-        if metric not in tables or tables[metric].shape[1] < min(k, self.config.vocab_size - 1):
-            tables[metric] = neighbours(self.models["tokenizer"].codebook.float(), k, metric)
-        return tables[metric]
+        return near_codes(self.models["tokenizer"], metric, k)
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         """(codes [B, L], heat [B, L]) of sequences."""
         slots = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.device)
-        return self.codes[slots, : self.config.block_size], self.heat[slots, : self.config.block_size]
+        return self.codes[slots, : self.seq_len], self.heat[slots, : self.seq_len]
 
     def decode(self, codes: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of codes [B, L], resized as published; None without tokenizer."""

@@ -1,91 +1,65 @@
-"""Speculative Jacobi decoding (arXiv 2410.01699) and SJD-PAC: the target drafts for itself, a window at a time.
+"""Speculative Jacobi decoding: the target drafts for itself, a window of codes at a time.
 
-The window is a chain, the first path, with `pd_k` - 1 siblings of it at each of the first `pd_d` levels (a comb). The
-draft's distributions Q are the target's own of the round before. Nodes: the root, the first path, then the siblings.
-Guarantee: that of the rule, see docs/bounds.md.
+Sources:
+    SJD: Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi
+        Decoding", arXiv 2410.01699.
+    SJD-PAC: Kang et al., "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive
+        Continuation", arXiv 2603.18599. Sections, equations and lines of its Algorithm 1 are cited below.
+
+A round:
+
+1. Draft. The window's codes, and the distributions Q that they follow, come from the round before. Proactive drafting
+   (section 4.1) puts K - 1 siblings beside each of the first D codes.
+2. Verify. One forward of the target over all of them gives P.
+3. Judge. The longest accepted prefix of the window is kept (section 3.3). Where a code is rejected, its siblings are
+   judged against what is left of P (appendix A.3).
+4. Commit the accepted codes and one more, sampled from P or from what the rejections left of it.
+5. Redraw the codes behind them. Adaptive continuation (section 4.2) keeps those that the exact rule accepts; without
+   it all are drawn from P (section 3.3). Either way they follow P, which is the next round's Q.
+6. Slide the window behind the committed codes. New places get codes at random.
+
+The window is a comb: siblings are children of the first path and have none of their own, since the paper's full K-ary
+tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see docs/bounds.md.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
-from cspd.discrete.draft_verify import account, check_rule
+from cspd.discrete.draft_verify import check_rule
 from cspd.discrete.host import MIXED, VQHost
-from cspd.discrete.rules import Rule, draw_siblings, judge_siblings, rule_of, rule_options, sample, without
-from cspd.discrete.tree import Shape, shape_of
+from cspd.discrete.probabilities import draw_siblings, likeliest, sample, without
+from cspd.discrete.rules import Judged, Rule, judge_siblings, rule_of, rule_options
+from cspd.discrete.window import Comb, Draws, Window, comb_of, draw, kept_windows
 from cspd.method import Method
-from cspd.noise import Purpose
 from cspd.option import Option
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
 
 
-@dataclass(frozen=True)
-class Comb:
-    """The shape of a window.
+class Verdict(NamedTuple):
+    """What became of a window.
 
     Attributes:
-        path: levels of the first path. depth: D, how many of them have siblings.
-        siblings: int64 [D, K - 1], their nodes; where there are none, [1, 1] and never looked at.
-        draws: purpose, places ahead and index of all draws of a round, int64 [n] each; sizes: how many there are of the
-            codes drawn or drawn again, of those filled in, of the nodes' coins, of the siblings.
+        prefix: int64 [B], codes of the first path that are accepted. sibling: int64 [B], the code accepted after them
+            from beside the path, -1: none. accepted: int64 [B], how many that makes.
+        node: int64 [B], the last accepted one. rest: [B, V], the distribution of the code after it.
+        judged: bool [B, F], whether the rule judged a place. bound: [B], the sum of its local bounds.
     """
 
-    path: int
-    depth: int
-    siblings: Tensor
-    shape: Shape
-    draws: tuple[Tensor, Tensor, Tensor]
-    sizes: list[int]
-
-
-@functools.lru_cache(maxsize=32)
-def comb(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
-    """The comb of `window` drafted nodes, K = pd_k of them at each of the first D = pd_d levels."""
-    pd_d = pd_d if pd_k > 1 else 0
-    path = window - (pd_k - 1) * pd_d
-    parents = [*range(-1, path), *(level for level in range(pd_d) for _ in range(pd_k - 1))]
-    siblings = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    if pd_d:
-        siblings = path + 1 + torch.arange(pd_d * (pd_k - 1), device=device).view(pd_d, -1)
-    shape = shape_of(torch.tensor(parents, device=device), [pd_k] * pd_d + [1] * (path - pd_d))
-    codes, zeros = (
-        torch.arange(2 * path + 1, device=device),
-        torch.zeros(2 * path + 1, dtype=torch.int64, device=device),
-    )
-    beside = torch.arange(len(siblings), device=device).repeat_interleave(siblings.shape[1])
-    nodes = torch.arange(shape.num_nodes, device=device)
-    parts = [
-        (Purpose.CODE, codes, zeros),
-        (Purpose.CODE_RESIDUAL, codes, zeros),
-        (Purpose.CODE_COIN, (shape.depth - 1).clamp(min=0), nodes),
-        (Purpose.CODE, beside, siblings.flatten()),
-    ]
-    purpose = torch.cat([torch.full_like(ahead, purpose) for purpose, ahead, _ in parts])
-    draws = purpose, *(torch.cat(part) for part in list(zip(*parts))[1:])
-    return Comb(path, pd_d, siblings, shape, draws, [len(ahead) for _, ahead, _ in parts])
-
-
-@dataclass
-class Windows:
-    """What is drafted for every slot: codes int64 [slots, F] of the first path, and Q [slots, F, V]."""
-
-    codes: Tensor
-    Q: Tensor
-
-
-def _windows(host: VQHost, path: int) -> Windows:
-    key = ("window", path)
-    if key not in host.running:
-        codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
-        Q = torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
-        host.running[key] = Windows(codes, Q)
-    return host.running[key]
+    prefix: Tensor
+    sibling: Tensor
+    accepted: Tensor
+    node: Tensor
+    rest: Tensor
+    judged: Tensor
+    bound: Tensor
 
 
 def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -94,89 +68,176 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """
     batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
-    c = comb(request.window, request.pd_k, request.pd_d, host.device)
-    windows, F, D = _windows(host, c.path), c.path, c.depth
-    levels = torch.arange(F, device=host.device)
-    # u[:, j] is for the code j places after the committed ones, drawn or drawn again, fill[:, j] for one filled in
-    u, fill, coins, u_siblings = host.uniform(batch, *c.draws).split(c.sizes, 1)
-    fresh = (batch.round == 0).unsqueeze(1)
-    vocabulary = host.config.vocab_size
-    anything = (fill * vocabulary).long()
-    codes = torch.where(fresh, anything[:, :F], windows.codes[batch.slot])
-    Q = torch.where(fresh.unsqueeze(-1), 1 / vocabulary, windows.Q[batch.slot])
-    others = _siblings(c, rule, codes, Q, u_siblings)
-
-    nodes = torch.cat([host.last(batch, 1)[0], codes, others.flatten(1)], 1)[:, : c.shape.num_nodes]
-    features = host.features(batch, nodes, depth=c.shape.depth, sees=c.shape.sees)
-    everywhere = host.distributions(batch, features, soft=rule.greedy)
-    P = everywhere[:, :F]  # of level j, after its parent on the first path
-
-    room = (host.config.block_size - batch.known_t).unsqueeze(1)
     near = host.near(rule.metric, rule.k) if rule.pools else None
-    first = judge_siblings(rule, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1, near)
-    kept = ((first.index == 0) & (levels < room)).int().cumprod(1)
-    count = kept.sum(1, keepdim=True)  # codes of the first path that are accepted
-    rows, at = torch.arange(len(batch), device=host.device), count.squeeze(1)
-    refused = at < torch.minimum(room.squeeze(1), torch.full_like(at, F))
-    level = at.clamp(max=F - 1)
-    # the refused level's siblings, against what their first leaves
-    beside = (refused & (at < D)).unsqueeze(1)
-    tooth = level.clamp(max=max(D - 1, 0))
-    tokens = torch.where(beside, others[rows, tooth], -1)
-    left = without(Q[rows, level], codes[rows, level])
-    side = c.siblings[tooth]
-    remaining = (P if rule.greedy else first.residual)[rows, level]
-    second = judge_siblings(rule, remaining, left, tokens, coins.gather(1, side), level + 1, near)
-    found = second.index >= 0
-    chosen = second.index.clamp(min=0).unsqueeze(1)
-    node, sibling = side.gather(1, chosen).squeeze(1), tokens.gather(1, chosen)
-    end = torch.where(found, node, at)  # the last accepted node
-    rest = torch.where((refused & ~found).unsqueeze(1), second.residual, rule.target(everywhere[rows, end]))
-    accepted = at + found
-    last = sample(rest, u[rows, accepted])
+    comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
+    draws = draw(host, batch, comb)
 
-    steps = torch.arange(F + 2, device=host.device)
-    new = torch.nn.functional.pad(codes, (0, 2))
-    new = torch.where(found.unsqueeze(1) & (steps == count), sibling, new)
-    new = torch.where(steps == accepted.unsqueeze(1), last.unsqueeze(1), new)
-    host.commit(batch, new, (steps < accepted.unsqueeze(1)).float())
-    if D:
-        path = torch.where(found.unsqueeze(1) & (steps[: D + 1] == count + 1), end.unsqueeze(1), steps[: D + 1])
-        host.compact(batch, path)
+    window = _draft(host, batch, comb, rule, draws)
+    P = _verify(host, batch, comb, rule, window)
+    on_path = _judge_path(rule, window, P, draws, near)
+    room = host.seq_len - batch.known_t
+    verdict = _judge(rule, comb, window, P, on_path, draws, room, near)
+    _commit(host, batch, comb, window, verdict, draws)
+    codes = _redraw_path(rule, window, P, on_path, draws, request.continuation)
+    _slide(host, batch, codes, P, verdict.accepted, draws)
 
-    # the tail: kept or drawn again, by the exact rule whatever the request's, so that its law is P's
+    accepted = torch.arange(comb.path, device=host.device) < verdict.accepted.unsqueeze(1)
+    return host.finish(batch, verdict.accepted, verdict.bound, verdict.judged, accepted)
+
+
+def _draft(host: VQHost, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
+    """The window that the round before left, and siblings beside it; a new request's is filled with random codes."""
+    vocabulary = host.config.vocab_size
+    codes, Q = (kept[batch.slot] for kept in kept_windows(host, comb.path))
+    is_new = (batch.iteration == 0).unsqueeze(1)
+    codes = torch.where(is_new, draws.fill[:, : comb.path], codes)
+    Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)
+
+    # proactive drafting (section 4.1): K candidates without replacement, of which the path's code is the first
+    if not comb.depth:
+        return Window(codes, Q, codes.new_empty(len(codes), 0, 0))
+    shallow = slice(comb.depth)
+    left = without(Q[:, shallow], codes[:, shallow])
+    if not rule.greedy:
+        return Window(codes, Q, draw_siblings(left, draws.siblings))
+    siblings = likeliest(left, comb.siblings.shape[1])
+    possible = left.gather(-1, siblings.clamp(min=0)) > 0
+    return Window(codes, Q, torch.where(possible, siblings, -1))
+
+
+def _verify(host: VQHost, batch: Batch, comb: Comb, rule: Rule, window: Window) -> Tensor:
+    """P [B, N, V], the target's distribution after each node: one forward (line 2)."""
+    root = host.last(batch, 1)[0]
+    nodes = torch.cat([root, window.codes, window.siblings.flatten(1)], 1)
+    features = host.features(batch, nodes, depth=comb.shape.depth, sees=comb.shape.sees)
+    return host.distributions(batch, features, soft=rule.greedy)
+
+
+def _judge_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tensor | None = None) -> Judged:
+    """Judges every code of the first path on its own, with p_i = P after the old codes before it (lines 5 to 8)."""
+    path = window.codes.shape[1]
+    depth = torch.arange(1, path + 1, device=P.device)
+    codes, uniforms = window.codes.unsqueeze(-1), draws.path.unsqueeze(-1)
+    return judge_siblings(rule, P[:, :path], window.Q, codes, uniforms, depth, near)
+
+
+def _judge(
+    rule: Rule,
+    comb: Comb,
+    window: Window,
+    P: Tensor,
+    on_path: Judged,
+    draws: Draws,
+    room: Tensor,
+    near: Tensor | None,
+) -> Verdict:
+    """The longest accepted prefix of the first path, and what becomes of the siblings behind it.
+
+    `room`: int64 [B], codes that are still to come: no more are judged.
+    """
+    # the longest accepted prefix (section 3.3)
+    levels = torch.arange(comb.path, device=P.device)
+    accepted = (on_path.index == 0) & (levels < room.unsqueeze(1))
+    prefix = accepted.int().cumprod(1).sum(1)
+    rejected = prefix < room.clamp(max=comb.path)
+    judged = levels < (prefix + rejected).unsqueeze(1)
+    bound = (on_path.bound * judged).sum(1)
+
+    # beside the rejected code
+    residual = P[:, : comb.path] if rule.greedy else on_path.residual
+    sibling, node, beside = _judge_beside(rule, comb, window, residual, prefix, rejected, draws, near)
+    found = sibling >= 0
+
+    # the code after the accepted ones
+    each = torch.arange(len(P), device=P.device)
+    node = torch.where(found, node, prefix)
+    all_rejected = (rejected & ~found).unsqueeze(1)
+    rest = torch.where(all_rejected, beside.residual, rule.target(P[each, node]))
+    bound = bound + beside.bound
+    return Verdict(prefix, sibling, prefix + found, node, rest, judged, bound)
+
+
+def _judge_beside(
+    rule: Rule,
+    comb: Comb,
+    window: Window,
+    residual: Tensor,
+    prefix: Tensor,
+    rejected: Tensor,
+    draws: Draws,
+    near: Tensor | None,
+) -> tuple[Tensor, Tensor, Judged]:
+    """Judges the siblings of rejected codes: the accepted one's code, -1 for none, and node, int64 [B].
+
+    `residual`: [B, F, V], what the rejection of a code leaves of P (appendix A.3, eq. 8 with k = 1).
+    """
+    each = torch.arange(len(prefix), device=prefix.device)
+    level = prefix.clamp(max=comb.path - 1)
+    residual = residual[each, level]
+    if not comb.depth:
+        none = torch.full_like(prefix, -1)
+        no_bound = residual.new_zeros(len(prefix))
+        return none, none, Judged(none, rule.target(residual), no_bound)
+
+    row = prefix.clamp(max=comb.depth - 1)
+    has_siblings = rejected & (prefix < comb.depth)
+    siblings = window.siblings[each, row]
+    candidates = torch.where(has_siblings.unsqueeze(1), siblings, -1)
+    left = without(window.Q[each, level], window.codes[each, level])  # eq. 7 with k = 2
+    judged = judge_siblings(rule, residual, left, candidates, draws.beside[each, row], level + 1, near)
+
+    chosen = judged.index.clamp(min=0)
+    code = torch.where(judged.index >= 0, candidates[each, chosen], -1)
+    return code, comb.siblings[row, chosen], judged
+
+
+def _commit(host: VQHost, batch: Batch, comb: Comb, window: Window, verdict: Verdict, draws: Draws) -> None:
+    """Commits the accepted prefix, the sibling after it if one was accepted, and one code more."""
+    prefix, sibling, accepted, node, rest, _, _ = (part.unsqueeze(1) for part in verdict)
+    last = sample(rest, draws.codes.gather(1, accepted))
+
+    steps = torch.arange(comb.path + 2, device=host.device)
+    codes = functional.pad(window.codes, (0, 2))
+    codes = torch.where((sibling >= 0) & (steps == prefix), sibling, codes)
+    codes = torch.where(steps == accepted, last, codes)
+    host.commit(batch, codes, heat=(steps < accepted).float())
+
+    if comb.depth:  # a sibling's keys and values go where those of the rejected code are
+        nodes = steps[: comb.depth + 1]
+        moved = (sibling >= 0) & (nodes == prefix + 1)
+        host.compact(batch, torch.where(moved, node, nodes))
+
+
+def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: Draws, continuation: bool) -> Tensor:
+    """Codes int64 [B, F] that follow P, for the next round's window.
+
+    SJD draws them all (section 3.3). Adaptive continuation keeps those that are accepted, and draws the others from
+    what the rejection leaves of P (section 4.2, lines 8 to 11).
+    """
+    path = window.codes.shape[1]
+    u = draws.codes[:, :path]
+    # always by the exact rule: codes that a relaxed one keeps do not follow P, which the next round takes for their Q
     exact = Rule(greedy=rule.greedy)
-    if request.continuation:
-        again = first
-        if rule.name != "exact":
-            again = judge_siblings(exact, P, Q, codes.unsqueeze(-1), coins[:, 1 : F + 1, None], levels + 1)
-        tail = torch.where(again.index == 0, codes, sample(again.residual, u[:, :F]))
-    else:
-        tail = sample(exact.target(P), u[:, :F])
-    source = levels + accepted.unsqueeze(1) + 1
-    inside = source < F
-    source = source.clamp(max=F - 1)
-    filled = anything.gather(1, levels + accepted.unsqueeze(1) + 1)
-    windows.codes[batch.slot] = torch.where(inside, tail.gather(1, source), filled)
-    shifted = P.gather(1, source.unsqueeze(-1).expand(-1, -1, vocabulary))
-    windows.Q[batch.slot] = torch.where(inside.unsqueeze(-1), shifted, 1 / vocabulary)
-
-    judged = levels < torch.minimum(count + refused.unsqueeze(1), room)
-    bound = (first.bound * judged).sum(1) + second.bound
-    return account(host, batch, accepted, bound, judged, levels < accepted.unsqueeze(1))
+    if not continuation:
+        return sample(exact.target(P[:, :path]), u)
+    if rule.name != "exact":
+        on_path = _judge_path(exact, window, P, draws)
+    return torch.where(on_path.index == 0, window.codes, sample(on_path.residual, u))
 
 
-def _siblings(c: Comb, rule: Rule, codes: Tensor, Q: Tensor, u: Tensor) -> Tensor:
-    """Candidates beside the first path's [B, D, K - 1], drawn from what it leaves of Q without replacement."""
-    depth, beside = c.siblings.shape
-    if not c.depth:
-        return codes.new_full((len(codes), 1, 1), -1)
-    left = without(Q[:, :depth], codes[:, :depth])
-    if rule.greedy:
-        best = left.topk(min(beside, left.shape[-1]))
-        found = torch.where(best.values > 0, best.indices, -1)
-        return torch.nn.functional.pad(found, (0, beside - found.shape[-1]), value=-1)
-    return draw_siblings(left, u.unflatten(1, c.siblings.shape))
+def _slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
+    """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
+    path, vocabulary = codes.shape[1], P.shape[-1]
+    kept_codes, kept_Q = kept_windows(host, path)
+    first = accepted.unsqueeze(1) + 1
+    place = first + torch.arange(path, device=host.device)  # in the old window
+    following = torch.cat([codes, draws.fill[:, path:]], 1)
+    kept_codes[batch.slot] = following.gather(1, place)
+
+    source = place.clamp(max=path - 1).unsqueeze(-1)
+    Q = P.gather(1, source.expand(-1, -1, vocabulary))
+    inside = (place < path).unsqueeze(-1)
+    kept_Q[batch.slot] = torch.where(inside, Q, 1 / vocabulary)
 
 
 OPTIONS = (

@@ -1,9 +1,15 @@
-"""From logits to the distribution that is sampled, the same for target and draft; always in float32 or wider."""
+"""Distributions of VQ codes: from logits, the same for target and draft, and draws from them.
+
+Probabilities are [..., V] in float32 or wider, with any leading dimensions. Uniform draws come in as arguments.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+TINY = torch.finfo(torch.float32).tiny
 
 
 def guide(logits: Tensor, scale: Tensor) -> Tensor:
@@ -11,34 +17,92 @@ def guide(logits: Tensor, scale: Tensor) -> Tensor:
     if len(logits) == 1:
         return logits[0]
     conditional, null = logits
-    return null + scale.view(-1, *[1] * (null.dim() - 1)) * (conditional - null)
+    scale = scale.view(-1, *[1] * (null.dim() - 1))
+    return null + scale * (conditional - null)
 
 
 def probabilities(logits: Tensor, temperature: Tensor, top_k: list[int], top_p: list[float]) -> Tensor:
-    """Token probabilities [B, ..., V] of logits, as LlamaGen: temperature, then top-k, then top-p of what is left.
+    """Probabilities [B, ..., V] of logits, as LlamaGen (arXiv 2406.06525): temperature, top-k, top-p of what is left.
 
     Args:
         logits: [B, ..., V]. temperature: [B], above 0.
-        top_k: the k likeliest tokens are kept, 0 keeps all; top_p: then the fewest that reach this mass, 1 keeps all.
-            Tokens as likely as the last kept one are kept too.
+        top_k: the k likeliest codes are kept, 0 keeps all; top_p: then the fewest that reach this mass, 1 keeps all.
+            Codes as likely as the last kept one are kept too.
     """
-    batch = [-1, *[1] * (logits.dim() - 1)]
-    scaled = logits / temperature.view(batch).clamp(min=1e-5)
+    per_sequence = [-1, *[1] * (logits.dim() - 1)]
+    scaled = logits / temperature.view(per_sequence).clamp(min=1e-5)
     if any(top_k) or min(top_p) < 1:
-        scaled = scaled.masked_fill(scaled < _least(scaled, top_k, top_p, batch), -torch.inf)
+        least = _least_kept(scaled, top_k, top_p, per_sequence)
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
     return scaled.softmax(-1)
 
 
-def _least(logits: Tensor, top_k: list[int], top_p: list[float], batch: list[int]) -> Tensor:
+def _least_kept(logits: Tensor, top_k: list[int], top_p: list[float], per_sequence: list[int]) -> Tensor:
     """The least logit that is kept [B, ..., 1]."""
     vocabulary = logits.shape[-1]
-    kept = [min(k, vocabulary) or vocabulary for k in top_k]
-    ordered = logits.topk(max(kept)).values
-    count = torch.tensor(kept, device=logits.device).view(batch)
-    beyond = torch.arange(max(kept), device=logits.device) >= count
+    num_kept = [min(k, vocabulary) or vocabulary for k in top_k]
+    most_kept = max(num_kept)
+    ordered = logits.topk(most_kept).values
+
+    # top-k
+    count = torch.tensor(num_kept, device=logits.device).view(per_sequence)
+    beyond = torch.arange(most_kept, device=logits.device) >= count
+
+    # top-p; where p is 1 rounding must not cut the tail, so that the limit is 2
     mass = ordered.masked_fill(beyond, -torch.inf).softmax(-1)
-    before = mass.cumsum(-1) - mass
-    # rounding must not cut the tail of who keeps everything
-    most = torch.tensor([p if p < 1 else 2 for p in top_p], device=logits.device, dtype=logits.dtype)
-    reached = before > most.view(batch)
-    return ordered.masked_fill(beyond | reached, torch.inf).amin(-1, keepdim=True)
+    mass_before = mass.cumsum(-1) - mass
+    limit = [p if p < 1 else 2 for p in top_p]
+    limit = torch.tensor(limit, device=logits.device, dtype=logits.dtype).view(per_sequence)
+    cut = beyond | (mass_before > limit)
+    return ordered.masked_fill(cut, torch.inf).amin(-1, keepdim=True)
+
+
+def point(x: Tensor, like: Tensor) -> Tensor:
+    """The point masses at codes x [...]: [..., V], of the shape and dtype of `like`."""
+    return torch.zeros_like(like).scatter(-1, x.unsqueeze(-1), 1)
+
+
+def sample(P: Tensor, u: Tensor) -> Tensor:
+    """Codes int64 [...] from weights P [..., V] and uniform draws u [...], by the inverse distribution function.
+
+    It takes one uniform draw a code, where Gumbel-max would take V. Sums are in float64, and those at codes of weight 0
+    do not count: no such code is ever returned, whatever u and the rounding.
+    """
+    sums = P.double().cumsum(-1).masked_fill(P <= 0, 0)
+    total = sums.amax(-1, keepdim=True)
+    u = u.double().clamp(max=1 - 2**-53)
+    level = u.unsqueeze(-1) * total
+    return (sums > level).int().argmax(-1)
+
+
+def without(Q: Tensor, x: Tensor) -> Tensor:
+    """Q for the sibling after codes x [...] (-1: none): [..., V], x zeroed, renormalised; 0 if nothing is left."""
+    left = _zeroed(Q, x)
+    total = left.sum(-1, keepdim=True)
+    return left / total.clamp(min=TINY)
+
+
+def _zeroed(Q: Tensor, x: Tensor) -> Tensor:
+    code = x.clamp(min=0).unsqueeze(-1)
+    absent = (x < 0).unsqueeze(-1)
+    return Q.scatter(-1, code, Q.gather(-1, code) * absent)
+
+
+def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
+    """Siblings without replacement, in the order drawn: codes [..., K] by uniform draws u [..., K].
+
+    They are -1 once Q is used up.
+    """
+    siblings = []
+    for uniform in u.unbind(-1):
+        if siblings:
+            Q = _zeroed(Q, siblings[-1])
+        left = Q.amax(-1) > 0
+        siblings.append(torch.where(left, sample(Q, uniform), -1))
+    return torch.stack(siblings, dim=-1)
+
+
+def likeliest(Q: Tensor, count: int) -> Tensor:
+    """The codes of most probability, int64 [..., count], likeliest first, -1 where the codebook has fewer."""
+    found = Q.topk(min(count, Q.shape[-1])).indices
+    return functional.pad(found, (0, count - found.shape[-1]), value=-1)

@@ -1,22 +1,20 @@
-"""Rules for drafted VQ tokens: accept x with probability f(x), else sample from G.
+"""Rules for drafted VQ codes: accept x with probability f(x), else sample from G (`cspd.discrete.acceptance`).
 
-Pure functions on probabilities [..., V], P of the target and Q of the draft, float32 or float64; any leading dimensions
-(sequences, positions, tree nodes). Coins and uniforms come in as arguments. A candidate that was chosen, not drawn, is
-a point mass: Q = 1 at that token. Sources: exact, arXiv 2211.17192; uniform-rsd and cool-sd, COOL-SD; lantern, arXiv
-2410.03355; lantern++, 2502.06352.
+A rule is a name and its parameters. Any rule judges any draft: candidates that were drawn from Q, and candidates that
+were chosen, which are point masses, Q = 1 at that code.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from cspd.discrete.acceptance import bound, exponential, linear, merge, pooled, relaxed, residual
+from cspd.discrete.probabilities import point, without
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
 
@@ -51,145 +49,6 @@ RULE = Option("rule", PARAMETERS, "how drafted codes are accepted", default="exa
 DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
 MOST_DEPTHS = 2**16  # of a chain or tree
 WINDOW_CAP = 8  # L of a schedule over a Jacobi window: at its 64, omega_1 would be 32 delta, blind acceptance
-TINY = torch.finfo(torch.float32).tiny
-MOST_AT_ONCE = 2**22  # numbers gathered, or distances, at a time
-
-
-def relaxed(P: Tensor, Q: Tensor, omega: Tensor | float) -> Tensor:
-    """f = min(1, omega P / Q) [..., V], omega a number or [..., 1]: 1 is exact, delta uniform-rsd, omega_i cool-sd."""
-    return _ratio(omega * P, Q)
-
-
-def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor, x: Tensor | None = None) -> Tensor:
-    """f = min(1, (P + absorbed) / Q) [..., V]: lantern with limit = delta everywhere, lantern++ with lam P.
-
-    The authors' lantern++ has (lambda - 1) P: its lambda = 2 is lam = 1 here.
-
-    Args:
-        near, limit: as in `absorbed`. x: [...], the tokens whose f alone is wanted: other entries mean nothing.
-    """
-    return _ratio(P + absorbed(P, near, limit) if x is None else merge(P, x, near, limit), Q)
-
-
-def _ratio(mass: Tensor, Q: Tensor) -> Tensor:
-    # 0 / 0 is 0: what the target never emits is never accepted
-    return (mass / Q).clamp(max=1).nan_to_num(nan=0.0)
-
-
-def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """The mass that each x takes over [..., V]: its neighbours', nearest first, until the sum would reach limit(x).
-
-    Args:
-        near: int64 [V, k] by `neighbours`, taken in chunks of rows. limit: [..., V].
-    """
-    rows = max(1, MOST_AT_ONCE * len(near) // max(1, P.numel() * near.shape[1]))
-    parts = []
-    for block, most in zip(near.split(rows), limit.split(rows, dim=-1)):
-        # the k-th neighbours of all x side by side: vectors are long then
-        sums = P.index_select(-1, block.T.flatten()).unflatten(-1, block.T.shape).cumsum(-2)
-        parts.append(sums.masked_fill_(sums >= most.unsqueeze(-2), 0).amax(-2))
-    return torch.cat(parts, dim=-1)
-
-
-def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """P_A [..., V]: P where tokens x [...] have taken over what they absorb; near, limit: as in `absorbed`."""
-    block, x = near[x], x.unsqueeze(-1)
-    mass = P.gather(-1, block)
-    moved = mass * (mass.cumsum(-1) < limit.gather(-1, x))
-    return P.scatter(-1, block, mass - moved).scatter_add(-1, x, moved.sum(-1, keepdim=True))
-
-
-def residual(P: Tensor, Q: Tensor, f: Tensor | float) -> Tensor:
-    """G* = norm([P - Q f]+) [..., V], P where that is 0: no G brings the law of what is committed nearer to P.
-
-    With f = 1 it is the papers' norm([P - Q]+): the same if f >= min(1, P / Q) everywhere, else farther from P.
-    """
-    return _norm((P - Q * f).clamp(min=0), P)
-
-
-def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
-    """The total variation between P and what one judgement commits, the local term of COOL-SD's Theorem 2: [...].
-
-    Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the token that was rejected.
-    """
-    law = Q * f if G is None else Q * f + (Q * (1 - f)).sum(-1, keepdim=True) * G
-    return (law - P).clamp(min=0).sum(-1)
-
-
-def without(Q: Tensor, x: Tensor) -> Tensor:
-    """Q for the sibling after tokens x [...] (-1: none): [..., V], x zeroed, renormalised; 0 if nothing is left."""
-    left = _zeroed(Q, x)
-    return left / left.sum(-1, keepdim=True).clamp(min=TINY)
-
-
-def _zeroed(Q: Tensor, x: Tensor) -> Tensor:
-    token = x.clamp(min=0).unsqueeze(-1)
-    return Q.scatter(-1, token, Q.gather(-1, token) * (x < 0).unsqueeze(-1))
-
-
-def _norm(weights: Tensor, otherwise: Tensor) -> Tensor:
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total, otherwise)
-
-
-def point(x: Tensor, like: Tensor) -> Tensor:
-    """The point masses at tokens x [...]: [..., V], of the shape and dtype of `like`."""
-    return torch.zeros_like(like).scatter(-1, x.unsqueeze(-1), 1)
-
-
-def sample(P: Tensor, u: Tensor) -> Tensor:
-    """Tokens int64 [...] from weights P [..., V] and uniforms u [...], by the inverse distribution function.
-
-    It takes one uniform a draw, where Gumbel-max would take V. Sums are in float64, and those at tokens of weight 0 do
-    not count: no such token is ever returned, whatever u and the rounding.
-    """
-    sums = P.double().cumsum(-1).masked_fill(P <= 0, 0)
-    level = u.double().clamp(max=1 - 2**-53).unsqueeze(-1) * sums.amax(-1, keepdim=True)
-    return (sums > level).int().argmax(-1)
-
-
-def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
-    """Siblings without replacement, in the order drawn: uniforms [..., K] to tokens [..., K], -1 once Q is used up."""
-    drawn = []
-    for i, uniform in enumerate(u.unbind(-1)):
-        Q = _zeroed(Q, drawn[-1]) if i else Q
-        drawn.append(torch.where(Q.amax(-1) > 0, sample(Q, uniform), -1))
-    return torch.stack(drawn, dim=-1)
-
-
-def exponential(depth: Tensor | int, delta: float, length: int, nu: float = 0.7) -> Tensor | float:
-    """omega_i = delta exp(-nu i - mu) at depths i in 1 .. length, with mu such that delta is its mean over them."""
-    total = sum(math.exp(-nu * i) for i in range(length))
-    return delta * length / total * math.exp(-nu) ** (depth - 1)
-
-
-def linear(depth: Tensor | int, delta: float, length: int, ell: int = 8) -> Tensor | float:
-    """As `exponential`, with omega_i in proportion to ell - i; ValueError where the last would not be above 0."""
-    if length >= ell:
-        raise ValueError(f"linear schedule: length={length} must be below ell={ell}; or take the exponential one")
-    return delta * length * (ell - depth) / sum(ell - i for i in range(1, length + 1))
-
-
-def neighbours(codebook: Tensor, k: int, metric: str = "l2") -> Tensor:
-    """The k nearest others of each code, all of them if fewer: int64 [V, k], nearest first, lower index at ties.
-
-    Args:
-        codebook: [V, c], the vectors that the decoder receives: for LlamaGen the l2-normalised codes.
-        k: >= 1. metric: "l2" or "cosine"; else ValueError.
-    """
-    if metric not in METRICS or k < 1:
-        raise ValueError(f"metric={metric!r}, k={k}: give one of {', '.join(METRICS)}, and k of at least 1")
-    vectors = functional.normalize(codebook, dim=-1) if metric == "cosine" else codebook
-    near, start, k = [], 0, min(k, len(vectors) - 1)
-    index = torch.arange(len(vectors), device=vectors.device)
-    for rows in vectors.split(max(1, MOST_AT_ONCE // len(vectors))):
-        # no matrix product: its rounding would reorder close neighbours
-        distance = torch.cdist(rows, vectors, compute_mode="donot_use_mm_for_euclid_dist")
-        distance.diagonal(start).fill_(math.inf)
-        key = distance.float().view(torch.int32).long() << 32 | index  # in the order of (distance, index)
-        near.append(key.topk(k, largest=False).values & 0xFFFFFFFF)
-        start += len(rows)
-    return torch.cat(near)
 
 
 @dataclass(frozen=True)
@@ -263,27 +122,37 @@ class Rule:
             x: [...], the candidates if they are point masses: a rule that pools then computes f at x alone.
         """
         if self.greedy:
-            return self.target(merge(P, x, *self._pool(P, near)) if self.pools else P)
-        return pooled(P, Q, *self._pool(P, near), x) if self.pools else relaxed(P, Q, self.omega(depth))
+            return self.target(self._merged(P, x, near) if self.pools else P)
+        if self.pools:
+            return pooled(P, Q, *self._pool(P, near), x)
+        return relaxed(P, Q, self.omega(depth))
 
     def resample(self, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor | None = None) -> Tensor:
         """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`."""
-        if self.greedy or self.optimal:
-            return self.target(P) if self.greedy else residual(P, Q, f)
-        return residual(merge(P, x, *self._pool(P, near)) if self.pools else P, Q, 1.0)
+        if self.greedy:
+            return self.target(P)
+        if self.optimal:
+            return residual(P, Q, f)
+        return residual(self._merged(P, x, near) if self.pools else P, Q, 1.0)
 
     def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         """What judging a candidate adds to the bound on the total variation [...]; the cap at 1 is the caller's."""
         if self.name == "exact":
             return torch.zeros_like(P[..., 0])
-        # where omega < 1 the shortcut is biased though Q f <= P
-        shortcut = self.name == "cool-sd" and not (self.optimal or self.greedy)
-        return bound(self.target(P), Q, f, residual(P, Q, 1.0) if shortcut else None)
+        # cool-sd's own G is biased where omega < 1, though Q f <= P there
+        own = self.name == "cool-sd" and not (self.optimal or self.greedy)
+        return bound(self.target(P), Q, f, residual(P, Q, 1.0) if own else None)
+
+    def _merged(self, P: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
+        """P_A [..., V] of codes x [...]."""
+        return merge(P, x, *self._pool(P, near))
 
     def _pool(self, P: Tensor, near: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Neighbours int64 [V, k] and the mass that stays above what they give [..., V]."""
         if near is None or near.shape[1] < min(self.k, P.shape[-1] - 1):
             raise ValueError(f"{self.name}: give near, int64 [V, k] by `neighbours` with k of at least {self.k}")
-        return near[:, : self.k], torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
+        limit = torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
+        return near[:, : self.k], limit
 
 
 @functools.lru_cache(maxsize=256)
@@ -317,8 +186,12 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
 
 
 class Judged(NamedTuple):
-    """Of K siblings: index, int64 [...], of the one accepted, or -1; residual [..., V], to sample from if none was; and
-    bound [...], the sum over those that were judged."""
+    """What became of K siblings.
+
+    Attributes:
+        index: int64 [...], of the one accepted, or -1. residual: [..., V], to sample from if none was.
+        bound: [...], the rule's local bounds, summed over those that were judged.
+    """
 
     index: Tensor
     residual: Tensor
@@ -330,28 +203,40 @@ def judge_siblings(
     P: Tensor,
     Q: Tensor | None,
     candidates: Tensor,
-    coins: Tensor,
+    uniforms: Tensor,
     depth: Tensor | int = 1,
     near: Tensor | None = None,
 ) -> Judged:
     """Judges candidates for one place in their order, each against what the rejection of those before it leaves of P.
 
+    Siblings as in SJD-PAC (arXiv 2603.18599), eq. 7 for Q and eq. 8 for P, by any rule.
+
     Args:
         P: [..., V]. Q: [..., V], which they were drawn from without replacement, in this order; None: point masses.
         candidates: int64 [..., K], -1 where there is none; K = 1 for the positions of a chain or a Jacobi window.
-        coins: uniform [..., K]. depth, near: as in `Rule.accept`.
+        uniforms: uniform draws [..., K]: a candidate is accepted where its draw is below f.
+        depth, near: as in `Rule.accept`.
     """
     points = Q is None or rule.greedy
-    index, total = candidates.new_full(candidates.shape[:-1], -1), torch.zeros_like(P[..., 0])
-    for i, (x, coin) in enumerate(zip(candidates.unbind(-1), coins.unbind(-1))):
-        judged, token = (index < 0) & (x >= 0), x.clamp(min=0)
-        q = point(token, P) if points else Q
-        f = rule.accept(P, q, depth, near, token if points else None)
-        taken = judged & (coin < f.gather(-1, token.unsqueeze(-1)).squeeze(-1))
-        index = torch.where(taken, i, index)
+    last = candidates.shape[-1] - 1
+    index = candidates.new_full(candidates.shape[:-1], -1)
+    total = torch.zeros_like(P[..., 0])
+    for i, (x, uniform) in enumerate(zip(candidates.unbind(-1), uniforms.unbind(-1))):
+        judged = (index < 0) & (x >= 0)
+        code = x.clamp(min=0)
+        q = point(code, P) if points else Q
+
+        # accept x with probability f(x)
+        f = rule.accept(P, q, depth, near, code if points else None)
+        f_of_x = f.gather(-1, code.unsqueeze(-1)).squeeze(-1)
+        accepted = judged & (uniform < f_of_x)
+        index = torch.where(accepted, i, index)
         total = total + torch.where(judged, rule.bound(P, q, f), 0)
+
+        # what its rejection leaves for the next
         if not rule.greedy:
-            P = torch.where(judged.unsqueeze(-1), rule.resample(P, q, f, token, near), P)
-        if not points and i + 1 < candidates.shape[-1]:
+            left = rule.resample(P, q, f, code, near)
+            P = torch.where(judged.unsqueeze(-1), left, P)
+        if not points and i < last:
             Q = without(Q, x)
     return Judged(index, rule.target(P), total)

@@ -1,4 +1,4 @@
-"""Trees of drafted codes: shapes, and the walk from the root along what a rule accepts. Pure functions on tensors.
+"""Trees of drafted codes: shapes, and the walk from the root along accepted codes. Pure functions on tensors.
 
 Node 0, the root, is the last committed code (or the class); every other node is a drafted code after its parent. A
 parent comes before its children. Shapes are [N] where all sequences of a batch share them, or [B, N].
@@ -50,20 +50,26 @@ def shape_of(parent: Tensor, widths: Sequence[int], chain: bool = False) -> Shap
     height, most_children = len(widths), max(widths)
     num = parent.shape[-1]
     index = torch.arange(num, device=parent.device)
-    up = parent.clamp(min=0)
+    is_child = parent >= 0
+
+    # up from every node at once, a generation a turn
     sees = (index == index.unsqueeze(1)).expand(*parent.shape, num).clone()
     depth, ancestor = torch.zeros_like(parent), parent
     for _ in range(height):
         sees |= index == ancestor.unsqueeze(-1)
         depth += ancestor >= 0
-        ancestor = torch.where(ancestor >= 0, parent.gather(-1, ancestor.clamp(min=0)), -1)
-    same = (parent.unsqueeze(-1) == parent.unsqueeze(-2)) & (index < index.unsqueeze(1))
-    rank = same.sum(-1)
-    children = parent.new_full((*parent.shape, most_children + 1), -1)  # the last column takes what the root has not
-    flat = torch.where(parent >= 0, up * (most_children + 1) + rank, most_children)
-    children = children.flatten(-2).scatter(-1, flat, torch.where(parent >= 0, index, -1))
-    children = children.unflatten(-1, (num, -1))[..., :most_children]
-    return Shape(parent, depth, children, sees, widths, chain)
+        above = parent.gather(-1, ancestor.clamp(min=0))
+        ancestor = torch.where(ancestor >= 0, above, -1)
+
+    # a node's rank among its siblings is how many of them come before it
+    siblings = parent.unsqueeze(-1) == parent.unsqueeze(-2)
+    rank = (siblings & (index < index.unsqueeze(1))).sum(-1)
+    # written flat; a spare column takes the root, which is no child
+    columns = most_children + 1
+    flat = torch.where(is_child, parent.clamp(min=0) * columns + rank, most_children)
+    children = parent.new_full((*parent.shape, columns), -1).flatten(-2)
+    children = children.scatter(-1, flat, torch.where(is_child, index, -1)).unflatten(-1, (num, -1))
+    return Shape(parent, depth, children[..., :most_children], sees, widths, chain)
 
 
 def chain(length: int, device: torch.device) -> Shape:
@@ -76,59 +82,71 @@ class Verified(NamedTuple):
 
     Attributes:
         count: int64 [B], drafted codes accepted. path: int64 [B, height], their nodes, 0 beyond count.
-        rest: [B, V], the distribution of the code after them. refused: bool [B], whether candidates were judged for it.
+        rest: [B, V], the distribution of the code after them.
+        rejected: bool [B], whether candidates were judged for that place, and all rejected.
         judged: bool [B, height], whether candidates of a depth were. bound: [B], the sum of the rule's local bounds.
     """
 
     count: Tensor
     path: Tensor
     rest: Tensor
-    refused: Tensor
+    rejected: Tensor
     judged: Tensor
     bound: Tensor
 
 
-def verify(
+def walk(
     rule: Rule,
     shape: Shape,
-    tokens: Tensor,
+    codes: Tensor,
     P: Tensor,
     Q: Tensor | None,
-    coins: Tensor,
+    uniforms: Tensor,
     room: Tensor,
     near: Tensor | None = None,
 ) -> Verified:
     """Walks from the root along accepted codes; every depth is one judgement of siblings, for the whole batch.
 
     Args:
-        tokens: int64 [B, N]; the root's is not read. P: [B, N, V], the target's distribution after each node.
+        codes: int64 [B, N]; the root's is not read. P: [B, N, V], the target's distribution after each node.
         Q: [B, N, V], from which a node's children were drawn without replacement; None where they were chosen.
-        coins: uniform [B, N], of each node. room: int64 [B], codes that are still to come: no more are judged.
+        uniforms: uniform draws [B, N], of each node. room: int64 [B], codes still to come: no more are judged.
         near: int64 [V, k], for rules that pool.
     """
-    batch = torch.arange(len(tokens), device=tokens.device)
-    node, alive = torch.zeros_like(batch), torch.ones_like(batch, dtype=torch.bool)
-    children = shape.children.expand(len(tokens), -1, -1)
-    count, bound = torch.zeros_like(batch), torch.zeros_like(P[:, 0, 0])
-    here = P[:, 0]
-    refused, rest, path, judged = ~alive, rule.target(here), [], []
+    each = torch.arange(len(codes), device=codes.device)
+    children = shape.children.expand(len(codes), -1, -1)
+    node = torch.zeros_like(each)
+    P_here = P[:, 0]
+    alive = torch.ones_like(each, dtype=torch.bool)  # every depth so far was accepted
+    count, bound = torch.zeros_like(each), torch.zeros_like(P[:, 0, 0])
+    rest, rejected = rule.target(P_here), ~alive
+    path, judged = [], []
     for depth, width in enumerate(shape.widths, 1):
         alive = alive & (depth <= room)
-        nodes = children[batch, node, :width]
-        present = nodes >= 0
-        siblings = torch.where(present, tokens.gather(1, nodes.clamp(min=0)), -1)
-        q = None if Q is None else Q[batch, node]
-        outcome = judge_siblings(rule, here, q, siblings, coins.gather(1, nodes.clamp(min=0)), depth, near)
-        taken = alive & (outcome.index >= 0)
+
+        # the candidates: this node's children
+        siblings = children[each, node, :width]
+        present = siblings >= 0
+        column = siblings.clamp(min=0)
+        candidates = torch.where(present, codes.gather(1, column), -1)
+        Q_here = None if Q is None else Q[each, node]
+        outcome = judge_siblings(rule, P_here, Q_here, candidates, uniforms.gather(1, column), depth, near)
         looked = alive & present.any(-1)
-        bound = bound + torch.where(alive, outcome.bound, 0)
-        chosen = nodes.gather(1, outcome.index.clamp(min=0).unsqueeze(1)).squeeze(1)
-        node = torch.where(taken, chosen, node)
-        here = P[batch, node]
+        accepted = alive & (outcome.index >= 0)
+
+        # go on at the accepted one
+        chosen = siblings.gather(1, outcome.index.clamp(min=0).unsqueeze(1)).squeeze(1)
+        node = torch.where(accepted, chosen, node)
+        P_here = P[each, node]
+
+        # what comes after: the target's own distribution, or what the rejections left of it
         rest = torch.where(alive.unsqueeze(-1), outcome.residual, rest)
-        rest = torch.where(taken.unsqueeze(-1), rule.target(here), rest)
-        refused = torch.where(alive, looked & ~taken, refused)
-        path.append(torch.where(taken, chosen, 0))
+        rest = torch.where(accepted.unsqueeze(-1), rule.target(P_here), rest)
+        rejected = torch.where(alive, looked & ~accepted, rejected)
+
+        bound = bound + torch.where(alive, outcome.bound, 0)
+        count = count + accepted
+        path.append(torch.where(accepted, chosen, 0))
         judged.append(looked)
-        count, alive = count + taken, taken
-    return Verified(count, torch.stack(path, 1), rest, refused, torch.stack(judged, 1), bound)
+        alive = accepted
+    return Verified(count, torch.stack(path, 1), rest, rejected, torch.stack(judged, 1), bound)

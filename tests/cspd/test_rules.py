@@ -1,6 +1,6 @@
-"""Accept and resample: the law of what is committed by exact enumeration, bounds, siblings, pooling, schedules.
+"""Accept and resample: the distribution of what is committed, enumerated; bounds, siblings, pooling, schedules.
 
-Nothing is drawn: the probability of each outcome is found by bisecting the coins that `judge_siblings` is given.
+Nothing is drawn: the probability of each outcome is found by bisecting the uniform draws of `judge_siblings`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,10 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-from cspd.discrete import rules
-from cspd.discrete.rules import (
-    Rule,
-    absorbed,
-    bound,
-    draw_siblings,
-    exponential,
-    judge_siblings,
-    linear,
-    merge,
-    neighbours,
-    point,
-    pooled,
-    relaxed,
-    residual,
-    sample,
-    without,
-)
+from cspd.discrete import acceptance, rules
+from cspd.discrete.acceptance import absorbed, bound, exponential, linear, merge, pooled, relaxed, residual
+from cspd.discrete.neighbours import neighbours
+from cspd.discrete.rules import Rule, judge_siblings
 
 RULES = {
     "exact": Rule(),
@@ -83,25 +69,25 @@ def tv(a, b):
 def outcomes(rule, P, Q, candidates, depth=1):
     """(probability [..., K] that each candidate is accepted, residual if none is [..., V], mean bound [...])."""
     rejected = torch.ones_like(candidates, dtype=P.dtype)
-    judge = lambda coins: judge_siblings(rule, P, Q, candidates, coins, depth, near(P.shape[-1]))  # noqa: E731
+    judge = lambda uniforms: judge_siblings(rule, P, Q, candidates, uniforms, depth, near(P.shape[-1]))  # noqa: E731
     none, accepted = judge(rejected), []
     left, mean = torch.ones_like(none.bound), torch.zeros_like(none.bound)
     for k in range(candidates.shape[-1]):
-        coin = lambda level: torch.cat([rejected[..., :k], level.unsqueeze(-1), 0 * rejected[..., k + 1 :]], -1)  # noqa: B023, E731
+        at = lambda level: torch.cat([rejected[..., :k], level.unsqueeze(-1), 0 * rejected[..., k + 1 :]], -1)  # noqa: B023, E731
         low, high = torch.zeros_like(left), torch.ones_like(left)
         for _ in range(40):
             middle = (low + high) / 2
-            below = judge(coin(middle)).index == k
+            below = judge(at(middle)).index == k
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         f = (low + high) / 2
         accepted.append(left * f)
-        mean = mean + accepted[-1] * judge(coin(torch.zeros_like(f))).bound
+        mean = mean + accepted[-1] * judge(at(torch.zeros_like(f))).bound
         left = left * (1 - f)
     return torch.stack(accepted, -1), none.residual, mean + left * none.bound
 
 
 def commit(rule, P, Q, K, depth=1, arrange=None):
-    """(law of the accepted token, of the resampled one, [..., V] each, mean bound) over all draws of K siblings from Q.
+    """(distribution of the accepted code, of the resampled one, [..., V] each, mean bound) over all K siblings from Q.
 
     `arrange` reorders the candidates [..., n, K] before they are judged.
     """
@@ -142,13 +128,13 @@ def test_one_token(name, depth):
 def test_no_resampling_beats_the_optimal_one(omega):
     P, Q = pairs()
     f = relaxed(P, Q, omega)
-    law = lambda G: Q * f + (1 - (Q * f).sum(-1, keepdim=True)) * G  # noqa: E731
-    optimal, shortcut = (tv(law(G), P) for G in (residual(P, Q, f), residual(P, Q, 1.0)))
+    committed = lambda G: Q * f + (1 - (Q * f).sum(-1, keepdim=True)) * G  # noqa: E731
+    optimal, shortcut = (tv(committed(G), P) for G in (residual(P, Q, f), residual(P, Q, 1.0)))
     assert torch.allclose(optimal, bound(P, Q, f), atol=1e-12)
     assert torch.allclose(shortcut, bound(P, Q, f, residual(P, Q, 1.0)), atol=1e-12)
     assert (optimal <= shortcut + 1e-12).all()
     for seed in range(20):
-        assert (optimal <= tv(law(random(*P.shape, seed=seed).softmax(-1)), P) + 1e-12).all()
+        assert (optimal <= tv(committed(random(*P.shape, seed=seed).softmax(-1)), P) + 1e-12).all()
     overlap = (torch.minimum(P, Q).sum(-1) > 0.01) & (tv(P, Q) > 1e-3) & (P.amax(-1) < 0.999)
     if omega < 1:
         assert optimal.max() < 1e-12 and (shortcut[overlap] > 1e-6).all() and shortcut.max() > 0.1
@@ -162,7 +148,7 @@ TREES = {"chain": (4, 3, 1, False), "tree": (3, 2, 2, False), "chosen": (3, 2, 2
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", RULES)
 def test_whole_sequences(name, tree):
-    """Rounds of gamma drafted levels of K siblings and a bonus token: TV from the target is below the mean bound."""
+    """Rounds of gamma drafted levels of K siblings and a code more: TV from the target is below the mean bound."""
     rule, V, (length, gamma, K, chosen) = RULES[name], 4, TREES[tree]
     logits = [1.5 * random(V**n, V, seed=n) for n in range(length)]
     target = [logit.softmax(-1) for logit in logits]
@@ -170,11 +156,11 @@ def test_whole_sequences(name, tree):
     target[-1][::3, 1] = 0
     target[-1] /= target[-1].sum(-1, keepdim=True)
 
-    # laws of what follows a prefix [V^n, V^(length - n)], and bounds, by the depth of the next token; from the end
-    def step(law, rest):
-        return (law.unsqueeze(-1) * rest.view(*law.shape, -1)).flatten(1)
+    # what follows a prefix, [V^n, V^(length - n)], and bounds, by the depth of the next code; from the end
+    def step(now, rest):
+        return (now.unsqueeze(-1) * rest.view(*now.shape, -1)).flatten(1)
 
-    wanted, laws = torch.ones(V**length, 1).double(), [torch.ones(V**length, 1).double()] * (gamma + 1)
+    wanted, following = torch.ones(V**length, 1).double(), [torch.ones(V**length, 1).double()] * (gamma + 1)
     means = [torch.zeros(V**length).double()] * (gamma + 1)
     for P, Q in zip(target[::-1], draft[::-1]):
         goal, now, cost = rule.target(P), [], []
@@ -182,12 +168,12 @@ def test_whole_sequences(name, tree):
             top = Q.topk(K).indices
             made = commit_chosen(rule, P, top, depth) if chosen else commit(rule, P, Q, K, depth)
             taken, resampled, mean = made
-            now.append(step(taken, laws[depth]) + step(resampled, laws[0]))
+            now.append(step(taken, following[depth]) + step(resampled, following[0]))
             cost.append(mean + (taken * means[depth].view(-1, V) + resampled * means[0].view(-1, V)).sum(-1))
-        laws, means = [*now, step(goal, laws[0])], [*cost, (goal * means[0].view(-1, V)).sum(-1)]
+        following, means = [*now, step(goal, following[0])], [*cost, (goal * means[0].view(-1, V)).sum(-1)]
         wanted = step(goal, wanted)
-    distance = tv(laws[0], wanted).item()
-    assert laws[0].sum().item() == pytest.approx(1, abs=1e-9)
+    distance = tv(following[0], wanted).item()
+    assert following[0].sum().item() == pytest.approx(1, abs=1e-9)
     assert distance <= means[0].item() + 1e-9
     assert distance < 1e-9 if name in EXACT else distance > 0.01
 
@@ -236,7 +222,7 @@ def test_chosen_candidates_judged_as_if_drawn_would_be_seen():
 
 
 def slow_merge(p, x, order, limit):
-    """P_A of one token, in plain Python."""
+    """P_A of one code, in plain Python."""
     merged, mass = list(p), 0.0
     for y in order:
         if mass + p[y] >= limit:
@@ -279,7 +265,7 @@ def test_pooling_is_the_plain_loop(k, limit, monkeypatch):
     assert torch.allclose(own, residual(expected, wide(Q), 1.0))
     top = torch.tensor([[merged.index(max(merged)) for merged in rows] for rows in expected.tolist()])
     assert torch.equal(greedy.accept(wide(P), wide(Q), near=table, x=x), one_hot(top, 12).double())
-    monkeypatch.setattr(rules, "MOST_AT_ONCE", 7)
+    monkeypatch.setattr(acceptance, "MOST_AT_ONCE", 7)
     assert torch.equal(rule.accept(P, Q, near=table), f)
 
 
@@ -356,24 +342,6 @@ def test_guarantees_and_missing_neighbours():
     Rule("lantern", delta=0.2, k=100).accept(P, Q, near=near(5))  # a codebook of 5 has no more than 4 others
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("metric", rules.METRICS)
-def test_neighbours(metric, dtype, monkeypatch):
-    codebook = random(40, 4).to(dtype)
-    codebook[7], codebook[30] = codebook[21], codebook[21]
-    rows = codebook / codebook.norm(dim=-1, keepdim=True) if metric == "cosine" else codebook
-    distance = (rows[:, None] - rows).square().sum(-1).tolist()
-    expected = [sorted((d, j) for j, d in enumerate(row) if j != i) for i, row in enumerate(distance)]
-    for at_once, k in ((2**22, 5), (100, 5), (41, 39), (1, 100)):
-        monkeypatch.setattr(rules, "MOST_AT_ONCE", at_once)
-        assert neighbours(codebook, k, metric).tolist() == [[j for _, j in row[:k]] for row in expected]
-    assert neighbours(codebook, 2, metric)[[7, 21, 30]].tolist() == [[21, 30], [7, 30], [7, 21]]
-    with pytest.raises(ValueError, match="l2, cosine"):
-        neighbours(codebook, 5, "l1")
-    with pytest.raises(ValueError, match="k=0"):
-        neighbours(codebook, 0)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_batched_is_row_by_row(name):
     """Over any leading dimensions, depths that differ, and absent candidates."""
@@ -381,12 +349,12 @@ def test_batched_is_row_by_row(name):
     P, Q = (t[:12].view(3, 4, 5) for t in pairs())
     candidates = torch.rand(3, 4, 5, generator=g).argsort(-1)[..., :3]
     candidates[0, :, 1], candidates[1, 2] = -1, -1
-    coins, depth = torch.rand(3, 4, 3, generator=g), torch.arange(1, 13).view(3, 4)
+    uniforms, depth = torch.rand(3, 4, 3, generator=g), torch.arange(1, 13).view(3, 4)
     for q in (Q, None):
-        judged = judge_siblings(rule, P, q, candidates, coins, depth, near(5))
+        judged = judge_siblings(rule, P, q, candidates, uniforms, depth, near(5))
         for i, j in itertools.product(range(3), range(4)):
             present = candidates[i, j] >= 0
-            row = (P[i, j], q if q is None else q[i, j], candidates[i, j][present], coins[i, j][present])
+            row = (P[i, j], q if q is None else q[i, j], candidates[i, j][present], uniforms[i, j][present])
             index, left, total = judge_siblings(rule, *row, int(depth[i, j]), near(5))
             index = present.nonzero()[index].item() if index >= 0 else -1
             assert judged.index[i, j] == index
@@ -416,43 +384,6 @@ def test_equal_distributions_accept_everything_and_leave_P():
         assert (f == 1).all() and torch.equal(residual(P, P, f), P) and (bound(P, P, f) == 0).all()
 
 
-def test_samples_have_the_law_and_never_probability_zero():
-    weights = torch.tensor([0.0, 3, 0, 5, 7, 1, 0, 0])
-    tokens = sample((weights / 16).expand(16, -1), (torch.arange(16) + 0.5) / 16)
-    assert torch.equal(torch.bincount(tokens, minlength=8).float(), weights) and (tokens.diff() >= 0).all()
-    P = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).mul(8).softmax(-1)
-    P = P.masked_fill(P < P.quantile(0.9, dim=-1, keepdim=True), 0)
-    for u in (0.0, 2.0**-24, 0.5, 1 - 2.0**-24, 1 - 2.0**-53, 1.0):
-        tokens = sample(P, torch.full((64,), u, dtype=torch.float64))
-        assert (P.gather(-1, tokens[:, None]) > 0).all()
-    last = (P > 0).int().cumsum(-1).argmax(-1)
-    assert torch.equal(sample(P, torch.ones(64)), last)
-
-
-def test_a_parallel_sum_that_rounds_upwards_gives_no_token_of_probability_zero(monkeypatch):
-    exactly = torch.Tensor.cumsum
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda t, dim: exactly(t, dim) + 1e-15 * torch.arange(t.shape[dim]))
-    assert sample(torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 2), torch.tensor([2.0**-24, 1.0])).tolist() == [1, 3]
-    assert sample(torch.tensor([0.5, 0.0, 0.0, 0.5]), torch.tensor(0.5)) == 3
-
-
-def test_siblings_drawn_without_replacement():
-    """Counts over a grid of uniforms are those of the sequential law; what is used up gives -1."""
-    Q, grid = torch.tensor([0.5, 0.0, 0.25, 0.25]).double(), (torch.arange(12) + 0.5) / 12
-    u = torch.cartesian_prod(grid, grid, grid[:1], grid[:1])
-    drawn = draw_siblings(Q.expand(len(u), -1), u)
-    assert (drawn[:, 3] == -1).all() and (drawn[:, :3] >= 0).all() and not (drawn == 1).any()
-    pairs_drawn = drawn[:, 0] * 4 + drawn[:, 1]
-    counts = {(a, b): int((pairs_drawn == a * 4 + b).sum()) for a in range(4) for b in range(4)}
-    seen = {(0, 2): 36, (0, 3): 36, (2, 0): 24, (2, 3): 12, (3, 0): 24, (3, 2): 12}
-    assert {pair: n for pair, n in counts.items() if n} == seen
-
-
-def test_without_and_point():
-    Q = torch.tensor([[0.5, 0.1, 0.4], [0.0, 0.0, 1.0], [0.5, 0.1, 0.4]]).double()
-    left = without(Q, torch.tensor([0, 2, -1]))
-    assert torch.allclose(left, torch.tensor([[0.0, 0.2, 0.8], [0, 0, 0], [0.5, 0.1, 0.4]]).double())
-    assert point(torch.tensor([2, 0, 1]), Q).tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]]
-    # where a candidate cannot have been drawn and the target does not want it, it is refused
+def test_a_candidate_that_neither_draft_nor_target_can_emit_is_rejected():
     P = torch.tensor([0.0, 1.0, 0.0])
     assert judge_siblings(Rule(), P, torch.tensor([0.0, 0.5, 0.5]), torch.tensor([0]), torch.zeros(1)).index == -1

@@ -10,8 +10,7 @@ from toys import CLASSES, draw, request_of, toy_gpt, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import probabilities
-from cspd.discrete.rules import sample
+from cspd.discrete.probabilities import probabilities, sample
 from cspd.methods import find, names
 from cspd.noise import Purpose
 from cspd.vq import reference

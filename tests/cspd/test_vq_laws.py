@@ -1,15 +1,18 @@
-"""The law of every draft by every rule, over whole sequences: the target's own where the rule is exact, within the
+"""The distribution of whole sequences, by every draft and rule: the target's own where the rule is exact, within the
 reported bound where it is not; and what a wrong formula does to it."""
 
 import pytest
 import torch
-from toys import counts, draw, law, p_value, request_of, sequences, toy_models
+from scipy import stats
+from toys import CPU, admitted, counts, distribution, draw, host_of, p_value, request_of, sequences, toy_models
 
 from cspd.discrete import draft_verify, drafts, jacobi, rules, tree
+from cspd.methods import find
 from cspd.noise import Purpose
+from cspd.precision import Stopwatch
 
 NUM = 20_000
-SAME, OTHER = 1e-4, 1e-8  # p-values: seeds are fixed, so a right law never fails, and a wrong one is far off
+SAME, OTHER = 1e-4, 1e-8  # p-values: seeds are fixed, so the right distribution never fails, and a wrong one is far off
 SMALL = {"window": 2}  # shorter than the sequence, so that codes are appended and judged
 COMB = {"window": 4, "pd_k": 3, "pd_d": 1}  # a path of 2 and two siblings
 EXACT = {
@@ -32,7 +35,7 @@ def models():
 def test(models, method, num=NUM, **changes):
     request = request_of(method, **changes)
     codes, statistics = draw(models, request, num)
-    observed, expected = counts(codes), law(models["target"], request)
+    observed, expected = counts(codes), distribution(models["target"], request)
     return p_value(observed, expected), 0.5 * (observed / num - expected).abs().sum().item(), statistics
 
 
@@ -81,6 +84,34 @@ def test_a_bound_that_is_too_small_shows(models, monkeypatch):
     assert distance > 1.2 * sum(s.bound for s in statistics) / len(statistics)
 
 
+TAILS = {
+    "sjd": {"window": 3, "continuation": True, "rule": "uniform-rsd", "delta": 1.5},
+    "sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2, "rule": "lantern", "delta": 0.4, "k": 2},
+}
+
+
+@pytest.mark.parametrize("method", TAILS)
+def test_a_window_follows_its_recorded_distributions_whatever_the_rule(method, models):
+    """What the next round takes for Q is what the redrawn codes follow (SJD-PAC, appendix A.2): the tail of a window
+    is judged by the exact rule.
+    """
+    num, path = NUM, 3
+    host, request = host_of(models, num), request_of(method, **TAILS[method])
+    running = admitted(host, request, range(num))
+    for _ in range(2):
+        with torch.inference_mode():
+            finished = set(find(method, "VQ").run_round(host, running, Stopwatch(CPU)))
+        running = [sequence for sequence in running if sequence not in finished]
+        codes, Q = (kept[:, :-1] for kept in host.running["window", path])  # the last place is always a new one
+        # how often each code is drawn, and how likely the drawn codes are: standard normal for each place
+        every_code = torch.eye(Q.shape[-1]).expand(*Q.shape, -1)
+        of_codes = torch.cat([every_code, Q.unsqueeze(-1)], -1).double()  # [num, places, V, V + 1]
+        drawn = of_codes[torch.arange(num).unsqueeze(1), torch.arange(path - 1), codes]
+        mean, square = ((Q.unsqueeze(-1) * moment).sum(-2) for moment in (of_codes, of_codes.square()))
+        scores = (drawn - mean).sum(0) / (square - mean.square()).sum(0).sqrt()
+        assert scores.numel() * 2 * stats.norm.sf(scores.abs().max().item()) > SAME
+
+
 def plant_no_residual(patch):
     patch.setattr(rules.Rule, "resample", lambda self, P, Q, f, x, near=None: P)
 
@@ -110,13 +141,13 @@ def plant_choice_judged_as_a_draw(patch):
     patch.setattr(tree, "judge_siblings", wrong)
 
 
-def plant_coin_of_an_earlier_round(patch):
+def plant_uniform_draw_of_an_earlier_round(patch):
     uniform = jacobi.VQHost.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
         stale = uniform(self, batch, purpose, ahead, 0, False)
-        coin = torch.as_tensor(purpose == Purpose.CODE_COIN)
-        return torch.where(coin, stale, uniform(self, batch, purpose, ahead, index, fresh))
+        accepts = torch.as_tensor(purpose == Purpose.CODE_COIN)
+        return torch.where(accepts, stale, uniform(self, batch, purpose, ahead, index, fresh))
 
     patch.setattr(jacobi.VQHost, "uniform", wrong)
 
@@ -140,7 +171,7 @@ def plant_draft_and_residual_from_one_stream(patch):
         ("static tree", plant_siblings_sorted_by_q),
         ("dynamic tree", plant_choice_judged_as_a_draw),
         ("jacobi", plant_no_residual),
-        ("jacobi AC", plant_coin_of_an_earlier_round),
+        ("jacobi AC", plant_uniform_draw_of_an_earlier_round),
         ("jacobi PD AC", plant_siblings_that_are_chosen),
     ],
 )

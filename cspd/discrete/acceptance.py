@@ -1,0 +1,120 @@
+"""What rules for drafted VQ codes compute: f, the probability of acceptance, G, what is sampled else, and the bound.
+
+Pure functions on probabilities [..., V], P of the target and Q of the draft, float32 or float64; any leading dimensions
+(sequences, positions, tree nodes).
+
+Sources:
+    exact: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192.
+    uniform-rsd, cool-sd: Li et al., "Annealed Relaxation of Speculative Decoding for Faster Autoregressive Image
+        Generation" (COOL-SD), arXiv 2601.09212. Equations are numbered as in the version without appendices.
+    lantern: Jang et al., "LANTERN: Accelerating Visual Autoregressive Models with Relaxed Speculative Decoding",
+        arXiv 2410.03355.
+    lantern++: Park et al., "LANTERN++: Enhancing Relaxed Speculative Decoding with Static Tree Drafting for Visual
+        Auto-regressive Models", arXiv 2502.06352.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+MOST_AT_ONCE = 2**22  # numbers gathered at a time
+
+
+def relaxed(P: Tensor, Q: Tensor, omega: Tensor | float) -> Tensor:
+    """f = min(1, omega P / Q) [..., V], omega a number or [..., 1] (COOL-SD, eq. 7).
+
+    omega = 1 is exact, delta is uniform-rsd, omega_i is cool-sd.
+    """
+    return _ratio(omega * P, Q)
+
+
+def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor, x: Tensor | None = None) -> Tensor:
+    """f = min(1, (P + absorbed) / Q) [..., V]: lantern (its section 3.3) with limit = delta, lantern++ with lam P.
+
+    The authors' lantern++ has (lambda - 1) P: its lambda = 2 is lam = 1 here.
+
+    Args:
+        near, limit: as in `absorbed`. x: [...], the codes whose f alone is wanted: other entries mean nothing.
+    """
+    mass = P + absorbed(P, near, limit) if x is None else merge(P, x, near, limit)
+    return _ratio(mass, Q)
+
+
+def _ratio(mass: Tensor, Q: Tensor) -> Tensor:
+    # 0 / 0 is 0: what the target never emits is never accepted
+    return (mass / Q).clamp(max=1).nan_to_num(nan=0.0)
+
+
+def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
+    """The mass that each x takes over [..., V]: its neighbours', nearest first, until the sum would reach limit(x).
+
+    Args:
+        near: int64 [V, k] by `cspd.discrete.neighbours`, taken in chunks of codes. limit: [..., V].
+    """
+    gathered = P.numel() * near.shape[1]
+    chunk = max(1, MOST_AT_ONCE * len(near) // max(1, gathered))
+    parts = []
+    for block, most in zip(near.split(chunk), limit.split(chunk, dim=-1)):
+        # the k-th neighbours of all x side by side: vectors are long then
+        mass = P.index_select(-1, block.T.flatten()).unflatten(-1, block.T.shape)
+        sums = mass.cumsum(-2)
+        reached = sums >= most.unsqueeze(-2)
+        parts.append(sums.masked_fill_(reached, 0).amax(-2))
+    return torch.cat(parts, dim=-1)
+
+
+def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
+    """P_A [..., V]: P where codes x [...] have taken over what they absorb; near, limit: as in `absorbed`.
+
+    LANTERN, section 3.3, the distribution q_{k,delta}(. | D = x).
+    """
+    block, x = near[x], x.unsqueeze(-1)
+    mass = P.gather(-1, block)
+    below = mass.cumsum(-1) < limit.gather(-1, x)
+    moved = mass * below
+    emptied = P.scatter(-1, block, mass - moved)
+    return emptied.scatter_add(-1, x, moved.sum(-1, keepdim=True))
+
+
+def residual(P: Tensor, Q: Tensor, f: Tensor | float) -> Tensor:
+    """G* = norm([P - Q f]+) [..., V] (COOL-SD, eq. 5), P where that is 0.
+
+    No other G brings the distribution of the committed code nearer to P. With f = 1 it is the papers' own
+    norm([P - Q]+) (eq. 6): the same if f >= min(1, P / Q) everywhere, else farther from P.
+    """
+    weights = (P - Q * f).clamp(min=0)
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, P)
+
+
+def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
+    """The total variation between P and what one judgement commits, the local term of COOL-SD's Theorem 2: [...].
+
+    Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the code that was rejected.
+    """
+    committed = Q * f
+    if G is not None:
+        rejected = (Q * (1 - f)).sum(-1, keepdim=True)
+        committed = committed + rejected * G
+    return (committed - P).clamp(min=0).sum(-1)
+
+
+def exponential(depth: Tensor | int, delta: float, length: int, nu: float = 0.7) -> Tensor | float:
+    """omega_i = delta exp(-nu i - mu) at depths i in 1 .. length (COOL-SD, eq. 10).
+
+    mu is such that the mean of omega over them is delta.
+    """
+    total = sum(math.exp(-nu * i) for i in range(length))
+    first = delta * length / total
+    return first * math.exp(-nu) ** (depth - 1)
+
+
+def linear(depth: Tensor | int, delta: float, length: int, ell: int = 8) -> Tensor | float:
+    """As `exponential`, with omega_i in proportion to ell - i; ValueError where the last would not be above 0."""
+    if length >= ell:
+        raise ValueError(f"linear schedule: length={length} must be below ell={ell}; or take the exponential one")
+    total = sum(ell - i for i in range(1, length + 1))
+    return delta * length * (ell - depth) / total

@@ -1,0 +1,124 @@
+"""Jacobi windows: their shape, a comb; what is in them; and the random numbers that a round takes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cspd.discrete.batch import Batch
+from cspd.discrete.host import VQHost
+from cspd.discrete.tree import Shape, shape_of
+from cspd.noise import Purpose
+
+
+@dataclass(frozen=True)
+class Comb:
+    """The nodes of a window: the root, the first path, then the siblings.
+
+    Attributes:
+        path: F, codes on the first path. depth: D, how many of them have siblings.
+        siblings: int64 [D, K - 1], their nodes.
+        shape: as a tree.
+        streams: purpose, places ahead and index of a round's uniform draws, int64 [n] each, in the order of `Draws`;
+            counts: how many are of each kind.
+    """
+
+    path: int
+    depth: int
+    siblings: Tensor
+    shape: Shape
+    streams: tuple[Tensor, Tensor, Tensor]
+    counts: list[int]
+
+
+@functools.lru_cache(maxsize=32)
+def comb_of(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
+    """The comb of `window` drafted nodes, K = pd_k of them at each of the first D = pd_d levels."""
+    beside = pd_k - 1
+    depth = pd_d if beside else 0
+    path = window - beside * depth
+    index = torch.arange(depth * beside, device=device)
+    siblings = path + 1 + index.view(depth, beside)
+
+    # the root, the first path one after the other, and siblings, which share their parent with the path
+    parents = [-1, *range(path)]
+    for level in range(depth):
+        parents += [level] * beside
+    widths = [pd_k] * depth + [1] * (path - depth)
+    shape = shape_of(torch.tensor(parents, device=device), widths)
+    return Comb(path, depth, siblings, shape, *_streams(path, siblings))
+
+
+def _streams(path: int, siblings: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], list[int]]:
+    """`streams` and `counts` of a comb."""
+    depth, beside = siblings.shape
+    device = siblings.device
+    # up to F + 1 codes are committed, and the window behind them has F more
+    ahead = torch.arange(2 * path + 1, device=device)
+    first = torch.zeros_like(ahead)
+    level = torch.arange(depth, device=device).repeat_interleave(beside)
+    of_path = torch.arange(path, device=device)
+    of_siblings = siblings.flatten()
+    kinds = [
+        (Purpose.CODE, ahead, first),
+        (Purpose.CODE_RESIDUAL, ahead, first),
+        (Purpose.CODE, level, of_siblings),
+        (Purpose.CODE_COIN, of_path, of_path + 1),
+        (Purpose.CODE_COIN, level, of_siblings),
+    ]
+    counts = [len(index) for _, _, index in kinds]
+    purpose = torch.tensor([kind for kind, _, _ in kinds], device=device)
+    purpose = purpose.repeat_interleave(torch.tensor(counts, device=device))
+    places = torch.cat([place for _, place, _ in kinds])
+    index = torch.cat([index for _, _, index in kinds])
+    return (purpose, places, index), counts
+
+
+class Window(NamedTuple):
+    """What is drafted: codes int64 [B, F] of the first path, their distributions Q [B, F, V], and siblings int64
+    [B, D, K - 1], -1 where there is none.
+    """
+
+    codes: Tensor
+    Q: Tensor
+    siblings: Tensor
+
+
+def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:
+    """Codes int64 [slots, F] and Q [slots, F, V] that every slot keeps from round to round."""
+    key = ("window", path)
+    if key not in host.running:
+        codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
+        Q = torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
+        host.running[key] = codes, Q
+    return host.running[key]
+
+
+class Draws(NamedTuple):
+    """A round's random numbers: uniform draws, if nothing else is said.
+
+    Attributes:
+        codes: [B, 2F + 1], of the code so many places ahead of the committed ones, drawn or drawn again.
+        fill: int64 [B, 2F + 1], a code at random for each of these places.
+        siblings: [B, D, K - 1], of their codes.
+        path, beside: [B, F] and [B, D, K - 1], by which codes of the path, and siblings, are accepted.
+    """
+
+    codes: Tensor
+    fill: Tensor
+    siblings: Tensor
+    path: Tensor
+    beside: Tensor
+
+
+def draw(host: VQHost, batch: Batch, comb: Comb) -> Draws:
+    """The random numbers of a round, by one pass of the generator."""
+    draws = host.uniform(batch, *comb.streams)
+    codes, fill, siblings, path, beside = draws.split(comb.counts, 1)
+    fill = (fill * host.config.vocab_size).long()
+    siblings, beside = (u.unflatten(1, comb.siblings.shape) for u in (siblings, beside))
+    return Draws(codes, fill, siblings, path, beside)
