@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def imports(name: str, file: Path, known: set[str]) -> set[str]:
     return (found & known) - {name}
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     known = modules()
     return {name: imports(name, file, set(known)) for name, file in known.items()}

@@ -1,6 +1,6 @@
 """A denoiser of one's own: fewer denoising steps in later iterations, after DiSA (arXiv 2505.20297).
 
-T falls from `upper` in the first iteration to `lower` in the last. Its line in cspd/methods.py: `annealed.METHOD`.
+T falls from `upper` in the first iteration to `lower` in the last. Its line in cspd/methods.py: `own_denoiser.METHOD`.
 """
 
 import functools

@@ -1,0 +1,30 @@
+"""A draft without a model: the codes that followed the last time the last code stood there (n-gram, prompt lookup).
+
+They are chosen, not drawn, so the rule judges them as point masses: exact. Its line in cspd/methods.py:
+`own_draft.METHOD`.
+"""
+
+import torch
+
+from cspd.discrete import tree
+from cspd.discrete.draft import Drafted, draft
+from cspd.discrete.draft_verify import drafting
+
+
+@draft("ngram")
+def propose(host, batch):
+    """gamma codes after the last earlier place of the last committed code; none (-1) where there is no such place."""
+    gamma = batch.sequences[0].request.gamma
+    last, _ = host.last(batch, 1)  # [B, 1]
+    codes = host.codes[batch.slot]
+    known = batch.known_t.unsqueeze(1)
+    place = torch.arange(codes.shape[1], device=host.device)
+
+    earlier = (codes == last) & (place < known - 1)
+    found = torch.where(earlier, place, -1).amax(1, keepdim=True)
+    source = found + 1 + place[:gamma]
+    drafted = torch.where((found >= 0) & (source < known), codes.gather(1, source), -1)
+    return Drafted(tree.chain(gamma, host.device), torch.cat([last, drafted], 1), None)
+
+
+METHOD = drafting("ngram", "a chain of codes that followed before", {}, draft="ngram", gamma=4)
