@@ -1,45 +1,39 @@
-"""Files that are whole or not there, and the records by which a run that was cut off is known again."""
+"""Files that are written whole or not at all, and the folder of a run that goes on where it was cut off."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image
+
+R = TypeVar("R")  # a dataclass with a window: a request
 
 REMEDY = "another --out, or --overwrite to replace it"
 SHOWN = 5  # differences that an error names, at most
-ABANDONED = 600  # seconds after which a half-written file is no living process's: writing one takes less than one
-
-
-def make_folder(path: Path) -> None:
-    """Makes a folder where there is none, and clears one of the halves that killed processes left.
-
-    Raises:
-        OSError: it cannot be made; the message says what to do.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
-    for half in path.glob("*.[0-9]*.tmp"):
-        with contextlib.suppress(OSError):  # published since, or removed by another run
-            if time.time() - half.stat().st_mtime > ABANDONED:
-                half.unlink()
+ABANDONED = 600  # seconds; a temporary file older than this was left by a dead process: writing one takes less than one
 
 
 @contextlib.contextmanager
 def publishing(path: Path, new: bool = False) -> Iterator[Path]:
-    """A file to write, of this process alone, that becomes `path` once it is whole, and is gone if it fails.
+    """A temporary file of this process alone. It becomes `path` once it is whole, and is gone if writing it fails.
 
     Raises:
         FileExistsError: it was to be `new`, and another process was quicker.
         OSError: it cannot be written; the message says what to do.
     """
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         if new:
@@ -67,54 +61,159 @@ def _link(old: Path, new: Path) -> None:
 
 
 def write_json(path: Path, content: dict, new: bool = False) -> None:
-    """Writes as in `publishing`, so that a run cut off leaves the old file or the new one."""
+    """Writes as `publishing` does: a run that is cut off leaves the old file or the new one."""
     with publishing(path, new) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def earlier_record(path: Path, schema: str, holds: str, parts: Mapping[str, type]) -> dict | None:
-    """The record at `path` of an earlier run in its folder; None where there was no run.
+def write_png(path: Path, picture: Image.Image) -> None:
+    """Writes as `publishing` does."""
+    with publishing(path) as temporary:
+        picture.save(temporary, format="png")
 
-    Args:
-        schema: the version that it must be of. holds: a pattern of files that are no one's without a record.
-        parts: what it must have, and of which type.
 
-    Raises:
-        ValueError: it is damaged, another version's, or gone from beside such files; the message says what to do.
-    """
+def make_folder(path: Path) -> None:
+    """Makes a folder where there is none. Raises OSError where that fails; the message says what to do."""
     try:
-        record = json.loads(path.read_text())
-    except FileNotFoundError:
-        if any(path.parent.glob(holds)):
-            raise ValueError(f"{path.parent} holds images without a {path.name}: give {REMEDY}") from None
-        return None
-    except NotADirectoryError:
-        raise ValueError(f"{path.parent} is a file, or below one: give another --out") from None
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): give {REMEDY}") from None
-    is_ours = isinstance(record, dict) and record.get("schema") == schema
-    if not is_ours or not all(isinstance(record.get(name), kind) for name, kind in parts.items()):
-        raise ValueError(f"{path} is another version's, or no record of ours: give {REMEDY}")
-    return record
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
 
 
-def refuse_other(folder: Path, changes: Sequence[str]) -> None:
-    """Raises ValueError, naming them, if an earlier run in `folder` differs from this one by `changes`."""
-    if changes:
-        more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-        raise ValueError(
-            f"{folder} holds another run ({'; '.join(changes[:SHOWN])}{more}): give its settings, {REMEDY}"
-        )
+@dataclass(frozen=True)
+class Store:
+    """The folder of one run: a record of its settings, items that are whole or not there, and reports on them.
+
+    A run that was cut off is known by its record, and goes on if its settings are the same. No other file than the
+    record, the reports, and those named like items is ever replaced or removed.
+
+    Attributes:
+        folder: where. name: of the record's file. schema: the version of the record.
+        parts: what a record must have, and of which type. progress: those parts of it that are no settings.
+        items: a pattern of the items' names. reports: the other files' names.
+    """
+
+    folder: Path
+    name: str
+    schema: str
+    parts: Mapping[str, type]
+    items: str
+    reports: Sequence[str] = ()
+    progress: Sequence[str] = ()
+
+    def earlier(self, asked: Mapping) -> dict | None:
+        """The record of an earlier run in the folder; None where there was no run.
+
+        Args:
+            asked: the record of a run that would go on from there. A window that it leaves open fits any.
+
+        Raises:
+            ValueError: it is another run's, damaged, another version's, or items are there without it; the message
+                names the difference and says what to do.
+        """
+        path = self.folder / self.name
+        try:
+            record = json.loads(path.read_text())
+        except FileNotFoundError:
+            if any(self.folder.glob(self.items)):
+                raise ValueError(f"{self.folder} holds images without a {self.name}: give {REMEDY}") from None
+            return None
+        except NotADirectoryError:
+            raise ValueError(f"{self.folder} is a file, or below one: give another --out") from None
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): give {REMEDY}") from None
+        is_ours = isinstance(record, dict) and record.get("schema") == self.schema
+        if not is_ours or not all(isinstance(record.get(part), kind) for part, kind in self.parts.items()):
+            raise ValueError(f"{path} is not a record of this version: give {REMEDY}")
+        self.refuse(differences(self._settings(record), self._settings(asked)))
+        return record
+
+    def _settings(self, record: Mapping) -> dict:
+        """The compared part of a record, as reading the file gives it."""
+        return json.loads(json.dumps({part: value for part, value in record.items() if part not in self.progress}))
+
+    def refuse(self, changes: Sequence[str]) -> None:
+        """Raises ValueError, naming them, if the run in the folder differs from this one by `changes`."""
+        if changes:
+            named = "; ".join(change.removeprefix("settings.") for change in changes[:SHOWN])
+            more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+            raise ValueError(f"{self.folder} holds another run ({named}{more}): give its settings, {REMEDY}")
+
+    def claim(self, record: dict) -> dict:
+        """Makes the folder this run's, or finds that it is, and returns the record that is there.
+
+        Raises:
+            ValueError: as `earlier`. OSError: it cannot be written.
+        """
+        if self.earlier(record) is None:
+            make_folder(self.folder)
+            with contextlib.suppress(FileExistsError):  # another run was quicker: the same, or refused below
+                self.save(record, new=True)
+        claimed = self.earlier(record)
+        make_folder((self.folder / self.items).parent)
+        for half in self._halves():
+            with contextlib.suppress(OSError):  # published since, or removed by another run
+                if time.time() - half.stat().st_mtime > ABANDONED:
+                    half.unlink()
+        return claimed
+
+    def save(self, record: dict, new: bool = False) -> None:
+        """Writes the record. Raises OSError as `publishing`."""
+        write_json(self.folder / self.name, record, new)
+
+    def write(self, item: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes an .npz of `arrays`. Raises OSError as `publishing`."""
+        with publishing(self.folder / item) as temporary, temporary.open("wb") as file:
+            np.savez(file, **arrays)
+
+    def read(self, item: str, num: int, counted: Sequence[str]) -> dict[str, np.ndarray] | None:
+        """The arrays of an item, None if it is not there, damaged, or one of those `counted` is not of `num` images."""
+        try:
+            with np.load(self.folder / item) as file:
+                arrays = {name: file[name] for name in file.files}  # reading to the end compares checksums
+            return arrays if all(len(arrays[name]) == num for name in counted) else None
+        except Exception:  # a damaged file can fail anywhere in the readers
+            return None
+
+    def clear(self) -> None:
+        """Removes a run; its record last, without which items are no one's."""
+        items = [*self.folder.glob(self.items), *self._halves()]
+        for path in (*items, *(self.folder / name for name in (*self.reports, self.name))):
+            path.unlink(missing_ok=True)
+
+    def _halves(self) -> list[Path]:
+        """The temporary files, of `publishing`, of our own names."""
+        found = []
+        for folder in {self.folder, (self.folder / self.items).parent}:
+            for path in folder.glob("*.tmp"):
+                name = re.sub(r"\.\d+\.tmp$", "", str(path.relative_to(self.folder)))
+                if fnmatch(name, self.items) or name in (*self.reports, self.name):
+                    found.append(path)
+        return found
 
 
-def differences(old: dict, new: dict, where: str = "") -> list[str]:
-    """What differs between two nested settings, in words: ["request.cfg was 1.0, now 2.0"]."""
+def keep_window(request: R, earlier: Mapping | None) -> R:
+    """The request; a window that it leaves open is that of an `earlier` run of the same settings, if there was one.
+
+    Measuring again might choose another, and a seed's image depends on it.
+    """
+    if request.window is None and earlier is not None:
+        return dataclasses.replace(request, window=earlier.get("window"))
+    return request
+
+
+def differences(old: Mapping, new: Mapping, where: str = "") -> list[str]:
+    """What differs between two nested settings, in words: ["request.cfg was 1.0, now 2.0"].
+
+    What only one of them has differs too, unless it is None. A window that is None in `new`, left open, fits any.
+    """
     found = []
     for key in [*old, *(key for key in new if key not in old)]:
         before, now, place = old.get(key), new.get(key), f"{where}{key}"
+        is_open = key == "window" and key in new and now is None
         if isinstance(before, dict) and isinstance(now, dict):
             found += differences(before, now, f"{place}.")
-        elif before != now:
+        elif before != now and not is_open:
             found.append(f"{place} was {_shown(before)}, now {_shown(now)}")
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import sys
 import time
@@ -16,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
+
+from cspd.records import publishing
 
 SAVE_SECONDS = 120
 HELD_OUT_SEED = 10**9  # training draws never come near
@@ -66,8 +67,8 @@ def fit(
 
     def save(step: int) -> None:
         state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**state, "step": step, "seconds": seconds, "settings": settings}, last.with_suffix(".tmp"))
-        os.replace(last.with_suffix(".tmp"), last)
+        with publishing(last) as temporary:
+            torch.save({**state, "step": step, "seconds": seconds, "settings": settings}, temporary)
 
     saved = clock = time.monotonic()
     bar = tqdm(range(start, steps), initial=start, total=steps, mininterval=2.0, desc=run.name)

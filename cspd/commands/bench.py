@@ -14,7 +14,7 @@ from cspd.loading import checkpoint_files, embedded
 from cspd.methods import METHODS
 from cspd.parsing import number_list
 from cspd.plots import Point, speed_quality
-from cspd.records import write_json
+from cspd.records import publishing, write_json
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -80,5 +80,7 @@ def run(args: argparse.Namespace) -> None:
             speed = row["speed_up"]
             limits = speed["min"], speed["max"]
             points.append(Point(options, speed["median"], row["accuracy"], method + case, limits))
-        speed_quality([("speed-up over plain sampling", "share recognised by the classifier", points)], args.plot)
+        panels = [("speed-up over plain sampling", "share recognised by the classifier", points)]
+        with publishing(args.plot) as temporary:
+            speed_quality(panels, temporary, format=args.plot.suffix.removeprefix(".") or "png")
         print(f"wrote {args.plot}")

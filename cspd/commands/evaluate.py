@@ -26,10 +26,10 @@ from cspd.evaluation.metrics import SPACES, check, measure
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import file_fingerprint, load_reference
 from cspd.evaluation.run import sample_shards
-from cspd.evaluation.shards import GRID, MANIFEST, RECORD
+from cspd.evaluation.shards import EXPLODED, GRID, MANIFEST, RECORD
 from cspd.parsing import number_list, positive
 from cspd.plots import grid, to_pil
-from cspd.records import write_json
+from cspd.records import make_folder, write_json, write_png
 from cspd.sequence import Request
 
 SCHEMA = "cspd.evaluation/1"
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             _check_measuring(args, default)
             images = ImageFolder(args.images)
             how = _how_to_measure(args, images.shape[-1], args.device)
-            args.out.mkdir(parents=True, exist_ok=True)
+            make_folder(args.out)
             _report(args, images, images.labels, how, {"folder": str(args.images)})
         return
     with processes:
@@ -115,6 +115,7 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
         about = {"settings": manifest, "sampling": summary}
         if not summary["images_made"]:
             about |= _earlier_sampling(args.out / RECORD, manifest)
+        about |= shards.largest_tokens()
         _report(args, shards, shards.labels(), how, about)
 
 
@@ -167,7 +168,8 @@ def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None,
     with tqdm(total=len(images), desc="measuring", unit="image") as bar:
         values = measure(Watched(images, bar), labels=labels, **how)
     reference, weights = how["reference"], how["weights"]
-    report = {"schema": SCHEMA, "space": how["space"], "weights": None, "reference": None, **values, **about}
+    report = {"schema": SCHEMA, "space": how["space"], "weights": None, "reference": None, **values}
+    report |= {"largest_token": None, "exploded": None, **about}
     if weights:  # None: torch-fidelity's download, or the embedded classifier
         report["weights"] = {"name": weights.name, "fingerprint": file_fingerprint(weights)}
     if reference:
@@ -175,7 +177,7 @@ def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None,
     write_json(args.out / RECORD, report)
     shown = [to_pil(images[i]) for i in range(min(SHOWN, len(images)))]
     captions = [str(label) for label in (labels or [""] * len(shown))[:SHOWN]]
-    grid(shown, captions, min(COLUMNS, len(shown))).save(args.out / GRID)
+    write_png(args.out / GRID, grid(shown, captions, min(COLUMNS, len(shown))))
     print(format_evaluation(report))
     wrote = [f"{args.out / RECORD} (all numbers and settings)", f"{args.out / GRID} (the first images)"]
     if args.npz:
@@ -201,6 +203,9 @@ def format_evaluation(report: dict) -> str:
         value = report[name]
         title = name.upper() if len(name) == 3 else name.replace("_", " ")
         lines.append((title, "-" if value is None else format(value, form), report["missing"].get(name, note)))
+    if report["largest_token"] is not None:
+        exploded = f"{report['exploded']} of {report['num']:,} images exploded: have a token beyond {EXPLODED:g}"
+        lines.append(("largest token", f"{report['largest_token']:.2f}", exploded))
     if sampling:
         request = report["settings"]["request"]
         lines.append(("method", request["method"], sampling["guarantee"]))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +13,14 @@ from PIL import Image
 
 from cspd.engine import Engine
 from cspd.plots import grid, heat_grid, to_pil
-from cspd.records import differences, earlier_record, make_folder, refuse_other, write_json
-from cspd.sequence import PHASES, Request
+from cspd.records import Store, differences, keep_window, write_png
+from cspd.sequence import Request
+from cspd.summary import summary_of
 
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
 PICTURES = "[0-9]*_label*_seed*.png"
+GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")
 SAVE_SECONDS = 30  # between records of a long run; one that is interrupted is recorded too
 GRID_LIMIT = 400  # images in the grid, at most
 
@@ -40,25 +40,17 @@ def sample_to_folder(
     Images that an earlier run with the same settings and requests left there are kept and not made again.
 
     Args:
+        requests: of one method and its settings, each with its label and seed.
         settings: what the images depend on beside the requests (checkpoint, precision); kept in the record.
         heatmap: also write heatmap.png; images kept from a run without it are blank there.
 
     Raises:
         ValueError: a bad request, or `out` holds another run and `overwrite` is off.
     """
-    requests = [
-        engine.resolve(request) for request in (requests if overwrite else _same_windows(engine, out, requests))
-    ]
-    names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
+    store = _store(out)
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
-    make_folder(out)
-    if overwrite:
-        for path in (*out.glob(PICTURES), *(out / name for name in (RECORD, "grid.png", "heatmap.png"))):
-            path.unlink(missing_ok=True)
-    earlier = earlier_record(out / RECORD, SCHEMA, PICTURES, {"settings": dict, "images": list})
-    if earlier:
-        record["images"] = _kept(out, earlier, record, requests, names)
-    write_json(out / RECORD, record)  # claims the folder before the first picture
+    names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
+    requests = _begin(engine, requests, store, record, names, overwrite)
     done = {image["index"] for image in record["images"]}
     todo = [i for i in range(len(requests)) if i not in done]
 
@@ -67,7 +59,7 @@ def sample_to_folder(
     try:
         for k, output in engine.stream([requests[i] for i in todo], progress):
             index = todo[k]
-            to_pil(output.image).save(out / names[index])
+            write_png(out / names[index], to_pil(output.image))
             entry = {"index": index, "file": names[index], "request": output.request.to_dict()}
             stats = output.stats.to_dict()
             for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
@@ -76,31 +68,60 @@ def sample_to_folder(
                 entry["heat"] = [None if math.isnan(value) else value for value in output.heat.tolist()]
             record["images"].append(entry | {"stats": stats})
             if time.perf_counter() - saved > SAVE_SECONDS:
-                write_json(out / RECORD, record)
+                store.save(record)
                 saved = time.perf_counter()
     finally:
-        write_json(out / RECORD, record)
+        store.save(record)
     record["images"].sort(key=lambda image: image["index"])
     record["summary"] = summary_of(
         [image["stats"] for image in record["images"]], len(todo), time.perf_counter() - start
     )
     record["summary"]["window"] = requests[0].window
     record["summary"]["judged_and_accepted"] = totals  # of the images of this run
-    write_json(out / RECORD, record)
+    store.save(record)
 
-    shown = list(range(len(requests)))[:GRID_LIMIT]
+    _write_overviews(out, record, requests, heatmap)
+    return record
+
+
+def _store(out: Path) -> Store:
+    parts = {"settings": dict, "images": list}
+    return Store(out, RECORD, SCHEMA, parts, items=PICTURES, reports=OVERVIEWS, progress=("images", "summary"))
+
+
+def _begin(
+    engine: Engine, requests: Sequence[Request], store: Store, record: dict, names: Sequence[str], overwrite: bool
+) -> list[Request]:
+    """The requests as they run. The folder is this run's then, and `record` has the images that are there."""
+    requests = [engine.check(request) for request in requests]
+    earlier = None if overwrite else store.earlier(record)
+    images = earlier["images"] if earlier else []
+    for image in images:  # the first that differs is named: mostly all differ alike
+        store.refuse(differences(image["request"], requests[image["index"]].to_dict()))
+    settings = images[0]["request"] if images else None
+    requests = [engine.resolve(keep_window(request, settings)) for request in requests]
+    if overwrite:
+        store.clear()
+    record["images"] = [image for image in images if (store.folder / names[image["index"]]).is_file()]
+    store.claim(record)  # before the first picture
+    store.save(record)
+    return requests
+
+
+def _write_overviews(out: Path, record: dict, requests: Sequence[Request], heatmap: bool) -> None:
+    """The grid of the first images and, if asked for, what their tokens cost."""
+    shown = record["images"][:GRID_LIMIT]
     columns = next((n for n in (10, 8) if len(shown) % n == 0), min(10, len(shown)))
     pictures = []
-    for i in shown:
-        with Image.open(out / names[i]) as picture:
+    for image in shown:
+        with Image.open(out / image["file"]) as picture:
             pictures.append(picture.convert("RGB"))
-    captions = [str(requests[i].label) for i in shown]
-    grid(pictures, captions, columns).save(out / "grid.png")
+    captions = [str(request.label) for request in requests[:GRID_LIMIT]]
+    write_png(out / GRID, grid(pictures, captions, columns))
     if heatmap:
-        heat = [record["images"][i].get("heat") for i in shown]
+        heat = [image.get("heat") for image in shown]
         accepted = requests[0].method == "cspd" or requests[0].family == "VQ"
-        heat_grid(heat, pictures[0].size, captions, columns, accepted).save(out / "heatmap.png")
-    return record
+        write_png(out / HEATMAP, heat_grid(heat, pictures[0].size, captions, columns, accepted))
 
 
 def _add(total: list | None, counts: list) -> list:
@@ -108,54 +129,3 @@ def _add(total: list | None, counts: list) -> list:
     if total is None:
         return counts
     return [[a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)] for pair in zip(total, counts)]
-
-
-def _same_windows(engine: Engine, out: Path, requests: Sequence[Request]) -> list[Request]:
-    """The requests; where the window is left open, with that of an earlier run: measuring again may choose another."""
-    try:
-        earlier = json.loads((out / RECORD).read_text())["images"]
-        earlier = {image["index"]: image["request"] for image in earlier}
-        window = next(iter(earlier.values()))["window"]
-        kept = [dataclasses.replace(r, window=window) if r.window is None else r for r in requests]
-        same = all(engine.resolve(kept[i]).to_dict() == request for i, request in earlier.items())
-    except (OSError, LookupError, TypeError, ValueError, StopIteration):
-        return list(requests)
-    return kept if same else list(requests)
-
-
-def _kept(out: Path, earlier: dict, record: dict, requests: Sequence[Request], names: list[str]) -> list[dict]:
-    """What an earlier run's record has of the images that are still there. Raises ValueError if it was another run."""
-    changes = differences(earlier | {"images": None, "summary": None}, record | {"images": None})
-    for image in earlier["images"]:  # those of the first that differs: mostly all differ alike
-        if not changes:
-            changes = differences(image["request"], requests[image["index"]].to_dict())
-    refuse_other(out, changes)
-    return [image for image in earlier["images"] if (out / names[image["index"]]).is_file()]
-
-
-def summary_of(stats: Sequence[dict], made: int, seconds: float) -> dict:
-    """Means of images' statistics (`RoundStats.to_dict`), and the speed of the `made` ones of this run."""
-
-    def mean(values: list[float]) -> float:
-        return sum(values) / len(values)
-
-    counts = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
-    summary = {
-        "guarantee": stats[0]["guarantee"],
-        "images_made": made,
-        "seconds": seconds,
-        "images_per_second": made / seconds,
-    }
-    summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in counts}
-    if stats[0]["step_compression"] is not None:
-        summary["step_compression"] = mean([s["step_compression"] for s in stats])
-        rounds: dict[int, int] = {}
-        for n, count in (pair for s in stats for pair in s["committed"].items()):
-            rounds[int(n)] = rounds.get(int(n), 0) + count
-        summary["rounds_by_codes_committed"] = dict(sorted(rounds.items()))
-        bounds = [s["bound"] for s in stats]
-        summary["bound_standard_error"] = statistics.stdev(bounds) / len(bounds) ** 0.5 if len(bounds) > 1 else None
-    alphas = [s["alpha"] for s in stats if s["alpha"] is not None]
-    summary |= {"alpha": mean(alphas) if alphas else None}
-    summary["head_calls_per_token"] = mean([s["head_calls_per_token"] for s in stats])
-    return summary | {"seconds_by_phase": {p: mean([s["seconds"][p] for s in stats]) for p in PHASES}}

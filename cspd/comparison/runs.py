@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import json
 import time
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +16,7 @@ from tqdm import tqdm
 from cspd.comparison.study import Configuration
 from cspd.machine import peak_bytes, reset_peak
 from cspd.plots import to_pil
-from cspd.records import differences, earlier_record, make_folder, publishing, refuse_other, write_json
+from cspd.records import Store, keep_window
 from cspd.sequence import Output, Request
 
 SCHEMA = "cspd.rounds/3"
@@ -68,21 +66,28 @@ def run_rounds(
         row.name: {"request": settings_of(row.request), "files": row.files, "seed": _first(row, seed)} for row in rows
     }
     settings |= {"order": [row.name for row in rows], "configurations": asked}
-    windows = {} if overwrite else _earlier_windows(out, settings)
-    plans = []
-    for row in rows:  # a window that was left open is chosen once: it decides which image a seed gives
-        plans.append(row.engine.resolve(dataclasses.replace(row.request, **windows.get(row.name, {}))))
-        windows[row.name] = {"window": plans[-1].window}
+    record = {"schema": SCHEMA, "settings": settings, "windows": {}}
+    store = _store(out)
+    earlier = None if overwrite else store.earlier(record)
+    windows = earlier["windows"] if earlier else {}
+    plans = [row.engine.resolve(keep_window(row.request, windows.get(row.name))) for row in rows]
+    record["windows"] = {row.name: {"window": plan.window} for row, plan in zip(rows, plans)}
     if overwrite:
-        _clear(out)
-    make_folder(out / CHUNKS)
-    write_json(out / RECORD, {"schema": SCHEMA, "settings": settings, "windows": windows})
+        store.clear()
+    windows = store.claim(record)["windows"]  # of another run with these settings, if it was quicker
+    plans = [dataclasses.replace(plan, **windows[row.name]) for row, plan in zip(rows, plans)]
     requests = [
         [dataclasses.replace(plan, label=labels[i % len(labels)], seed=_first(row, seed) + i) for i in range(num)]
         for row, plan in zip(rows, plans)
     ]
     parts = [[of_row[i : i + size] for i in range(0, num, size)] for of_row in requests]
-    return plans, _run(rows, parts, out / CHUNKS, progress)
+    return plans, _run(rows, parts, store, progress)
+
+
+def _store(out: Path) -> Store:
+    parts = {"settings": dict, "windows": dict}
+    items = f"{CHUNKS}/[0-9]*.npz"
+    return Store(out, RECORD, SCHEMA, parts, items=items, reports=WRITTEN, progress=("windows",))
 
 
 def _first(row: Configuration, seed: int) -> int:
@@ -107,26 +112,13 @@ def settings_of(request: Request) -> dict:
     return {key: value for key, value in asked.items() if value is not None and key not in ("label", "seed")}
 
 
-def _earlier_windows(out: Path, settings: dict) -> dict:
-    """The windows that an earlier, equal run in `out` chose."""
-    earlier = earlier_record(out / RECORD, SCHEMA, f"{CHUNKS}/*.npz", {"settings": dict, "windows": dict})
-    if earlier:
-        refuse_other(out, differences(earlier["settings"], json.loads(json.dumps(settings))))
-    return earlier["windows"] if earlier else {}
-
-
-def _clear(out: Path) -> None:
-    for old in (*(out / CHUNKS).glob("[0-9]*.npz"), *(out / name for name in (*WRITTEN, RECORD))):
-        old.unlink(missing_ok=True)
-
-
 def _run(
-    rows: Sequence[Configuration], parts: Sequence[Sequence[list[Request]]], folder: Path, progress: bool
+    rows: Sequence[Configuration], parts: Sequence[Sequence[list[Request]]], store: Store, progress: bool
 ) -> list[list[Chunk]]:
     """The chunks of each row's requests, in order; those of an earlier run are read."""
     places = [(r, i) for i in range(len(parts[0])) for r in ((i + k) % len(rows) for k in range(len(rows)))]
-    files = {(r, i): folder / f"{r:02d}-{i:05d}.npz" for r, i in places}
-    made = {(r, i): _read(files[r, i], len(parts[r][i])) for r, i in places}
+    files = {(r, i): f"{CHUNKS}/{r:02d}-{i:05d}.npz" for r, i in places}
+    made = {(r, i): _read(store, files[r, i], len(parts[r][i])) for r, i in places}
     todo = [place for place in places if made[place] is None]
     warm: set[int] = set()
     with tqdm(total=sum(len(parts[r][i]) for r, i in todo), unit="image", disable=not progress) as bar:
@@ -136,7 +128,7 @@ def _run(
                 rows[r].engine.generate(parts[r][i])  # all: kernels are chosen for their shapes
                 warm.add(r)
             made[r, i] = _timed(rows[r], parts[r][i])
-            _write(files[r, i], made[r, i])
+            _write(store, files[r, i], made[r, i])
             bar.update(len(parts[r][i]))
     return [[made[r, i] for i in range(len(parts[r]))] for r in range(len(rows))]
 
@@ -157,18 +149,19 @@ def _cost(output: Output) -> dict:
     return {name: getattr(output.stats, name) for name in COSTS} | {"judged": judged, "accepted": accepted}
 
 
-def _write(path: Path, chunk: Chunk) -> None:
-    """Atomically: a run that is cut off leaves no half file. `arr_0` are the images, as ADM's evaluator reads them."""
+def _write(store: Store, item: str, chunk: Chunk) -> None:
+    """`arr_0` are the images, as ADM's evaluator reads them; `chunk` is the JSON of the rest."""
     rest = json.dumps(chunk._asdict() | {"images": None})
-    with publishing(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, arr_0=chunk.images, chunk=np.frombuffer(rest.encode(), np.uint8))
+    store.write(item, {"arr_0": chunk.images, "chunk": np.frombuffer(rest.encode(), np.uint8)})
 
 
-def _read(path: Path, num: int) -> Chunk | None:
+def _read(store: Store, item: str, num: int) -> Chunk | None:
     """A chunk of `num` images; None where there is none, or another."""
-    try:
-        with np.load(path) as content:
-            chunk = Chunk(**json.loads(content["chunk"].tobytes()) | {"images": content["arr_0"]})
-    except (OSError, EOFError, KeyError, TypeError, AttributeError, ValueError, zipfile.BadZipFile, zlib.error):
+    arrays = store.read(item, num, counted=("arr_0",))
+    if arrays is None or "chunk" not in arrays:
         return None
-    return chunk if len(chunk.images) == num else None
+    try:
+        chunk = Chunk(**json.loads(arrays["chunk"].tobytes()) | {"images": arrays["arr_0"]})
+    except (TypeError, ValueError):  # not a chunk's JSON
+        return None
+    return chunk if len(chunk.costs) == num else None

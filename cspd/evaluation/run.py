@@ -12,11 +12,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cspd.commands.sample_folder import summary_of
 from cspd.engine import Engine
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.shards import SCHEMA, SIZE, Shards, arrays_of
+from cspd.records import keep_window
 from cspd.sequence import Output, Request
+from cspd.summary import summary_of
 
 WRITING = 2  # shards that may wait for the disk, before sampling does
 LAG = 60  # seconds until a file of another machine is seen, at most
@@ -74,14 +75,15 @@ def _plan(
     for label in set(labels):
         engine.check(dataclasses.replace(request, label=label))
     engine.check(dataclasses.replace(request, seed=request.seed + shards.num - 1))
-    checked, earlier = engine.check(request), None if overwrite else shards.earlier()
-    if earlier and _common(checked) == earlier.get("request", {}) | {"window": None}:
-        checked = dataclasses.replace(checked, window=earlier["request"]["window"])  # measuring may choose another
+    checked = engine.check(request)
     manifest = {"schema": SCHEMA, "images": shards.num, "seed": request.seed, "labels": list(labels)}
-    manifest |= {"images_a_shard": SIZE, "request": _common(engine.resolve(checked)), **settings}
+    manifest |= {"images_a_shard": SIZE, "request": _common(checked), **settings}
+    earlier = None if overwrite else shards.store.earlier(manifest)
+    resolved = engine.resolve(keep_window(checked, earlier and earlier["request"]))
+    manifest["request"] = _common(resolved)
     if overwrite:
-        shards.clear()
-    shards.claim(manifest)
+        shards.store.clear()
+    shards.store.claim(manifest)
     return manifest, shards.missing()
 
 
