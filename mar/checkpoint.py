@@ -6,6 +6,7 @@ Official files are pickles: they are read with `weights_only=True`, so that no c
 from __future__ import annotations
 
 import argparse
+import functools
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -67,9 +68,8 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
     return tensors
 
 
-def _fit(model: nn.Module, tensors: dict[str, Tensor]) -> str | None:
-    """Why the tensors are not this model's, in a few words; None if they are."""
-    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+def _fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> str | None:
+    """Why the tensors are not those of a model of these shapes, in a few words; None if they are."""
     missing, extra = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
     if missing or extra:
         parts = [
@@ -89,6 +89,11 @@ def _on_meta(create: Callable[[str], Model], name: str) -> Model:
         return create(name)
 
 
+@functools.cache  # building the large ones takes longer than loading a small one
+def _shapes(create: Callable[[str], nn.Module], name: str) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in _on_meta(create, name).state_dict().items()}
+
+
 def load_weights(
     path: Path, arch: str | None, names: dict, create: Callable[[str], Model], kind: str, ema: bool = True
 ) -> tuple[Model, str]:
@@ -102,7 +107,7 @@ def load_weights(
         CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.
     """
     tensors = read_tensors(path, ema)
-    fits = {name: _fit(_on_meta(create, name), tensors) for name in names}
+    fits = {name: _fit(_shapes(create, name), tensors) for name in names}
     found = next((name for name, problem in fits.items() if problem is None), None)
     wanted = arch or found
     if wanted is None:
