@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -13,12 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
-
-R = TypeVar("R")  # a dataclass with a window: a request
 
 REMEDY = "another --out, or --overwrite to replace it"
 SHOWN = 5  # differences that an error names, at most
@@ -149,7 +146,7 @@ class Store:
             make_folder(self.folder)
             with contextlib.suppress(FileExistsError):  # another run was quicker: the same, or refused below
                 self.save(record, new=True)
-        claimed = self.earlier(record)
+        claimed = self.earlier(record) or record
         make_folder((self.folder / self.items).parent)
         for half in self._halves():
             with contextlib.suppress(OSError):  # published since, or removed by another run
@@ -161,7 +158,7 @@ class Store:
         """Writes the record. Raises OSError as `publishing`."""
         write_json(self.folder / self.name, record, new)
 
-    def write(self, item: str, arrays: Mapping[str, np.ndarray]) -> None:
+    def write(self, item: str, arrays: Mapping[str, Any]) -> None:
         """Writes an .npz of `arrays`. Raises OSError as `publishing`."""
         with publishing(self.folder / item) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
@@ -192,14 +189,12 @@ class Store:
         return found
 
 
-def keep_window(request: R, earlier: Mapping | None) -> R:
-    """The request; a window that it leaves open is that of an `earlier` run of the same settings, if there was one.
+def kept_window(window: int | None, earlier: Mapping | None) -> int | None:
+    """A request's window; one that is left open, None, is that of an `earlier` run of the same settings, if any.
 
     Measuring again might choose another, and a seed's image depends on it.
     """
-    if request.window is None and earlier is not None:
-        return dataclasses.replace(request, window=earlier.get("window"))
-    return request
+    return earlier.get("window") if window is None and earlier is not None else window
 
 
 def differences(old: Mapping, new: Mapping, where: str = "") -> list[str]:
@@ -220,5 +215,6 @@ def differences(old: Mapping, new: Mapping, where: str = "") -> list[str]:
 
 def _shown(value: object) -> str:
     text = "nothing" if value is None else "something" if isinstance(value, dict) else json.dumps(value)
-    is_long = isinstance(value, list) and len(text) > 60  # of a path the end tells
-    return f"{text[:40]} ... ({len(value)} of them)" if is_long else text
+    if isinstance(value, list) and len(text) > 60:  # a path is shown whole: its end tells
+        return f"{text[:40]} ... ({len(value)} of them)"
+    return text

@@ -21,12 +21,12 @@ from cspd.commands.options import (
     run_settings,
 )
 from cspd.engine import Engine
-from cspd.evaluation.images import ImageFolder, Watched, check_npz, export_npz
+from cspd.evaluation.images import GRID, ImageFolder, Watched, check_npz, export_npz
 from cspd.evaluation.metrics import SPACES, check, measure
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import file_fingerprint, load_reference
 from cspd.evaluation.run import sample_shards
-from cspd.evaluation.shards import EXPLODED, GRID, MANIFEST, RECORD
+from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD
 from cspd.parsing import number_list, positive
 from cspd.plots import grid, to_pil
 from cspd.records import make_folder, write_json, write_png

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
@@ -12,15 +11,15 @@ from pathlib import Path
 from PIL import Image
 
 from cspd.engine import Engine
+from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
 from cspd.plots import grid, heat_grid, to_pil
-from cspd.records import Store, differences, keep_window, write_png
+from cspd.records import Store, differences, kept_window, write_png
 from cspd.sequence import Request
 from cspd.summary import summary_of
 
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
 PICTURES = "[0-9]*_label*_seed*.png"
-GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")
 SAVE_SECONDS = 30  # between records of a long run; one that is interrupted is recorded too
 GRID_LIMIT = 400  # images in the grid, at most
 
@@ -98,8 +97,8 @@ def _begin(
     images = earlier["images"] if earlier else []
     for image in images:  # the first that differs is named: mostly all differ alike
         store.refuse(differences(image["request"], requests[image["index"]].to_dict()))
-    settings = images[0]["request"] if images else None
-    requests = [engine.resolve(keep_window(request, settings)) for request in requests]
+    window = kept_window(requests[0].window, images[0]["request"] if images else None)
+    requests = [engine.resolve(request.but(window=window)) for request in requests]
     if overwrite:
         store.clear()
     record["images"] = [image for image in images if (store.folder / names[image["index"]]).is_file()]

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from cspd.comparison.study import Configuration
 from cspd.machine import peak_bytes, reset_peak
 from cspd.plots import to_pil
-from cspd.records import Store, keep_window
+from cspd.records import Store, kept_window
 from cspd.sequence import Output, Request
 
 SCHEMA = "cspd.rounds/3"
@@ -69,13 +69,16 @@ def run_rounds(
     record = {"schema": SCHEMA, "settings": settings, "windows": {}}
     store = _store(out)
     earlier = None if overwrite else store.earlier(record)
-    windows = earlier["windows"] if earlier else {}
-    plans = [row.engine.resolve(keep_window(row.request, windows.get(row.name))) for row in rows]
+    earlier_windows = earlier["windows"] if earlier else {}
+    plans = []
+    for row in rows:
+        window = kept_window(row.request.window, earlier_windows.get(row.name))
+        plans.append(row.engine.resolve(row.request.but(window=window)))
     record["windows"] = {row.name: {"window": plan.window} for row, plan in zip(rows, plans)}
     if overwrite:
         store.clear()
     windows = store.claim(record)["windows"]  # of another run with these settings, if it was quicker
-    plans = [dataclasses.replace(plan, **windows[row.name]) for row, plan in zip(rows, plans)]
+    plans = [plan.but(**windows[row.name]) for row, plan in zip(rows, plans)]
     requests = [
         [dataclasses.replace(plan, label=labels[i % len(labels)], seed=_first(row, seed) + i) for i in range(num)]
         for row, plan in zip(rows, plans)

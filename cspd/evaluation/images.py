@@ -17,7 +17,7 @@ from tqdm import tqdm
 from cspd.plots import to_uint8
 from cspd.records import publishing
 
-OVERVIEWS = {"grid.png", "heatmap.png"}  # what our commands write beside images
+GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # what our commands write beside images
 
 
 class ImageList(Dataset):

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from cspd.engine import Engine
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.shards import SCHEMA, SIZE, Shards, arrays_of
-from cspd.records import keep_window
+from cspd.records import kept_window
 from cspd.sequence import Output, Request
 from cspd.summary import summary_of
 
@@ -79,8 +79,8 @@ def _plan(
     manifest = {"schema": SCHEMA, "images": shards.num, "seed": request.seed, "labels": list(labels)}
     manifest |= {"images_a_shard": SIZE, "request": _common(checked), **settings}
     earlier = None if overwrite else shards.store.earlier(manifest)
-    resolved = engine.resolve(keep_window(checked, earlier and earlier["request"]))
-    manifest["request"] = _common(resolved)
+    window = kept_window(checked.window, earlier and earlier["request"])
+    manifest["request"] = _common(engine.resolve(checked.but(window=window)))
     if overwrite:
         shards.store.clear()
     shards.store.claim(manifest)

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from cspd.evaluation.images import GRID
 from cspd.plots import to_uint8
 from cspd.records import Store
 from cspd.sequence import Output
 
 SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"
-RECORD, GRID = "evaluation.json", "grid.png"  # the report
+RECORD = "evaluation.json"  # the report
 SIZE = 16  # images a file: at most as many, beside those in flight, are lost with a process
 COUNTED = ("images", "labels", "seeds")  # arrays of as many entries as the file has images
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not kept

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cspd.records import ABANDONED, Store, differences, keep_window, publishing, write_json, write_png
-from cspd.sequence import Request
+from cspd.records import ABANDONED, Store, differences, kept_window, publishing, write_json, write_png
 
 SCHEMA = "tests/1"
 
@@ -79,9 +78,9 @@ def test_a_window_left_open_is_that_of_the_earlier_run():
     assert differences({"window": 5}, {"window": None}) == []
     assert differences({"window": 5}, {"window": 4}) == ["window was 5, now 4"]
     assert differences({"window": 5}, {}) == ["window was 5, now nothing"]
-    assert keep_window(Request(0), {"window": 5}).window == 5
-    assert keep_window(Request(0, window=4), {"window": 5}).window == 4
-    assert keep_window(Request(0), None).window is None
+    assert kept_window(None, {"window": 5}) == 5
+    assert kept_window(4, {"window": 5}) == kept_window(4, None) == 4
+    assert kept_window(None, None) is None
 
 
 class Overtaken(Store):
