@@ -204,7 +204,7 @@ def format_evaluation(report: dict) -> str:
         title = name.upper() if len(name) == 3 else name.replace("_", " ")
         lines.append((title, "-" if value is None else format(value, form), report["missing"].get(name, note)))
     if report["largest_token"] is not None:
-        exploded = f"{report['exploded']} of {report['num']:,} images exploded: have a token beyond {EXPLODED:g}"
+        exploded = f"{report['exploded']} of {report['num']:,} images exploded (a token beyond {EXPLODED:g})"
         lines.append(("largest token", f"{report['largest_token']:.2f}", exploded))
     if sampling:
         request = report["settings"]["request"]

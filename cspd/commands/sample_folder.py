@@ -97,8 +97,8 @@ def _begin(
     images = earlier["images"] if earlier else []
     for image in images:  # the first that differs is named: mostly all differ alike
         store.refuse(differences(image["request"], requests[image["index"]].to_dict()))
-    window = kept_window(requests[0].window, images[0]["request"] if images else None)
-    requests = [engine.resolve(request.but(window=window)) for request in requests]
+    settings = images[0]["request"] if images else None
+    requests = [engine.resolve(r.but(window=kept_window(r.window, settings))) for r in requests]
     if overwrite:
         store.clear()
     record["images"] = [image for image in images if (store.folder / names[image["index"]]).is_file()]

@@ -100,7 +100,7 @@ def test_a_row_has_its_own_seeds(digits, tmp_path):
     for own, told in ((8, "'9': its seeds 8..13 overlap those of 'None', 3..8: begin with 9 or more"), (0, "overlap")):
         with pytest.raises(ValueError, match=told):
             again(own)
-    with pytest.raises(ValueError, match=r"seed=\d+ is outside"):  # of the last image
+    with pytest.raises(ValueError, match=r"seed=\d+ does not fit"):  # of the last image
         again(2**63 - 3)
 
 
