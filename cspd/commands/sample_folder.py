@@ -13,8 +13,9 @@ from PIL import Image
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
 from cspd.plots import grid, heat_grid, to_pil
-from cspd.records import Store, differences, kept_window, write_png
+from cspd.records import write_png
 from cspd.sequence import Request
+from cspd.store import Store, differences, kept_window
 from cspd.summary import summary_of
 
 SCHEMA = "cspd.samples/1"

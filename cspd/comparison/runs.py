@@ -16,8 +16,8 @@ from tqdm import tqdm
 from cspd.comparison.study import Configuration
 from cspd.machine import peak_bytes, reset_peak
 from cspd.plots import to_pil
-from cspd.records import Store, kept_window
 from cspd.sequence import Output, Request
+from cspd.store import Store, kept_window
 
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"

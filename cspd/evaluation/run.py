@@ -15,8 +15,8 @@ from tqdm import tqdm
 from cspd.engine import Engine
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.shards import SCHEMA, SIZE, Shards, arrays_of
-from cspd.records import kept_window
 from cspd.sequence import Output, Request
+from cspd.store import kept_window
 from cspd.summary import summary_of
 
 WRITING = 2  # shards that may wait for the disk, before sampling does

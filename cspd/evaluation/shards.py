@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from cspd.evaluation.images import GRID
 from cspd.plots import to_uint8
-from cspd.records import Store
 from cspd.sequence import Output
+from cspd.store import Store
 
 SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"

@@ -27,7 +27,7 @@ from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.shards import EXPLODED, SIZE, Shards, arrays_of
 from cspd.plots import to_uint8
-from cspd.records import ABANDONED
+from cspd.store import ABANDONED
 
 NUM, SEED = 58, 11  # three files of 16 images and one of 10
 OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]

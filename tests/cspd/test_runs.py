@@ -20,7 +20,7 @@ from cspd.cli import main
 from cspd.comparison import runs
 from cspd.comparison.compare import compare
 from cspd.comparison.study import Configuration
-from cspd.records import differences
+from cspd.store import differences
 
 
 def test_configurations_take_turns(digits, tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cspd.records import ABANDONED, Store, differences, kept_window, publishing, write_json, write_png
+from cspd.records import publishing, write_json, write_png
+from cspd.store import ABANDONED, Store, differences, kept_window
 
 SCHEMA = "tests/1"
 
