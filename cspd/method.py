@@ -51,6 +51,7 @@ class Method:
         resolve: decides what a checked request leaves open.
         of_request: the guarantee of a resolved request, where settings change it.
         uses: which models beside the target a resolved request needs, "draft" or "eagle".
+        heat: what `Output.heat` shows of its tokens: head "calls", or which drafts were "accepted".
     """
 
     name: str
@@ -66,6 +67,7 @@ class Method:
     resolve: Callable[[Request, Host], Request] = _as_it_is
     of_request: Callable[[Request], str] | None = None
     uses: Callable[[Request], set[str]] = lambda request: set()
+    heat: str = "accepted"
 
     def guarantee_of(self, request: Request) -> str:
         """The guarantee of a resolved request."""

@@ -12,6 +12,7 @@ from PIL import Image
 
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
+from cspd.methods import method_of
 from cspd.plots import grid, heat_grid, to_pil
 from cspd.records import write_png
 from cspd.sequence import Request
@@ -120,7 +121,7 @@ def _write_overviews(out: Path, record: dict, requests: Sequence[Request], heatm
     write_png(out / GRID, grid(pictures, captions, columns))
     if heatmap:
         heat = [image.get("heat") for image in shown]
-        accepted = requests[0].method == "cspd" or requests[0].family == "VQ"
+        accepted = method_of(requests[0]).heat == "accepted"
         write_png(out / HEATMAP, heat_grid(heat, pictures[0].size, captions, columns, accepted))
 
 

@@ -79,4 +79,5 @@ METHOD = Method(
     papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
     run_round=run_round,
     mixed=MIXED,
+    heat="calls",
 )

@@ -177,4 +177,5 @@ METHOD = Method(
     mixed=("num_iter",),
     check=check,
     resolve=resolve,
+    heat="calls",
 )

@@ -123,7 +123,7 @@ def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
 
 def _stats_of(output: Output) -> dict:
     stats = {name: value for name, value in output.stats.to_dict().items() if name not in LONG}
-    if output.request.family == "MAR":
+    if output.tokens.is_floating_point():
         tokens = output.tokens.nan_to_num(nan=LARGEST)  # JSON has no NaN and no infinity
         stats["largest_token"] = tokens.abs().max().item()
     return stats
