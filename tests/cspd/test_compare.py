@@ -84,7 +84,7 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
     row = Configuration("made up", cspd.Request(0, method="cspd", window=None), digits)
 
     def chunk(*costs):
-        names = dict.fromkeys(runs.COSTS, 2.0)
+        names = dict.fromkeys(runs.COSTS, 2.0) | {"head_calls_per_token": 0.0}  # VQ models have no head
         return runs.Chunk(np.zeros((len(costs), 1, 1, 3)), 1.0, 7, [names | cost for cost in costs])
 
     made = [
