@@ -24,8 +24,8 @@ BATCH = 1500  # chains at once: where one residual needs many candidates, all th
 class MixtureHead(torch.nn.Module):
     """The optimal noise prediction for tokens ~ sum_j weights_j N(z + means_j, scales_j^2 I).
 
-    With one component it is linear in the noisy token, and the chain's law is Gaussian and known. The variance channel
-    differs at every step and, by `wobble`, with the state.
+    With one component it is linear in the noisy token, and the distribution of its chains is Gaussian and known. The
+    variance channel differs at every step and, by `wobble`, with the state.
     """
 
     res_blocks = ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
-from cspd.continuous.calibration import WINDOWS, user_cache
+from cspd.continuous.calibration import WINDOWS
+from cspd.continuous.tuning import user_cache
 from cspd.methods import method_of
 
 

@@ -1,6 +1,6 @@
-"""Speculative denoising: the head's chain, many steps a head call, with exactly the ancestral chain's law.
+"""Speculative denoising: the head's chain in fewer head calls, with exactly the ancestral chain's distribution.
 
-`draft_verify` has the method; here is who takes part in a round, what is kept between rounds, and the records.
+`draft_verify` has the method. Here is which chains take part in a round, what is kept between rounds, and the records.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import os
 import types
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cspd.continuous.ancestral import evaluate
-from cspd.continuous.draft_verify import Moved, compiled_move, move
+from cspd.continuous.draft_verify import Lookup, Moved, compiled_move, move
 from cspd.continuous.gaussian import MAX_TRIES, residual
 from cspd.noise import DRAFT_OFFSET
 from cspd.precision import Precision
@@ -47,6 +48,25 @@ class Finished:
     log_sigma_last: Tensor
 
 
+def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many drafted states were judged, and how many accepted: int64 [2, window] by lag, from 1, and [2, T] by step.
+
+    Args:
+        record: int8 [N, T] of finished chains, see `Finished`.
+    """
+    num_steps = record.shape[1]
+    _, begin = record.nonzero()
+    signed = record[record != 0].astype(np.int64)[:, None]  # a row for each head call
+    lag = np.arange(1, window + 1)
+    step = begin[:, None] - lag + 1
+    drafted = (begin < num_steps - 1)[:, None] & (step > 0)  # the first step is ancestral, and step 0 is never judged
+    judged = drafted & (lag <= np.abs(signed))
+    accepted = judged & (lag != -signed)
+    by_lag = np.stack([judged.sum(0), accepted.sum(0)])
+    by_step = np.stack([np.bincount(step[which], minlength=num_steps) for which in (judged, accepted)])
+    return by_lag, by_step
+
+
 def bucket(rows: int) -> int:
     """Rows after padding, so that shapes repeat: up to 16 as they are, then 8 sizes an octave."""
     step = 1 << max(0, (rows - 1).bit_length() - 4)
@@ -59,35 +79,39 @@ def table_size(head: Head, copies: int, device: torch.device) -> int:
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(TABLE_SHARE * memory / (4 * (3 * len(head.res_blocks) + 2) * head.width * copies))
+    floats = (3 * len(head.res_blocks) + 2) * head.width * copies  # of a chain's step
+    return int(TABLE_SHARE * memory / (4 * floats))
 
 
-def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often drafts were judged and accepted: int64 [2, window] by lag, from 1, and [2, T] by step.
+class _Batch(NamedTuple):
+    """What moves on in a round, a row for each chain under way and then padding.
 
-    Args:
-        record: int8 [N, T] of finished chains, see `Finished`.
+    Attributes:
+        state: [R, 4, d], the chain's state and its anchor's eps', x', v'. t: int64 [R], its step.
+        entry: int64 [R], where the chain is in the tables. seed, position: int64 [R], of its noise.
+        scale: [R, 1, 1], guidance. log_sigma: [R], the sum so far, see `Finished`.
     """
-    _, start = record.nonzero()
-    decided = record[record != 0].astype(np.int64)
-    lag = np.arange(1, window + 1)
-    k = start[:, None] - lag + 1
-    judged = (lag <= np.abs(decided)[:, None]) & (k > 0) & (start < record.shape[1] - 1)[:, None]
-    accepted = judged & (lag != -decided[:, None])
-    by_step = [np.bincount(k[which], minlength=record.shape[1]) for which in (judged, accepted)]
-    return np.stack([judged.sum(0), accepted.sum(0)]), np.stack(by_step)
+
+    state: Tensor
+    t: Tensor
+    entry: Tensor
+    seed: Tensor
+    position: Tensor
+    scale: Tensor
+    log_sigma: Tensor
 
 
 class Chains:
-    """Chains of many tokens, each at its own step, moved on together: one batched head call a round.
+    """Chains of many tokens, each at its own step, that move on together: one batched head call a round.
 
-    Chains may join at any time and leave as they end, so that the call stays full.
+    Chains may join at any time and leave when they end, so that the call stays full. What is large (draws, conditions,
+    modulations, records) is in tables with an entry for each chain. The tables are compacted only when chains join.
 
     Args:
         head: the diffusion head. table: of the draft, see `draft_table`. noise: the source of randomness.
         trace_sigma: also sum log sigma_p along the chains, see `Finished`.
-        drafting: the head is a draft model's, whose coins and candidates are apart from the target's.
-        compiled: run rounds through torch.compile; they agree to rounding.
+        drafting: the head is a draft model's, whose uniform draws and candidates are apart from the target's.
+        compiled: run rounds through torch.compile; the results agree to rounding.
     """
 
     def __init__(
@@ -101,14 +125,14 @@ class Chains:
         drafting: bool = False,
         compiled: bool = False,
     ) -> None:
-        self.head, self.table, self.precision, self.noise = head, table, precision, noise
+        self.head, self.precision, self.noise, self.device = head, precision, noise, table.device
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
         steps = torch.arange(self.num_steps).unsqueeze(1) - torch.arange(self.window)
-        self._table = table, steps.clamp(min=0).to(table.device)
+        self._lookup = Lookup(table, steps.clamp(min=0).to(self.device))
         self._move = compiled_move() if compiled else move
         with precision.full():
-            timesteps = torch.as_tensor(schedule(self.num_steps).timestep_map, device=table.device)
+            timesteps = torch.as_tensor(schedule(self.num_steps).timestep_map, device=self.device)
             self._t_embed = head.time_embed(timesteps)
         self.owners: list[Hashable] = []  # of the chains under way
         self._tries: list[int] = []
@@ -124,137 +148,152 @@ class Chains:
         temperature: Tensor,
         index: int = 0,
     ) -> None:
-        """Starts a chain a row with its first step, ancestral and in float32 (its gain is 316 at T = 100).
+        """Starts N chains with their first step, which joins them to those under way.
 
         Args:
-            owners: who the rows are. seed, position: int64 [R], of their noise. z: [G, R, D]. scale, temperature: [R,
-                1], the temperature that of the draft's table. index: of x_T and eps_t, see `cspd.noise.initial`.
+            owners: who they are. seed, position: int64 [N], of their noise. z: [G, N, D]. scale, temperature: [N, 1],
+                the temperature that of the draft's table. index: of x_T and eps_t, see `cspd.noise.initial`.
         """
-        s, last = schedule(self.num_steps), self.num_steps - 1
-        x, eps_t, coins = self.noise.chain(
+        x, eps_t, uniform = self.noise.chain(
             seed, position, self.num_steps, self.head.channels, index, int(self.drafting)
         )
-        log_coin = coins.log()
+        draws = torch.cat([eps_t, uniform.log().unsqueeze(-1)], dim=-1)
         with self.precision.full():
             c_embed = self.head.cond_embed(z)
-        row = self._join(torch.cat([eps_t, log_coin.unsqueeze(-1)], dim=-1), c_embed)
-
-        with self.precision.full():
-            if self._modulations and self.precision.uniform:
-                modulations = [layer[:, row, last] for layer in self._modulations]
-            else:
-                modulations = self.head.modulations(self._t_embed[last], c_embed)
-            eps, v = evaluate(self.head, x, self.head.split(modulations), scale)
-        log_sigma = s.log_sigma_base[last] + temperature.log() + s.log_sigma_slope[last] * v
-        mean = x * s.mean_x[last] + eps * s.mean_eps[last]
-        self._record[row, last] = 1
-        new = {
-            "state": torch.stack([torch.addcmul(mean, log_sigma.exp(), eps_t[:, last]), eps, x, v], dim=1),
-            "t": torch.full_like(seed, last - 1),
-            "row": row,
-            "seed": seed,
-            "position": position,
-            "scale": scale.unsqueeze(1),
-            "log_sigma": log_sigma.sum(-1),
-        }
-        under_way = len(self.owners)
-        if under_way:
-            new = {name: torch.cat([self._state[name][:under_way], values]) for name, values in new.items()}
-        self._state = new
+        entry = self._join_tables(draws, c_embed)
+        state, log_sigma = self._first_step(x, eps_t[:, -1], c_embed, entry, scale, temperature)
+        self._record[entry, -1] = 1
+        batch = _Batch(
+            state=state,
+            t=torch.full_like(seed, self.num_steps - 2),
+            entry=entry,
+            seed=seed,
+            position=position,
+            scale=scale.unsqueeze(1),
+            log_sigma=log_sigma.sum(-1),
+        )
+        if self.owners:
+            under_way = len(self.owners)
+            both = [torch.cat([old[:under_way], new]) for old, new in zip(self._batch, batch)]
+            batch = _Batch(*both)
+        self._batch = batch
         self.owners += owners
         self._tries += [0] * len(owners)
         self._fallbacks += [0] * len(owners)
-        self._select(range(len(self.owners)))
+        self._keep_rows(range(len(self.owners)))
 
-    def _select(self, rows: Sequence[int]) -> None:
-        """Keeps the state of some rows, the last one repeated up to the bucket: its copies compute for nothing."""
-        rows = [*rows, *[rows[-1]] * (bucket(len(rows)) - len(rows))]
-        if rows != list(range(len(self._state["t"]))):
-            index = torch.tensor(rows, device=self.table.device)
-            self._state = {name: values[index] for name, values in self._state.items()}
-        self._first = torch.arange(len(rows), device=self.table.device) * self.window - 1
+    def _first_step(
+        self, x: Tensor, eps_t: Tensor, c_embed: Tensor, entry: Tensor, scale: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """State [N, 4, d] and log sigma [N, d] of step T - 1, ancestral and in float32: its gain is 316 at T = 100."""
+        s, last = schedule(self.num_steps), self.num_steps - 1
+        with self.precision.full():
+            if self._modulations and self.precision.uniform:
+                layers = [layer[:, entry, last] for layer in self._modulations]
+            else:
+                layers = self.head.modulations(self._t_embed[last], c_embed)
+            eps, v = evaluate(self.head, x, self.head.split(layers), scale)
+        mean = x * s.mean_x[last] + eps * s.mean_eps[last]
+        log_sigma = s.log_sigma_base[last] + temperature.log() + s.log_sigma_slope[last] * v
+        after = torch.addcmul(mean, log_sigma.exp(), eps_t)
+        return torch.stack([after, eps, x, v], dim=1), log_sigma
 
-    def _join(self, draws: Tensor, c_embed: Tensor) -> Tensor:
-        """Adds chains to the tables, which are looked up by row: too large to move whenever a chain ends.
+    def _join_tables(self, draws: Tensor, c_embed: Tensor) -> Tensor:
+        """Adds N chains with draws [N, T, d + 1] and conditions [G, N, width]; returns their entries, int64 [N].
 
-        Returns:
-            int64 [R], the rows of the new chains.
+        The entries of chains that have left are dropped, which moves those of the others.
         """
-        record = torch.zeros(draws.shape[:2], dtype=torch.int8, device=draws.device)
-        kept, total = None, len(draws)
-        if self.owners:
-            kept = self._state["row"][: len(self.owners)]
-            total += len(kept)
-            draws, record = torch.cat([self._draws[kept], draws]), torch.cat([self._record[kept], record])
-            self._state["row"] = torch.arange(len(kept), device=draws.device)
-        self._draws, self._record = draws, record
-        new = torch.arange(total - c_embed.shape[1], total, device=draws.device)
+        num_new = len(draws)
+        record = torch.zeros(num_new, self.num_steps, dtype=torch.int8, device=self.device)
+        if not self.owners:
+            self._draws, self._record, self._c_embed = draws, record, c_embed
+            self._modulations = self._modulations_of(c_embed, num_new)
+            return torch.arange(num_new, device=self.device)
 
-        old = self._modulations if self.owners else None
-        self._c_embed = c_embed if kept is None else torch.cat([self._c_embed[:, kept], c_embed], dim=1)
-        if total * self.num_steps > table_size(self.head, len(c_embed), draws.device):
-            self._modulations = None
-            return new
-        missing = self._c_embed if old is None else c_embed
+        num_kept = len(self.owners)
+        kept = self._batch.entry[:num_kept]
+        self._draws = torch.cat([self._draws[kept], draws])
+        self._record = torch.cat([self._record[kept], record])
+        self._c_embed = torch.cat([self._c_embed[:, kept], c_embed], dim=1)
+        known = self._modulations
+        self._modulations = self._modulations_of(c_embed if known else self._c_embed, num_kept + num_new)
+        if known and self._modulations:
+            layers = zip(known, self._modulations)
+            self._modulations = [torch.cat([old[:, kept], new], dim=1) for old, new in layers]
+        entries = torch.arange(num_kept + num_new, device=self.device)
+        self._batch = self._batch._replace(entry=entries[:num_kept])
+        return entries[num_kept:]
+
+    def _modulations_of(self, c_embed: Tensor, num_chains: int) -> list[Tensor] | None:
+        """The head's modulations at all steps for conditions [G, N, width]; None if a table of so many is too large."""
+        if num_chains * self.num_steps > table_size(self.head, len(c_embed), self.device):
+            return None
         with self.precision.fast():
-            self._modulations = self.head.modulations(self._t_embed, missing.unsqueeze(2))
-        if old:
-            self._modulations = [torch.cat([a[:, kept], b], dim=1) for a, b in zip(old, self._modulations)]
-        return new
+            return self.head.modulations(self._t_embed, c_embed.unsqueeze(2))
+
+    def _keep_rows(self, rows: Sequence[int]) -> None:
+        """Drops all other rows of the batch, and repeats the last one as padding up to the next bucket."""
+        padding = bucket(len(rows)) - len(rows)
+        rows = [*rows] + [rows[-1]] * padding
+        if rows != list(range(len(self._batch.t))):
+            index = torch.tensor(rows, device=self.device)
+            self._batch = _Batch(*(values[index] for values in self._batch))
+        self._begin = torch.arange(len(rows), device=self.device) * self.window
 
     def advance(self) -> Finished | None:
         """Moves every chain on by at least one step, with one head call; returns the chains that end."""
-        s, real = self._state, len(self.owners)
-        modulations = self._modulations or (self._t_embed, self._c_embed)
+        batch, under_way = self._batch, len(self.owners)
+        tables = self._draws, self._modulations or (self._t_embed, self._c_embed)
+        rows = batch.state, batch.t, batch.entry, batch.scale, self._begin
         with self.precision.fast():
-            state = (s["state"], s["t"], s["row"], s["scale"], self._first)
-            moved = self._move(self.head, self._table, self._draws, modulations, *state, self.trace_sigma)
-        at = (s["row"] * self.num_steps + s["t"])[:real]
-        self._record.view(-1)[at] = moved.signed[:real].to(torch.int8)
+            moved = self._move(self.head, self._lookup, *tables, *rows, self.trace_sigma)
+        where = (batch.entry * self.num_steps + batch.t)[:under_way]
+        self._record.view(-1)[where] = moved.record[:under_way].to(torch.int8)
         if self.trace_sigma:
-            s["log_sigma"] += moved.log_sigma
-        steps, unresolved = torch.stack([moved.left, moved.unresolved])[:, :real].tolist()  # the one copy to the host
+            batch.log_sigma.add_(moved.log_sigma)
+        # the one copy to the host
+        outcome = torch.stack([moved.left, moved.unresolved])
+        left, unresolved = outcome[:, :under_way].tolist()
         if any(unresolved):
-            self._residual(moved, [i for i, wanted in enumerate(unresolved) if wanted])
-        s["state"], s["t"] = moved.state, moved.left.clamp(min=0)
-        ended = [i for i, step in enumerate(steps) if step < 0]
+            self._draw_residual(moved, [row for row, wanted in enumerate(unresolved) if wanted])
+        self._batch = batch._replace(state=moved.state, t=moved.left.clamp(min=0))
+        ended = [row for row, steps in enumerate(left) if steps < 0]
         return self._leave(ended, moved.p[1]) if ended else None
 
-    def _residual(self, moved: Moved, which: list[int]) -> None:
-        """Draws what `resample` could not, for a few rows."""
-        s, d = self._state, self.head.channels
-        index = torch.tensor(which, device=self.table.device)
-        seed, position, step = (s[name][index] for name in ("seed", "position", "t"))
+    def _draw_residual(self, moved: Moved, rows: list[int]) -> None:
+        """Draws the states that `gaussian.resample` left open, which are few, into moved.state."""
+        index = torch.tensor(rows, device=self.device)
+        seed, position, step = (values[index] for values in (self._batch.seed, self._batch.position, self._batch.t))
+        offset = DRAFT_OFFSET if self.drafting else 0
 
         def draws(first: int, num: int) -> tuple[Tensor, Tensor]:
-            offset = DRAFT_OFFSET if self.drafting else 0
-            normals, coins = self.noise.candidates(seed, position, step, first, num, d, offset)
-            return normals, coins.log()
+            normals, uniform = self.noise.candidates(seed, position, step, first, num, self.head.channels, offset)
+            return normals, uniform.log()
 
         p, q = (tuple(parameter[index] for parameter in gaussian) for gaussian in (moved.p, moved.q))
         moved.state[index, 0], tries = residual(p, q, draws)
-        for i, count in zip(which, tries.tolist()):
-            self._tries[i] += min(count, MAX_TRIES)
-            self._fallbacks[i] += count > MAX_TRIES
+        for row, count in zip(rows, tries.tolist()):
+            self._tries[row] += min(count, MAX_TRIES)
+            self._fallbacks[row] += count > MAX_TRIES
 
     def _leave(self, ended: list[int], log_sigma_last: Tensor) -> Finished:
-        s = self._state
-        index = torch.tensor(ended, device=self.table.device)
+        """Takes the chains of these rows out of the batch; their entries stay in the tables until others join."""
+        batch, index = self._batch, torch.tensor(ended, device=self.device)
         finished = Finished(
-            owners=[self.owners[i] for i in ended],
-            position=s["position"][index],
-            tokens=s["state"][index, 0],
-            record=self._record[s["row"][index]],
-            tries=[self._tries[i] for i in ended],
-            fallbacks=[self._fallbacks[i] for i in ended],
-            log_sigma=s["log_sigma"][index],
+            owners=[self.owners[row] for row in ended],
+            position=batch.position[index],
+            tokens=batch.state[index, 0],
+            record=self._record[batch.entry[index]],
+            tries=[self._tries[row] for row in ended],
+            fallbacks=[self._fallbacks[row] for row in ended],
+            log_sigma=batch.log_sigma[index],
             log_sigma_last=log_sigma_last[index],
         )
         gone = set(ended)
-        stay = [i for i in range(len(self.owners)) if i not in gone]
-        self.owners, self._tries, self._fallbacks = (
-            [values[i] for i in stay] for values in (self.owners, self._tries, self._fallbacks)
-        )
-        if stay:
-            self._select(stay)
+        staying = [row for row in range(len(self.owners)) if row not in gone]
+        self.owners = [self.owners[row] for row in staying]
+        self._tries = [self._tries[row] for row in staying]
+        self._fallbacks = [self._fallbacks[row] for row in staying]
+        if staying:
+            self._keep_rows(staying)
         return finished

@@ -1,19 +1,16 @@
-"""How far to look ahead: a cost model of the head on this device, measured once, and the window it recommends."""
+"""How far to look ahead: a cost model of the head on this device, and the window it recommends."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from cspd import noise
 from cspd.continuous.ancestral import ancestral
@@ -23,11 +20,11 @@ from cspd.continuous.draft_verify import draft_table
 from cspd.precision import Precision
 from mar.head import Head
 
-SCHEMA = "cspd.costs/2"
-GAIN = 0.7  # of the ancestral chain's time: the most speculation may be predicted to take; joins and uneven iterations
-# are not in the model, and took up to a quarter more where measured
+GAIN = 0.7  # speculate only if the predicted time is below this share of the ancestral chain's; the margin covers what
+# the model leaves out: joins and uneven iterations took up to a quarter more where measured
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS, WINDOW, ROUNDS = 128, 8, 12  # of what is timed: long enough that no chain ends in it
+ANCESTRAL_STEPS = STEPS // 4
 REPEATS, PATIENCE = 5, 0.5  # sizes grow until one takes this many seconds
 
 
@@ -58,10 +55,11 @@ class Costs:
         if window == 0:
             return num_steps * _interpolate(rows, self.rows, self.ancestral)
         seconds = num_steps * _interpolate(rows, self.rows, self.start)
-        for r in range(1, int(calls.max())):
-            share = (calls > r).mean()
-            some = 1 - (1 - share) ** rows  # chance that any token is still under way, and how many then are
-            seconds += some * _interpolate(rows * share / some * window, self.inputs, self.round)
+        for num_calls in range(1, int(calls.max())):
+            share = (calls > num_calls).mean()  # of the tokens that are still under way after so many calls
+            chance = 1 - (1 - share) ** rows  # that any of the rows is
+            rows_left = rows * share / chance  # how many then are, on average
+            seconds += chance * _interpolate(rows_left * window, self.inputs, self.round)
         return seconds
 
     def window(self, num_steps: int, rows: float, calibration: Calibration) -> int:
@@ -74,7 +72,8 @@ class Costs:
             if window <= calibration.coefficients.shape[1]
         }
         best = min(predicted, key=predicted.get)
-        return best if predicted[best] < GAIN * self.head_seconds(num_steps, rows, 0) else 0
+        ancestral_seconds = self.head_seconds(num_steps, rows, 0)
+        return best if predicted[best] < GAIN * ancestral_seconds else 0
 
 
 def _interpolate(size: float, sizes: list[int], seconds: list[float]) -> float:
@@ -83,12 +82,12 @@ def _interpolate(size: float, sizes: list[int], seconds: list[float]) -> float:
 
 
 class _AcceptAll:
-    """Noise whose coins accept every draft, so that all timed rounds do the same."""
+    """Noise whose uniform draws accept every drafted state, so that all timed rounds do the same."""
 
     @staticmethod
-    def chain(*args: object) -> tuple[torch.Tensor, ...]:
-        x, eps_t, coins = noise.chain(*args)
-        return x, eps_t, torch.zeros_like(coins)
+    def chain(*args: object) -> tuple[Tensor, ...]:
+        x, eps_t, uniform = noise.chain(*args)
+        return x, eps_t, torch.zeros_like(uniform)
 
 
 @torch.inference_mode()
@@ -97,89 +96,55 @@ def measure(head: Head, guided: bool, device: torch.device, precision: Precision
     copies, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
     coefficients = np.zeros((STEPS, WINDOW, 3))
     coefficients[..., 1] = 1
-    table = torch.as_tensor(draft_table(coefficients, np.zeros((STEPS, WINDOW)), STEPS, WINDOW, 1.0), device=device)
+    table = draft_table(coefficients, np.zeros((STEPS, WINDOW)), STEPS, WINDOW, 1.0)
+    table = torch.as_tensor(table, device=device)
     measured = {"ancestral": [], "start": [], "round": []}
     rows, limit = [], table_size(head, copies, device)
-    for size in ROWS:
+    for size in tqdm(ROWS, desc="timing this device", unit="size", leave=False, delay=2):
         if rows and size * STEPS > limit:
             break
         z = torch.randn(copies, size, head.cond_embed.in_features, generator=generator).to(device)
-        seed, position = (torch.arange(size, device=device) for _ in range(2))
-        ones = torch.ones(size, 1, device=device)
-
-        def chain(z=z, seed=seed, position=position, ones=ones) -> None:
-            x = noise.initial(seed, position, head.channels)
-            steps = lambda t: noise.steps(seed, position, t, head.channels)  # noqa: E731
-            ancestral(head, z, ones, ones, x, steps, STEPS // 4, precision)
-
         chains = Chains(head, table, precision, _AcceptAll, compiled=compiled)
-
-        def start(chains=chains, z=z, seed=seed, position=position, ones=ones) -> None:
-            chains.owners = []
-            chains.start(range(len(seed)), seed, position, z, ones, ones)
-
-        times = {name: [] for name in measured}
-        for _ in range(REPEATS):
-            times["ancestral"].append(_seconds(chain, device) / (STEPS // 4))
-            times["start"].append(_seconds(start, device) / STEPS)
-            times["round"].append(statistics.median(_seconds(chains.advance, device) for _ in range(ROUNDS)))
-        for name, values in times.items():
-            before = measured[name][-1:]  # more rows never take less time: where they seem to, it was noise
-            measured[name].append(max([min(values), *before]))
+        times = _time_one_size(chains, z)
+        for name, seconds in times.items():
+            smaller = measured[name][-1:]  # more rows never take less time: where they seem to, it was noise
+            measured[name].append(max([min(seconds), *smaller]))
         rows.append(size)
         if times["start"][0] * STEPS > PATIENCE:
             break
     return Costs(rows=rows, inputs=[size * WINDOW for size in rows], table_size=limit, **measured)
 
 
-def _processor() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
-    return platform.processor() or platform.machine()
+def _time_one_size(chains: Chains, z: Tensor) -> dict[str, list[float]]:
+    """Seconds of an ancestral step, of starting chains (a step), and of a round, for conditions z [G, R, D]."""
+    device, size, channels = z.device, z.shape[1], chains.head.channels
+    seed, position = torch.arange(size, device=device), torch.arange(size, device=device)
+    ones = torch.ones(size, 1, device=device)  # guidance scales and temperatures
+
+    def step_noise(t: Tensor) -> Tensor:
+        return noise.steps(seed, position, t, channels)
+
+    def run_ancestral() -> None:
+        x = noise.initial(seed, position, channels)
+        ancestral(chains.head, z, ones, ones, x, step_noise, ANCESTRAL_STEPS, chains.precision)
+
+    def start() -> None:
+        chains.owners = []
+        chains.start(range(size), seed, position, z, ones, ones)
+
+    times = {"ancestral": [], "start": [], "round": []}
+    for _ in range(REPEATS):
+        times["ancestral"].append(_seconds(run_ancestral, device) / ANCESTRAL_STEPS)
+        times["start"].append(_seconds(start, device) / STEPS)
+        times["round"].append(statistics.median(_seconds(chains.advance, device) for _ in range(ROUNDS)))
+    return times
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     start = time.perf_counter()
     work()
-    synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def measured_costs(
-    head: Head,
-    guided: bool,
-    device: torch.device,
-    precision: Precision,
-    compiled: bool,
-    folder: Path,
-    again: bool = False,
-) -> Costs:
-    """The costs of a head's size on this device: from `folder`, or measured (`again`) and kept there."""
-    cuda = device.type == "cuda"
-    key = {
-        "schema": SCHEMA,
-        "device": torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {os.cpu_count()} cores",
-        "threads": 0 if cuda else torch.get_num_threads(),
-        "torch": torch.__version__,
-        "precision": precision.policy,
-        "head": [head.channels, head.width, len(head.res_blocks), head.cond_embed.in_features],
-        "guided": guided,
-        "compiled": compiled,
-    }
-    file = folder / "costs.json"
-    entries = []
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        entries = [entry for entry in json.loads(file.read_text()) if isinstance(entry, dict)]
-        for entry in [] if again else entries:
-            if entry["key"] == key:
-                return Costs(**entry["costs"])
-    costs = measure(head, guided, device, precision, compiled)
-    entries = [entry for entry in entries if entry.get("key") != key]
-    with contextlib.suppress(OSError):  # read-only: measured again next time
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps([*entries, {"key": key, "costs": asdict(costs)}], indent=1) + "\n")
-        os.replace(temporary, file)
-    return costs

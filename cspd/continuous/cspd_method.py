@@ -1,9 +1,9 @@
 """CSpD: a draft MAR proposes tokens, the target accepts or resamples them. Guarantee: heuristic.
 
-Source: Continuous Speculative Decoding (arXiv 2411.11925). The acceptance ratio compares two chains that visit other
-states, so it is no density ratio at one point: the law of the output is not the target's. Taken literally (ratio
-temperature 1) it accepts nothing, since the last step's sigma is far below the distance of the two models' tokens. The
-authors' code divides that step's z-scores by 42, which is the default here.
+Source: Continuous Speculative Decoding (arXiv 2411.11925), Algorithm 1. The acceptance ratio compares two chains that
+visit different states. So it is not a density ratio at one point, and the output's distribution is not the target's.
+Taken literally (ratio temperature 1) it accepts nothing, since the last step's sigma is far below the distance of the
+two models' tokens. The authors' code divides that step's z-scores by 42, which is the default here.
 """
 
 from __future__ import annotations
@@ -79,9 +79,14 @@ def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float) -> Tensor
 
     Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1 (as in eq. 4; the supplement's 14-17 drop a minus sign).
     """
-    z_p, z_q = ((x - m.tokens[:, None]) * torch.exp(-m.log_sigma_last[:, None]) / ratio_temperature for m in (p, q))
-    last = (q.log_sigma_last - p.log_sigma_last)[:, None] + 0.5 * (z_q - z_p) * (z_q + z_p)
-    return (q.log_sigma - p.log_sigma)[:, None] + last.sum(-1)
+    log_big_sigma = q.log_sigma - p.log_sigma
+    # the last step's Gaussians, with their means and sigmas; only the z-scores are tempered
+    mean_p, mean_q = p.tokens[:, None], q.tokens[:, None]
+    log_sigma_p, log_sigma_q = p.log_sigma_last[:, None], q.log_sigma_last[:, None]
+    z_p = (x - mean_p) * torch.exp(-log_sigma_p) / ratio_temperature
+    z_q = (x - mean_q) * torch.exp(-log_sigma_q) / ratio_temperature
+    last = log_sigma_q - log_sigma_p + 0.5 * (z_q - z_p) * (z_q + z_p)
+    return log_big_sigma[:, None] + last.sum(-1)
 
 
 class _Running:
@@ -93,12 +98,13 @@ class _Running:
         self.by_rank: dict[Sequence, np.ndarray] = {}
 
     def count(self, sequence: Sequence, accepted: np.ndarray) -> None:
-        """Adds a round's decisions on a sequence's next tokens."""
-        gamma, known, num = sequence.request.gamma, sequence.num_known, len(accepted)
-        for counts, size, start in ((self.by_lag, gamma, 0), (self.by_rank, self.length, known)):
-            table = counts.setdefault(sequence, np.zeros((2, size), dtype=np.int64))
-            table[0, start : start + num] += 1
-            table[1, start : start + num] += accepted
+        """Adds a round's decisions on a sequence's next tokens: bool [n], in their order."""
+        by_lag = self.by_lag.setdefault(sequence, np.zeros((2, sequence.request.gamma), dtype=np.int64))
+        by_rank = self.by_rank.setdefault(sequence, np.zeros((2, self.length), dtype=np.int64))
+        num, known = len(accepted), sequence.num_known
+        judged_and_accepted = np.stack([np.ones_like(accepted), accepted])
+        by_lag[:, :num] += judged_and_accepted
+        by_rank[:, known : known + num] += judged_and_accepted
 
 
 def _running(host: MARHost, sequence: Sequence) -> _Running:
@@ -111,58 +117,59 @@ def _running(host: MARHost, sequence: Sequence) -> _Running:
 def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
     """Drafts counts[i] tokens of batch[i] one after the other and writes them to the slots: fields [B, gamma, ...]."""
     request, channels = batch[0].request, host.config.token_dim
-    shape = (len(batch), max(counts))
-    device = host.device
-    drafted = Paths(
-        tokens=torch.zeros(*shape, channels, device=device),
-        log_sigma=torch.zeros(shape, device=device),
-        log_sigma_last=torch.zeros(*shape, channels, device=device),
-    )
+    by_token = torch.zeros(len(batch), max(counts), device=host.device)
+    by_channel = torch.zeros(*by_token.shape, channels, device=host.device)
+    drafted = Paths(tokens=by_channel, log_sigma=by_token, log_sigma_last=by_channel.clone())
     watch.start("draft")
-    for j in range(max(counts)):
-        index = [i for i, count in enumerate(counts) if count > j]
+    for offset in range(max(counts)):
+        index = [i for i, count in enumerate(counts) if count > offset]
         active = [batch[i] for i in index]
-        rows = host.rows(active, [s.num_known + j for s in active], [1] * len(active))
+        rows = host.rows(active, [sequence.num_known + offset for sequence in active], [1] * len(active))
         paths, made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
         host.commit(rows, paths.tokens)
         where = torch.tensor(index, device=host.device)
         for values, of_step in zip(drafted, paths):
-            values[where, j] = of_step
+            values[where, offset] = of_step
         for sequence in active:
             sequence.stats.draft_backbone_calls += 1
             sequence.stats.draft_head_calls += made.head_calls
     return drafted
 
 
-def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Paths, q: Paths) -> tuple:
+def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Paths, q: Paths) -> tuple[Tensor, Tensor]:
     """Tokens [N, d] of norm(max(0, p - q)) for rejected rows `which` [N], by eq. 11, and the tries of each."""
-    p, q, seed, position = p.at(which), q.at(which), rows.seed[which], rows.position[which]
+    p, q = p.at(which), q.at(which)
+    seed, position = rows.seed[which], rows.position[which]
+    channels = p.tokens.shape[-1]
 
     def keep(y: Tensor) -> Tensor:
+        """eq. 11's alpha_s = max(0, 1 - q(y) / p(y)), Sigma included."""
         return -torch.expm1(-log_ratio(y, p, q, request.ratio_temperature).clamp(min=0))
 
     def draws(first: int, num: int) -> tuple[Tensor, Tensor]:
-        normals, coins = host.noise.token_candidates(seed, position, first, num, p.tokens.shape[-1])
-        return normals, coins.log()
+        normals, uniform = host.noise.token_candidates(seed, position, first, num, channels)
+        return normals, uniform.log()
 
-    # proposals have the target's own tau sigma_p: only the ratio is tempered
-    tokens, tries = first_kept((p.tokens[:, None], p.log_sigma_last[:, None]), keep, draws, MAX_TRIES)
-    return torch.where((tries > MAX_TRIES).unsqueeze(-1), p.tokens, tokens), tries
+    # candidates come from the target's own last step, tau sigma_p: only the ratio is tempered
+    proposal = p.tokens[:, None], p.log_sigma_last[:, None]
+    tokens, tries = first_kept(proposal, keep, draws, MAX_TRIES)
+    none_kept = (tries > MAX_TRIES).unsqueeze(-1)
+    return torch.where(none_kept, p.tokens, tokens), tries
 
 
 def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Prefills sequences that are at their start; drafts, judges and commits a round of the others."""
+    """Prefills sequences that are at their start; runs a round of Algorithm 1 for the others."""
     length = host.config.seq_len
     prefill = math.ceil(batch[0].request.prefill * length)
-    starting = [s for s in batch if s.num_known < prefill]
+    starting = [sequence for sequence in batch if sequence.num_known < prefill]
     if starting:
         rows = host.next_rows(starting, limit=prefill)
         ar.advance(host, starting, rows, watch)
         host.heat[rows.slot, rows.position] = torch.nan
-    going = [s for s in batch if s not in starting]
+    going = [sequence for sequence in batch if sequence not in starting]
     if going:
         _speculate(host, going, watch)
-    finished = [s for s in batch if s.num_known == length]
+    finished = [sequence for sequence in batch if sequence.num_known == length]
     running = _running(host, batch[0])
     for sequence in finished:
         for name in ("by_lag", "by_rank"):
@@ -173,58 +180,91 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
 
 
 def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
-    request, length = batch[0].request, host.config.seq_len
-    known = [s.num_known for s in batch]
-    counts = [min(request.gamma, length - n) for n in known]
-    drafted = _draft(host, batch, counts, watch)
-
+    """A round of Algorithm 1."""
+    request, length = batch[0].request, host.seq_len
+    known = [sequence.num_known for sequence in batch]
+    counts = [min(request.gamma, length - num_known) for num_known in known]
     rows = host.rows(batch, known, counts)
+
+    # draft: gamma tokens one after the other, with the noise that the target will have
+    q = _draft(host, batch, counts, watch).at(rows.sequence, rows.offset)
+
+    # verify: denoise the same tokens with the target, and accept with probability min(1, p / q), eq. 4
     watch.start("backbone")
-    if request.verify == "parallel":
-        z = host.conditions(batch, rows)
-    else:  # a context a drafted token, the tokens drafted before it included
-        owners = [s for s, count in zip(batch, counts) for _ in range(count)]
-        contexts = [n + j for n, count in zip(known, counts) for j in range(count)]
-        z = host.conditions(owners, host.rows(owners, contexts, [1] * len(owners)))
+    z = _target_conditions(host, batch, rows)
     watch.start("head")
     p, made = _denoise(host, "target", request, rows, z, index=0 if request.align else 1)
-    q = drafted.at(rows.sequence, rows.offset)
-    coins = host.noise.token_coins(rows.seed, rows.position).log()
+    ratio = log_ratio(q.tokens[:, None], p, q, request.ratio_temperature).squeeze(-1)
+    uniform = host.noise.token_coins(rows.seed, rows.position)
     watch.start("other")
-    accepted = (coins < log_ratio(q.tokens[:, None], p, q, request.ratio_temperature).squeeze(-1)).cpu().numpy()
+    accepted = (uniform.log() < ratio).cpu().numpy()
+    committed = _num_committed(request, counts, accepted)
+    decided = np.concatenate([np.arange(count) < num for count, num in zip(counts, committed)])
 
-    # every round commits all it drafted, or up to the first rejection
-    starts = np.cumsum(counts) - counts
-    committed = list(counts)
-    if request.verify == "sequential":
-        for i, (start, count) in enumerate(zip(starts, counts)):
-            committed[i] = min(int(accepted[start : start + count].cumprod().sum()) + 1, count)
-    offset = np.arange(len(accepted)) - np.repeat(starts, counts)
-    judged = offset < np.repeat(committed, counts)
+    # resample what was rejected, eq. 11
     tries = np.zeros(len(accepted), dtype=np.int64)
-    rejected = np.flatnonzero(judged & ~accepted)
+    rejected = np.flatnonzero(decided & ~accepted)
     if len(rejected):
         which = torch.as_tensor(rejected, device=host.device)
         tokens, tried = _resample(host, request, rows, which, p, q)
         host.tokens[rows.slot[which], rows.position[which]] = tokens
         tries[rejected] = tried.cpu().numpy()
-    index = torch.as_tensor(np.flatnonzero(judged), device=host.device)
-    host.heat[rows.slot[index], rows.position[index]] = torch.as_tensor(accepted[judged], device=host.device).float()
 
-    calls, evaluations = made.calls, made.evaluations * len(z)
-    running = _running(host, batch[0])
-    for i, sequence in enumerate(batch):
-        mine = slice(starts[i], starts[i] + committed[i])
-        running.count(sequence, accepted[mine])
-        sequence.stats.resample_tries += int(np.minimum(tries[mine], MAX_TRIES).sum())
-        sequence.stats.fallbacks += int((tries[mine] > MAX_TRIES).sum())
+    # commit: the drafted tokens are in their slots already
+    which = torch.as_tensor(np.flatnonzero(decided), device=host.device)
+    right = torch.as_tensor(accepted[decided], device=host.device)
+    host.heat[rows.slot[which], rows.position[which]] = right.float()
+    _account(host, batch, rows, made, committed, accepted, tries)
+    for sequence, count in zip(batch, committed):
         sequence.iteration += 1
-        sequence.num_known += committed[i]
-        sequence.stats.iterations += 1
-        sequence.stats.backbone_calls += 1
-        sequence.stats.head_calls += made.head_calls
-        sequence.stats.head_calls_per_token += calls[mine].sum().item() / length
-        sequence.stats.head_evaluations += evaluations[starts[i] : starts[i] + counts[i]].sum().item()
+        sequence.num_known += count
+
+
+def _target_conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+    """The target's z for drafted tokens: from the verified prefix, or each from all tokens before it."""
+    if batch[0].request.verify == "parallel":
+        return host.conditions(batch, rows)
+    owners, known = [], []  # a context for each drafted token
+    for sequence, num_known, count in zip(batch, rows.known, rows.counts):
+        owners += [sequence] * count
+        known += range(num_known, num_known + count)
+    return host.conditions(owners, host.rows(owners, known, [1] * len(owners)))
+
+
+def _num_committed(request: Request, counts: list[int], accepted: np.ndarray) -> list[int]:
+    """How many drafted tokens of each sequence are decided: all, or those up to the first rejection."""
+    if request.verify == "parallel":
+        return counts
+    apart = np.split(accepted, np.cumsum(counts)[:-1])
+    prefixes = [own.cumprod().sum().item() for own in apart]
+    return [min(prefix + 1, count) for prefix, count in zip(prefixes, counts)]
+
+
+def _account(
+    host: MARHost,
+    batch: list[Sequence],
+    rows: Rows,
+    made: Denoised,
+    committed: list[int],
+    accepted: np.ndarray,
+    tries: np.ndarray,
+) -> None:
+    """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
+    running, copies = _running(host, batch[0]), 2 if batch[0].request.guided else 1
+    evaluations = made.evaluations * copies
+    first = 0
+    for sequence, count, num_committed in zip(batch, rows.counts, committed):
+        drafted, decided = slice(first, first + count), slice(first, first + num_committed)
+        first += count
+        running.count(sequence, accepted[decided])
+        stats = sequence.stats
+        stats.iterations += 1
+        stats.backbone_calls += 1
+        stats.head_calls += made.head_calls
+        stats.head_calls_per_token += made.calls[decided].sum().item() / running.length
+        stats.head_evaluations += evaluations[drafted].sum().item()
+        stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
+        stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())
 
 
 def check(request: Request, host: MARHost) -> None:

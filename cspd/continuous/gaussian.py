@@ -1,4 +1,4 @@
-"""Diagonal Gaussians: log-ratios, and a draw of p made from a draw of q that coincides with it as often as possible.
+"""Diagonal Gaussians: log-ratios, and a draw of p made from a draw of q so that the two are equal as often as possible.
 
 Pure functions on tensors [..., d]. A Gaussian is (mean, log_sigma), standard deviations in logarithms, float32.
 """
@@ -20,8 +20,10 @@ Draws = Callable[[int, int], tuple[Tensor, Tensor]]
 
 def log_ratio(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
     """log p(x) - log q(x), summed over the channels: [...]."""
-    z_p, z_q = ((x - mean) * torch.exp(-log_sigma) for mean, log_sigma in (p, q))
-    return (q[1] - p[1] + 0.5 * (z_q - z_p) * (z_q + z_p)).sum(-1)
+    (mean_p, log_sigma_p), (mean_q, log_sigma_q) = p, q
+    z_p = (x - mean_p) * torch.exp(-log_sigma_p)
+    z_q = (x - mean_q) * torch.exp(-log_sigma_q)
+    return (log_sigma_q - log_sigma_p + 0.5 * (z_q - z_p) * (z_q + z_p)).sum(-1)
 
 
 def reflect(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
@@ -29,48 +31,51 @@ def reflect(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
 
     Swapping p and q gives the inverse. The mirror is orthogonal, so densities map too: q(x) dx = p(y) dy.
     """
-    return torch.addcmul(p[0], _mirror(x, p, q)[1], p[1].exp())
+    mean_p, log_sigma_p = p
+    _, mirrored = _mirror(x, p, q)
+    return torch.addcmul(mean_p, mirrored, log_sigma_p.exp())
 
 
 def _mirror(x: Tensor, p: Gaussian, q: Gaussian) -> tuple[Tensor, Tensor]:
     """(1 / sigma_q, the mirror image of x standardised under q)."""
-    inverse_q = torch.exp(-q[1])
-    xi = (x - q[0]) * inverse_q
-    axis = (p[0] - q[0]) * torch.exp(-0.5 * (p[1] + q[1]))
+    (mean_p, log_sigma_p), (mean_q, log_sigma_q) = p, q
+    inverse_sigma_q = torch.exp(-log_sigma_q)
+    xi = (x - mean_q) * inverse_sigma_q
+    axis = (mean_p - mean_q) * torch.exp(-0.5 * (log_sigma_p + log_sigma_q))
     square = axis.square().sum(-1, keepdim=True)
     along = (xi * axis).sum(-1, keepdim=True) / square.clamp(min=torch.finfo(square.dtype).tiny)
-    return inverse_q, torch.addcmul(xi, along, axis, value=-2)
+    return inverse_sigma_q, torch.addcmul(xi, along, axis, value=-2)
 
 
-def resample(x: Tensor, log_coin: Tensor, p: Gaussian, q: Gaussian) -> tuple[Tensor, Tensor]:
-    """Replaces draws x of q that were rejected by draws of the residual, norm(max(0, p - q)), where one step can.
+def resample(x: Tensor, log_uniform: Tensor, p: Gaussian, q: Gaussian) -> tuple[Tensor, Tensor]:
+    """Replaces rejected draws x of q by draws of the residual, norm(max(0, p - q)), where one step can.
 
-    x was rejected because its coin u ~ U(0, 1) was at least p(x)/q(x), so 1 - u is uniform below 1 - p(x)/q(x).
-    The mirror image y of rejected draws has density p(y) (1 - p(x)/q(x))+ and is wanted with density p(y) (1 -
-    q(y)/p(y))+; so it is kept if 1 - u < 1 - q(y)/p(y), by the very same coin. Where sigma_p = sigma_q both densities
-    are equal and it always is: the reflection coupling. What is left over is drawn by `residual`.
+    x was rejected because its uniform draw u was at least p(x)/q(x). So 1 - u is uniform below 1 - p(x)/q(x). The
+    mirror image y of a rejected draw has density p(y) (1 - p(x)/q(x))+. It should have p(y) (1 - q(y)/p(y))+. So y is
+    kept if 1 - u < 1 - q(y)/p(y), which takes no further draw. Where sigma_p = sigma_q the two densities are equal and
+    y is always kept: the reflection-maximal coupling. `residual` draws what is left over.
 
     Args:
-        x: [..., d]. log_coin: log u [...].
+        x: [..., d]. log_uniform: log u [...].
 
     Returns:
-        (y [..., d], kept [...] bool): y has the residual's law only together with what `residual` draws where not kept.
+        (y [..., d], kept [...] bool): y follows the residual only together with what `residual` draws where not kept.
     """
-    # reflect(x, p, q) and log_ratio(y, q, p), sharing what they share
-    (mean_p, log_p), (mean_q, log_q) = p, q
-    inverse_q, xi = _mirror(x, p, q)
-    y = torch.addcmul(mean_p, xi, log_p.exp())
-    z_q = (y - mean_q) * inverse_q
-    log_q_over_p = torch.addcmul(log_p - log_q, z_q - xi, z_q + xi, value=-0.5).sum(-1)
-    return y, log_coin > log_q_over_p
+    # these are reflect(x, p, q) and log_ratio(y, q, p), and share what both need
+    (mean_p, log_sigma_p), (mean_q, log_sigma_q) = p, q
+    inverse_sigma_q, mirrored = _mirror(x, p, q)
+    y = torch.addcmul(mean_p, mirrored, log_sigma_p.exp())
+    z_q = (y - mean_q) * inverse_sigma_q
+    log_q_over_p = torch.addcmul(log_sigma_p - log_sigma_q, z_q - mirrored, z_q + mirrored, value=-0.5).sum(-1)
+    return y, log_uniform > log_q_over_p
 
 
 def residual(p: Gaussian, q: Gaussian, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Draws from what `resample` leaves of max(0, p - q), by `first_kept`.
+    """Draws what `resample` leaves of max(0, p - q), by `first_kept`.
 
-    Candidates y ~ p are kept with probability (1 - q(y)/p(y))+ - (1 - p(x)/q(x))+, where x is what y mirrors. Near p =
-    q, where rounding alone can have rejected, none may ever be kept: after 2^16 the last is taken, which biases a step
-    by less than 1 / (e 2^16).
+    Candidates y ~ p are kept with probability (1 - q(y)/p(y))+ - (1 - p(x)/q(x))+, where y is the mirror image of x.
+    Near p = q, where rounding alone can reject, it can happen that none is ever kept. So the last of 2^16 is taken,
+    which biases a step by less than 1 / (e 2^16).
 
     Args:
         p, q: means and log sigmas [R, d]. draws: as in `first_kept`.
@@ -81,35 +86,40 @@ def residual(p: Gaussian, q: Gaussian, draws: Draws) -> tuple[Tensor, Tensor]:
     p, q = tuple(t[:, None] for t in p), tuple(t[:, None] for t in q)
 
     def keep(y: Tensor) -> Tensor:
+        x = reflect(y, q, p)
         wanted = -torch.expm1(log_ratio(y, q, p).clamp(max=0))
-        return wanted + torch.expm1(log_ratio(reflect(y, q, p), p, q).clamp(max=0))
+        from_mirror = -torch.expm1(log_ratio(x, p, q).clamp(max=0))
+        return wanted - from_mirror
 
     return first_kept(p, keep, draws, MAX_TRIES)
 
 
-def first_kept(p: Gaussian, keep: Callable, draws: Draws, max_tries: int) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: candidates y ~ p in growing blocks, the first kept by index counts; no integral is needed.
+def first_kept(p: Gaussian, keep: Callable[[Tensor], Tensor], draws: Draws, max_tries: int) -> tuple[Tensor, Tensor]:
+    """Rejection sampling: candidates y ~ p in growing blocks, of which the first kept by index is taken.
 
     Args:
         p: mean and log sigma [R, 1, d].
         keep: maps candidates [R, n, d] to their probability of being kept [R, n].
-        draws: maps (first index, how many) to standard normals [R, n, d] and log coins [R, n] of those candidates.
+        draws: maps (first index, how many) to standard normals [R, n, d] and logs of uniform draws [R, n].
         max_tries: candidates a row at most.
 
     Returns:
         (y [R, d], tries int64 [R]); where none of max_tries is kept, y is the last and tries are max_tries + 1.
     """
-    rows = torch.arange(len(p[0]), device=p[0].device)
-    y, tries = p[0][:, 0], torch.full_like(rows, max_tries + 1)
+    mean, log_sigma = p
+    rows = torch.arange(len(mean), device=mean.device)
+    y, tries = mean[:, 0], torch.full_like(rows, max_tries + 1)
     done, block = 0, FIRST_BLOCK
     while done < max_tries and bool((tries > max_tries).any()):
         block = min(block, max_tries - done)
-        normal, log_coin = draws(done, block)
-        candidates = torch.addcmul(p[0], normal, torch.exp(p[1]))
-        kept = log_coin < keep(candidates).clamp(min=0).log()
-        searching, found = tries > max_tries, kept.any(-1)
+        normal, log_uniform = draws(done, block)
+        candidates = torch.addcmul(mean, normal, torch.exp(log_sigma))
+        kept = log_uniform < keep(candidates).clamp(min=0).log()
+        found = kept.any(-1)
         first = torch.where(found, kept.int().argmax(-1), block - 1)
+        searching = tries > max_tries
         y = torch.where(searching.unsqueeze(-1), candidates[rows, first], y)
         tries = torch.where(searching & found, done + first + 1, tries)
-        done, block = done + block, max(FIRST_BLOCK, min(4 * block, MOST_AT_ONCE // len(rows)))
+        done += block
+        block = max(FIRST_BLOCK, min(4 * block, MOST_AT_ONCE // len(rows)))
     return y, tries

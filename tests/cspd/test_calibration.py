@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from heads import FP32, Case, MixtureHead
 
-import cspd.continuous.calibration
-import cspd.continuous.costs
 from cspd import Request
-from cspd.continuous.calibration import WINDOWS, Calibration, Calibrations, content_hash, fit, trace
-from cspd.continuous.costs import GAIN, Costs, measure, measured_costs
+from cspd.continuous import tuning
+from cspd.continuous.calibration import WINDOWS, Calibration, fit
+from cspd.continuous.costs import GAIN, Costs, measure
+from cspd.continuous.tuning import Calibrations, content_hash, measured_costs, trace, user_cache
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -113,7 +115,7 @@ def made(monkeypatch):
         made.append(temperature)
         return fit(x, eps, v, temperature, frozen)
 
-    monkeypatch.setattr(cspd.continuous.calibration, "fit", spy)
+    monkeypatch.setattr(tuning, "fit", spy)
     return made
 
 
@@ -217,6 +219,13 @@ def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, t
     assert unkept.get(REQUEST) is unkept.get(REQUEST) and len(made) == 2  # still only once
 
 
+def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "cspd"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache().is_relative_to(Path.home())
+
+
 def test_the_hash_depends_on_every_weight(small_mar):
     model = copy.deepcopy(small_mar)
     hashes = {content_hash(model)}
@@ -304,7 +313,7 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
         measured.append(guided)
         return costs(1e-3 * len(measured), 1e-6)
 
-    monkeypatch.setattr(cspd.continuous.costs, "measure", spy)
+    monkeypatch.setattr(tuning, "measure", spy)
     get = lambda guided=True, policy="fp32", compiled=False, folder=tmp_path / "kept", **again: measured_costs(  # noqa: E731
         small_mar.head, guided, CPU, Precision(policy, CPU), compiled, folder, **again
     )
@@ -313,17 +322,19 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
     others = [get(guided=False), get(policy="bf16"), get(compiled=True)]
     assert measured == [True, False, True, True] and get() == first and get(guided=False) == others[0]
     assert get(again=True) == get() == costs(5e-3, 1e-6) and get(policy="bf16") == others[1]
-    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["costs.json"]
-    for content in ("", "[{]", "{}", '[{"key": 1}]'):
-        (tmp_path / "kept" / "costs.json").write_text(content)
+    (file,) = (tmp_path / "kept").iterdir()
+    assert file.name == "costs.json"
+    of_other_make = [{"key": entry["key"], "costs": {"rows": [1]}} for entry in json.loads(file.read_text())]
+    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', json.dumps(of_other_make)):
+        file.write_text(content)
         count = len(measured)
         assert get() == get() and len(measured) == count + 1
-    assert get(folder=tmp_path / "kept" / "costs.json" / "under").rows == [*ROWS]  # not writable: measured each time
+    assert get(folder=file / "under").rows == [*ROWS]  # not writable: measured each time
 
 
 def test_measured_costs_are_of_the_real_head(small_mar, monkeypatch):
-    monkeypatch.setattr(cspd.continuous.costs, "ROWS", (1, 4))
-    monkeypatch.setattr(cspd.continuous.costs, "REPEATS", 1)
+    monkeypatch.setattr("cspd.continuous.costs.ROWS", (1, 4))
+    monkeypatch.setattr("cspd.continuous.costs.REPEATS", 1)
     model = measure(small_mar.head, True, CPU, FP32)
     assert model.rows == [1, 4] and model.inputs == [8, 32]
     for seconds in (model.ancestral, model.start, model.round):

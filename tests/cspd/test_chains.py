@@ -1,11 +1,12 @@
-"""Chains that speculate have the ancestral chain's law, whatever the draft, and are what the specification says.
+"""Chains that speculate have the ancestral chain's distribution, whatever the draft, and do what the method says.
 
-The law is tested where it is known (Gaussian tokens), against ancestral chains (mixtures, whose sigma_p depends on the
-state), and with bugs planted, which must fail the same test: it has power.
+The distribution is tested where it is known (Gaussian tokens), and against ancestral chains (mixtures, whose sigma_p
+depends on the state). Planted bugs must fail the same test, which shows that it has power.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 
@@ -18,7 +19,7 @@ from torch.distributions import Normal
 
 from cspd import noise
 from cspd.continuous import gaussian
-from cspd.continuous.calibration import Calibration
+from cspd.continuous.calibration import Calibration, frozen
 from cspd.continuous.chains import acceptance
 from cspd.continuous.draft_verify import draft_table
 from cspd.noise import Purpose
@@ -56,14 +57,14 @@ def reference(case: Case, rows: int) -> torch.Tensor:
     return case.path(rows, seed=2)
 
 
-def law_pvalue(case: Case, draft: Calibration, window: int, rows: int = ROWS, noise=noise) -> float:
+def distribution_pvalue(case: Case, draft: Calibration, window: int, rows: int = ROWS, noise=noise) -> float:
     """Whether tokens, and log sigma along the way, are those of ancestral chains with other seeds."""
     ended = case.speculative(draft, window, rows, seed=1, noise=noise)
     paths = torch.cat([ended.tokens, ended.log_sigma.unsqueeze(1)], dim=1)
     return same_law_pvalue(reference(case, 3 * rows), paths)
 
 
-def gaussian_law(case: Case) -> tuple[np.ndarray, float]:
+def gaussian_distribution(case: Case) -> tuple[np.ndarray, float]:
     """Mean [d] and standard deviation of the tokens of a head with one component, in float64."""
     s, head, mean, variance = schedule(case.num_steps), case.head, np.zeros(CHANNELS), 1.0
     centre = (case.z[-1] + case.scale * (case.z[0] - case.z[-1]) if len(case.z) > 1 else case.z[0])[0].double().numpy()
@@ -88,12 +89,12 @@ def gaussian_law(case: Case) -> tuple[np.ndarray, float]:
         (250, 12, False, 2.5, 0.7, 0.01),
     ],
 )
-def test_gaussian_tokens_have_their_known_law(num_steps, window, frozen, guidance, tau, scale):
+def test_gaussian_tokens_have_their_known_distribution(num_steps, window, frozen, guidance, tau, scale):
     z = torch.linspace(0.5, 1.5, CHANNELS) * torch.tensor([1.0, -0.5]).view(2, 1, 1)
     head = MixtureHead(torch.zeros(1, CHANNELS), (scale,))
     case = Case(head, z if guidance else z[:1], num_steps, guidance or 1.0, tau)
     tokens = case.speculative(case.calibration(frozen), window, ROWS, seed=1).tokens
-    mean, deviation = gaussian_law(case)
+    mean, deviation = gaussian_distribution(case)
     assert normal_pvalue((tokens.double() - torch.from_numpy(mean)) / deviation) > RIGHT
 
 
@@ -109,9 +110,9 @@ def test_gaussian_tokens_have_their_known_law(num_steps, window, frozen, guidanc
         pytest.param(250, 12, False, None, 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_mixtures_have_the_ancestral_law(num_steps, window, frozen, guidance, tau):
+def test_mixtures_have_the_ancestral_distribution(num_steps, window, frozen, guidance, tau):
     case = Case(MIXTURE, NULL_CLASS if guidance else UNGUIDED, num_steps, guidance or 1.0, tau)
-    assert law_pvalue(case, case.calibration(frozen), window) > RIGHT
+    assert distribution_pvalue(case, case.calibration(frozen), window) > RIGHT
 
 
 @pytest.mark.slow
@@ -139,10 +140,10 @@ TWELVE = Case(MIXTURE, UNGUIDED, 12)
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_any_draft_is_exact(draft):
-    assert law_pvalue(TWELVE, DRAFTS[draft](TWELVE), 3) > RIGHT
+    assert distribution_pvalue(TWELVE, DRAFTS[draft](TWELVE), 3) > RIGHT
 
 
-def plain_draw(x, log_coin, p, q):
+def plain_draw(x, log_uniform, p, q):
     return p[0] + p[1].exp() * torch.randn(x.shape, generator=torch.Generator().manual_seed(x.shape[0]))
 
 
@@ -160,8 +161,8 @@ def residual_keeping(keep):
     return residual
 
 
-class Coins:
-    """Noise whose coins are changed."""
+class ChangedUniforms:
+    """Noise whose uniform draws, which accept drafts, are changed."""
 
     candidates = staticmethod(noise.candidates)
 
@@ -169,27 +170,29 @@ class Coins:
         self.change = change
 
     def chain(self, *args):
-        x, eps, coins = noise.chain(*args)
-        return x, eps, self.change(coins)
+        x, eps, uniform = noise.chain(*args)
+        return x, eps, self.change(uniform)
 
 
 resample, residual = gaussian.resample, gaussian.residual
 BUGS = {
-    "rejected drafts are kept": {"resample": lambda x, coin, p, q: always(x)},
+    "rejected drafts are kept": {"resample": lambda x, log_uniform, p, q: always(x)},
     "a rejected draft becomes a plain draw of p": {"resample": lambda *args: always(plain_draw(*args))},
     "the mirror image is not judged": {"resample": lambda *args: always(resample(*args)[0])},
     "the rejected draft's noise is used again": {
-        "resample": lambda x, coin, p, q: always(p[0] + (x - q[0]) * (p[1] - q[1]).exp())
+        "resample": lambda x, log_uniform, p, q: always(p[0] + (x - q[0]) * (p[1] - q[1]).exp())
     },
-    "q's sigma for p": {"resample": lambda x, coin, p, q: resample(x, coin, (p[0], q[1]), q)},
-    "p's sigma for q": {"resample": lambda x, coin, p, q: resample(x, coin, p, (q[0], p[1]))},
+    "q's sigma for p": {"resample": lambda x, log_uniform, p, q: resample(x, log_uniform, (p[0], q[1]), q)},
+    "p's sigma for q": {"resample": lambda x, log_uniform, p, q: resample(x, log_uniform, p, (q[0], p[1]))},
     "what is left is drawn from p": {"residual": residual_keeping(lambda y, p, q: torch.ones(y.shape[:-1]))},
     "the mirrored term is left out": {
         "residual": residual_keeping(lambda y, p, q: -torch.expm1(gaussian.log_ratio(y, q, p).clamp(max=0)))
     },
     "what is left has p and q exchanged": {"residual": lambda p, q, draws: residual(q, p, draws)},
-    "one coin for all steps": {"noise": Coins(lambda coins: coins[:, :1].expand_as(coins).clone())},
-    "coins that favour drafts": {"noise": Coins(torch.square)},
+    "one uniform draw for all steps": {
+        "noise": ChangedUniforms(lambda uniform: uniform[:, :1].expand_as(uniform).clone())
+    },
+    "uniform draws that favour drafts": {"noise": ChangedUniforms(torch.square)},
 }
 
 
@@ -203,7 +206,7 @@ def test_planted_bugs_are_seen(bug, monkeypatch):
             "cspd.continuous." + ("draft_verify." if name == "resample" else "chains.") + name, function
         )
     drafts = [DRAFTS[name](TWELVE) for name in ("biased and wide", "biased and narrow")]
-    assert any(law_pvalue(TWELVE, draft, 3, 2 * ROWS, source) < WRONG for draft in drafts)
+    assert any(distribution_pvalue(TWELVE, draft, 3, 2 * ROWS, source) < WRONG for draft in drafts)
 
 
 def test_one_candidate_is_looked_at_for_every_step_judged():
@@ -213,12 +216,15 @@ def test_one_candidate_is_looked_at_for_every_step_judged():
         assert sum(ended.tries) / (2 * ROWS) == pytest.approx(10, rel=0.05)
 
 
-def specification(case: Case, draft: Calibration, window: int, rows: int, seed: int):
-    """(tokens, record, log sigma of the path): methods.md section 2 written out, a step of all chains at a time."""
+def by_hand(case: Case, draft: Calibration, window: int, rows: int, seed: int):
+    """(tokens, record, log sigma of the path): arXiv 2501.05370 written out, one step at a time, in float64.
+
+    With calibrated drafts, and a residual that is drawn by mirroring first, see `cspd.continuous.gaussian.resample`.
+    """
     s, last = schedule(case.num_steps), case.num_steps - 1
     seeds, position, every = torch.full((rows,), seed), torch.arange(rows), torch.arange(rows)
     eps_t = noise.steps(seeds, position, torch.arange(case.num_steps), CHANNELS).double()
-    coins = noise.uniform(seeds, Purpose.COIN, position, num=case.num_steps).double()
+    uniform = noise.uniform(seeds, Purpose.COIN, position, num=case.num_steps).double()
     t_embed = case.head.time_embed(torch.as_tensor(s.timestep_map))
 
     def evaluate(x, k):
@@ -226,7 +232,7 @@ def specification(case: Case, draft: Calibration, window: int, rows: int, seed: 
         eps, v = out.chunk(2, dim=-1)
         return (eps[1] + case.scale * (eps[0] - eps[1]) if len(eps) == 2 else eps[0]), v[0]
 
-    def law(x, eps, v, k):
+    def gaussian_after(x, eps, v, k):
         sigma = case.temperature * torch.exp(s.log_sigma_base[k] + s.log_sigma_slope[k] * v)
         return Normal(s.mean_x[k] * x + s.mean_eps[k] * eps, sigma)
 
@@ -240,7 +246,7 @@ def specification(case: Case, draft: Calibration, window: int, rows: int, seed: 
     x = noise.initial(seeds, position, CHANNELS).double()
     anchor = [x, *evaluate(x, last)]
     since = torch.full((rows,), last)  # the step of each chain's anchor
-    p = law(*anchor, last)
+    p = gaussian_after(*anchor, last)
     x, path = p.mean + p.scale * eps_t[last], p.scale.log().sum(-1)
     record = torch.zeros(rows, case.num_steps, dtype=torch.int8)
     record[:, last] = 1
@@ -248,27 +254,28 @@ def specification(case: Case, draft: Calibration, window: int, rows: int, seed: 
         lag = since - k
         c0, c1, c2 = torch.as_tensor(draft.coefficients[k])[lag - 1].double().T.unsqueeze(-1)
         drafted = c0 * x + c1 * anchor[1] + c2 * anchor[0]
-        q = law(x, drafted, anchor[2] + torch.as_tensor(draft.drift[k])[lag - 1].double().unsqueeze(-1), k)
+        v_drafted = anchor[2] + torch.as_tensor(draft.drift[k])[lag - 1].double().unsqueeze(-1)
+        q = gaussian_after(x, drafted, v_drafted, k)
         evaluated = [x, *evaluate(x, k)]
-        p = law(*evaluated, k)
+        p = gaussian_after(*evaluated, k)
         if k == 0:
             record[every, since - 1] = lag.to(torch.int8)
             return p.mean, record, path
         path = path + p.scale.log().sum(-1)
         y = q.mean + q.scale * eps_t[k]
-        rejected = coins[:, k] >= ratio(y, p, q)
+        rejected = uniform[:, k] >= ratio(y, p, q)
         mirrored = p.mean + p.scale * mirror(eps_t[k], p, q)
         x = torch.where(rejected.unsqueeze(-1), mirrored, y)
-        for i in (rejected & (coins[:, k] <= ratio(mirrored, q, p))).nonzero().flatten():
+        for i in (rejected & (uniform[:, k] <= ratio(mirrored, q, p))).nonzero().flatten():
             mine = slice(i, i + 1)
             p_i, q_i = (Normal(g.mean[i], g.scale[i]) for g in (p, q))
             kept, first = torch.zeros(0), 0
             while not len(kept):
                 draws = noise.candidates(seeds[mine], position[mine], since[mine] - 1, first, 512, CHANNELS)
-                xi, candidate_coins = draws[0][0].double(), draws[1][0].double()
+                xi, uniform_keep = draws[0][0].double(), draws[1][0].double()
                 candidates, image = p_i.mean + p_i.scale * xi, q_i.mean + q_i.scale * mirror(xi, p_i, q_i)
                 keep = (1 - ratio(candidates, q_i, p_i)).clamp(min=0) - (1 - ratio(image, p_i, q_i)).clamp(min=0)
-                kept, first = candidates[candidate_coins < keep], first + 512
+                kept, first = candidates[uniform_keep < keep], first + 512
             x[i] = kept[0]
         over = rejected | (lag == window)
         record[every[over], since[over] - 1] = torch.where(rejected, -lag, lag)[over].to(torch.int8)
@@ -280,11 +287,11 @@ def specification(case: Case, draft: Calibration, window: int, rows: int, seed: 
     "num_steps, window, frozen, guidance, tau",
     [(25, 1, True, None, 1.0), (25, 4, False, 2.0, 0.8), (50, 12, True, None, 1.0), (100, 12, False, 2.0, 1.0)],
 )
-def test_chains_are_what_the_specification_says(num_steps, window, frozen, guidance, tau):
+def test_chains_do_what_the_method_says(num_steps, window, frozen, guidance, tau):
     case = Case(MIXTURE, NULL_CLASS if guidance else UNGUIDED, num_steps, guidance or 1.0, tau)
     draft = case.calibration(frozen)
     ended = case.speculative(draft, window, 100, seed=5)
-    tokens, record, path = specification(case, draft, window, 100, seed=5)
+    tokens, record, path = by_hand(case, draft, window, 100, seed=5)
     same = (ended.record == record).all(1)
     assert same.sum() >= 97 and (record < 0).any()  # rounding flips a decision now and then
     assert sum(ended.tries) > 0 and sum(ended.fallbacks) == 0
@@ -340,7 +347,7 @@ def exact_draft(case: Case, window: int) -> Calibration:
 
 
 @pytest.mark.parametrize("window", [1, 4, 12])
-def test_an_exact_draft_is_never_refused(window):
+def test_an_exact_draft_is_never_rejected(window):
     """Then the tokens are those of the ancestral chain with the same noise, in as few calls as there can be."""
     case = linear_case(temperature=0.9)
     ended, path = case.speculative(exact_draft(case, window), window, 5, seed=2), case.path(5, seed=2)
@@ -370,7 +377,7 @@ def test_records_count_calls():
         while step >= 0:  # a round begins where the one before it ended
             assert 1 <= abs(row[step]) <= step + 1
             step, end, last = step - abs(row[step]), step, row[step]
-        assert last > 0 and not any(row[i] for i in range(end))  # the last step is never refused
+        assert last > 0 and not any(row[i] for i in range(end))  # step 0 is never rejected
     (judged, accepted), (judged_at, accepted_at) = acceptance(record.numpy(), window)
     assert judged.sum() == judged_at.sum() == rows * 38 and judged_at[0] == judged_at[39] == 0
     assert accepted.sum() == accepted_at.sum() == rows * 38 - (record < 0).sum()
@@ -394,7 +401,7 @@ def tokens_alone(case: Case, draft: Calibration, window: int, rows: int):
 
 
 def test_a_chain_does_not_depend_on_its_neighbours():
-    """Alone, all together, or joining and leaving while others are under way; where drafts are often refused."""
+    """Alone, all together, or joining and leaving while others are under way; where drafts are often rejected."""
     case, rows, window = Case(MIXTURE, UNGUIDED, 30), 12, 5
     draft = case.calibration(frozen=True)
     alone, together = merge([*tokens_alone(case, draft, window, rows)]), case.speculative(draft, window, rows, 4)
@@ -436,6 +443,23 @@ def test_tables_or_rounds_compute_the_modulations(monkeypatch):
     assert (case.speculative(draft, *settings).tokens - whole.tokens).abs().max() < 1e-3
 
 
+def test_modulations_are_computed_once_a_chain(small_mar):
+    """One product a layer for the chains that join, at all their steps; the rounds look them up."""
+    head, products = copy.deepcopy(small_mar.head), []
+    layers = [layer.adaLN_modulation[1] for layer in [*head.res_blocks, head.final_layer]]
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, inputs, output: products.append(output[..., 0].numel()))
+    z = torch.randn(2, 1, head.cond_embed.in_features, generator=torch.Generator().manual_seed(0))
+    case = Case(head, z, 20, 2.0)
+    chains = case.chains(Calibration(*frozen(20), np.zeros(0)), 4)
+    with torch.inference_mode():
+        case.start(chains, 9, 4, slice(0, 5))
+        chains.advance()
+        case.start(chains, 9, 4, slice(5, 9))
+        finish(chains)
+    assert products == [2 * 5 * 20] * len(layers) + [2 * 4 * 20] * len(layers)
+
+
 @pytest.mark.parametrize("policy", ["bf16", "tf32"])
 def test_the_chain_is_in_float32_under_every_policy(policy):
     """This head has no matrix product, so nothing may be rounded: a coarse draft would not be the q it is judged by."""
@@ -452,12 +476,12 @@ def test_candidates_are_never_drawn_twice():
     """Every residual has candidates of its own: (seed, position, step) does not come again."""
     seen = []
 
-    class Spy(Coins):
+    class Spy(ChangedUniforms):
         def candidates(self, seed, position, step, first, *args):
             seen.extend((s, p, t, first) for s, p, t in zip(seed.tolist(), position.tolist(), step.tolist()))
             return noise.candidates(seed, position, step, first, *args)
 
-    TWELVE.speculative(biased(TWELVE, 0.5, -0.25), 3, BATCH, seed=1, noise=Spy(lambda coins: coins))
+    TWELVE.speculative(biased(TWELVE, 0.5, -0.25), 3, BATCH, seed=1, noise=Spy(lambda uniform: uniform))
     assert len(seen) == len(set(seen)) > BATCH
 
 

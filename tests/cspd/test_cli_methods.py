@@ -11,7 +11,8 @@ from matplotlib import colormaps
 from PIL import Image
 
 from cspd.cli import main
-from cspd.continuous import calibration, costs
+from cspd.continuous import tuning
+from cspd.continuous.costs import Costs
 from cspd.loading import checkpoint_files
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
@@ -168,9 +169,9 @@ def test_calibrate_prepares_once(place, tmp_path, monkeypatch, capsys):
         return lambda *args, **kwargs: done.append(name) or function(*args, **kwargs)
 
     steps, rounds = {"ancestral": [1e-3, 9e-3], "start": [1e-5, 1e-3]}, {"inputs": [8, 1024], "round": [1e-3, 2e-2]}
-    device = costs.Costs(rows=[1, 128], table_size=10**6, **steps, **rounds)  # measuring takes seconds
-    monkeypatch.setattr(calibration, "fit", counted("fit", calibration.fit))
-    monkeypatch.setattr(costs, "measure", counted("measure", lambda *args: device))
+    device = Costs(rows=[1, 128], table_size=10**6, **steps, **rounds)  # measuring takes seconds
+    monkeypatch.setattr(tuning, "fit", counted("fit", tuning.fit))
+    monkeypatch.setattr(tuning, "measure", counted("measure", lambda *args: device))
     arguments = ["calibrate", "--checkpoint", str(place), "--num-sampling-steps", "12", "--cfg", "1"]
     assert main(arguments) == 0
     assert sorted(done) == ["fit", "measure"]

@@ -1,4 +1,4 @@
-"""CSpD is section 3 of methods.md, decision by decision: noise, guidance, ratio, residual, rounds, counts.
+"""CSpD is what its paper says (arXiv 2411.11925), decision by decision: noise, guidance, ratio, residual, counts.
 
 The models have a small MAR's backbone and a head of known score, whose tokens are of order one: every image is made
 again here, token by token and in float64.
@@ -91,7 +91,7 @@ def order_of(request: Request) -> Tensor:
     return noise.order(torch.tensor([request.seed]), LENGTH)[0]
 
 
-# ---- methods.md, sections 1 and 3, written down once more: slow, in float64, one thing at a time
+# ---- Algorithm 1 written down once more: slow, in float64, one thing at a time
 
 
 class Chain(NamedTuple):
@@ -187,10 +187,10 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
                 continue
             tokens[at] = p[rank].mean.float()
             for i in range(100):
-                normal, coin = noise.token_candidates(seed, at, i, 1, CHANNELS)
+                normal, uniform = noise.token_candidates(seed, at, i, 1, CHANNELS)
                 y = p[rank].mean + p[rank].last.exp() * normal[0]
                 tries += 1
-                if coin.item() < 1 - math.exp(-judge(y, p[rank], q[rank])):
+                if uniform.item() < 1 - math.exp(-judge(y, p[rank], q[rank])):
                     tokens[at] = y.float()
                     break
             if sequential:
@@ -211,7 +211,7 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
     ],
     ids=str,
 )
-def test_agrees_with_section_3_done_by_hand(changes, target, draft):
+def test_agrees_with_algorithm_1_done_by_hand(changes, target, draft):
     r = request(**changes)
     (output,) = generate(target, draft, r)
     expected = by_hand(target, draft, r)
@@ -261,7 +261,7 @@ def test_a_draft_that_is_the_target_is_judged_in_another_context_in_parallel(tar
 
 
 @pytest.mark.parametrize("ratio_temperature", [42.0, 1.0])
-def test_the_ratio_is_section_3s(ratio_temperature):
+def test_the_ratio_is_that_of_equation_4(ratio_temperature):
     """On the embedded pair with 100 steps: 99 terms of log sigma and the last step's tempered Gaussians."""
     engine, known, count = cspd.load("digits32", max_batch=1, device="cpu"), 20, 6
     resolved = engine.resolve(Request(3, 5, method="cspd", cfg=3.0, temperature=0.9, num_sampling_steps=100))
@@ -309,7 +309,7 @@ def resample(p: Paths, q: Paths, ratio_temperature: float, seed: int = 0) -> tup
     "log_big_sigma, ratio_temperature", [(0.0, 1.0), (-0.4, 1.0), (0.5, 2.0)], ids=["p - q", "Sigma", "tempered"]
 )
 def test_rejected_tokens_are_drawn_from_the_residual(log_big_sigma, ratio_temperature):
-    """Their law is norm(p max(0, 1 - 1 / ratio)), which is norm(max(0, p - q)) at Sigma = 1 and no tempering."""
+    """They are draws of norm(p max(0, 1 - 1 / ratio)), which is norm(max(0, p - q)) at Sigma = 1 and no tempering."""
     mean_p, sigma_p, mean_q, sigma_q = [0.5, 0.2], [0.8, 1.0], [-0.6, 0.0], [1.0, 0.7]
     axis = np.linspace(-6, 6, 1201)
     grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), axis=-1)
@@ -327,8 +327,8 @@ def test_rejected_tokens_are_drawn_from_the_residual(log_big_sigma, ratio_temper
     drawn = [resample(*both, ratio_temperature, seed) for seed in range(0, 100_000, 2000)]
     y, tries = (torch.cat(values).double().numpy() for values in zip(*drawn))
     for i in (0, 1):
-        law = functools.partial(np.interp, xp=axis + 0.005, fp=cumulative[i])
-        assert scipy_stats.kstest(y[:, i], law).pvalue > 1e-3
+        cdf = functools.partial(np.interp, xp=axis + 0.005, fp=cumulative[i])
+        assert scipy_stats.kstest(y[:, i], cdf).pvalue > 1e-3
     product = (grid.prod(-1) * wanted).sum() / wanted.sum()  # the channels are not independent
     assert abs(y.prod(1).mean() - product) < 4 * y.prod(1).std() / len(y) ** 0.5
     assert tries.mean() == pytest.approx(1 / kept, rel=0.03)
@@ -342,13 +342,13 @@ def test_where_no_candidate_is_kept_the_targets_own_token_is_taken():
 
 
 def test_fallbacks_are_counted(target):
-    """Coins above 1 reject even a perfect draft, whose residual is empty: the target's own tokens are plain MAR's."""
+    """Uniform draws above 1 reject even a perfect draft. Its residual is empty: the target's own tokens are taken."""
 
-    def coins(seed: Tensor, position: Tensor) -> Tensor:
+    def above_one(seed: Tensor, position: Tensor) -> Tensor:
         return torch.full(seed.shape, 2.0)
 
     asked = request(verify="sequential", gamma=2, prefill=0.75)
-    (output,), (expected,) = generate(target, target, asked, token_coins=coins), generate(target, None, plain())
+    (output,), (expected,) = generate(target, target, asked, token_coins=above_one), generate(target, None, plain())
     assert (output.tokens - expected.tokens).abs().max() < TOKEN
     assert output.stats.alpha == 0
     assert (output.stats.fallbacks, output.stats.resample_tries) == (16, 1600)
@@ -407,13 +407,13 @@ def test_only_x_and_eps_are_shared_and_only_if_aligned(align, target, draft, mon
 
 
 def test_other_draws_are_of_other_streams():
-    """Coins of tokens and of chains, candidates of tokens and of states, the draft's and the target's."""
+    """Uniform draws of tokens and of chains, candidates of tokens and of states, the draft's and the target's."""
     seed, position, step = torch.arange(4000), torch.full((4000,), 9), torch.zeros(4000, dtype=torch.int64)
     target, draft = (noise.chain(seed, position, 1, 1, 0, i) for i in (0, 1))
     states = [noise.candidates(seed, position, step, 0, 1, 1, offset) for offset in (0, noise.DRAFT_OFFSET)]
     tokens = noise.token_candidates(seed, position, 0, 1, 1)
     assert torch.equal(target[0], draft[0]) and torch.equal(target[1], draft[1])  # aligned
-    streams = [noise.token_coins(seed, position), target[2], draft[2], tokens[1], *(coins for _, coins in states)]
+    streams = [noise.token_coins(seed, position), target[2], draft[2], tokens[1], *(uniform for _, uniform in states)]
     streams += [tokens[0], *(normals for normals, _ in states)]
     for index in (0, 1):
         streams += [noise.initial(seed, position, 1, index), noise.steps(seed, position, step[:1], 1, index)]
@@ -566,7 +566,7 @@ def test_both_chains_may_speculate(target, draft):
         assert (a.tokens - b.tokens).abs().max() > TOKEN  # the draws are others
 
 
-# ---- what is refused
+# ---- what is not accepted
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_both_chains_may_speculate(target, draft):
     ],
     ids=str,
 )
-def test_bad_options_are_refused_in_a_line_that_names_the_fix(changes, error, target, draft):
+def test_bad_options_raise_one_line_that_names_the_fix(changes, error, target, draft):
     engine = Engine(MARModels(target, draft), max_batch=1, device="cpu")
     with pytest.raises(ValueError, match=error) as raised:
         engine.generate([request(**changes)])

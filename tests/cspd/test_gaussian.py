@@ -60,9 +60,9 @@ def coupled(p, q, num, residual=residual):
     for _ in range(num // BATCH):  # where one needs many candidates, all that wait draw as many
         wide_p, wide_q = (tuple(t.expand(BATCH, -1) for t in parameters) for parameters in (p, q))
         x = q[0] + q[1].exp() * torch.randn(BATCH, p[0].shape[1], generator=g, dtype=torch.float64)
-        log_coin = torch.rand(BATCH, generator=g, dtype=torch.float64).log()
-        accepted = log_coin < log_ratio(x, p, q)
-        mirrored, kept = resample(x, log_coin, wide_p, wide_q)
+        log_uniform = torch.rand(BATCH, generator=g, dtype=torch.float64).log()
+        accepted = log_uniform < log_ratio(x, p, q)
+        mirrored, kept = resample(x, log_uniform, wide_p, wide_q)
         y = torch.where(accepted.unsqueeze(-1), x, mirrored)
         left = ~(accepted | kept)
         if left.any():
@@ -158,14 +158,14 @@ def test_acceptance_is_the_overlap(gap, ratio):
 
 
 def test_equal_sigmas_never_need_the_residual():
-    """In float32, up to the rounding of the ratio by which x is refused and its image kept."""
+    """In float32, up to the rounding of the ratio by which x is rejected and its image kept."""
     g = torch.Generator().manual_seed(4)
     p, q = (tuple(t.float() for t in parameters) for parameters in PAIRS["other means"])
     x = q[0] + q[1].exp() * torch.randn(200_000, CHANNELS, generator=g)
-    log_coin, ratio = torch.rand(len(x), generator=g).log(), log_ratio(x, p, q)
-    _, kept = resample(x, log_coin, p, q)
-    assert kept[log_coin >= ratio + 1e-5].all() and (log_coin >= ratio).double().mean() > 0.2
-    assert torch.equal(kept[log_coin < ratio - 1e-5], torch.zeros_like(kept[log_coin < ratio - 1e-5]))
+    log_uniform, ratio = torch.rand(len(x), generator=g).log(), log_ratio(x, p, q)
+    _, kept = resample(x, log_uniform, p, q)
+    assert kept[log_uniform >= ratio + 1e-5].all() and (log_uniform >= ratio).double().mean() > 0.2
+    assert torch.equal(kept[log_uniform < ratio - 1e-5], torch.zeros_like(kept[log_uniform < ratio - 1e-5]))
 
 
 def bump(y):
@@ -177,7 +177,7 @@ def standard(rows, channels=CHANNELS):
     return (torch.zeros(rows, 1, channels, dtype=torch.float64),) * 2
 
 
-def test_what_is_first_kept_has_the_tilted_law():
+def test_what_is_first_kept_has_the_tilted_distribution():
     y, tries = first_kept(standard(50_000), bump, draws_from(torch.Generator().manual_seed(5), 50_000), 1000)
     assert normal_pvalue(y * 2**0.5) > 1e-3
     rate = 0.5 ** (CHANNELS / 2)  # tries are geometric
@@ -192,15 +192,15 @@ def test_the_first_kept_is_by_index_whatever_the_blocks(max_tries, monkeypatch):
     """Against a plain loop over the candidates; too few tries: the last candidate, and one more try counted."""
     rows, g = 100, torch.Generator().manual_seed(6)
     normals = torch.randn(rows, max_tries, 1, generator=g, dtype=torch.float64)
-    log_coins = torch.rand(rows, max_tries, generator=g, dtype=torch.float64).log()
+    log_uniforms = torch.rand(rows, max_tries, generator=g, dtype=torch.float64).log()
     p, asked = (torch.full((rows, 1, 1), 2.0).double(), torch.full((rows, 1, 1), 0.1).double()), []
 
     def draws(first, num):
         asked.append((first, num))
-        return normals[:, first : first + num], log_coins[:, first : first + num]
+        return normals[:, first : first + num], log_uniforms[:, first : first + num]
 
     candidates = 2 + math.exp(0.1) * normals
-    kept = (log_coins < bump(candidates).log()).tolist()
+    kept = (log_uniforms < bump(candidates).log()).tolist()
     expected = [next((i for i, keep in enumerate(row, 1) if keep), max_tries + 1) for row in kept]
     last = torch.tensor(expected).clamp(max=max_tries) - 1
     for block in (1, 7, 32, 1000):
@@ -221,9 +221,9 @@ def test_nothing_kept_takes_the_last_and_counts(monkeypatch):
     seen = []
 
     def draws(first, num):
-        normals, coins = draws_from(torch.Generator().manual_seed(first), 4)(first, num)
+        normals, log_uniform = draws_from(torch.Generator().manual_seed(first), 4)(first, num)
         seen.append(normals)
-        return normals, coins
+        return normals, log_uniform
 
     y, tries = residual(p, p, draws)
     assert tries.tolist() == [101] * 4
