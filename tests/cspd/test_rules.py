@@ -310,9 +310,9 @@ def test_schedules(length):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"name": "sd"}, "not one of exact, uniform-rsd"),
+        ({"name": "sd"}, "give one of exact, uniform-rsd"),
         ({"name": "uniform-rsd"}, "delta=None"),
-        ({"name": "uniform-rsd", "delta": 0.9}, "from 1"),
+        ({"name": "uniform-rsd", "delta": 0.9}, "1 or more"),
         ({"name": "uniform-rsd", "delta": math.nan}, "delta=nan"),
         ({"name": "cool-sd", "delta": 0.0, "length": 2}, "delta=0.0"),
         ({"name": "cool-sd", "delta": math.inf, "length": 2}, "delta=inf"),
@@ -320,7 +320,7 @@ def test_schedules(length):
         ({"name": "cool-sd", "delta": 1.1, "length": 2, "nu": -0.7}, "nu=-0.7"),
         ({"name": "cool-sd", "delta": 1.1, "length": 2, "schedule": "cosine"}, "exponential, linear"),
         ({"name": "cool-sd", "delta": 1.1, "length": 8, "schedule": "linear"}, "length=8 must be below ell=8"),
-        ({"name": "lantern", "delta": 1.5}, "from 0 to 1"),
+        ({"name": "lantern", "delta": 1.5}, "above 0, at most 1"),
         ({"name": "lantern", "delta": 0.1, "k": 0}, "k=0"),
         ({"name": "lantern++", "lam": 0}, "lam=0"),
         ({"name": "lantern++", "k": 2.5}, "whole number"),
