@@ -17,12 +17,12 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# two processes of one thread each; tests that share what is slow to make are in one of them
+# two processes of one thread each; a file's tests run in one of them, so that its fixtures are made once
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/ready
 	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8

@@ -23,16 +23,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensor
 GOLDEN = Path(__file__).parent / "golden"
 
 
-SHARED = {"alone", "comparison", "whole"}  # fixtures that take seconds to make
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share such a fixture run in one process of several."""
-    for item in items:
-        for name in SHARED.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(name))
-
-
 class Golden(dict):
     """Tensors of a golden file by name, and its config."""
 

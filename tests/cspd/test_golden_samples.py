@@ -18,10 +18,12 @@ class GoldenNoise:
     def order(self, seed: torch.Tensor, length: int) -> torch.Tensor:
         return self.golden["sample.orders"][seed].flip(1)  # the file's orders are consumed from their end
 
-    def initial(self, seed: torch.Tensor, position: torch.Tensor, channels: int) -> torch.Tensor:
+    def initial(self, seed: torch.Tensor, position: torch.Tensor, channels: int, index: int) -> torch.Tensor:
         return self.golden["sample.init_noise"][seed, position]
 
-    def steps(self, seed: torch.Tensor, position: torch.Tensor, step: torch.Tensor, channels: int) -> torch.Tensor:
+    def steps(
+        self, seed: torch.Tensor, position: torch.Tensor, step: torch.Tensor, channels: int, index: int
+    ) -> torch.Tensor:
         return self.golden["sample.step_noise"][seed, position][:, step].transpose(0, 1)
 
 
