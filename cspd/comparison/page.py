@@ -6,7 +6,6 @@ import base64
 import io
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,12 +46,12 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     panels = _panels(report)
     if panels:
         caption = "Up and to the right is better. Bars: middle half of the turns, 95 % interval of a quality."
-        plot = _png(partial(speed_quality, panels))
+        plot = _png(lambda file: speed_quality(panels, file))
         pictures["speed_quality.png"] = Picture("Speed and quality", caption, plot)
     else:
         (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
     same = "The same classes" if own_seeds(report) else "The same classes and seeds"
-    grid = _png(_grid(report, images).save)
+    grid = _png(lambda file: _grid(report, images).save(file, "png"))
     pictures["comparison.png"] = Picture("Images", f"{same} by each configuration.", grid)
 
     files = {
@@ -68,9 +67,9 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     return [*files, "comparison.json"]
 
 
-def _png(save: Callable[..., None]) -> bytes:
+def _png(write_to: Callable[[io.BytesIO], None]) -> bytes:
     buffer = io.BytesIO()
-    save(buffer, format="png")
+    write_to(buffer)
     return buffer.getvalue()
 
 
