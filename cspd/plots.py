@@ -107,8 +107,8 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path
     """Writes scatters of quality against speed, a colour for every line, as a PNG.
 
     Args:
-        panels: the name of the speed, the name of the quality, and the points. A speed of 1 is plain sampling's. A FID's
-            axis is turned round: lower is better.
+        panels: the name of the speed, the name of the quality, and the points. A speed of 1 is plain sampling's. The
+            axis of a FID is turned round: lower is better.
     """
     across = min(2, len(panels))
     down = math.ceil(len(panels) / across)
