@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 from matplotlib import color_sequences, colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
+from matplotlib.typing import ColorType
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -131,7 +133,7 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path
 
     unnamed = {point.line for point in all_points if point.label != point.line}
     if unnamed:  # lines that their points' labels do not name
-        handles = {}
+        handles: dict[object, Artist] = {}
         for axes in figure.axes:
             handles |= {line.get_label(): line for line in axes.get_legend_handles_labels()[0]}
         figure.axes[0].legend(handles=[handles[name] for name in names if name in unnamed], fontsize=8)
@@ -141,7 +143,7 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path
     figure.savefig(file, dpi=120, format="png")
 
 
-def _draw_points(axes: Axes, points: Sequence[Point], colours: dict[str, tuple]) -> None:
+def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
     """Each line through its points, faint bars for how sure they are, and a mark at plain sampling's speed."""
     for name, colour in colours.items():
         line = sorted((point.speed, point.quality) for point in points if point.line == name)
@@ -155,7 +157,7 @@ def _draw_points(axes: Axes, points: Sequence[Point], colours: dict[str, tuple])
     axes.axvline(1, color="lightgrey", zorder=0)
 
 
-def _label_points(axes: Axes, points: Sequence[Point], colours: dict[str, tuple]) -> None:
+def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
     """Writes each point's label at the first place where it covers no point and no other label."""
     places = [axes.transData.transform((point.speed, point.quality)) for point in points]
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
