@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 from matplotlib import color_sequences, colormaps
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
+from matplotlib.typing import ColorType
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 MARGIN = 4
-PLACES = [
-    (7, 7),
-    (7, -7),
-    (-7, 7),
-    (-7, -7),
-    (0, 12),
-    (0, -12),
-    (7, 17),
-    (7, -17),
-    (-7, 17),
-    (-7, -17),
-    (7, 0),
-]  # of labels
+LINE = 18  # height of a heat map's legend, in pixels
+# where a point's label may be, in points from it; the first that is free is taken
+PLACES = [(7, 7), (7, -7), (-7, 7), (-7, -7), (0, 12), (0, -12), (7, 17), (7, -17), (-7, 17), (-7, -17), (7, 0)]
 
 
 def to_uint8(image: Tensor) -> Tensor:
@@ -42,20 +35,28 @@ def to_pil(image: Tensor) -> Image.Image:
     return Image.fromarray(to_uint8(image).permute(1, 2, 0).numpy())
 
 
+def _enlarged(image: Image.Image, min_side: int) -> tuple[int, int]:
+    """An image's size, or the smallest whole multiple of it that is `min_side` wide."""
+    factor = max(1, math.ceil(min_side / image.width))
+    return image.width * factor, image.height * factor
+
+
 def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int, min_side: int = 64) -> Image.Image:
     """Images in rows of `columns`, each over its caption; small ones are enlarged, by a whole factor."""
-    factor = max(1, -(-min_side // images[0].width))
-    side_x, side_y = images[0].width * factor, images[0].height * factor
-    font = ImageFont.load_default(size=max(11, side_y // 6))
-    line = math.ceil(font.getbbox("Ag")[3]) + MARGIN
-    rows = -(-len(images) // columns)
-    canvas = Image.new("RGB", (columns * (side_x + MARGIN) + MARGIN, rows * (side_y + line + MARGIN) + MARGIN), "white")
+    width, height = size = _enlarged(images[0], min_side)
+    font = ImageFont.load_default(size=max(11, height // 6))
+    caption_height = math.ceil(font.getbbox("Ag")[3]) + MARGIN
+    column_width = width + MARGIN
+    row_height = height + caption_height + MARGIN
+    rows = math.ceil(len(images) / columns)
+    canvas = Image.new("RGB", (columns * column_width + MARGIN, rows * row_height + MARGIN), "white")
     draw = ImageDraw.Draw(canvas)
     for i, (image, caption) in enumerate(zip(images, captions)):
-        x = MARGIN + i % columns * (side_x + MARGIN)
-        y = MARGIN + i // columns * (side_y + line + MARGIN)
-        canvas.paste(image.resize((side_x, side_y), Image.Resampling.NEAREST), (x, y))
-        draw.text((x + side_x // 2, y + side_y), caption, fill="black", font=font, anchor="ma")
+        row, column = divmod(i, columns)
+        x = MARGIN + column * column_width
+        y = MARGIN + row * row_height
+        canvas.paste(image.resize(size, Image.Resampling.NEAREST), (x, y))
+        draw.text((x + width // 2, y + height), caption, fill="black", font=font, anchor="ma")
     return canvas
 
 
@@ -63,28 +64,34 @@ def seed_grid(
     rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence[str], min_side: int = 64
 ) -> Image.Image:
     """A row of images for each (name, images), names at the left, heads above the columns; small ones are enlarged."""
-    factor = max(1, -(-min_side // rows[0][1][0].width))
-    side_x, side_y = rows[0][1][0].width * factor, rows[0][1][0].height * factor
-    font = ImageFont.load_default(size=max(12, side_y // 10))
+    width, height = size = _enlarged(rows[0][1][0], min_side)
+    font = ImageFont.load_default(size=max(12, height // 10))
     line = math.ceil(font.getbbox("Ag")[3]) + 2
-    names = [name.replace(":", "\n").split("\n") for name, _ in rows]
-    left = math.ceil(max(font.getlength(part) for parts in names for part in parts)) + 3 * MARGIN
-    top = line * max(head.count("\n") + 1 for head in heads) + 2 * MARGIN
-    heights = [max(side_y, line * len(parts)) + MARGIN for parts in names]
-    canvas = Image.new("RGB", (left + len(heads) * (side_x + MARGIN), top + sum(heights)), "white")
+    names = [name.replace(":", "\n") for name, _ in rows]
+    name_width = max(font.getlength(part) for name in names for part in name.split("\n"))
+    left = math.ceil(name_width) + 3 * MARGIN
+    top = line * max(_lines(head) for head in heads) + 2 * MARGIN
+    row_heights = [max(height, line * _lines(name)) + MARGIN for name in names]
+    column_starts = [left + i * (width + MARGIN) for i in range(len(heads))]
+
+    canvas = Image.new("RGB", (left + len(heads) * (width + MARGIN), top + sum(row_heights)), "white")
     draw = ImageDraw.Draw(canvas)
-    for i, head in enumerate(heads):
-        middle = left + i * (side_x + MARGIN) + side_x // 2
-        draw.multiline_text((middle, MARGIN), head, fill="#555", font=font, anchor="ma", align="center", spacing=2)
+    for x, head in zip(column_starts, heads):
+        place = (x + width // 2, MARGIN)
+        draw.multiline_text(place, head, fill="#555", font=font, anchor="ma", align="center", spacing=2)
     y = top
-    for parts, (_, images), height in zip(names, rows, heights):
-        middle = y + (height - MARGIN) // 2
-        draw.multiline_text((MARGIN, middle), "\n".join(parts), fill="black", font=font, anchor="lm", spacing=2)
-        for i, image in enumerate(images):
-            place = (left + i * (side_x + MARGIN), y + (height - MARGIN - side_y) // 2)
-            canvas.paste(image.resize((side_x, side_y), Image.Resampling.NEAREST), place)
-        y += height
+    for name, (_, images), row_height in zip(names, rows, row_heights):
+        middle = y + (row_height - MARGIN) // 2
+        draw.multiline_text((MARGIN, middle), name, fill="black", font=font, anchor="lm", spacing=2)
+        image_y = y + (row_height - MARGIN - height) // 2
+        for x, image in zip(column_starts, images):
+            canvas.paste(image.resize(size, Image.Resampling.NEAREST), (x, image_y))
+        y += row_height
     return canvas
+
+
+def _lines(text: str) -> int:
+    return text.count("\n") + 1
 
 
 class Point(NamedTuple):
@@ -98,58 +105,80 @@ class Point(NamedTuple):
     quality_half: float | None = None
 
 
-def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], path: Path | IO[bytes], **options: Any) -> None:
-    """Writes scatters of quality against speed, a colour for every line, to an image file.
+def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path | IO[bytes]) -> None:
+    """Writes scatters of quality against speed, a colour for every line, as a PNG.
 
     Args:
-        panels: of each what speed is called, what quality is called, and the points. A speed of 1 is plain sampling's.
-            Of a quality that is a FID less is better: its axis is turned.
-        options: of `Figure.savefig`, such as the format of what is written to a stream.
+        panels: the name of the speed, the name of the quality, and the points. A speed of 1 is plain sampling's. The
+            axis of a FID is turned round: lower is better.
     """
     across = min(2, len(panels))
-    figure = Figure(figsize=(7 * across, 4.5 * -(-len(panels) // across)), layout="constrained")
+    down = math.ceil(len(panels) / across)
+    figure = Figure(figsize=(7 * across, 4.5 * down), layout="constrained")
     FigureCanvasAgg(figure)  # knows how wide a text is
-    names = list(dict.fromkeys(point.line for _, _, points in panels for point in points))
+    all_points = [point for _, _, points in panels for point in points]
+    names = list(dict.fromkeys(point.line for point in all_points))
     palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # none too pale to read
     colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
-    grid_of_axes = figure.subplots(-(-len(panels) // across), across, squeeze=False).flat
-    for axes, (speed, quality, points) in zip(grid_of_axes, panels):
-        for name in names:
-            line = sorted((p.speed, p.quality) for p in points if p.line == name)
-            if line:
-                axes.plot(*zip(*line), "o-", label=name, color=colours[name], alpha=0.8)
-        for p in points:
-            low, high = p.speed_range or (p.speed, p.speed)
-            across_bar = [[max(0, p.speed - low)], [max(0, high - p.speed)]]
-            style: dict[str, Any] = {"color": colours[p.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
-            axes.errorbar(p.speed, p.quality, xerr=across_bar, yerr=p.quality_half, **style)
-        axes.axvline(1, color="lightgrey", zorder=0)
+
+    for axes, (speed, quality, points) in zip(figure.subplots(down, across, squeeze=False).flat, panels):
+        _draw_points(axes, points, colours)
         axes.set(xlabel=speed, ylabel=quality)
         axes.margins(0.15)
         if quality.startswith("FID"):
             axes.invert_yaxis()
-        elif max(p.quality for p in points) <= 1:  # a share
+        elif max(point.quality for point in points) <= 1:  # a share
             axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
         axes.spines[["top", "right"]].set_visible(False)
-    lines = {line.get_label(): line for axes in figure.axes for line in axes.get_legend_handles_labels()[0]}
-    named = {point.line for _, _, points in panels for point in points if point.label != point.line}
-    if named:  # points that do not say themselves what they are of
-        figure.axes[0].legend(handles=[lines[name] for name in names if name in named], fontsize=8)
+
+    unnamed = {point.line for point in all_points if point.label != point.line}
+    if unnamed:  # lines that their points' labels do not name
+        handles: dict[object, Artist] = {}
+        for axes in figure.axes:
+            handles |= {line.get_label(): line for line in axes.get_legend_handles_labels()[0]}
+        figure.axes[0].legend(handles=[handles[name] for name in names if name in unnamed], fontsize=8)
     figure.canvas.draw()
     for axes, (_, _, points) in zip(figure.axes, panels):
-        places = [axes.transData.transform((p.speed, p.quality)) for p in points]
-        taken: list[Bbox] = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
-        for p in points:
-            for dx, dy in PLACES:
-                side = "left" if dx > 0 else "right" if dx < 0 else "center"
-                style = {"textcoords": "offset points", "fontsize": 7, "ha": side, "va": "center"}
-                text = axes.annotate(p.label, (p.speed, p.quality), xytext=(dx, dy), color=colours[p.line], **style)
-                box = text.get_window_extent()
-                if (dx, dy) == PLACES[-1] or not any(box.overlaps(other) for other in taken):
-                    taken.append(box)
-                    break
-                text.remove()
-    figure.savefig(path, dpi=120, **options)
+        _label_points(axes, points, colours)
+    figure.savefig(file, dpi=120, format="png")
+
+
+def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
+    """Each line through its points, faint bars for how sure they are, and a mark at plain sampling's speed."""
+    for name, colour in colours.items():
+        line = sorted((point.speed, point.quality) for point in points if point.line == name)
+        if line:
+            axes.plot(*zip(*line), "o-", label=name, color=colour, alpha=0.8)
+    for point in points:
+        low, high = point.speed_range or (point.speed, point.speed)
+        speed_bar = [[max(0, point.speed - low)], [max(0, high - point.speed)]]
+        style: dict[str, Any] = {"color": colours[point.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
+        axes.errorbar(point.speed, point.quality, xerr=speed_bar, yerr=point.quality_half, **style)
+    axes.axvline(1, color="lightgrey", zorder=0)
+
+
+def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
+    """Writes each point's label at the first place where it covers no point and no other label."""
+    places = [axes.transData.transform((point.speed, point.quality)) for point in points]
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+    for point in points:
+        for across, up in PLACES:
+            side = "left" if across > 0 else "right" if across < 0 else "center"
+            text = axes.annotate(
+                point.label,
+                (point.speed, point.quality),
+                xytext=(across, up),
+                textcoords="offset points",
+                color=colours[point.line],
+                fontsize=7,
+                ha=side,
+                va="center",
+            )
+            box = text.get_window_extent()
+            if (across, up) == PLACES[-1] or not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def heat_grid(
@@ -166,30 +195,42 @@ def heat_grid(
         size: of an image, in pixels. accepted: 1 means accepted, 0 resampled; else heat counts head calls.
     """
     known = np.array([value for cells in heat if cells for value in cells], dtype=float)  # None becomes NaN
-    low, high = (0.0, 1.0) if accepted or not np.isfinite(known).any() else (np.nanmin(known), np.nanmax(known))
+    low, high = 0.0, 1.0
+    if not accepted and np.isfinite(known).any():
+        low, high = np.nanmin(known), np.nanmax(known)
     colours = colormaps["RdYlGn" if accepted else "viridis"].with_extremes(bad="lightgrey")
 
-    def cells(values: Sequence[float] | None) -> Image.Image:
-        cost = np.full(1, np.nan) if values is None else np.array(values, dtype=float)
-        side = math.isqrt(len(cost))
-        scaled = (cost.reshape(side, side) - low) / max(high - low, 1e-9)
-        picture = colours(np.ma.masked_invalid(scaled), bytes=True)[..., :3]
-        return Image.fromarray(picture).resize(size, Image.Resampling.NEAREST)
+    def coloured(shares: np.ndarray) -> np.ndarray:
+        """uint8 [..., 3] of shares of the way from low to high; NaN is grey."""
+        return colours(np.ma.masked_invalid(shares), bytes=True)[..., :3]
 
-    picture = grid([cells(values) for values in heat], captions, columns)
+    def picture(values: Sequence[float] | None) -> Image.Image:
+        costs = np.array([np.nan] if values is None else values, dtype=float)
+        side = math.isqrt(len(costs))
+        shares = (costs.reshape(side, side) - low) / max(high - low, 1e-9)
+        return Image.fromarray(coloured(shares)).resize(size, Image.Resampling.NEAREST)
+
+    pictures = grid([picture(values) for values in heat], captions, columns)
     if accepted:
         legend = [(0.0, "drawn by the target"), (1.0, "accepted"), (np.nan, "target alone")]
     else:
-        legend = [(value, f"{low + value * (high - low):.0f}") for value in np.linspace(0, 1, 5)]
+        legend = [(share, f"{low + share * (high - low):.0f}") for share in np.linspace(0, 1, 5)]
         legend[-1] = (1.0, f"{high:.0f} head calls")
-    line, font = 18, ImageFont.load_default(size=12)
-    widths = [line + 3 * MARGIN + math.ceil(font.getlength(text)) for _, text in legend]
-    canvas = Image.new("RGB", (max(picture.width, sum(widths)), picture.height + line + 2 * MARGIN), "white")
+    entries = [(tuple(coloured(np.array([share]))[0].tolist()), text) for share, text in legend]
+    return _with_legend(pictures, entries)
+
+
+def _with_legend(picture: Image.Image, entries: Sequence[tuple[tuple[int, int, int], str]]) -> Image.Image:
+    """A picture above a line of coloured squares, each with its text."""
+    font = ImageFont.load_default(size=12)
+    widths = [LINE + 3 * MARGIN + math.ceil(font.getlength(text)) for _, text in entries]
+    size = (max(picture.width, sum(widths)), picture.height + LINE + 2 * MARGIN)
+    canvas = Image.new("RGB", size, "white")
     canvas.paste(picture)
-    draw, x = ImageDraw.Draw(canvas), MARGIN
-    for (value, text), width in zip(legend, widths):
-        colour = tuple(colours(np.ma.masked_invalid([value]), bytes=True)[0, :3].tolist())
-        draw.rectangle((x, picture.height, x + line, picture.height + line), fill=colour)
-        draw.text((x + line + MARGIN, picture.height + 2), text, fill="black", font=font)
+    draw = ImageDraw.Draw(canvas)
+    x, y = MARGIN, picture.height
+    for (colour, text), width in zip(entries, widths):
+        draw.rectangle((x, y, x + LINE, y + LINE), fill=colour)
+        draw.text((x + LINE + MARGIN, y + 2), text, fill="black", font=font)
         x += width
     return canvas

@@ -49,16 +49,15 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        code = isinstance(error, pickle.UnpicklingError)  # its own message advises to run that code
-        reason = "it holds more than weights" if code else (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, pickle.UnpicklingError):  # its own message advises to run code that is in the file
+            reason = "it holds more than weights"
+        else:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely"
             " truncated or another kind of file: fetch it again and compare its size with the source"
         ) from error
-    sets = [content.get(key) for key in WEIGHT_KEYS] if isinstance(content, dict) else []
-    named = [weights for weights in (sets if ema else reversed(sets)) if isinstance(weights, dict)]
-    tensors = (named or [content if isinstance(content, dict) else {}])[0]  # LlamaGen's largest files are bare
-    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    tensors = _tensors_in(content, ema)
     if not tensors:
         found = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
@@ -68,16 +67,28 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
     return tensors
 
 
+def _tensors_in(content: object, ema: bool) -> dict[str, Tensor]:
+    """The tensors of the first set of weights in a file's content; with `ema` off, of the last."""
+    if not isinstance(content, dict):
+        return {}
+    sets = [content[key] for key in WEIGHT_KEYS if isinstance(content.get(key), dict)]
+    if not sets:
+        sets = [content]  # LlamaGen's largest files are bare
+    weights = sets[0 if ema else -1]
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
 def _fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> str | None:
-    """Why the tensors are not those of a model of these shapes, in a few words; None if they are."""
-    missing, extra = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
-    if missing or extra:
-        parts = [
-            f"{len(names)} tensors {what} (such as {min(names)})"
-            for names, what in ((missing, "missing"), (extra, "unexpected"))
-            if names
-        ]
-        return " and ".join(parts)
+    """Why the tensors are not this model's, in a few words; None if they are."""
+    missing = shapes.keys() - tensors.keys()
+    unexpected = tensors.keys() - shapes.keys()
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} tensors missing (such as {min(missing)})")
+    if unexpected:
+        problems.append(f"{len(unexpected)} tensors unexpected (such as {min(unexpected)})")
+    if problems:
+        return " and ".join(problems)
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
             return f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
@@ -100,8 +111,9 @@ def load_weights(
     """A model with the weights of a file, on the CPU in float32, and its name.
 
     Args:
-        path: of the file. ema: whether to take the averaged weights where there are two sets.
-        arch: one of `names`; found out from the file by default. create: makes one by name. kind: what these are.
+        arch: one of `names`; found out from the file by default.
+        create: makes a model by name. kind: what these models are called in messages.
+        ema: whether to take the averaged weights where there are two sets.
 
     Raises:
         CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.

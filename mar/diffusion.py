@@ -58,6 +58,7 @@ class Schedule:
 
 
 def _alpha_bar(t: np.ndarray) -> np.ndarray:
+    """Nichol & Dhariwal 2021, eq. 17, before it is divided by its value at 0."""
     return np.cos((t + 0.008) / 1.008 * np.pi / 2) ** 2
 
 
@@ -101,7 +102,7 @@ def table(values: np.ndarray, t: Tensor) -> Tensor:
 
 
 def training_loss(head: torch.nn.Module, x0: Tensor, c: Tensor, t: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Noise-prediction error and variational term of each row (Nichol & Dhariwal 2021, eq. 14-17).
+    """Noise-prediction error and variational term of each row (Nichol & Dhariwal 2021, eq. 14-16).
 
     Args:
         head: maps (x_t [N, d], t [N], c [N, D]) to [N, 2d], noise prediction and variance channel.
@@ -114,14 +115,18 @@ def training_loss(head: torch.nn.Module, x0: Tensor, c: Tensor, t: Tensor, noise
         (mse [N], vb [N]); vb moves the variance channel only and is in bits per dimension. At t = 0 too it is a KL
         divergence, with the clipped posterior variance: tokens are continuous, so there is nothing to discretise.
     """
-    s = schedule(TRAIN_STEPS)
-    x_t = table(np.sqrt(s.alphas_cumprod), t) * x0 + table(np.sqrt(1 - s.alphas_cumprod), t) * noise
+    tables = schedule(TRAIN_STEPS)
+    signal = table(np.sqrt(tables.alphas_cumprod), t)
+    sigma = table(np.sqrt(1 - tables.alphas_cumprod), t)
+    x_t = signal * x0 + sigma * noise
     eps, v = head(x_t, t, c).float().chunk(2, dim=-1)
-    mse = (eps - noise).square().mean(-1)
+    mse = (eps - noise).square().mean(-1)  # eq. 14
 
-    log_sigma = table(s.log_sigma_base, t) + table(s.log_sigma_slope, t) * v
-    true_log_sigma = 0.5 * table(s.posterior_log_variance_clipped, t)
-    mean_gap = table(s.mean_eps, t) * (eps.detach() - noise)  # both means share A x_t
-    ratio = (true_log_sigma - log_sigma).mul(2).exp() + mean_gap.square() * (-2 * log_sigma).exp()
-    kl = log_sigma - true_log_sigma + 0.5 * (ratio - 1)
+    # KL divergence of the head's Gaussian from the posterior; both means share A x_t
+    log_sigma = table(tables.log_sigma_base, t) + table(tables.log_sigma_slope, t) * v  # eq. 15
+    true_log_sigma = 0.5 * table(tables.posterior_log_variance_clipped, t)
+    mean_gap = table(tables.mean_eps, t) * (eps.detach() - noise)
+    variance_ratio = (2 * (true_log_sigma - log_sigma)).exp()
+    distance = mean_gap.square() * (-2 * log_sigma).exp()
+    kl = log_sigma - true_log_sigma + 0.5 * (variance_ratio + distance - 1)
     return mse, kl.mean(-1) / np.log(2.0)

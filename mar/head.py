@@ -26,7 +26,8 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         """Timesteps t [N] (0..999) to embeddings [N, width]."""
         half = self.frequencies // 2
-        rates = torch.exp(-math.log(10000.0) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+        index = torch.arange(half, dtype=torch.float32, device=t.device)
+        rates = torch.exp(-math.log(10000.0) * index / half)
         angles = t.float().unsqueeze(-1) * rates
         return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
 
@@ -61,8 +62,8 @@ class FinalLayer(nn.Module):
 class Head(nn.Module):
     """Maps a noisy token, a timestep and a condition to (eps, v).
 
-    Everything that does not depend on the noisy token is apart, in `modulations`: a sampler knows all its timesteps
-    in advance and computes those of a whole chain in a few large matrix products instead of many small ones.
+    What does not depend on the noisy token is in `modulations`: a sampler knows all its timesteps in advance, and
+    computes a whole chain's modulations in a few large matrix products instead of many small ones.
 
     Args:
         channels: d, the token's dimension.
@@ -99,14 +100,16 @@ class Head(nn.Module):
             t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].
         """
         y = F.silu(t_embed + c_embed)
-        layers = [layer.adaLN_modulation[1](y) for layer in [*self.res_blocks, self.final_layer]]
-        for layer in layers:
-            layer[..., self.width : 2 * self.width] += 1
-        return layers
+        modulations = []
+        for layer in [*self.res_blocks, self.final_layer]:
+            modulation = layer.adaLN_modulation[1](y)
+            modulation[..., self.width : 2 * self.width] += 1
+            modulations.append(modulation)
+        return modulations
 
     def split(self, modulations: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """What `modulations` made, as the tuples that `denoise` takes; views."""
-        return [layer.view(*layer.shape[:-1], -1, self.width).unbind(-2) for layer in modulations]
+        """What `modulations` returned, as the tuples that `denoise` takes; views."""
+        return [modulation.view(*modulation.shape[:-1], -1, self.width).unbind(-2) for modulation in modulations]
 
     def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """(eps, v) [..., 2d] of noisy tokens x [..., d] under split modulations."""
@@ -117,7 +120,8 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
         """(eps, v) [N, 2d] of noisy tokens x [N, d] at timesteps t [N] (0..999) under conditions c [N, D]."""
-        return self.denoise(x, self.split(self.modulations(self.time_embed(t), self.cond_embed(c))))
+        modulations = self.modulations(self.time_embed(t), self.cond_embed(c))
+        return self.denoise(x, self.split(modulations))
 
 
 def guide(out: Tensor, scale: Tensor | float) -> Tensor:
@@ -130,10 +134,11 @@ def guide(out: Tensor, scale: Tensor | float) -> Tensor:
     Returns:
         [N, 2d]: eps_u + s (eps_c - eps_u), and the conditional variance channel.
     """
-    cond, uncond = out.chunk(2)
-    d = cond.shape[-1] // 2
-    eps = uncond[..., :d] + scale * (cond[..., :d] - uncond[..., :d])
-    return torch.cat([eps, cond[..., d:]], dim=-1)
+    conditional, unconditional = out.chunk(2)
+    eps_c, v_c = conditional.chunk(2, dim=-1)
+    eps_u, _ = unconditional.chunk(2, dim=-1)
+    eps = eps_u + scale * (eps_c - eps_u)
+    return torch.cat([eps, v_c], dim=-1)
 
 
 class DiffLoss(nn.Module):

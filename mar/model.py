@@ -3,12 +3,13 @@
 The encoder sees buffer (copies of the class embedding) + known tokens; the decoder sees buffer + every position, the
 mask token where a token is unknown. Its output at a position is z, the condition of the diffusion head there.
 
-Which tokens are known is said by a generation order and a count: the first `num_known[b]` positions of `order[b]`.
+A generation order and a count say which tokens are known: the first `num_known[b]` positions of `order[b]`.
 Sequences of one batch may know different numbers of tokens; the shorter ones are padded and masked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +30,9 @@ class MARConfig:
     """Sizes of a MAR model.
 
     Attributes:
-        img_size: pixels a side; vae_stride: pixels a latent cell; patch_size: latent cells a token, a side.
-        vae_embed_dim: channels of the latent; embed_dim, depth, num_heads: of encoder and of decoder (equal).
-        class_num: number of classes; buffer_size: copies of the class embedding.
+        img_size: pixels per side. vae_stride: pixels per latent cell. patch_size: latent cells per token, per side.
+        vae_embed_dim: channels of the latent. embed_dim, depth, num_heads: of the encoder, and of the decoder too.
+        class_num: number of classes. buffer_size: copies of the class embedding.
         diffloss_w, diffloss_d: width and depth of the head.
     """
 
@@ -49,17 +50,17 @@ class MARConfig:
 
     @property
     def grid_size(self) -> int:
-        """Tokens a side."""
+        """Tokens per side."""
         return self.img_size // self.vae_stride // self.patch_size
 
     @property
     def seq_len(self) -> int:
-        """L, tokens an image."""
+        """L, tokens per image."""
         return self.grid_size**2
 
     @property
     def token_dim(self) -> int:
-        """d, channels a token."""
+        """d, channels per token."""
         return self.vae_embed_dim * self.patch_size**2
 
 
@@ -69,12 +70,13 @@ class MAR(nn.Module):
     def __init__(self, config: MARConfig) -> None:
         super().__init__()
         self.config = config
-        dim, length = config.embed_dim, config.buffer_size + config.seq_len
+        dim = config.embed_dim
+        length = config.buffer_size + config.seq_len
         norm = partial(nn.LayerNorm, eps=LAYER_NORM_EPS)
 
         def blocks() -> nn.ModuleList:
-            heads = config.num_heads
-            return nn.ModuleList(Block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(config.depth))
+            layers = [Block(dim, config.num_heads, qkv_bias=True, norm_layer=norm) for _ in range(config.depth)]
+            return nn.ModuleList(layers)
 
         self.class_emb = nn.Embedding(config.class_num, dim)
         self.fake_latent = nn.Parameter(torch.zeros(1, dim))
@@ -111,16 +113,17 @@ class MAR(nn.Module):
         ragged = min(num_known) < max(num_known)
         padded = _padded(max(num_known), self.config.seq_len) if ragged else num_known[0]
         known = order[:, :padded]
-        x = self.z_proj(tokens.gather(1, _expand(known, tokens.shape[-1])))
+        known_tokens = tokens.gather(1, _expand(known, tokens.shape[-1]))
         position = self.encoder_pos_embed_learned
-        x = x + position[0, buffer:][known]
+        x = self.z_proj(known_tokens) + position[0, buffer:][known]
         start = class_embedding.unsqueeze(1) + position[:, :buffer]
         x = self.z_proj_ln(torch.cat([start, x], dim=1))
 
         mask = None
-        if ragged:
-            limit = torch.tensor(num_known, device=x.device).unsqueeze(-1) + buffer
-            mask = (torch.arange(x.shape[1], device=x.device) < limit)[:, None, None]
+        if ragged:  # nobody looks at the padding
+            length = torch.tensor(num_known, device=x.device).unsqueeze(-1) + buffer
+            mask = torch.arange(x.shape[1], device=x.device) < length
+            mask = mask[:, None, None]
         for block in self.encoder_blocks:
             x = block(x, attn_mask=mask)
         return self.encoder_norm(x)
@@ -131,12 +134,16 @@ class MAR(nn.Module):
         """z [B, L, D] at every position in raster order, or [B, M, D] at `positions`, from the encoder's output."""
         buffer = self.config.buffer_size
         x = self.decoder_embed(encoded)
+        mask_token = self.mask_token.to(x.dtype)
+
+        # the mask token everywhere, then the known tokens at their positions; padding writes the mask token again
         padded = x.shape[1] - buffer
         counts = torch.tensor(num_known, device=x.device).unsqueeze(-1)
-        is_known = (torch.arange(padded, device=x.device) < counts).unsqueeze(-1)
-        known = torch.where(is_known, x[:, buffer:], self.mask_token.to(x.dtype))
-        full = self.mask_token.to(x.dtype).repeat(x.shape[0], self.config.seq_len, 1)
+        is_known = torch.arange(padded, device=x.device) < counts
+        known = torch.where(is_known.unsqueeze(-1), x[:, buffer:], mask_token)
+        full = mask_token.repeat(x.shape[0], self.config.seq_len, 1)
         full = full.scatter(1, _expand(order[:, :padded], x.shape[-1]), known)
+
         x = torch.cat([x[:, :buffer], full], dim=1) + self.decoder_pos_embed_learned
         *blocks, last = self.decoder_blocks
         for block in blocks:
@@ -158,34 +165,32 @@ class MAR(nn.Module):
 
         Args:
             tokens: [B, L, d], raster order; values at unknown positions are ignored.
-            order: int64 [B, L], a permutation of the positions a sequence; the first num_known[b] are known.
+            order: int64 [B, L], a permutation of the positions for each sequence; the first num_known[b] are known.
             num_known: B integers on the host, 0..L (they decide shapes).
             class_embedding: [B, D], rows of `class_emb` or `fake_latent` for the null class.
-            positions: int64 [B, M], where z is wanted; everywhere by default. The last block is spared elsewhere.
+            positions: int64 [B, M], where z is wanted; everywhere by default. The last block is computed only there.
 
         Returns:
             z [B, L, D], or [B, M, D] at `positions`.
         """
-        return self.decode(self.encode(tokens, order, num_known, class_embedding), order, num_known, positions)
-
-    def patchify(self, latent: Tensor) -> Tensor:
-        """Latents [B, c, h, w] to tokens [B, L, d]."""
-        p = self.config.patch_size
-        return rearrange(latent, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=p)
+        encoded = self.encode(tokens, order, num_known, class_embedding)
+        return self.decode(encoded, order, num_known, positions)
 
     def unpatchify(self, tokens: Tensor) -> Tensor:
         """Tokens [B, L, d] to latents [B, c, h, w]."""
-        p = self.config.patch_size
-        return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=self.config.grid_size, p=p, q=p)
+        rows, patch = self.config.grid_size, self.config.patch_size
+        return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
 
 
 def _block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
-    """A transformer block's output at some positions [B, M] of x [B, N, D]: their queries over everybody's keys."""
+    """A transformer block's output [B, M, D] at some positions [B, M] of x [B, N, D]: their queries over all keys."""
     attn, dim = block.attn, x.shape[-1]
-    normed, index = block.norm1(x), _expand(positions, dim)
-    weights, biases = attn.qkv.weight.split([dim, 2 * dim]), attn.qkv.bias.split([dim, 2 * dim])
-    q = F.linear(normed.gather(1, index), weights[0], biases[0])
-    k, v = F.linear(normed, weights[1], biases[1]).chunk(2, dim=-1)
+    normed = block.norm1(x)
+    index = _expand(positions, dim)
+    q_weight, kv_weight = attn.qkv.weight.split([dim, 2 * dim])
+    q_bias, kv_bias = attn.qkv.bias.split([dim, 2 * dim])
+    q = F.linear(normed.gather(1, index), q_weight, q_bias)
+    k, v = F.linear(normed, kv_weight, kv_bias).chunk(2, dim=-1)
     q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=attn.num_heads) for t in (q, k, v))
     h = rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)")
     x = x.gather(1, index) + attn.proj(h)
@@ -193,7 +198,7 @@ def _block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def _padded(count: int, limit: int) -> int:
-    return min(-(-count // PAD_TO) * PAD_TO, limit)
+    return min(math.ceil(count / PAD_TO) * PAD_TO, limit)
 
 
 def _expand(index: Tensor, channels: int) -> Tensor:

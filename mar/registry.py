@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,8 @@ class SamplingDefaults:
     Attributes:
         num_iter: K, autoregressive iterations.
         cfg, cfg_schedule: guidance scale s and how it runs over the iterations.
-        temperature: with guidance; temperature_unguided: with cfg = 1.
-        num_sampling_steps: T, denoising steps a token.
+        temperature: with guidance. temperature_unguided: with cfg = 1.
+        num_sampling_steps: T, denoising steps per token.
     """
 
     num_iter: int = 64
@@ -71,8 +74,8 @@ VAES: dict[str, KLConfig] = {
 }
 
 
-def lookup(table: dict, name: str, what: str):
-    """The entry of a table of named things. Raises ValueError on an unknown name, with those there are."""
+def lookup(table: dict[str, T], name: str, what: str) -> T:
+    """The entry of a table of named things. Raises ValueError on an unknown name and lists the known ones."""
     if name not in table:
         raise ValueError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")
     return table[name]
@@ -85,7 +88,10 @@ def mar_spec(name: str) -> MARSpec:
 
 def defaults_of(config: MARConfig) -> SamplingDefaults:
     """The published sampling settings of a size; those common to all sizes for one that has no name."""
-    return next((spec.defaults for spec in MARS.values() if spec.config == config), SamplingDefaults())
+    for spec in MARS.values():
+        if spec.config == config:
+            return spec.defaults
+    return SamplingDefaults()
 
 
 def create_mar(name: str) -> MAR:

@@ -14,9 +14,10 @@ class KLConfig:
     """Sizes of an autoencoder.
 
     Attributes:
-        embed_dim: channels of the latent; ch: base width; ch_mult: width factor a resolution level.
+        embed_dim: channels of the latent. ch: base width. ch_mult: width factor of each resolution level.
+        num_res_blocks: residual blocks per level; the decoder has one more.
         attention: whether the encoder attends at its lowest resolution.
-        scale: what latents are multiplied by to have unit variance (0.2325 for KL-16).
+        scale: latents times this have unit variance (0.2325 for KL-16).
     """
 
     embed_dim: int = 16
@@ -28,7 +29,7 @@ class KLConfig:
 
     @property
     def stride(self) -> int:
-        """Pixels a latent cell."""
+        """Pixels per latent cell, along a side."""
         return 2 ** (len(self.ch_mult) - 1)
 
 
@@ -62,6 +63,7 @@ class AttnBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
+        # one head over all cells: [B, H * W, channels]
         q, k, v = (layer(h).flatten(2).transpose(1, 2) for layer in (self.q, self.k, self.v))
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         return x + self.proj_out(h)

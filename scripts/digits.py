@@ -53,32 +53,43 @@ def coloured_digits(num: int, seed: int, split: str = "train", labels: Tensor | 
     """
     if split not in ("train", "held-out"):
         raise ValueError(f"split={split!r}: choose 'train' or 'held-out'")
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     strokes, classes = _strokes(split)
 
     def uniform(low: float, high: float) -> Tensor:
-        return low + (high - low) * torch.rand(num, generator=g)
-
-    if labels is None:
-        index = torch.randint(len(classes), (num,), generator=g)
-    else:
-        wanted = (classes == labels.unsqueeze(1)).float()
-        index = torch.multinomial(wanted, 1, generator=g).squeeze(1)
-
-    angle, scale = uniform(-8, 8) * math.pi / 180, uniform(0.95, 1.15)
-    cos, sin = angle.cos() / scale, angle.sin() / scale
-    shift_x, shift_y = uniform(-0.06, 0.06), uniform(-0.06, 0.06)
-    theta = torch.stack([torch.stack([cos, -sin, shift_x], 1), torch.stack([sin, cos, shift_y], 1)], 1)
-    grid = F.affine_grid(theta, (num, 1, SIZE, SIZE), align_corners=False)
-    stroke = F.grid_sample(strokes[index], grid, align_corners=False)
-    stroke = ((stroke - 0.2) / 0.5).clamp(0, 1)
-    stroke = stroke * stroke * (3 - 2 * stroke)  # crisp inside, smooth at the rim
+        return low + (high - low) * torch.rand(num, generator=generator)
 
     def colours(palette: list[tuple[float, float, float]]) -> Tensor:
-        return torch.tensor(palette)[torch.randint(len(palette), (num,), generator=g)].reshape(num, 3, 1, 1)
+        index = torch.randint(len(palette), (num,), generator=generator)
+        return torch.tensor(palette)[index].reshape(num, 3, 1, 1)
 
-    direction = torch.randint(DIRECTIONS, (num, 1, 1), generator=g) * (2 * math.pi / DIRECTIONS)
+    # which handwritten digits
+    if labels is None:
+        index = torch.randint(len(classes), (num,), generator=generator)
+    else:
+        wanted = (classes == labels.unsqueeze(1)).float()
+        index = torch.multinomial(wanted, 1, generator=generator).squeeze(1)
+
+    # turned, scaled and shifted
+    angle = uniform(-8, 8) * math.pi / 180
+    scale = uniform(0.95, 1.15)
+    cos = angle.cos() / scale
+    sin = angle.sin() / scale
+    shift_x = uniform(-0.06, 0.06)
+    shift_y = uniform(-0.06, 0.06)
+    theta = torch.stack([cos, -sin, shift_x, sin, cos, shift_y], dim=1).view(num, 2, 3)
+    grid = F.affine_grid(theta, (num, 1, SIZE, SIZE), align_corners=False)
+    stroke = F.grid_sample(strokes[index], grid, align_corners=False)
+
+    # crisp inside, smooth at the rim
+    stroke = ((stroke - 0.2) / 0.5).clamp(0, 1)
+    stroke = stroke * stroke * (3 - 2 * stroke)
+
+    # on a gradient between two dark colours
+    direction = torch.randint(DIRECTIONS, (num, 1, 1), generator=generator) * (2 * math.pi / DIRECTIONS)
     axis = torch.linspace(-0.5, 0.5, SIZE)
-    ramp = (0.5 + (axis * direction.cos() + axis.unsqueeze(1) * direction.sin()) * 0.8).unsqueeze(1)
+    along = axis * direction.cos() + axis.unsqueeze(1) * direction.sin()
+    ramp = (0.5 + along * 0.8).unsqueeze(1)
     background = torch.lerp(colours(DARK), colours(DARK), ramp)
-    return torch.lerp(background, colours(BRIGHT), stroke) * 2 - 1, classes[index]
+    images = torch.lerp(background, colours(BRIGHT), stroke) * 2 - 1
+    return images, classes[index]

@@ -24,8 +24,11 @@ PART = 1000  # images drawn at a time
 def digits(num: int) -> ImageList:
     """`num` images of the training distribution, of draws that no training saw."""
     labels = torch.arange(num) % 10
-    parts = [coloured_digits(len(part), HELD_OUT_SEED + i, labels=part) for i, part in enumerate(labels.split(PART))]
-    return ImageList([to_uint8((image + 1) / 2) for images, _ in parts for image in images])
+    pictures = []
+    for i, part in enumerate(labels.split(PART)):
+        images, _ = coloured_digits(len(part), HELD_OUT_SEED + i, labels=part)
+        pictures += [to_uint8((image + 1) / 2) for image in images]
+    return ImageList(pictures)
 
 
 def main() -> None:
@@ -39,10 +42,10 @@ def main() -> None:
     args = parser.parse_args()
 
     images = ImageFolder(args.images) if args.images else digits(args.num)
-    statistics = fid_features_to_statistics(features(images, space=args.space, weights=args.weights))
+    arrays = fid_features_to_statistics(features(images, space=args.space, weights=args.weights))
     kept = np.random.default_rng(0).permutation(len(images))[: args.keep]
-    pictures = np.stack([images[i].permute(1, 2, 0).numpy() for i in kept]) if args.keep else None
-    arrays = statistics if pictures is None else statistics | {"arr_0": pictures}
+    if args.keep:
+        arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in kept])
     np.savez_compressed(args.out, **arrays)
     print(f"{args.out}: statistics of {len(images)} images, {len(kept)} of them kept")
 

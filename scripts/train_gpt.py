@@ -23,8 +23,9 @@ LABEL_DROP = 0.1
 
 
 def cross_entropy(model: GPT, labels: Tensor, codes: Tensor) -> Tensor:
-    """Nats a code of codes [B, L]."""
-    return F.cross_entropy(model(labels, codes[:, :-1]).float().flatten(0, 1), codes.flatten())
+    """Nats per code of codes [B, L]."""
+    logits = model(labels, codes[:, :-1]).float()
+    return F.cross_entropy(logits.flatten(0, 1), codes.flatten())
 
 
 def main() -> None:
@@ -56,21 +57,21 @@ def main() -> None:
         images, labels = coloured_digits(args.batch, seed=seed)
         with torch.no_grad():
             codes = tokenizer.encode(images)
-        drop = torch.rand(len(labels), generator=torch.Generator().manual_seed(seed)) < LABEL_DROP
+        generator = torch.Generator().manual_seed(seed)
+        drop = torch.rand(len(labels), generator=generator) < LABEL_DROP
         labels = torch.where(drop, model.config.num_classes, labels)
         with torch.autocast("cpu", torch.bfloat16):
             loss = cross_entropy(model, labels, codes)
         return loss, {"bits": round(loss.item() / math.log(2), 3)}
 
-    model, seconds = fit(
-        model, loss_fn, run=args.run or Path("runs") / args.arch, settings=settings, steps=args.steps, lr=args.lr
-    )
+    run = args.run or Path("runs") / args.arch
+    model, seconds = fit(model, loss_fn, run=run, settings=settings, steps=args.steps, lr=args.lr)
     with torch.inference_mode():
         images, labels = coloured_digits(512, seed=HELD_OUT_SEED, split="held-out")
         model = model.half().float()  # as stored
         batches = zip(labels.split(64), tokenizer.encode(images).split(64))
         nats = sum(cross_entropy(model, *batch).item() for batch in batches) / 8
-    print(f"held-out {nats / math.log(2):.3f} bits a code")
+    print(f"held-out {nats / math.log(2):.3f} bits per code")
     export(model, args.out, args.arch, seconds, half=lambda name: True)
 
 

@@ -1,7 +1,7 @@
 """Trains an embedded MAR on the latents of coloured digits: python scripts/train_mar.py --arch mar_digits32
 
-Two stretches: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the
-head's rows sits at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform
+Two stages: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the
+head's rows is at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform
 timesteps visit it once in a thousand.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from digits import coloured_digits
@@ -30,12 +31,14 @@ FIRST_STEP_WEIGHT = {"whole": 20.0, "head": 1000.0}  # their error is multiplied
 def near_identity(head: Head) -> None:
     """Starts the head at eps = x_t, which is right at high noise, instead of 0.
 
-    A LayerNorm divides by |h|, so a head whose stream h is a multiple of x_t cannot tell how large x_t is: here x_t
-    rides on a constant that is much larger, which makes every LayerNorm almost linear. The blocks see x_t alone, at
-    unit variance.
+    A LayerNorm divides by |h|, so a head whose stream h is a multiple of x_t cannot tell how large x_t is. Here a much
+    larger constant is added to x_t, which makes every LayerNorm almost linear. The blocks see x_t alone, at unit
+    variance.
     """
     width, channels, amplitude = head.width, head.channels, 0.25
-    basis = torch.linalg.qr(torch.cat([torch.ones(width, 1), torch.randn(width, channels + 1)], 1)).Q[:, 1:]
+    # orthogonal directions without a mean, which a LayerNorm would take away: one per channel, and the constant's
+    directions = torch.cat([torch.ones(width, 1), torch.randn(width, channels + 1)], dim=1)
+    basis = torch.linalg.qr(directions).Q[:, 1:]
     constant = basis[:, channels] * width**0.5
     gain = (width / channels) ** 0.5 / amplitude
     with torch.no_grad():
@@ -60,57 +63,80 @@ def latents(vae_file: Path, num: int) -> tuple[Tensor, Tensor, Tensor]:
             means.append(mean.float() * vae.config.scale)
             stds.append((0.5 * logvar.float()).exp() * vae.config.scale)
             labels.append(label)
-    flat = [torch.cat(x).flatten(2).transpose(1, 2).contiguous().clone() for x in (means, stds)]
-    return flat[0], flat[1], torch.cat(labels)
+
+    def tokens(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts).flatten(2).transpose(1, 2).contiguous().clone()
+
+    return tokens(means), tokens(stds), torch.cat(labels)
+
+
+class Batch(NamedTuple):
+    """What the whole model is trained on in one step; all images know equally many tokens, as MAR trains.
+
+    Attributes:
+        tokens: [B, L, d]. order: int64 [B, L]. num_known: of the tokens. labels: int64 [B].
+        generator: for all other draws of the step.
+    """
+
+    tokens: Tensor
+    order: Tensor
+    num_known: int
+    labels: Tensor
+    generator: torch.Generator
 
 
 class Batches:
-    """Step number -> tokens, order, count of known tokens, labels; one count a batch, as MAR trains."""
+    """The training data; maps a step's number to its batch."""
 
     def __init__(self, data: tuple[Tensor, Tensor, Tensor], batch: int, mask_ratio_min: float) -> None:
         self.means, self.stds, self.labels = data
         self.batch, self.mask_ratio_min = batch, mask_ratio_min
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor, int, Tensor, torch.Generator]:
-        g = torch.Generator().manual_seed(step)
-        index = torch.randint(len(self.labels), (self.batch,), generator=g)
+    def __call__(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        index = torch.randint(len(self.labels), (self.batch,), generator=generator)
         means = self.means[index]
-        tokens = means + self.stds[index] * torch.randn(means.shape, generator=g)
+        tokens = means + self.stds[index] * torch.randn(means.shape, generator=generator)
         length = means.shape[1]
-        order = torch.rand(self.batch, length, generator=g).argsort(dim=1)
-        u = torch.rand((), generator=g).item()
-        masked = max(1, round(length * (1 - (1 - self.mask_ratio_min) * u**1.5)))
-        return tokens, order, length - masked, self.labels[index], g
+        order = torch.rand(self.batch, length, generator=generator).argsort(dim=1)
+        uniform = torch.rand((), generator=generator).item()
+        mask_ratio = 1 - (1 - self.mask_ratio_min) * uniform**1.5
+        num_masked = max(1, round(length * mask_ratio))
+        return Batch(tokens, order, length - num_masked, self.labels[index], generator)
 
 
-def head_loss(head: Head, x0: Tensor, z: Tensor, g: torch.Generator, weight: float) -> tuple[Tensor, dict[str, float]]:
+def head_loss(
+    head: Head, x0: Tensor, z: Tensor, generator: torch.Generator, weight: float
+) -> tuple[Tensor, dict[str, float]]:
     """The diffusion loss over rows x0 [N, d], z [N, D], the first share of them at timestep 999."""
     rows = len(x0)
     first = int(rows * FIRST_STEP_SHARE)
-    t = torch.randint(TRAIN_STEPS, (rows,), generator=g)
+    t = torch.randint(TRAIN_STEPS, (rows,), generator=generator)
     t[:first] = TRAIN_STEPS - 1
-    mse, vb = training_loss(head, x0, z, t, torch.randn(x0.shape, generator=g))
-    at_first, elsewhere = mse[:first].mean(), mse[first:].mean()
+    mse, vb = training_loss(head, x0, z, t, torch.randn(x0.shape, generator=generator))
+    mse_first = mse[:first].mean()
+    mse_rest = mse[first:].mean()
+    vb_rest = vb[first:].mean()
     share = first / rows
-    loss = weight * share * at_first + (1 - share) * (elsewhere + vb[first:].mean())
+    loss = weight * share * mse_first + (1 - share) * (mse_rest + vb_rest)
     return loss, {
-        "mse": round(elsewhere.item(), 4),
-        "rms999": round(at_first.item() ** 0.5, 5),
-        "vb": round(vb[first:].mean().item(), 3),
+        "mse": round(mse_rest.item(), 4),
+        "rms999": round(mse_first.item() ** 0.5, 5),
+        "vb": round(vb_rest.item(), 3),
     }
 
 
-def masked_rows(model: MAR, batch: tuple, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Clean tokens and conditions of `num_rows` masked positions of a batch."""
-    tokens, order, known, labels, g = batch
-    drop = torch.rand(len(labels), 1, generator=g) < LABEL_DROP
+def masked_rows(model: MAR, batch: Batch, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Clean tokens [num_rows, d] and conditions [num_rows, D] of masked positions of a batch."""
+    tokens, order, num_known, labels, generator = batch
+    drop = torch.rand(len(labels), 1, generator=generator) < LABEL_DROP
     embedding = torch.where(drop, model.fake_latent, model.class_emb(labels))
-    z = model(tokens, order, [known] * len(tokens), embedding)
-    masked = order[:, known:].unsqueeze(-1)
+    z = model(tokens, order, [num_known] * len(tokens), embedding)
+    masked = order[:, num_known:].unsqueeze(-1)
     x0 = tokens.gather(1, masked.expand(-1, -1, tokens.shape[-1])).flatten(0, 1)
     z = z.gather(1, masked.expand(-1, -1, z.shape[-1])).flatten(0, 1)
-    pick = torch.randint(len(x0), (num_rows,), generator=g)
-    return x0[pick], z[pick]
+    picked = torch.randint(len(x0), (num_rows,), generator=generator)
+    return x0[picked], z[picked]
 
 
 def main() -> None:
@@ -119,7 +145,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5000, help="of the whole model")
     parser.add_argument("--head-steps", type=int, default=800, help="of the head alone, afterwards")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=6144, help="the head's rows a step")
+    parser.add_argument("--rows", type=int, default=6144, help="the head's rows in a step")
     parser.add_argument("--images", type=int, default=40000, help="drawn once, encoded, and kept in memory")
     parser.add_argument("--mask-ratio-min", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -141,7 +167,7 @@ def main() -> None:
         batch = batches(step)
         with torch.autocast("cpu", torch.bfloat16):
             x0, z = masked_rows(model, batch, args.rows)
-            return head_loss(model.head, x0, z, batch[-1], FIRST_STEP_WEIGHT["whole"])
+            return head_loss(model.head, x0, z, batch.generator, FIRST_STEP_WEIGHT["whole"])
 
     model, seconds = fit(model, whole, run=run / "whole", settings=settings, steps=args.steps, lr=args.lr)
 
@@ -150,7 +176,7 @@ def main() -> None:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             x0, z = masked_rows(model, batch, args.rows)
         with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            return head_loss(head, x0, z.float(), batch[-1], FIRST_STEP_WEIGHT["head"])
+            return head_loss(head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["head"])
 
     head: nn.Module = model.head
     if args.head_steps:

@@ -1,7 +1,7 @@
 """Trains the embedded VQ tokenizer on coloured digits: python scripts/train_tokenizer.py
 
 Straight-through gradients, as LlamaGen's, without its perceptual and adversarial losses: squared error is enough for
-digits. Codes that nothing in a batch is near to are moved onto vectors of that batch, so that none stays unused.
+digits. Codes that no vector of a batch is near to are moved onto vectors of that batch, so that none stays unused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from training import HELD_OUT_SEED, export, fit
 from cspd.vq.registry import create_tokenizer
 
 COMMITMENT = 0.25
-REVIVE_EVERY, REVIVE_UNTIL = 20, 0.7  # steps, share of the run
+REVIVE_EVERY = 20  # steps
+REVIVE_UNTIL = 0.7  # share of the steps
 
 
 def main() -> None:
@@ -34,9 +35,9 @@ def main() -> None:
     model = create_tokenizer("vq_digits32").train()
 
     @torch.no_grad()
-    def revive(vectors: Tensor, used: Tensor, g: torch.Generator) -> None:
+    def revive(vectors: Tensor, used: Tensor, generator: torch.Generator) -> None:
         pool = vectors.flatten(2).transpose(1, 2).flatten(0, 1)
-        picked = pool[torch.randint(len(pool), (len(used),), generator=g)]
+        picked = pool[torch.randint(len(pool), (len(used),), generator=generator)]
         weight = model.quantize.embedding.weight
         weight.copy_(torch.where(used.unsqueeze(1), weight, picked))
 
@@ -54,7 +55,8 @@ def main() -> None:
         commit = (quantised.detach() - vectors).square().mean()
         codebook = (quantised - vectors.detach()).square().mean()
         with torch.autocast("cpu", torch.bfloat16):
-            decoded = model.render(vectors + (quantised - vectors).detach())
+            straight_through = vectors + (quantised - vectors).detach()
+            decoded = model.render(straight_through)
         mse = (decoded.float() - images).square().mean()
         psnr = round(-10 * torch.log10(mse / 4).item(), 2)
         return mse + codebook + COMMITMENT * commit, {"psnr": psnr, "used": int(used.sum())}
@@ -66,10 +68,11 @@ def main() -> None:
         images, _ = coloured_digits(512, seed=HELD_OUT_SEED, split="held-out")
         model = model.half().float()  # as stored
         codes = model.encode(images)
-        psnr = -10 * torch.log10((model.decode(codes).clamp(-1, 1) - images).square().mean() / 4).item()
+        mse = (model.decode(codes).clamp(-1, 1) - images).square().mean()
+        psnr = -10 * torch.log10(mse / 4).item()
         share = torch.bincount(codes.flatten(), minlength=model.config.codebook_size) / codes.numel()
         entropy = -(share * share.clamp_min(1e-12).log2()).sum().item()
-    print(f"held-out PSNR {psnr:.2f} dB, {int((share > 0).sum())} codes used, {entropy:.2f} bits of entropy a code")
+    print(f"held-out PSNR {psnr:.2f} dB, {int((share > 0).sum())} codes used, {entropy:.2f} bits of entropy per code")
     export(model, args.out, "vq_digits32", seconds, half=lambda name: True)
 
 

@@ -1,7 +1,7 @@
 """Trains the embedded KL autoencoder on coloured digits: python scripts/train_vae.py
 
-Gaussian likelihood with a fixed variance against the KL term, so that latent channels which do not pay for
-themselves stay at the prior and the latents come out near unit variance.
+A Gaussian likelihood with a fixed variance is weighed against the KL term: latent channels that do not pay for
+themselves stay at the prior, and the latents come out near unit variance.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ def main() -> None:
 
     def reconstruct(images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean, logvar = vae.encode(images)
-        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).flatten(1).sum(1).mean()
-        return vae.decode(mean + (0.5 * logvar).exp() * noise), kl
+        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
+        latent = mean + (0.5 * logvar).exp() * noise
+        return vae.decode(latent), kl.flatten(1).sum(1).mean()
 
     def loss_fn(step: int) -> tuple[Tensor, dict[str, float]]:
         images, _ = coloured_digits(args.batch, seed=step)
-        noise = torch.randn(args.batch, 16, 8, 8, generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        noise = torch.randn(args.batch, 16, 8, 8, generator=generator)
         with torch.autocast("cpu", torch.bfloat16):
             decoded, kl = reconstruct(images, noise)
         mse = (decoded.float() - images).square().mean()
         loss = mse + 2 * args.variance / images[0].numel() * kl
-        return loss, {"psnr": round(-10 * torch.log10(mse / 4).item(), 2), "kl": round(kl.item(), 1)}
+        psnr = -10 * torch.log10(mse / 4).item()
+        return loss, {"psnr": round(psnr, 2), "kl": round(kl.item(), 1)}
 
     vae, seconds = fit(
         vae, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr, weight_decay=0.0, ema_decay=0.0
@@ -53,7 +56,8 @@ def main() -> None:
         vae = vae.half().float()  # as stored
         mean, logvar = vae.encode(images)
         std = (mean.var(correction=0) + logvar.exp().mean()).sqrt().item()
-        psnr = -10 * torch.log10((vae.decode(mean).clamp(-1, 1) - images).square().mean() / 4).item()
+        mse = (vae.decode(mean).clamp(-1, 1) - images).square().mean()
+        psnr = -10 * torch.log10(mse / 4).item()
         informative = int((mean.var(dim=(0, 2, 3)) > 0.5).sum())
     print(f"held-out PSNR {psnr:.2f} dB, latent s.d. {std:.4f}, {informative} of 16 channels carry information")
     export(vae, args.out, "kl_digits32", seconds, half=lambda name: True)

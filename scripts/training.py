@@ -37,9 +37,9 @@ def fit(
     """Trains `model` in place and resumes from `run`/last.pt if it is there.
 
     Args:
-        settings: what the run depends on, plain values; a run with others is not taken over.
         loss_fn: maps the step's number to (loss, numbers to show). Its randomness must come from the step alone, so
             that a resumed run goes on as if it had not stopped.
+        settings: what the run depends on, plain values; a run with other settings is not resumed.
 
     Returns:
         The exponential average of the weights (ema_decay = 0: the last ones) as a model, and the seconds trained,
@@ -66,16 +66,23 @@ def fit(
         start, seconds = state["step"], state["seconds"]
 
     def save(step: int) -> None:
-        state = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {
+            "model": model.state_dict(),
+            "average": average.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": step,
+            "seconds": seconds,
+            "settings": settings,
+        }
         with publishing(last) as temporary:
-            torch.save({**state, "step": step, "seconds": seconds, "settings": settings}, temporary)
+            torch.save(state, temporary)
 
     saved = clock = time.monotonic()
     bar = tqdm(range(start, steps), initial=start, total=steps, mininterval=2.0, desc=run.name)
     for step in bar:
-        rate = min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01)
+        decay = 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01
         for group in optimizer.param_groups:
-            group["lr"] = lr * rate
+            group["lr"] = lr * min((step + 1) / warmup, decay)
         loss, shown = loss_fn(step)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -83,7 +90,8 @@ def fit(
         optimizer.step()
         average.update_parameters(model)
         now = time.monotonic()
-        seconds, clock = seconds + now - clock, now
+        seconds += now - clock
+        clock = now
         bar.set_postfix(shown, refresh=False)
         if now - saved > SAVE_SECONDS:
             save(step + 1)

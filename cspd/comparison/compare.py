@@ -1,10 +1,11 @@
-"""Configurations side by side: the same seeds, chunks taking turns, as rows of speed, cost, quality and law."""
+"""Configurations side by side: the same seeds, taking turns, as rows of speed, cost, quality and p-values."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,18 @@ from cspd.comparison.runs import Chunk, run_rounds, settings_of
 from cspd.comparison.study import Configuration, baseline
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import Reference
-from cspd.evaluation.two_sample import energy_test
+from cspd.evaluation.two_sample import LEAST_PAIRS, energy_test
 from cspd.machine import spread
 from cspd.methods import guarantee_of
 from cspd.sequence import Request
 from cspd.version import __version__
 
 SCHEMA = "cspd.compare/4"
-LEAST_PAIRS = 8  # images that the two-sample test wants
-PARTS = 25  # of a row's images, for the intervals, at most
-LEAST_INTERVAL, LEAST_TURNS = 20, 4  # images that an interval wants, and turns of the classes to keep them together
-QUICK_FEATURES = 256  # a FID of Inception's 2,048 takes many seconds: no interval of it
+QUALITIES = ("fid", "inception_score", "accuracy")
+PARTS = 25  # that the jackknife splits a row's images into, at most
+LEAST_INTERVAL = 20  # images that the jackknife needs
+LEAST_CYCLES = 4  # cycles through the classes that make class-balanced parts possible
+QUICK_FEATURES = 256  # a FID of Inception's 2,048 features takes many seconds: it gets no interval
 NORMAL = 1.96  # standard errors in half of a 95 % interval
 LIBRARIES = ("torch", "torch-fidelity", "numpy")
 
@@ -47,15 +49,16 @@ def compare(
 ) -> tuple[dict, list[np.ndarray]]:
     """Generates `num` images by each configuration and judges them; the report and the images.
 
-    They take turns, so that a machine that slows down slows all. What is made is kept in `out` and not
-    made again: a run that was cut off goes on, and one that is finished can be given more images, or other references.
+    The configurations take turns, so that a machine that slows down slows all. The images are kept in `out` and not
+    made again (`cspd.comparison.runs`): a run that was cut off goes on, and a finished one can be given more images
+    or another reference.
 
     Args:
         rows: see `cspd.comparison.study.configurations`; speed is measured against the first.
-        labels: classes, which take turns. seed: of the first image, where a row has none of its own; the next has the
-            next.
+        labels: classes; image i has the i-th, over and over.
+        seed: of the first image, where a row has none of its own; the next has the next.
         space, weights, reference: what images are judged in, see `cspd.evaluation.metrics`; space None leaves quality
-            and law out.
+            and p-values out.
         overwrite: replace another run that is in `out`.
 
     Returns:
@@ -66,83 +69,102 @@ def compare(
     """
     plans, chunks = run_rounds(rows, labels, num, seed, out, overwrite=overwrite, progress=progress)
     images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
-    report = {"schema": SCHEMA, "images": num, "first_seed": seed, "labels": list(labels)}
-    report |= {"max_batch": rows[0].engine.num_slots, "rounds": len(chunks[0]), "machine": rows[0].engine.describe()}
-    report |= {"versions": _versions(), "baseline": rows[0].name, "space": space}
-    report |= {"reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint}}
-    report["rows"] = [speed_of(row, plan, made, chunks[0]) for row, plan, made in zip(rows, plans, chunks)]
-    for of_row, row, plan in zip(report["rows"], rows, plans):
-        of_row["settings"] = settings_of(plan) | ({} if row.seed is None else {"seed": row.seed})
-    _judge(report, rows, images, labels, space, weights, reference, progress)
+    report = {
+        "schema": SCHEMA,
+        "images": num,
+        "first_seed": seed,
+        "labels": list(labels),
+        "max_batch": rows[0].engine.num_slots,
+        "rounds": len(chunks[0]),
+        "machine": rows[0].engine.describe(),
+        "versions": _versions(),
+        "baseline": rows[0].name,
+        "space": space,
+        "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
+        "rows": [],
+    }
+    for row, plan, made in zip(rows, plans, chunks):
+        seeds = {} if row.seed is None else {"seed": row.seed}
+        entry = speed_of(row, plan, made, chunks[0])
+        report["rows"].append(entry | {"settings": settings_of(plan) | seeds})
+    _judge(report, rows, images, space, weights, reference, progress)
     return report, images
 
 
-def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base: list[Chunk]) -> dict:
-    """Speed, round by round and with its spread, and cost; rounds of fewer images than the first do not count."""
-    full = [(chunk, other) for chunk, other in zip(chunks, base) if len(chunk.images) == len(chunks[0].images)]
+def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
+    """Speed, turn by turn with its spread, and cost; turns of fewer images than the first do not count for speed."""
+    size = len(chunks[0].images)
+    turns = [(own, base) for own, base in zip(chunks, base_chunks) if len(own.images) == size]
+    guarantee = guarantee_of(plan)
     costs = [cost for chunk in chunks for cost in chunk.costs]
+    has_codes = costs[0]["step_compression"] is not None
+    judged = sum(cost["judged"] for cost in costs)
+    accepted = sum(cost["accepted"] for cost in costs)
+    bound, bound_half = _mean_bound(costs) if guarantee == "bounded" else (None, None)
 
     def mean(name: str) -> float:
         return sum(cost[name] for cost in costs) / len(costs)
 
-    judged = sum(cost["judged"] for cost in costs)
-    bounds = torch.tensor([cost["bound"] for cost in costs], dtype=torch.float64)
-    bounded = guarantee_of(plan) == "bounded"
-    bound = min(1.0, bounds.mean().item()) if bounded else None
     return {
         "name": row.name,
         "method": plan.method,
-        "guarantee": guarantee_of(plan),
-        "seconds": [chunk.seconds for chunk, _ in full],
-        "images_per_second": spread([len(chunk.images) / chunk.seconds for chunk, _ in full]),
-        "speed_up": spread([other.seconds / chunk.seconds for chunk, other in full]),
+        "guarantee": guarantee,
+        "seconds": [own.seconds for own, _ in turns],
+        "images_per_second": spread([size / own.seconds for own, _ in turns]),
+        "speed_up": spread([base.seconds / own.seconds for own, base in turns]),
         "window": plan.window,
         "head_calls_per_token": mean("head_calls_per_token") or None,
         "backbone_calls": mean("backbone_calls"),
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
-        "alpha": sum(cost["accepted"] for cost in costs) / judged if judged else None,
-        "step_compression": mean("step_compression") if costs[0]["step_compression"] is not None else None,
+        "alpha": accepted / judged if judged else None,
+        "step_compression": mean("step_compression") if has_codes else None,
         "bound": bound,
-        "bound_ci95": _half(bounds.std() / len(bounds) ** 0.5) if bounded and bound < 1 < len(bounds) else None,
+        "bound_ci95": bound_half,
         "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
     }
+
+
+def _mean_bound(costs: list[dict]) -> tuple[float, float | None]:
+    """Mean of the images' bounds and half of its 95 % interval; None of one image, or where the mean is cut to 1."""
+    bounds = torch.tensor([cost["bound"] for cost in costs], dtype=torch.float64)
+    mean = bounds.mean().item()
+    if mean >= 1:
+        return 1.0, None
+    if len(bounds) == 1:
+        return mean, None
+    return mean, _half(bounds.std() / len(bounds) ** 0.5)
 
 
 def _judge(
     report: dict,
     rows: Sequence[Configuration],
     images: Sequence[np.ndarray],
-    classes: Sequence[int],
     space: str | None,
     weights: Path | None,
     reference: Reference | None,
     progress: bool,
 ) -> None:
-    """Adds quality and law to the report's rows, and to `missing` why some of it is not there."""
+    """Adds quality and p-values to the report's rows, and to `missing` the reason for each that is not there."""
     missing = report["missing"] = {}
-    names = ("fid", "inception_score", "accuracy")
-    for row in report["rows"]:
-        row |= dict.fromkeys((*names, *(f"{name}_ci95" for name in names), "p_value", "law_baseline"))
+    intervals = [f"{name}_ci95" for name in QUALITIES]
+    for entry in report["rows"]:
+        entry |= dict.fromkeys([*QUALITIES, *intervals, "p_value", "law_baseline"])
     if space is None:
         reason = "these models have no judge of their own: give Inception's file, --weights"
-        missing |= dict.fromkeys((*names, "p_value"), reason)
+        missing |= dict.fromkeys([*QUALITIES, "p_value"], reason)
         return
     judge = {"space": space, "weights": weights, "device": rows[0].engine.device}
-    reference = reference and _with_statistics(reference, judge)
-    turn, labels = len(classes), [classes[i % len(classes)] for i in range(report["images"])]
+    if reference is not None:
+        reference = _with_statistics(reference, judge)
+
     features = []
     pairs = list(zip(report["rows"], images))
-    for row, made in tqdm(pairs, desc="judging", unit="row", disable=not progress):
-        made = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
-        given = metrics.extract(made, **judge)
-        features.append(given[0])
-        measured = metrics.measure(made, reference=reference, labels=labels, extracted=given, **judge)
-        row |= {name: measured[name] for name in names}
-        missing |= {name: reason for name, reason in measured["missing"].items() if name in names}
-        if row["accuracy"] is not None:
-            share = (row["accuracy"] * len(labels) + 1) / (len(labels) + 2)  # 8 of 8 is no certainty
-            row["accuracy_ci95"] = _half((share * (1 - share) / len(labels)) ** 0.5)
-        row |= _intervals(*given, [name for name in names[:2] if row[name] is not None], reference, turn)
+    for entry, made in tqdm(pairs, desc="judging", unit="row", disable=not progress):
+        pictures = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
+        extracted = metrics.extract(pictures, **judge)
+        features.append(extracted[0])
+        entry |= _quality(pictures, extracted, report["labels"], reference, judge, missing)
+
     if report["images"] < LEAST_PAIRS:
         missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
         return
@@ -153,33 +175,72 @@ def _judge(
             report["rows"][i] |= {"p_value": p_value, "law_baseline": rows[base].name}
 
 
+def _quality(
+    pictures: metrics.ImageList,
+    extracted: tuple[Tensor, Tensor],
+    classes: list[int],
+    reference: Reference | None,
+    judge: dict,
+    missing: dict[str, str],
+) -> dict[str, float | None]:
+    """A row's qualities and their intervals; adds to `missing` the reason for each that cannot be had."""
+    num = len(pictures)
+    labels = list(islice(cycle(classes), num))
+    measured = metrics.measure(pictures, reference=reference, labels=labels, extracted=extracted, **judge)
+    missing |= {name: reason for name, reason in measured["missing"].items() if name in QUALITIES}
+    quality = {name: measured[name] for name in QUALITIES}
+    accuracy = quality["accuracy"]
+    if accuracy is not None:
+        share = (accuracy * num + 1) / (num + 2)  # one hit and one miss more: 8 of 8 is no certainty
+        quality["accuracy_ci95"] = _half((share * (1 - share) / num) ** 0.5)
+    names = [name for name in ("fid", "inception_score") if quality[name] is not None]
+    return quality | _intervals(*extracted, names, reference, len(classes))
+
+
 def _with_statistics(reference: Reference, judge: dict) -> Reference:
-    """The reference by statistics alone, taken once for all rows: what else needs its images is no column."""
-    taken = reference.statistics
-    if taken is None and len(reference.images) >= metrics.LEAST["fid"]:
+    """The reference by statistics alone, taken once for all rows: what else needs its images has no column."""
+    statistics = reference.statistics
+    if statistics is None and len(reference.images) >= metrics.LEAST["fid"]:
         taken = fid_features_to_statistics(metrics.features(reference.images, **judge))
-        taken = {name: value.astype(np.float64) for name, value in taken.items()}
-    return dataclasses.replace(reference, statistics=taken, images=None) if taken else reference
+        statistics = {name: value.astype(np.float64) for name, value in taken.items()}
+    if statistics is None:
+        return reference
+    return dataclasses.replace(reference, statistics=statistics, images=None)
 
 
-def _intervals(features: Tensor, logits: Tensor, names: list[str], reference: Reference, turn: int) -> dict[str, float]:
-    """Halves of 95 % intervals of FID and Inception score by the jackknife: how they vary when a part is left out.
+def _intervals(
+    features: Tensor, logits: Tensor, names: list[str], reference: Reference | None, num_classes: int
+) -> dict[str, float]:
+    """Halves of 95 % intervals of FID and Inception score, by the jackknife.
 
-    Parts are of whole turns of `turn` classes: that those are balanced takes much of the variation away. The bootstrap
-    would not do: it draws classes unevenly, and images that come twice stand for fewer, which worsens both by itself.
+    The jackknife splits the images into at most 25 class-balanced parts and leaves out one at a time. We do not use
+    the bootstrap: it draws classes unevenly, and an image that is drawn twice stands for fewer images. Both worsen the
+    numbers by themselves.
     """
-    if len(features) < LEAST_INTERVAL:
+    num = len(features)
+    if num < LEAST_INTERVAL:
         return {}
     if "fid" in names and (reference.statistics is None or features.shape[1] > QUICK_FEATURES):
         names = [name for name in names if name != "fid"]
-    turn = turn if len(features) >= LEAST_TURNS * turn else 1
-    part = torch.arange(len(features)) // turn % PARTS
-    num = int(part.max()) + 1
-    without = [metrics.of_features(features[part != i], logits[part != i], names, reference) for i in range(num)]
-    return {f"{name}_ci95": _half(((num - 1) * np.var([each[name] for each in without])) ** 0.5) for name in names}
+
+    # image i has class i modulo num_classes: whole cycles keep a part balanced
+    block = num_classes if num >= LEAST_CYCLES * num_classes else 1
+    part = torch.arange(num) // block % PARTS
+    num_parts = int(part.max()) + 1
+    values = []
+    for left_out in range(num_parts):
+        kept = part != left_out
+        values.append(metrics.of_features(features[kept], logits[kept], names, reference))
+
+    halves = {}
+    for name in names:
+        variance = (num_parts - 1) * np.var([value[name] for value in values])
+        halves[f"{name}_ci95"] = _half(variance**0.5)
+    return halves
 
 
 def _half(error: float | Tensor) -> float:
+    """Half of a 95 % interval, of a standard error."""
     return NORMAL * float(error)
 
 

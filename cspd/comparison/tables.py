@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import textwrap
-from collections.abc import Iterator
 from typing import NamedTuple
+
+from tabulate import tabulate
 
 
 class Column(NamedTuple):
-    """A column: where in a row, its title, how a number is written, and what it says."""
+    """A column: its key in a row, its title, the format of its numbers, and what they mean."""
 
     key: str
     title: str
@@ -20,55 +21,40 @@ class Column(NamedTuple):
 
 
 COLUMNS = [
-    Column(
-        "name", "configuration", "", "What ran: a study's name for it, or method and settings as --methods has them."
-    ),
-    Column("guarantee", "guarantee", "", "What is known of the law of its images, see below."),
-    Column("images_per_second", "images/s", ".2f", "Median over the rounds (least..most), decoding included."),
-    Column("speed_up", "speed-up", ".2f", "Against {baseline}, round by round: median (least..most)."),
+    Column("name", "configuration", "", "The study's name for it, or its method and settings as --methods takes them."),
+    Column("guarantee", "guarantee", "", "What is known about the distribution of its images, see below."),
+    Column("images_per_second", "images/s", ".2f", "Median over the turns (least..most), decoding included."),
+    Column("speed_up", "speed-up", ".2f", "Against {baseline}, turn by turn: median (least..most)."),
     Column("head_calls_per_token", "head calls/token", ".1f", "Sequential calls of the diffusion head for one token."),
     Column("window", "W", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."),
     Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
-    Column("step_compression", "codes a forward", ".2f", "VQ codes committed in one forward of the target."),
-    Column("alpha", "alpha", ".3f", "Share of what was drafted that was accepted."),
+    Column("step_compression", "codes per forward", ".2f", "VQ codes committed in one forward of the target."),
+    Column("alpha", "alpha", ".3f", "Accepted share of what was drafted."),
     Column(
-        "accuracy",
-        "class acc.",
-        ".3f",
-        "Share of the images (± half a 95 % interval) that the classifier takes for their class.",
+        "accuracy", "class acc.", ".3f", "Share of the images that the classifier assigns to their class{interval}."
     ),
-    Column(
-        "fid",
-        "FID-{images}",
-        ".2f",
-        "Frechet distance of features from the reference (± half a 95 % interval); less is better.",
-    ),
-    Column(
-        "inception_score",
-        "IS",
-        ".2f",
-        "Inception score, of the same features' classifier (± half a 95 % interval); larger is better.",
-    ),
+    Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference{interval}; lower is better."),
+    Column("inception_score", "IS", ".2f", "Inception score, by the same classifier{interval}; higher is better."),
     Column(
         "bound",
         "TV bound",
         ".3f",
-        "Total variation from the target's law, at most (± half a 95 % interval); 1 promises nothing.",
+        "Upper bound of the total variation from the target's distribution{interval}; 1 promises nothing.",
     ),
     Column(
         "peak_bytes",
         "peak MiB",
         ".0f",
-        "Peak memory while it ran: of the GPU, or of this process. All models are there.",
+        "Peak memory while it ran, of the GPU or else of this process; the models of all configurations are loaded.",
     ),
     Column(
-        "p_value", "p", ".3f", "Two-sample test of the images' features against plain sampling by the same settings."
+        "p_value", "p", ".3f", "Two-sample test of the images' features against plain sampling with the same settings."
     ),
 ]
-
-
 INTERVALS = ("accuracy", "fid", "inception_score", "bound")  # columns that have one, as {key}_ci95
+HALF = " (± half of a 95 % interval)"
+WIDTH = 120  # of the notes in a terminal
 
 
 def value_of(row: dict, key: str) -> float | str | None:
@@ -78,55 +64,78 @@ def value_of(row: dict, key: str) -> float | str | None:
 
 
 def columns(report: dict) -> list[Column]:
-    """The columns of which some row has something, titles and meanings filled in."""
-    given = [column for column in COLUMNS if any(row[column.key] is not None for row in report["rows"])]
-    return [c._replace(title=c.title.format(**report), meaning=c.meaning.format(**report)) for c in given]
+    """The columns of which some row has a value, with titles and meanings filled in."""
+    shown = []
+    for column in COLUMNS:
+        if any(row[column.key] is not None for row in report["rows"]):
+            meaning = column.meaning.format(**report, interval=HALF)
+            shown.append(column._replace(title=_title(column, report), meaning=meaning))
+    return shown
+
+
+def _title(column: Column, report: dict) -> str:
+    return column.title.format(**report)
 
 
 def cell(row: dict, column: Column, short: bool = False) -> str:
-    """A row's value as it is written; empty where there is none. `short`: no spread but that of the speed-up."""
+    """A row's value as it is written; empty where there is none. `short`: no spread except the speed-up's."""
     value = row[column.key]
     if value is None:
         return ""
+    if isinstance(value, dict):
+        return _spread(value, column.form, alone=short and column.key == "images_per_second")
     if column.key == "peak_bytes":
         value = value / 2**20
-    if isinstance(value, dict):
-        low, middle, high = (format(value[name], column.form) for name in ("min", "median", "max"))
-        alone = value["min"] == value["max"] or (short and column.key == "images_per_second")
-        return middle if alone else f"{middle} ({low}..{high})"
     text = format(value, column.form)
     half = row.get(f"{column.key}_ci95")
-    if half is not None and not short:
-        text += f" ±{half:{column.form}}"
-    return text
+    if half is None or short:
+        return text
+    return f"{text} ±{half:{column.form}}"
+
+
+def _spread(value: dict[str, float], form: str, alone: bool) -> str:
+    """The median, and the range unless it is one value or the median is to stand `alone`."""
+    low, median, high = (format(value[name], form) for name in ("min", "median", "max"))
+    if alone or value["min"] == value["max"]:
+        return median
+    return f"{median} ({low}..{high})"
 
 
 def notes(report: dict, short: bool = False) -> list[str]:
     """What a reader must know to read the table, a sentence or two each; `short` as in `cell`."""
     rows, images = report["rows"], report["images"]
-    rounds = len(rows[0]["seconds"])
-    each = f"{min(images, report['max_batch'])} image{'s' * (min(images, report['max_batch']) > 1)}"
-    told = [f"speed-up: against {report['baseline']!r}, median of {rounds} round{'s' * (rounds > 1)} of {each}"]
+    turns = _counted(len(rows[0]["seconds"]), "turn")
+    size = _counted(min(images, report["max_batch"]), "image")
+    told = [f"speed-up: against {report['baseline']!r}, median of {turns} of {size}"]
     if any(row["p_value"] is not None for row in rows):
         pairs = "number" if own_seeds(report) else "seed"
         told.append(
-            "p: two-sample test of the images' features against plain sampling (ar) by the same settings, paired by"
-            f" class and {pairs}: a small one (0.01) says that the laws differ, a large one that {images} images show"
-            " no difference; by chance an exact method's is below 0.01 once in a hundred times"
+            "p: two-sample test of the images' features against plain sampling (ar) with the same settings, paired by"
+            f" class and {pairs}. A small p (0.01) says that the distributions differ; a large one, that {images}"
+            " images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
         )
     if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
-        told.append("±: half of a 95 % interval, of FID and IS by the jackknife (of FID by Inception there is none)")
+        told.append("±: half of a 95 % interval; of FID and IS by the jackknife (none for FID by Inception)")
     if any(row["fid"] is not None for row in rows):
         told.append(
-            f"FID-{images}: of {images} images, not of the customary 50,000; few images raise it, so that it compares"
-            " the rows of this table and nothing else"
+            f"FID-{images}: of {images} images, not of the customary 50,000. Few images raise it: compare it within"
+            " this table only"
         )
-    names = {c.key: c.title.format(**report) for c in COLUMNS}
-    by_reason: dict[str, list[str]] = {}
+    return told + _missing(report)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _missing(report: dict) -> list[str]:
+    """Why columns are missing, one note for each reason."""
+    titles_by_reason: dict[str, list[str]] = {}
+    titles = {column.key: _title(column, report) for column in COLUMNS}
     for key, reason in report["missing"].items():
-        if key in names:
-            by_reason.setdefault(reason, []).append(names[key])
-    return told + [f"no {', '.join(titles)}: {reason}" for reason, titles in by_reason.items()]
+        if key in titles:
+            titles_by_reason.setdefault(reason, []).append(titles[key])
+    return [f"no {', '.join(titles)}: {reason}" for reason, titles in titles_by_reason.items()]
 
 
 def own_seeds(report: dict) -> bool:
@@ -137,43 +146,48 @@ def own_seeds(report: dict) -> bool:
 def text_table(report: dict) -> str:
     """The table and its notes for a terminal; titles are in two lines."""
     shown = columns(report)
-    titles = [c.title.rpartition(" ") for c in shown]
+    titles = [column.title.rpartition(" ") for column in shown]
     lines = [[above for above, _, _ in titles], [below for _, _, below in titles]]
-    lines += [[cell(row, c, short=True) for c in shown] for row in report["rows"]]
-    widths = [max(map(len, each)) for each in zip(*lines)]
-    table = [
-        "  ".join(text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths))).rstrip()
-        for line in lines
-    ]
-    return "\n".join(
-        [*table, *(textwrap.fill(f"* {note}", 120, subsequent_indent="  ") for note in notes(report, short=True))]
-    )
+    lines += [[cell(row, column, short=True) for column in shown] for row in report["rows"]]
+    table = tabulate(lines, tablefmt="plain", **_layout(shown))
+    told = [textwrap.fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes(report, short=True)]
+    return "\n".join([table, *told])
 
 
 def markdown(report: dict) -> str:
     """The table and its notes in Markdown."""
     shown = columns(report)
-    lines = [[c.title for c in shown], ["---", "---", *["---:"] * (len(shown) - 2)]]
-    lines += [[cell(row, c).replace("|", "\\|") for c in shown] for row in report["rows"]]
-    table = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([*table, "", *(f"* {note}" for note in notes(report))]) + "\n"
+    titles = [column.title for column in shown]
+    lines = [[cell(row, column).replace("|", "\\|") for column in shown] for row in report["rows"]]
+    table = tabulate(lines, titles, tablefmt="pipe", **_layout(shown))
+    told = [f"* {note}" for note in notes(report)]
+    return "\n".join([table, "", *told]) + "\n"
+
+
+def _layout(shown: list[Column]) -> dict:
+    """tabulate's options: names and guarantees at the left, numbers at the right and as they are written."""
+    return {"colalign": ["left", "left"] + ["right"] * (len(shown) - 2), "disable_numparse": True}
 
 
 def csv_table(report: dict) -> str:
     """All columns with all digits; what has a spread has three. Empty: not measured."""
+    lines = [_flat(row) for row in report["rows"]]
+    fields = dict.fromkeys(key for line in lines for key in line)
     buffer = io.StringIO()
-    lines = [dict(_flat(row)) for row in report["rows"]]
-    writer = csv.DictWriter(buffer, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
+    writer = csv.DictWriter(buffer, fields, lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return buffer.getvalue()
 
 
-def _flat(row: dict) -> Iterator[tuple[str, object]]:
+def _flat(row: dict) -> dict[str, object]:
+    """A row whose values all fit a cell of a CSV file."""
+    flat = {}
     for key, value in row.items():
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
-            yield from ((key, value["median"]), (f"{key}_least", value["min"]), (f"{key}_most", value["max"]))
+            flat |= {key: value["median"], f"{key}_least": value["min"], f"{key}_most": value["max"]}
         elif isinstance(value, (dict, list)):
-            yield key, json.dumps(value)
+            flat[key] = json.dumps(value)
         else:
-            yield key, value
+            flat[key] = value
+    return flat

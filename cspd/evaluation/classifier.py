@@ -36,7 +36,8 @@ def load_classifier(checkpoint: str = "digits32") -> DigitClassifier:
     """The classifier that is embedded beside a checkpoint, on the CPU in float32."""
     tensors = read_tensors(embedded()[checkpoint] / "classifier.safetensors")
     model = DigitClassifier()
-    model.load_state_dict({name: t.float() if t.is_floating_point() else t for name, t in tensors.items()})
+    floats = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    model.load_state_dict(tensors | floats)
     return model.eval().requires_grad_(False)
 
 

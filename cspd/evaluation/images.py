@@ -43,7 +43,8 @@ class Watched(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Tensor:
-        self.bar.update(max(0, index + 1 - self.bar.n))  # the first is read twice, for its size
+        new = index + 1 - self.bar.n  # the first image is read twice, for its size
+        self.bar.update(max(0, new))
         return self.images[index]
 
 
@@ -67,8 +68,10 @@ class ImageFolder(ImagesPathDataset):
     def __getitem__(self, index: int) -> Tensor:
         image = super().__getitem__(index)
         if image.shape != self.shape:
-            sizes = " and ".join("x".join(map(str, shape[:0:-1])) for shape in (self.shape, image.shape))
-            raise ValueError(f"{self.files[index]}: images of {sizes} pixels in one folder: give one of equal sizes")
+            sizes = [f"{width}x{height}" for _, height, width in (self.shape, image.shape)]
+            raise ValueError(
+                f"{self.files[index]}: images of {' and '.join(sizes)} pixels in one folder: give one of equal sizes"
+            )
         return image
 
     @property
@@ -90,9 +93,9 @@ def check_npz(path: Path) -> None:
 
 
 def export_npz(images: Dataset, path: Path) -> None:
-    """Writes a data set as ADM's evaluator reads it: an .npz, not compressed, of arr_0 uint8 [N, H, W, 3].
+    """Writes a data set as ADM's evaluator reads it: an uncompressed .npz with arr_0, uint8 [N, H, W, 3].
 
-    Image by image: 50,000 of 256x256 are 10 GB. Raises OSError as `publishing`.
+    It writes image by image, since 50,000 of 256x256 are 10 GB. Raises OSError as `publishing`.
     """
     check_npz(path)
     height, width = images[0].shape[1:]
@@ -101,4 +104,5 @@ def export_npz(images: Dataset, path: Path) -> None:
         with archive.open("arr_0.npy", "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, header)
             for index in range(len(images)):
-                file.write(images[index].permute(1, 2, 0).numpy().tobytes())
+                pixels = images[index].permute(1, 2, 0).numpy()
+                file.write(pixels.tobytes())

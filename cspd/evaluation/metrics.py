@@ -41,7 +41,7 @@ from cspd.machine import pick_device
 
 EXTRACTORS = {"digits": "cspd-digits", "inception": "inception-v3-compat"}
 SPACES = tuple(EXTRACTORS)
-# the fewest images that a number exists for: two of each of torch-fidelity's ten splits, a covariance, a neighbourhood
+# the fewest images that a number needs: two in each of torch-fidelity's ten splits, a covariance, a neighbourhood
 LEAST = {"inception_score": 20, "fid": 2, "kid": 2, "precision": 4, "recall": 4}
 KEYS = {
     "fid": KEY_METRIC_FID,
@@ -51,7 +51,7 @@ KEYS = {
     "precision": KEY_METRIC_PRECISION,
     "recall": KEY_METRIC_RECALL,
 }
-KID_SUBSET = 1000  # torch-fidelity's default; of fewer images all are taken
+KID_SUBSET = 1000  # torch-fidelity's default; if there are fewer images, all are taken
 
 
 class DigitsExtractor(FeatureExtractorBase):
@@ -79,7 +79,8 @@ class DigitsExtractor(FeatureExtractorBase):
             raise ValueError(
                 f"the digits classifier judges 32x32 images, these are {width}x{height}: take the inception space"
             )
-        features = self.classifier.features(images.float() / 255 * 2 - 1)
+        scaled = images.float() / 255 * 2 - 1
+        features = self.classifier.features(scaled)
         values = {"features": features, "logits": self.classifier.out(features)}
         return tuple(values[name] for name in self.features_list)
 
@@ -88,7 +89,7 @@ register_feature_extractor(EXTRACTORS["digits"], DigitsExtractor)
 
 
 def _options(images: Dataset | Path, space: str, weights: Path | None, device: torch.device | str) -> dict:
-    """What torch-fidelity is told: the images, the feature extractor, and to extract once what several metrics need."""
+    """torch-fidelity's options: the images, the feature extractor, and that features are extracted only once."""
     if space not in SPACES:
         raise ValueError(f"space={space!r}: choose {' or '.join(SPACES)}")
     return {
@@ -97,13 +98,13 @@ def _options(images: Dataset | Path, space: str, weights: Path | None, device: t
         "feature_extractor": EXTRACTORS[space],
         "feature_extractor_weights_path": None if weights is None else str(weights),
         "cuda": pick_device(device).type == "cuda",
-        "save_cpu_ram": True,  # no worker processes, and distances in parts: all those of 50,000 images take 20 GB
+        "save_cpu_ram": True,  # no worker processes, and distances in parts: those of 50,000 images would take 20 GB
         "verbose": False,
     }
 
 
-def _on(device: torch.device | str) -> contextlib.AbstractContextManager:
-    """Makes a GPU the current one: torch-fidelity knows no other."""
+def _current(device: torch.device | str) -> contextlib.AbstractContextManager:
+    """Makes a GPU the current one: torch-fidelity uses no other."""
     device = pick_device(device)
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -115,13 +116,15 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
     layers = [provided.get_default_feature_layer_for_metric(metric) for metric in ("fid", "isc")]
     others = {key: value for key, value in options.items() if key != "feature_extractor"}
     try:
-        if weights is not None:  # torch-fidelity's own load would run code that is in the file
+        if weights is not None:  # torch-fidelity loads without weights_only, which would run code in the file
             torch.load(weights, map_location="cpu", weights_only=True)
         extractor = create_feature_extractor(name, layers, **others)
     except (RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
         if weights is None or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ValueError(f"{weights}: are not torch-fidelity's weights of Inception-v3 ({URL_INCEPTION_V3})") from error
+        raise ValueError(
+            f"{weights}: these are not torch-fidelity's weights of Inception-v3 ({URL_INCEPTION_V3})"
+        ) from error
     except URLError as error:
         raise ValueError(f"no network ({error.reason}): give a file of Inception-v3, {URL_INCEPTION_V3}") from error
     found = extract_featuresdict_from_input_id_cached(1, extractor, cache="cache_root" in options, **others)
@@ -136,7 +139,7 @@ def extract(
     Raises:
         ValueError: as in `measure`.
     """
-    with _on(device):
+    with _current(device):
         return _extract(_options(images, space, weights, device))
 
 
@@ -153,34 +156,38 @@ def check(
     reference: Reference | None = None,
     device: torch.device | str = "auto",
 ) -> None:
-    """Raises what `measure` would of images of `image_size` pixels, before there are any."""
+    """Raises what `measure` would raise for images of `image_size` pixels a side, before there are any."""
     blank = ImageList([torch.zeros(3, image_size, image_size)])
     _check_width(reference, features(blank, space=space, weights=weights, device=device), space)
 
 
-def _check_width(reference: Reference | None, found: Tensor, space: str) -> None:
-    if reference and reference.statistics and len(reference.statistics["mu"]) != found.shape[1]:
-        width = len(reference.statistics["mu"])
+def _check_width(reference: Reference | None, features: Tensor, space: str) -> None:
+    """Raises ValueError where a reference's statistics are of another number of features."""
+    if reference is None or reference.statistics is None:
+        return
+    width, expected = len(reference.statistics["mu"]), features.shape[1]
+    if width != expected:
         raise ValueError(
-            f"{reference.name} has statistics of {width} features, the {space} space has {found.shape[1]}: give others,"
+            f"{reference.name} has statistics of {width} features, the {space} space has {expected}: give others,"
             " or another space"
         )
 
 
 def _missing(space: str, num: int, reference: Reference | None, labels: Sequence[int] | None) -> dict[str, str]:
-    """Why a metric cannot be had, by name."""
+    """The reason for each metric that cannot be had, by name."""
     missing = {name: f"{num} images: {least} are needed" for name, least in LEAST.items() if num < least}
     if reference is None:
         missing |= dict.fromkeys(("fid", "kid", "precision", "recall"), "there is no reference")
     elif reference.images is None:
         missing |= dict.fromkeys(("kid", "precision", "recall"), f"{reference.name} has statistics, no images")
     else:
-        most = len(reference.images)
-        missing |= {
-            name: f"{reference.name} has {most} images: {LEAST[name]} are needed"
-            for name in ("kid", "precision", "recall", *(() if reference.statistics else ("fid",)))
-            if most < LEAST[name]
-        }
+        count = len(reference.images)
+        from_images = ["kid", "precision", "recall"]
+        if reference.statistics is None:
+            from_images.append("fid")
+        for name in from_images:
+            if count < LEAST[name]:
+                missing[name] = f"{reference.name} has {count} images: {LEAST[name]} are needed"
     if space != "digits":
         missing["accuracy"] = "only the digits classifier judges classes"
     elif labels is None:
@@ -205,12 +212,12 @@ def measure(
         space: "digits" (32x32 images) or "inception".
         weights: torch-fidelity's file of Inception-v3; by default its own download.
         labels: the images' classes, for "accuracy".
-        device: that features are taken on, "auto", "cpu", "cuda" or "cuda:N".
-        extracted: what `extract` gave of these images; KID, precision and recall take it anew.
+        device: where features are extracted, "auto", "cpu", "cuda" or "cuda:N".
+        extracted: what `extract` returned for these images; KID, precision and recall extract features once more.
 
     Returns:
         "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (share
-        recognised as their labels), each a float, or None where it cannot be had; and why, in "missing" by name.
+        recognised as their labels), each a float, or None where it cannot be had; "missing", the reasons by name.
 
     Raises:
         ValueError: images or statistics that do not fit the space, or weights that cannot be had.
@@ -220,30 +227,41 @@ def measure(
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images and {len(labels)} labels: give one a label each")
     missing = _missing(space, len(images), reference, labels)
-    wanted = {"kid": "kid" not in missing, "prc": "precision" not in missing}
-    wanted["fid"] = "fid" not in missing and reference.statistics is None
+    # these read the images of both sides; the others need only features, logits and statistics
+    by_images = {
+        "kid": "kid" not in missing,
+        "prc": "precision" not in missing,
+        "fid": "fid" not in missing and reference.statistics is None,
+    }
     if reference and reference.images:
-        options |= {"input2": reference.images, "kid_subset_size": min(KID_SUBSET, len(images), len(reference.images))}
-    with tempfile.TemporaryDirectory() as folder, _on(device):
+        options["input2"] = reference.images
+        options["kid_subset_size"] = min(KID_SUBSET, len(images), len(reference.images))
+    with tempfile.TemporaryDirectory() as folder, _current(device):
         options["cache_root"] = folder
-        found, logits = extracted or _extract(options)
-        _check_width(reference, found, space)
-        made = calculate_metrics(**options, **wanted) if any(wanted.values()) else {}
-    values = {name: made.get(key) for name, key in KEYS.items()}
-    quick = [name for name in ("inception_score", "fid") if name not in missing and not wanted.get(name)]
-    values |= of_features(found, logits, quick, reference)
+        features, logits = extracted or _extract(options)
+        _check_width(reference, features, space)
+        measured = calculate_metrics(**options, **by_images) if any(by_images.values()) else {}
+
+    values = {name: measured.get(key) for name, key in KEYS.items()}
+    by_features = [name for name in ("inception_score", "fid") if name not in missing and not by_images.get(name)]
+    values |= of_features(features, logits, by_features, reference)
     values["accuracy"] = None
     if "accuracy" not in missing:
-        values["accuracy"] = (logits.argmax(1) == torch.tensor(labels)).float().mean().item()
-    return {"num": len(images)} | values | {"missing": missing}
+        recognised = logits.argmax(1) == torch.tensor(labels)
+        values["accuracy"] = recognised.float().mean().item()
+    return {"num": len(images), **values, "missing": missing}
 
 
 def of_features(features: Tensor, logits: Tensor, names: Sequence[str], reference: Reference | None) -> dict:
-    """Those of "fid" (against a reference's statistics) and "inception_score" (and its "_std") that `names` has."""
-    made = {}
+    """The metrics in `names` that features and logits are enough for.
+
+    "fid", against a reference's statistics, and "inception_score", which comes with "inception_score_std".
+    """
+    measured = {}
     if "inception_score" in names:
-        made |= isc_features_to_metric(logits)
+        measured |= isc_features_to_metric(logits)
     if "fid" in names:
-        own = {name: value.astype(np.float64) for name, value in fid_features_to_statistics(features).items()}
-        made |= fid_statistics_to_metric(own, reference.statistics, verbose=False)
-    return {name: made[key] for name, key in KEYS.items() if key in made}
+        statistics = fid_features_to_statistics(features)
+        statistics = {name: value.astype(np.float64) for name, value in statistics.items()}
+        measured |= fid_statistics_to_metric(statistics, reference.statistics, verbose=False)
+    return {name: measured[key] for name, key in KEYS.items() if key in measured}

@@ -1,7 +1,7 @@
-"""The processes of a run, as torchrun starts them: what they tell each other.
+"""The processes of a run, as torchrun starts them, and what they exchange.
 
-A failure in what they do together ends all, with one message. One that fails in its own share of the images ends alone,
-with its message, and torchrun stops the others.
+A failure in what they do together ends all of them, with one message. A process that fails in its own share of the
+images ends alone, with its own message, and torchrun stops the others.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=7)  # of processes whose share was done first; one that died is noticed at once
+PATIENCE = timedelta(days=7)  # for the slowest process to finish its share; one that died is noticed at once
 
 
 class Processes:
-    """This process among those that share the work; alone where torchrun did not start it. A context manager.
+    """This process among those that share the work, a context manager; the only one if torchrun did not start it.
 
     Attributes:
-        rank: 0 .. size - 1. local: the same among those of this machine.
+        rank: 0 .. size - 1. size: the number of processes. local: the rank among those of this machine.
     """
 
     def __init__(self) -> None:
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-        self.rank, self.size, self.local = (int(os.environ.get(name, alone)) for name, alone in names.items())
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
+        self.local = int(os.environ.get("LOCAL_RANK", 0))
 
     def __enter__(self) -> Processes:
         if self.size > 1:
@@ -39,7 +40,7 @@ class Processes:
             dist.destroy_process_group()
 
     def device(self, wanted: str) -> str:
-        """A GPU of its own for each process, where the user leaves it open which."""
+        """A GPU of its own for each process, unless the user names one."""
         if self.size > 1 and torch.cuda.is_available() and wanted in ("auto", "cuda"):
             return f"cuda:{self.local}"
         return wanted
@@ -49,18 +50,17 @@ class Processes:
 
         Raises:
             ValueError, OSError, OutOfMemoryError: as `work` here, in the first process where it failed.
-            SystemExit: it failed in another, which says so. OSError: another process is gone.
+            SystemExit: it failed in another process, which reports it. OSError: another process is gone.
         """
         result, error = None, None
         try:
             result = work()
         except (ValueError, OSError, torch.OutOfMemoryError) as failure:
             error = failure
-        failed = [rank for rank, bad in enumerate(self._exchange(error is not None)) if bad]
-        if failed and failed[0] == self.rank:
-            raise error
-        if failed:
-            raise SystemExit(2)
+        failures = self._exchange(error is not None)
+        if any(failures):
+            first = failures.index(True)
+            raise error if first == self.rank else SystemExit(2)
         return result
 
     def from_first(self, work: Callable[[], T]) -> T:

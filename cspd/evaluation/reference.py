@@ -20,8 +20,9 @@ class Reference:
     """What images are compared with.
 
     Attributes:
-        name: of the file or folder. fingerprint: its sha256; of a folder, of all names and contents.
-        statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be taken of the images.
+        name: of the file or folder.
+        fingerprint: its sha256; a folder's is of all names and contents.
+        statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be taken from the images.
         images: for KID, precision and recall; None: there are only statistics.
     """
 
@@ -37,14 +38,15 @@ def load_reference(path: Path | None = None) -> Reference:
     By default the embedded models' training data, in the digits space.
 
     Raises:
-        ValueError: neither is to be found there. FileNotFoundError: there is nothing.
+        ValueError: it holds neither statistics nor images. FileNotFoundError: there is no such file or folder.
     """
     path = embedded()["digits32"] / "reference.npz" if path is None else Path(path)
     if path.is_dir():
         images = ImageFolder(path)
         digest = hashlib.sha256()
         for file in images.files:
-            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+            digest.update(file.name.encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
         return Reference(path.name, digest.hexdigest(), images=images)
     statistics = images = None
     try:
@@ -58,7 +60,7 @@ def load_reference(path: Path | None = None) -> Reference:
             f"{path}: no such file or folder: give an .npz as ADM's, or a folder of images"
         ) from None
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: is no .npz, or a damaged one ({error})") from error
+        raise ValueError(f"{path}: not an .npz, or a damaged one ({error})") from error
     if statistics is None and images is None:
         raise ValueError(f"{path}: has neither mu and sigma nor images (arr_0): give an .npz as ADM's, or a folder")
     if statistics and statistics["sigma"].shape != 2 * statistics["mu"].shape:
@@ -71,6 +73,6 @@ def file_fingerprint(path: Path) -> str:
     """sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
+        while block := file.read(2**20):
+            digest.update(block)
     return digest.hexdigest()

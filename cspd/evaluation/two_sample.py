@@ -5,24 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LEAST_PAIRS = 8  # fewer can be swapped in too few ways
+
 
 def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) -> float:
-    """p-value of the hypothesis that paired samples x, y [N, D] have one law (energy distance, Szekely & Rizzo 2013).
+    """p-value of the hypothesis that paired samples x, y [N, D] have one distribution.
 
-    Row i of x and y come from the same seed, so labels are permuted within pairs; p is uniform if swapping the two of
-    a pair changes nothing. A small p says that the laws differ; a large one of few samples says little.
+    A permutation test on the energy distance (Szekely & Rizzo 2013). Row i of x and y come from the same seed, so the
+    two of a pair are swapped or not; p is uniform if swapping them changes nothing. A small p says that the
+    distributions differ; a large one of few samples says little.
 
     Raises:
-        ValueError: fewer than 8 pairs, of which there are too few ways to permute.
+        ValueError: the numbers of samples differ, or there are fewer than 8 pairs.
     """
     num = len(x)
-    if num != len(y) or num < 8:
-        raise ValueError(f"{num} and {len(y)} samples: give two equally many, 8 or more")
+    if num != len(y) or num < LEAST_PAIRS:
+        raise ValueError(f"{num} and {len(y)} samples: give two equally many, {LEAST_PAIRS} or more")
     pooled = torch.cat([x.flatten(1), y.flatten(1)]).double()
     distances = torch.cdist(pooled, pooled)
+
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (permutations + 1, num), generator=generator) * 2.0 - 1
-    signs[0] = 1
-    labels = torch.cat([signs, -signs], dim=1).double()  # +1 for x: the energy distance is a quadratic form in them
+    signs[0] = 1  # the samples as they are
+    labels = torch.cat([signs, -signs], dim=1).double()  # +1 for x, -1 for y
+
+    # the energy distance is a quadratic form in the labels
     statistic = -((labels @ distances) * labels).sum(1)
-    return ((statistic >= statistic[0] - 1e-9).sum() / (permutations + 1)).item()
+    as_large = (statistic >= statistic[0] - 1e-9).sum()
+    return (as_large / (permutations + 1)).item()

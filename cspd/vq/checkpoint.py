@@ -19,8 +19,8 @@ def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
     """A GPT with the weights of a file, on the CPU in float32.
 
     Args:
-        path: `c2i_*.pt` or .safetensors. An official name tells the resolution (c2i_L_384.pt: 576 tokens), which the
-            weights do not; without it, it is the one published for the size.
+        path: `c2i_*.pt` or .safetensors. Only an official name tells the resolution (c2i_L_384.pt: 576 tokens), the
+            weights do not; for another name it is the resolution published for the size.
         arch: a name of `cspd.vq.registry.GPTS`; found out from the file by default.
 
     Raises:

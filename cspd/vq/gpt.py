@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,11 @@ class GPTConfig:
     """Sizes of a GPT.
 
     Attributes:
-        dim, n_layer, n_head: width, depth, attention heads. vocab_size: codes. num_classes: the null class comes after.
-        block_size: L, tokens an image, a square number in raster order.
-        multiple_of: the feed-forward width is rounded up to it. norm_eps: of RMSNorm. rope_base: of the rotary angles.
+        dim, n_layer, n_head: width, depth, attention heads.
+        vocab_size: codes. num_classes: classes; the null class comes after them.
+        block_size: L, tokens per image, a square number in raster order.
+        multiple_of: the feed-forward width is rounded up to a multiple of it.
+        norm_eps: of RMSNorm. rope_base: of the rotary angles.
     """
 
     dim: int = 768
@@ -36,8 +39,9 @@ class GPTConfig:
 
     @property
     def hidden_dim(self) -> int:
-        """Of the feed-forward layers."""
-        return -(-(8 * self.dim // 3) // self.multiple_of) * self.multiple_of
+        """Width of the feed-forward layers: two thirds of 4 dim, rounded up."""
+        width = 8 * self.dim // 3
+        return math.ceil(width / self.multiple_of) * self.multiple_of
 
     @property
     def grid(self) -> int:
@@ -51,9 +55,9 @@ class CacheView:
 
     Attributes:
         keys, values: [layers, rows, columns, heads, head_dim], shared by all sequences, written in place.
-        rows: the row of each of B sequences, int64 [B] or a slice, which saves copies. columns: int64 [B, N], where
-            their N inputs go, or a slice, if all go to the same.
-        width: columns that are looked at, from the first.
+        rows: the row of each of B sequences, int64 [B] or a slice, which saves copies.
+        columns: where their N inputs go, int64 [B, N], or a slice if all go to the same columns.
+        width: how many columns are looked at, from the first.
     """
 
     keys: Tensor
@@ -63,22 +67,23 @@ class CacheView:
     width: int
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, N, heads, head_dim] and returns all that are looked at [B, width, ...]."""
+        """Stores keys and values [B, N, heads, head_dim]; returns those that are looked at, [B, width, ...]."""
         return self._update(self.keys[layer], key), self._update(self.values[layer], value)
 
     def _update(self, cache: Tensor, new: Tensor) -> Tensor:
-        new, width = new.to(cache.dtype), self.width
+        new = new.to(cache.dtype)
         if isinstance(self.columns, slice):
             cache[self.rows, self.columns] = new
         elif isinstance(self.rows, slice):
-            cache[self.rows][_rows(len(new), new.device), self.columns] = new
+            cache[self.rows][_row_index(len(new), new.device), self.columns] = new
         else:
             cache[self.rows.unsqueeze(1), self.columns] = new
-        return cache[self.rows, :width]
+        return cache[self.rows, : self.width]
 
 
 @functools.lru_cache(maxsize=256)
-def _rows(count: int, device: torch.device) -> Tensor:
+def _row_index(count: int, device: torch.device) -> Tensor:
+    """int64 [count, 1]: 0, 1, ..., count - 1."""
     with torch.inference_mode(False):
         return torch.arange(count, device=device).unsqueeze(1)
 
@@ -90,8 +95,12 @@ def rotary_table(config: GPTConfig) -> Tensor:
     """
     half = config.head_dim // 2
     exponent = torch.arange(0, half, 2)[: half // 2].float() / half
-    angle = torch.outer(torch.arange(config.grid).float(), config.rope_base**-exponent)  # [grid, half / 2]
-    down, across = angle.unsqueeze(1).expand(-1, config.grid, -1), angle.unsqueeze(0).expand(config.grid, -1, -1)
+    rates = config.rope_base**-exponent
+    angle = torch.outer(torch.arange(config.grid).float(), rates)  # [grid, half / 2]
+
+    # the first half of the channels turns with the row, the second with the column
+    down = angle.unsqueeze(1).expand(-1, config.grid, -1)
+    across = angle.unsqueeze(0).expand(config.grid, -1, -1)
     angles = torch.cat([down, across], dim=-1).flatten(0, 1)
     table = torch.polar(torch.ones_like(angles), angles)
     return torch.cat([torch.zeros_like(table[:1]), table])
@@ -111,7 +120,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).type_as(x) * self.weight
+        mean_square = wide.square().mean(-1, keepdim=True)
+        normed = wide * (mean_square + self.eps).rsqrt()
+        return normed.type_as(x) * self.weight
 
 
 class Attention(nn.Module):
@@ -184,13 +195,15 @@ class GPT(nn.Module):
     def table(self, position: Tensor) -> Tensor:
         """cos + i sin of positions [...], complex64 [..., head_dim / 2]."""
         if self._table is None or self._table.device != position.device:
-            with torch.inference_mode(False):  # a constant, also of use to training; no buffer: files do not have it
+            # an ordinary tensor, which training can use too; no buffer, since the official files have none
+            with torch.inference_mode(False):
                 self._table = rotary_table(self.config).to(position.device)
         return self._table[position]
 
     def embed(self, labels: Tensor, tokens: Tensor) -> Tensor:
         """Inputs [B, 1 + N, dim] of classes [B] (num_classes is the null class) and tokens [B, N]."""
-        return torch.cat([self.cls_embedding.embedding_table(labels).unsqueeze(1), self.tok_embeddings(tokens)], dim=1)
+        start = self.cls_embedding.embedding_table(labels).unsqueeze(1)
+        return torch.cat([start, self.tok_embeddings(tokens)], dim=1)
 
     def features(
         self, x: Tensor, position: Tensor, mask: Tensor | None = None, cache: CacheView | None = None
@@ -199,8 +212,8 @@ class GPT(nn.Module):
 
         Args:
             position: int64 [B or 1, N], of the inputs.
-            mask: bool [B or 1, 1, N, width], True where an input looks; by default, with a cache at all that its view
-                has, without one at itself and those before it.
+            mask: bool [B or 1, 1, N, width], True where an input looks; by default at all that the cache's view has, or
+                without a cache at itself and those before it.
             cache: the past, and where the inputs' own keys and values go; by default there is no past.
         """
         table = self.table(position)
@@ -211,4 +224,5 @@ class GPT(nn.Module):
     def forward(self, labels: Tensor, tokens: Tensor) -> Tensor:
         """Logits [B, 1 + N, V] of the tokens after each prefix of tokens [B, N], teacher-forced."""
         position = torch.arange(tokens.shape[1] + 1, device=tokens.device).unsqueeze(0)
-        return self.output(self.features(self.embed(labels, tokens), position))
+        features = self.features(self.embed(labels, tokens), position)
+        return self.output(features)

@@ -1,7 +1,7 @@
-"""LlamaGen's sampler as it is published, token by token: what `ar` is measured against and must agree with.
+"""LlamaGen's sampler as published, token by token: `ar` is measured against it and must agree with it.
 
 A batch in lockstep with one key-value cache, both halves of guidance in one forward. It calls our modules, so it is a
-baseline for the sampler, not for the layers. Use `cspd` to sample; use this to check and to compare.
+baseline for the sampler, not for the layers. Use `cspd` to sample, and this to check and compare.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float) -
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p < 1:
         ordered, index = logits.sort(descending=True, stable=True)
-        past = ordered.softmax(-1).cumsum(-1)
-        beyond = torch.cat([torch.zeros_like(past[:, :1]), past[:, :-1]], dim=-1) > top_p
-        logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
+        mass = ordered.softmax(-1).cumsum(-1)
+        mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
+        dropped = mass_before > top_p
+        logits = logits.masked_fill(dropped.scatter(1, index, dropped), -torch.inf)
     return logits.softmax(-1)
 
 
@@ -53,19 +54,25 @@ def sample(
     Returns:
         Codes, int64 [B, L].
     """
-    config, device, guided = model.config, labels.device, cfg != 1
-    classes = torch.cat([labels, torch.full_like(labels, config.num_classes)]) if guided else labels
+    config, device = model.config, labels.device
+    guided = cfg != 1
+    classes = labels
+    if guided:  # the second half of the batch has the null class
+        null_class = torch.full_like(labels, config.num_classes)
+        classes = torch.cat([labels, null_class])
     rows = slice(0, len(classes))
-    keys = torch.zeros(
-        2, config.n_layer, len(classes), config.block_size, config.n_head, config.head_dim, device=device
-    )
-    inputs = model.cls_embedding.embedding_table(classes).unsqueeze(1)
+    shape = (config.n_layer, len(classes), config.block_size, config.n_head, config.head_dim)
+    keys = torch.zeros(shape, device=device)
+    values = torch.zeros(shape, device=device)
     codes = torch.empty(len(labels), config.block_size, dtype=torch.int64, device=device)
+
+    inputs = model.cls_embedding.embedding_table(classes).unsqueeze(1)
     for i in range(config.block_size):
-        place = torch.full((len(classes), 1), i, device=device)
-        cache = CacheView(*keys, rows, place, i + 1)
+        position = torch.full((len(classes), 1), i, device=device)
+        cache = CacheView(keys, values, rows, position, i + 1)
         everything = torch.ones(1, 1, 1, i + 1, dtype=torch.bool, device=device)
-        logits = model.output(model.features(inputs, place, everything, cache))[:, 0].float()
+        features = model.features(inputs, position, everything, cache)
+        logits = model.output(features)[:, 0].float()
         if guided:
             conditional, null = logits.chunk(2)
             logits = null + cfg * (conditional - null)
@@ -73,6 +80,8 @@ def sample(
             codes[:, i] = logits.argmax(-1)
         else:
             codes[:, i] = draw(distribution(logits, temperature, top_k, top_p), i)
-        token = torch.cat([codes[:, i], codes[:, i]]) if guided else codes[:, i]
-        inputs = model.tok_embeddings(token).unsqueeze(1)
+        tokens = codes[:, i]
+        if guided:
+            tokens = torch.cat([tokens, tokens])
+        inputs = model.tok_embeddings(tokens).unsqueeze(1)
     return codes

@@ -17,7 +17,7 @@ class SamplingDefaults:
     Attributes:
         cfg: guidance scale s.
         temperature, top_k, top_p: of the token distribution; top_k = 0 and top_p = 1 keep every token.
-        image_size: side of the images reported; what a model makes larger is resized to it.
+        image_size: side of the images in the paper's results; larger ones are resized to it.
     """
 
     cfg: float = 2.0
@@ -47,7 +47,7 @@ def _digits(dim: int, n_layer: int, n_head: int) -> GPTSpec:
     return GPTSpec(config, "vq_digits32", SamplingDefaults(image_size=32))
 
 
-# side 24 is of the files trained at 384 pixels, which their authors resize to 256
+# side 24: files trained at 384 pixels, whose images the authors resize to 256
 GPTS: dict[str, GPTSpec] = {
     "llamagen_b": _official(768, 12, 12, cfg=2.0, side=16),
     "llamagen_l": _official(1024, 24, 16, cfg=2.0, side=16),
@@ -73,8 +73,10 @@ def gpt_spec(name: str) -> GPTSpec:
 
 def defaults_of(config: GPTConfig) -> SamplingDefaults:
     """The published sampling settings of a size, whatever its resolution; the common ones for one without a name."""
-    same = (spec for spec in GPTS.values() if replace(spec.config, block_size=config.block_size) == config)
-    return next((spec.defaults for spec in same), SamplingDefaults())
+    for spec in GPTS.values():
+        if replace(spec.config, block_size=config.block_size) == config:
+            return spec.defaults
+    return SamplingDefaults()
 
 
 def create_gpt(name: str) -> GPT:

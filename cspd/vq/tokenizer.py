@@ -19,7 +19,7 @@ class VQConfig:
     """Sizes of a tokenizer.
 
     Attributes:
-        ch: base width; ch_mult: width factor a resolution level; z_channels: width at the lowest resolution.
+        ch: base width. ch_mult: width factor of each resolution level. z_channels: width at the lowest resolution.
         codebook_size, codebook_dim: V codes of c channels, compared and decoded on the unit sphere.
         attention: whether the lowest resolution's blocks attend.
     """
@@ -34,7 +34,7 @@ class VQConfig:
 
     @property
     def stride(self) -> int:
-        """Pixels a code."""
+        """Pixels per code, along a side."""
         return 2 ** (len(self.ch_mult) - 1)
 
 
@@ -142,7 +142,8 @@ class VQModel(nn.Module):
 
     def nearest(self, vectors: Tensor) -> Tensor:
         """Codes [B, h * w] nearest to unit vectors [B, c, h, w]."""
-        return (vectors.flatten(2).transpose(1, 2) @ self.codebook.T).argmax(dim=-1)
+        similarity = vectors.flatten(2).transpose(1, 2) @ self.codebook.T
+        return similarity.argmax(dim=-1)
 
     def encode(self, image: Tensor) -> Tensor:
         """Codes, int64 [B, h * w], of images."""

@@ -234,7 +234,7 @@ def test_a_reference_needs_features(tmp_path, capsys):
     assert report["rows"][0]["fid"] is None and "--weights" in report["missing"]["fid"]
 
 
-def test_vq_models_are_compared_by_codes_a_forward(tmp_path, capsys):
+def test_vq_models_are_compared_by_codes_per_forward(tmp_path, capsys):
     name = "cool-sd:delta=1.01"
     arguments = ["--checkpoint", "digits32_vq", "--methods", name, "--num", "1", "--max-batch", "1"]
     assert main(["compare", *arguments, "--out", str(tmp_path)]) == 0
@@ -244,4 +244,4 @@ def test_vq_models_are_compared_by_codes_a_forward(tmp_path, capsys):
     assert [row["guarantee"] for row in rows] == ["exact", "bounded"]
     assert rows[0]["bound"] is None and 0 < rows[1]["bound"] <= 1
     above, below = capsys.readouterr().out.splitlines()[:2]
-    assert "codes a" in above and "TV" in above and "head" not in above and "bound" in below
+    assert "codes per" in above and "TV" in above and "head" not in above and "bound" in below

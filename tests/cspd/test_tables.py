@@ -139,7 +139,7 @@ def test_the_page_needs_no_other(made, tmp_path):
     assert inlined == [(tmp_path / name).read_bytes() for name in ("speed_quality.png", "comparison.png")]
     for told in ("a <cpu>", "r.npz", "no IS: 12 images: 20 are needed", "FID-12: of 12 images", "cfg=3.0"):
         assert told in html.text
-    assert {"exact", "bounded", "heuristic"} <= set(html.words) and "Against ar, round by round" in html.text
+    assert {"exact", "bounded", "heuristic"} <= set(html.words) and "Against ar, turn by turn" in html.text
 
 
 def test_a_small_p_stands_out(made):
@@ -222,7 +222,7 @@ def test_labels_of_points_do_not_cover_each_other(plotted):
 
 def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
     here, there = Point("here", 2.0, 0.5, "ar"), Point("there", 4.0, 0.75, "cool-sd")
-    left, right = plotted(("speed-up", "share", [here]), ("codes a forward", "share", [there]))
+    left, right = plotted(("speed-up", "share", [here]), ("codes per forward", "share", [there]))
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["ar", "cool-sd"]
     for axes, point in ((left, here), (right, there)):
         (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]
@@ -275,10 +275,10 @@ def test_other_seeds_are_said_and_are_no_sweep(made, tmp_path):
     content, images = made
     page.write(content, images, tmp_path)
     assert "The same classes and seeds by" in (tmp_path / "report.html").read_text()
-    assert "paired by class and seed:" in (tmp_path / "comparison.md").read_text()
+    assert "paired by class and seed." in (tmp_path / "comparison.md").read_text()
     content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}}
     page.write(content, images, tmp_path)
     assert "The same classes by" in (tmp_path / "report.html").read_text()
-    assert "paired by class and number:" in (tmp_path / "comparison.md").read_text()
+    assert "paired by class and number." in (tmp_path / "comparison.md").read_text()
     point = page._panels(content)[0][2][0]
     assert point.label == point.line == "ar:seed=1000"

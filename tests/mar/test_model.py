@@ -96,13 +96,14 @@ def test_order_within_a_set_is_irrelevant(stretch, small_mar, batch):
 
 
 @pytest.mark.parametrize("patch", [1, 2])
-def test_patchify(patch):
+def test_unpatchify(patch):
     sizes = dict(embed_dim=16, depth=1, num_heads=2, class_num=2, buffer_size=2, diffloss_w=8, diffloss_d=1)
     model = MAR(MARConfig(img_size=16, vae_stride=2, patch_size=patch, vae_embed_dim=3, **sizes))
-    latent = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    tokens = model.patchify(latent)
-    assert tokens.shape == (2, model.config.seq_len, model.config.token_dim)
-    assert torch.equal(model.unpatchify(tokens), latent)
-    row, column = 1, 2
-    cell = latent[:, :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
-    assert torch.equal(tokens[:, row * model.config.grid_size + column], cell.flatten(1))
+    side = model.config.grid_size
+    tokens = torch.randn(2, side**2, 3 * patch**2, generator=torch.Generator().manual_seed(0))
+    latent = model.unpatchify(tokens)
+    assert latent.shape == (2, 3, 8, 8)
+    for row in range(side):
+        for column in range(side):
+            cell = latent[:, :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
+            assert torch.equal(tokens[:, row * side + column], cell.flatten(1))
