@@ -20,7 +20,7 @@ examples:
   cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
   cspd compare --methods speculative,cspd:gamma=8,cspd:gamma=16 --num 20 --out comparison/
-      the same seeds by each, and by plain sampling: speed, cost, quality, whether the laws differ, pictures
+      the same seeds by each, and by plain sampling: speed, cost, quality, whether the distributions differ, pictures
   cspd evaluate --num 500 --out evaluation/
       FID, Inception score, KID, precision, recall and class accuracy of 500 images; many GPUs: docs/evaluate.md
   cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
