@@ -67,7 +67,7 @@ class Configuration:
     seed: int | None = None
 
     def key(self) -> tuple:
-        """Equal for configurations whose plain sampling has the same distribution: by settings and target's files."""
+        """Equal for configurations that sample alike if plainly: by their settings and the target's files."""
         plain = with_method(self.engine.check(self.request), "ar")
         files = tuple(str(self.models.get(name)) for name in TARGET)
         return self.engine.check(plain), files
@@ -221,7 +221,7 @@ def _is_baseline(row: Configuration) -> bool:
 
 
 def baseline(row: Configuration, rows: Sequence[Configuration]) -> Configuration:
-    """The row that samples plainly by a row's own settings, with its seeds if there is one: what it is compared with."""
+    """The row that samples plainly by a row's own settings, and seeds if there is one: what it is compared with."""
     plain = [other for other in rows if other.request.method == "ar" and other.key() == row.key()]
     paired = [other for other in plain if other.seed == row.seed and row.request.method != "ar"]
     return next(iter(paired), next(other for other in plain if other.seed is None))
