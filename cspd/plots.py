@@ -105,12 +105,15 @@ class Point(NamedTuple):
     quality_half: float | None = None
 
 
-def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path | IO[bytes]) -> None:
-    """Writes scatters of quality against speed, a colour for every line, as a PNG.
+def speed_quality(
+    panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path | IO[bytes], image_format: str = "png"
+) -> None:
+    """Writes scatters of quality against speed, a colour for every line.
 
     Args:
         panels: the name of the speed, the name of the quality, and the points. A speed of 1 is plain sampling's. The
             axis of a FID is turned round: lower is better.
+        image_format: one that matplotlib writes: "png", "svg", "pdf".
     """
     across = min(2, len(panels))
     down = math.ceil(len(panels) / across)
@@ -140,7 +143,7 @@ def speed_quality(panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path
     figure.canvas.draw()
     for axes, (_, _, points) in zip(figure.axes, panels):
         _label_points(axes, points, colours)
-    figure.savefig(file, dpi=120, format="png")
+    figure.savefig(file, dpi=120, format=image_format)
 
 
 def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:

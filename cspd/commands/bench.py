@@ -82,5 +82,5 @@ def run(args: argparse.Namespace) -> None:
             points.append(Point(options, speed["median"], row["accuracy"], method + case, limits))
         panels = [("speed-up over plain sampling", "share recognised by the classifier", points)]
         with publishing(args.plot) as temporary:
-            speed_quality(panels, temporary, format=args.plot.suffix.removeprefix(".") or "png")
+            speed_quality(panels, temporary, args.plot.suffix.removeprefix(".") or "png")
         print(f"wrote {args.plot}")
