@@ -56,7 +56,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument("--labels", type=number_list, help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
     group.add_argument("--num", type=int, help="images of each; the labels take turns (default: 20)")
     group.add_argument("--seed", type=int, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=positive, help="images in flight at once, a round (default: 4)")
+    group.add_argument("--max-batch", type=positive, help="images in flight at once, and made in a turn (default: 4)")
     group.add_argument("--out", type=Path, default=Path("comparison"), help="folder (default: %(default)s/)")
     group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
     group = comparison.add_argument_group("what to judge images by (default: of embedded models, their classifier)")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
-from cspd.comparison.runs import Chunk, run_rounds, settings_of
+from cspd.comparison.runs import Chunk, run_turns, settings_of
 from cspd.comparison.study import Configuration, baseline
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import Reference
@@ -67,7 +67,7 @@ def compare(
     Raises:
         ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
     """
-    plans, chunks = run_rounds(rows, labels, num, seed, out, overwrite=overwrite, progress=progress)
+    plans, chunks = run_turns(rows, labels, num, seed, out, overwrite=overwrite, progress=progress)
     images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
     report = {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""Rounds of several configurations, chunk by chunk in turn, into a folder; a run that was cut off goes on."""
+"""Runs of several configurations, chunk by chunk in turn, into a folder; one that was cut off goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone
 
 
 class Chunk(NamedTuple):
-    """What a configuration made in a round: images uint8 [n, H, W, 3], seconds, and what each image cost."""
+    """What a configuration made in a turn: images uint8 [n, H, W, 3], seconds, and what each image cost."""
 
     images: np.ndarray
     seconds: float
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
     costs: list[dict]
 
 
-def run_rounds(
+def run_turns(
     rows: Sequence[Configuration],
     labels: Sequence[int],
     num: int,
@@ -47,8 +47,8 @@ def run_rounds(
 ) -> tuple[list[Request], list[list[Chunk]]]:
     """The settings that each configuration ran by, and its chunks, in order.
 
-    Image i has the labels' i-th in turn, and seed + i, or the configuration's own seed + i. In round r every one makes
-    images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes from round to round.
+    Image i has the labels' i-th in turn, and seed + i, or the configuration's own seed + i. In its turn r every one makes
+    images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes from turn to turn.
 
     Raises:
         ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.

@@ -193,7 +193,7 @@ def test_a_draft_and_its_file_are_told_apart(digits, tmp_path):
     def again(draft):
         request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
         row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
-        runs.run_rounds([row], [0], 1, 0, tmp_path, progress=False)
+        runs.run_turns([row], [0], 1, 0, tmp_path, progress=False)
 
     again("frozen")
     with pytest.raises(ValueError, match=r'a\.request\.draft was "frozen", now "calibrated"'):
