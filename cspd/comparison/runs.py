@@ -47,8 +47,8 @@ def run_turns(
 ) -> tuple[list[Request], list[list[Chunk]]]:
     """The settings that each configuration ran by, and its chunks, in order.
 
-    Image i has the labels' i-th in turn, and seed + i, or the configuration's own seed + i. In its turn r every one makes
-    images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes from turn to turn.
+    Image i has the labels' i-th in turn, and seed + i, or the configuration's own seed + i. In turn r every one makes
+    its images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes every turn.
 
     Raises:
         ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
