@@ -72,6 +72,7 @@ def test_the_denoiser_takes_fewer_steps_in_later_iterations(added, small_mar):
         assert alone.stats.head_calls == sum(4 + int((last - k) / last * 6) for k in range(last + 1))
 
 
+@pytest.mark.slow  # calibrates and measures this machine
 def test_one_image(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / "one_image.py"))

@@ -127,7 +127,9 @@ def test_bench_times_methods_and_settings(tmp_path, capsys):
     path = tmp_path / "bench.json"
     swept = ["--num-iter", "4,2", "--cfg", "1", "--gamma", "8", "--verify", "parallel,sequential", "--batch", "1"]
     rest = ["--window", "2", "--prefill", "0.9", "--num-sampling-steps", "6", "--runs", "1", "--json", str(path)]
-    assert main(["bench", "--methods", "speculative,published,cspd", *swept, *rest]) == 0
+    plot = tmp_path / "plot.svg"
+    assert main(["bench", "--methods", "speculative,published,cspd", *swept, *rest, "--plot", str(plot)]) == 0
+    assert plot.read_text().startswith("<?xml")  # what its suffix says
     report = read(path)
     names = ["ar", "speculative", "published", "ar K=8", "cspd 8 parallel", "cspd 8 sequential"]
     assert [row["name"] for row in report["rows"]] == names * 2

@@ -234,6 +234,7 @@ def test_a_reference_needs_features(tmp_path, capsys):
     assert report["rows"][0]["fid"] is None and "--weights" in report["missing"]["fid"]
 
 
+@pytest.mark.slow
 def test_vq_models_are_compared_by_codes_per_forward(tmp_path, capsys):
     name = "cool-sd:delta=1.01"
     arguments = ["--checkpoint", "digits32_vq", "--methods", name, "--num", "1", "--max-batch", "1"]

@@ -100,6 +100,7 @@ def test_images_do_not_depend_on_the_batch(max_batch, order, engine, requests, a
     assert differ <= 1
 
 
+@pytest.mark.slow
 def test_statistics_agree_with_each_other(alone):
     for output in alone:
         stats = output.stats
@@ -113,6 +114,7 @@ def test_statistics_agree_with_each_other(alone):
         assert 16 * 14 <= stats.head_calls <= 16 * 25 and stats.fallbacks == 0
 
 
+@pytest.mark.slow
 def test_no_window_is_plain_mar(engine, requests):
     speculative, plain = (
         engine.generate([dataclasses.replace(requests[0], window=w, method=m)])[0].tokens
@@ -121,6 +123,7 @@ def test_no_window_is_plain_mar(engine, requests):
     assert torch.equal(speculative, plain)
 
 
+@pytest.mark.slow
 def test_the_seed_decides(engine, requests, alone):
     again = engine.generate(requests[:1])[0]
     assert torch.equal(again.tokens, alone[0].tokens)

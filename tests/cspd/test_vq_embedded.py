@@ -92,6 +92,7 @@ def test_sample_from_the_command_line(tmp_path, capsys):
     assert "all 2 images were there already" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bench_from_the_command_line(tmp_path, capsys):
     arguments = ["bench", "--vq", "--batch", "1", "--runs", "1", "--cfg", "1", "--json", str(tmp_path / "bench.json")]
     names = "sjd-pac:window=16,cool-sd:delta=1.5,published"
