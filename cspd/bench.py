@@ -43,7 +43,7 @@ def contenders(
                     made[f"cspd {gamma} {mode}"] = dataclasses.replace(drafted, gamma=gamma, verify=mode)
         else:
             method, options = parse_method(name, more=(PUBLISHED,))
-            made[name] = dataclasses.replace(with_method(request, method), **options)
+            made[name] = with_method(request.but(**options), method).but(**options)
     return made
 
 

@@ -56,9 +56,11 @@ class Engine:
         cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
     ) -> None:
-        families = [each.family for each in models]
-        if not families or len(set(families)) < len(families):
+        families = [getattr(each, "family", None) for each in models]
+        if not families or None in families or len(set(families)) < len(families):
             raise ValueError("an engine has MARModels(...), VQModels(...) or one of each")
+        for each in models:
+            each.check()
         self.device = pick_device(device)
         self.precision = Precision(precision, self.device)
         self.compiled = compiled

@@ -27,7 +27,7 @@ class Use:
     def add(self, owner: str, option: Option) -> None:
         """Adds a family or a method that has the option."""
         selector, words = option.only_with or ("", ())
-        self.owners += [f"{selector} {word}" for word in words] or [owner]
+        self.owners += [f"with --{selector} {word}" for word in words] or [owner]
         default = "" if option.default is None else f"{option.default}"
         self.defaults.setdefault(default, []).append(owner)
 

@@ -19,9 +19,10 @@ from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 
 GUARANTEES = {
-    "exact": "the output has the distribution of plain sampling by the same settings, to floating point",
-    "bounded": "a bound on the total variation from that distribution is reported",
-    "heuristic": "no proof: only the images say how good it is",
+    "exact": "The images have the distribution of plain sampling with the same settings, to floating-point accuracy:"
+    " proved and tested.",
+    "bounded": "The total variation from plain sampling's distribution is at most the measured bound.",
+    "heuristic": "No proof: only the images say how good it is.",
 }
 RunRound = Callable[["Host", list[Sequence], Stopwatch], list[Sequence]]
 
@@ -80,7 +81,8 @@ class Method:
     def fill(self, request: Request) -> Request:
         """The request with the method's own defaults, where it leaves them open."""
         for option in self.options:
-            if getattr(request, option.name) is None and option.applies(request.settings):
+            is_open = getattr(request, option.name) is None
+            if is_open and not option.implied and option.applies(request.settings):
                 request = request.but(**{option.name: option.default})
         return request
 
@@ -113,10 +115,10 @@ def complete(
     shared = {option.name: option for option in common}
     for name, value in request.settings.items():
         option = shared.get(name) or method.option(name, request)
-        if option is None and value != 0:  # 0 asks for nothing
-            raise ValueError(_out_of_place(name, request, method))
         if option is not None:
             option.check(value)
+        elif not any(o.name == name and type(value) is type(o.off) and value == o.off for o in method.options):
+            raise ValueError(_out_of_place(name, request, method))
     return request
 
 
@@ -177,6 +179,9 @@ class Models(Protocol):
 
     family: ClassVar[str]
 
+    def check(self) -> None:
+        """Raises ValueError where the models do not fit each other."""
+
     def host(
         self,
         num_slots: int,
@@ -187,4 +192,4 @@ class Models(Protocol):
         compiled: bool = False,
         cache: Path | None = None,
     ) -> Host:
-        """A host of these models, which are on the device already. Raises ValueError where it cannot be."""
+        """A host of these models, which fit and are on the device already. Raises ValueError on too little memory."""

@@ -6,10 +6,11 @@ import dataclasses
 import json
 from collections.abc import Collection, Sequence
 
+import cspd.discrete.ar
 from cspd.continuous import ar, cspd_method, speculative
 from cspd.continuous.host import MAR_OPTIONS
-from cspd.discrete import ar as vq_ar
 from cspd.discrete import jacobi, published
+from cspd.discrete.draft import DRAFTS
 from cspd.discrete.host import VQ_OPTIONS
 from cspd.method import Method
 from cspd.option import Option
@@ -19,7 +20,7 @@ METHODS: list[Method] = [
     ar.METHOD,
     speculative.METHOD,
     cspd_method.METHOD,
-    vq_ar.METHOD,
+    cspd.discrete.ar.METHOD,
     published.SD,
     published.EAGLE,
     published.EAGLE2,
@@ -34,7 +35,7 @@ COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  
 DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}
 
 
-def names(families: Collection[str] = tuple(COMMON)) -> list[str]:
+def method_names(families: Collection[str] = tuple(COMMON)) -> list[str]:
     """The names of the methods for these families, each once."""
     return list(dict.fromkeys(method.name for method in METHODS if method.family in families))
 
@@ -55,7 +56,7 @@ def choose(request: Request, families: Sequence[str]) -> tuple[Request, Method]:
     wanted = families if request.family is None else [request.family]
     candidates = [method for family in wanted for method in METHODS if method.family == family]
     if request.method is None:
-        method = _default(request, wanted, candidates)
+        method = _default(request, wanted)
     else:
         method = _named(request.method, wanted, candidates)
     _check_options(request, method)
@@ -66,25 +67,15 @@ def _named(name: str, families: Sequence[str], candidates: Sequence[Method]) -> 
     for method in candidates:
         if method.name == name:
             return method
-    reason = f"does not decode {' or '.join(families)} models" if name in names() else "is unknown"
-    raise ValueError(f"method={name!r} {reason}: choose one of {', '.join(names(families))}")
+    reason = f"does not decode {' or '.join(families)} models" if name in method_names() else "is unknown"
+    raise ValueError(f"method={name!r} {reason}: choose one of {', '.join(method_names(families))}")
 
 
-def _default(request: Request, families: Sequence[str], candidates: Sequence[Method]) -> Method:
-    """The default method of the first family; another exact one where only that has the options that are given."""
-    defaults = [find(DEFAULTS[family], family) for family in families]
-    exact = [method for method in candidates if method.guarantee == "exact"]
-    return next((method for method in [*defaults, *exact] if _takes(method, request)), defaults[0])
-
-
-def _takes(method: Method, request: Request) -> bool:
-    """Whether a method has all options that a request gives, and the words it chooses."""
-    options = [*COMMON[method.family], *method.options]
-    for name, value in request.settings.items():
-        same = [option for option in options if option.name == name]
-        if not same or not any(isinstance(option.kind, type) or value in option.kind for option in same):
-            return False
-    return True
+def _default(request: Request, families: Sequence[str]) -> Method:
+    """The default method of the first family, or `sd` where a draft of VQ codes is named, which says enough."""
+    if "VQ" in families and isinstance(request.draft, str) and request.draft in DRAFTS:
+        return find("sd", "VQ")
+    return find(DEFAULTS[families[0]], families[0])
 
 
 def _check_options(request: Request, method: Method) -> None:
@@ -105,9 +96,10 @@ def with_method(request: Request, name: str) -> Request:
     """
     same = [m for m in METHODS if m.name == name and request.family in (None, m.family)]
     if not same:
-        raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(names())}")
+        raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(method_names())}")
     request = dataclasses.replace(request, method=name)
-    kept = [each.without_foreign(each.fill(request), COMMON[each.family]).settings for each in same]
+    common = tuple(option for options in COMMON.values() for option in options)
+    kept = [each.without_foreign(each.fill(request), common).settings for each in same]
     settings = {key: value for key, value in request.settings.items() if any(key in each for each in kept)}
     return dataclasses.replace(request, settings=settings)
 
@@ -126,8 +118,8 @@ def parse_method(
     if options is None:
         options = {option.name for method in METHODS for option in method.options}
     name, *parts = text.split(":")
-    if name not in (*names(), *more):
-        raise ValueError(f"method {name!r} is unknown: choose one of {', '.join([*names(), *more])}")
+    if name not in (*method_names(), *more):
+        raise ValueError(f"method {name!r} is unknown: choose one of {', '.join([*method_names(), *more])}")
     settings: dict[str, object] = {}
     for part in parts:
         option, equals, value = part.partition("=")

@@ -71,7 +71,7 @@ def bits(
 ) -> Tensor:
     """int64 [..., num] of values below 2^32; seed, purpose, position, step and index broadcast to [...]."""
     if isinstance(index, int):
-        _check_indices(index, MAX_INDEX)
+        check_indices(index, MAX_INDEX)
     device = seed.device
     block = torch.arange(-(-num // 4), device=device)
     words = [torch.as_tensor(w, device=device).unsqueeze(-1) for w in (position, step, index)]
@@ -80,7 +80,7 @@ def bits(
     return torch.stack(torch.broadcast_tensors(*drawn), dim=-1).flatten(-2)[..., :num]
 
 
-def _check_indices(last: int, limit: int) -> None:
+def check_indices(last: int, limit: int) -> None:
     """An index from `limit` on would repeat another purpose's draws, or another model's.
 
     It is checked where it is a number: to look into a tensor would wait for the device.
@@ -177,7 +177,7 @@ def _chain_counters(
     """The counters of a chain's x_T, eps_t and uniform draws, one after the other: how many, and words block, step and
     tag.
     """
-    _check_indices(max(index, coin_index), MAX_INDEX)
+    check_indices(max(index, coin_index), MAX_INDEX)
     per_step, for_coins = -(-channels // 4), -(-num_steps // 4)
     parts = [
         (Purpose.INIT << INDEX_BITS | index, torch.arange(per_step), torch.zeros(1, dtype=torch.int64)),
@@ -204,7 +204,7 @@ def candidates(
     Raises:
         ValueError: candidates of the target would be the draft model's.
     """
-    _check_indices(first + num - 1, DRAFT_OFFSET)
+    check_indices(first + num - 1, DRAFT_OFFSET)
     return _candidates((Purpose.CANDIDATE, Purpose.CANDIDATE_COIN), seed, position, step, first + offset, num, channels)
 
 
@@ -223,7 +223,7 @@ def _candidates(
     purposes: tuple[Purpose, Purpose], seed: Tensor, position: Tensor, step: Tensor, first: int, num: int, channels: int
 ) -> tuple[Tensor, Tensor]:
     seed, position, step = (t.unsqueeze(-1) for t in (seed, position, step))
-    _check_indices(first + num - 1, MAX_INDEX)
+    check_indices(first + num - 1, MAX_INDEX)
     index = torch.arange(first, first + num, device=seed.device)
     normals = normal(seed, purposes[0], position, step, index, num=channels)
     return normals, uniform(seed, purposes[1], position, step, index, num=1).squeeze(-1)

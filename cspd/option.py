@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-_NAMES: set[str] = set()  # of all options there are, so that a request can tell a misspelt one
+_NAMES: dict[str, None] = {}  # of all options there are, as declared, so that a request can tell a misspelt one
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +25,10 @@ class Option:
         kind: int, float or bool, or the words to choose from.
         help: what it is, in a few words, for `--help`, the docs and errors.
         default: what it is where the request leaves it open; None: the model's published value, or decided later.
+        implied: the default is not written into requests, but known where the option is used.
         low, high: the range of a number, both included. above: it must be larger than this.
         only_with: another option's name, and those of its values with which this one means anything.
+        off: a value that asks for nothing, and may be given anyway.
         metavar: the value's name in `--help`.
     """
 
@@ -34,14 +36,16 @@ class Option:
     kind: type | Collection[str]
     help: str
     default: object = None
+    implied: bool = False
     low: float = 0
     high: float = math.inf
     above: float | None = None
     only_with: tuple[str, Collection[str]] | None = None
+    off: object = None
     metavar: str | None = None
 
     def __post_init__(self) -> None:
-        _NAMES.add(self.name)
+        _NAMES[self.name] = None
 
     def but(self, **changes: Any) -> Option:
         """The same option but for some attributes, such as its default."""
@@ -70,20 +74,24 @@ class Option:
 
     def check(self, value: object) -> None:
         """Raises ValueError, with the range and the help, where a value is of the wrong kind or out of range."""
-        if not self._fits(value):
+        if not self.fits(value):
             kinds = {int: "a whole number, ", float: "a number, ", bool: ""}
             kind = kinds[self.kind] if isinstance(self.kind, type) else "one of "
-            raise ValueError(f"{self.name}={value!r} does not fit: give {kind}{self.range} ({self.help})")
+            wrong = f"{self.name} is missing" if value is None else f"{self.name}={value!r} does not fit"
+            raise ValueError(f"{wrong}: give {kind}{self.range} ({self.help})")
 
-    def _fits(self, value: object) -> bool:
+    def fits(self, value: object) -> bool:
+        """Whether a value is of the right kind and in range."""
         if not isinstance(self.kind, type):
             return isinstance(value, str) and value in self.kind
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
         if not isinstance(value, Integral if self.kind is int else Real):
             return False
-        number = float(value)
-        return self.low <= number <= self.high and (self.above is None or number > self.above) and math.isfinite(number)
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if not self.low <= number <= self.high or number == math.inf:
+            return False
+        return self.above is None or number > self.above
 
 
 def option_names() -> Collection[str]:

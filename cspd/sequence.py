@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -45,6 +44,7 @@ class Request:
         label: int,
         seed: int = 0,
         method: str | None = None,
+        *,
         family: str | None = None,
         settings: Mapping[str, object] | None = None,
         **more: object,
@@ -57,7 +57,7 @@ class Request:
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
                 raise TypeError(f"a request has no setting {name!r}: {hint}")
         own: dict[str, object] = {"label": label, "seed": seed, "method": method, "family": family}
-        own["settings"] = MappingProxyType({name: value for name, value in sorted(given.items()) if value is not None})
+        own["settings"] = {name: given[name] for name in sorted(given) if given[name] is not None}
         for name, value in own.items():
             object.__setattr__(self, name, value)
 
@@ -72,9 +72,6 @@ class Request:
     def __repr__(self) -> str:
         named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family, **self.settings}
         return f"Request({', '.join(f'{name}={value!r}' for name, value in named.items() if value is not None)})"
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.label, self.seed, self.method, self.family, dict(self.settings))
 
     def but(self, **changes: Any) -> Request:
         """The same request but for some settings; None leaves one open."""

@@ -6,6 +6,8 @@ import contextlib
 import json
 import re
 import time
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,6 +19,8 @@ import numpy as np
 from cspd.records import make_folder, publishing, write_json
 
 REMEDY = "another --out, or --overwrite to replace it"
+# what the readers of a damaged .npz raise
+DAMAGED = (OSError, EOFError, KeyError, TypeError, AttributeError, ValueError, zipfile.BadZipFile, zlib.error)
 SHOWN = 5  # differences that an error names, at most
 ABANDONED = 600  # seconds; a temporary file older than this was left by a dead process: writing one takes less than one
 
@@ -113,7 +117,7 @@ class Store:
             with np.load(self.folder / item) as file:
                 arrays = {name: file[name] for name in file.files}  # reading to the end compares checksums
             return arrays if all(len(arrays[name]) == num for name in counted) else None
-        except Exception:  # a damaged file can fail anywhere in the readers
+        except DAMAGED:
             return None
 
     def clear(self) -> None:

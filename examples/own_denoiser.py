@@ -8,7 +8,7 @@ import functools
 import torch
 
 from cspd.continuous import ancestral, ar
-from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.denoiser import Denoised
 from cspd.method import Method
 from cspd.option import Option
 
@@ -18,8 +18,7 @@ OPTIONS = (
 )
 
 
-@denoiser("annealed")
-def denoise(host, model, rows, z, **how):
+def denoise(host, model, rows, z):
     """T_k = lower + floor((K - 1 - k)/(K - 1) (upper - lower)) at iteration k of each sequence."""
     steps = []
     for s in rows.sequences:
@@ -29,9 +28,11 @@ def denoise(host, model, rows, z, **how):
     tokens = torch.empty(len(of_row), host.config.token_dim, device=z.device)
     for num_steps in sorted(set(steps)):  # sequences of one length of chain together
         which = (of_row == num_steps).nonzero().squeeze(1)
-        tokens[which] = ancestral.denoise(host, model, rows.at(which), z[:, which], num_steps=num_steps, **how).tokens
+        tokens[which] = ancestral.denoise(host, model, rows.at(which), z[:, which], num_steps=num_steps).tokens
     return Denoised(tokens, of_row.cpu().numpy(), max(steps))
 
 
 run_round = functools.partial(ar.run_round, denoise=denoise)
-METHOD = Method("annealed", "MAR", "heuristic", "fewer steps in later iterations", {}, run_round, options=OPTIONS)
+METHOD = Method(
+    "annealed", "MAR", "heuristic", "fewer steps later", {}, run_round, options=OPTIONS, mixed=ar.MIXED, heat="calls"
+)

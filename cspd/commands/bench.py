@@ -11,7 +11,7 @@ from cspd.commands.options import add_model_options, add_request_options, load_e
 from cspd.evaluation.classifier import accuracy as classifier_accuracy
 from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded
-from cspd.methods import METHODS
+from cspd.methods import METHODS, method_names
 from cspd.parsing import number_list
 from cspd.plots import Point, speed_quality
 from cspd.records import publishing, write_json
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     family = target.host.family
     proved = [m.name for m in METHODS if m.family == family and m.guarantee != "heuristic" and m.name != "ar"]
     names = args.methods.split(",") if args.methods else [*proved, "published"]
-    if "cspd" not in names and (args.gamma or args.verify):
+    if "cspd" not in method_names([family]) and (args.gamma or args.verify):
         raise ValueError("--gamma, --verify: here of cspd; options of others follow their name, --methods sd:gamma=4")
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [request_of(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]

@@ -11,7 +11,7 @@ import torch
 from cspd.engine import Engine
 from cspd.listing import Use, uses
 from cspd.loading import checkpoint_files, load
-from cspd.methods import COMMON, DEFAULTS, method_of, names
+from cspd.methods import COMMON, DEFAULTS, method_names, method_of
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, positive, word_list
 from cspd.precision import POLICIES
@@ -51,7 +51,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_method_option(parser: argparse.ArgumentParser) -> None:
     defaults = ", ".join(f"{name} of {family}" for family, name in DEFAULTS.items())
     group = parser.add_argument_group("method")
-    group.add_argument("--method", choices=names(), help=f"see `cspd methods` (default: {defaults} models)")
+    group.add_argument("--method", choices=method_names(), help=f"see `cspd methods` (default: {defaults} models)")
 
 
 def add_request_options(parser: argparse.ArgumentParser, several: Collection[str] = ()) -> None:

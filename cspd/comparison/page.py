@@ -14,17 +14,12 @@ import numpy as np
 from PIL import Image
 
 from cspd.comparison.tables import cell, columns, csv_table, markdown, notes, own_seeds, value_of
+from cspd.method import GUARANTEES
 from cspd.plots import Point, seed_grid, speed_quality
 from cspd.records import publishing, write_json
 
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8
-GUARANTEES = {
-    "exact": "The images have the distribution of plain sampling with the same settings, to floating-point accuracy:"
-    " proved and tested.",
-    "bounded": "The total variation from plain sampling's distribution is at most the measured bound.",
-    "heuristic": "No proof: only the images say how good it is.",
-}
 
 
 class Picture(NamedTuple):

@@ -13,8 +13,7 @@ from pathlib import Path
 import yaml
 
 from cspd.engine import Engine
-from cspd.methods import names as method_names
-from cspd.methods import parse_method, with_method
+from cspd.methods import method_names, parse_method, with_method
 from cspd.option import check_integer, option_names
 from cspd.parsing import number_list
 from cspd.sequence import Request
@@ -22,7 +21,7 @@ from cspd.sequence import Request
 TARGET = ("checkpoint", "arch", "vae")
 MODELS = (*TARGET, "draft_checkpoint")
 RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole; a configuration can have a seed of its own
-REQUEST = ("method", "family", *sorted(option_names()))
+REQUEST = ("method", *option_names(), "family")  # in the order of declaration, which rows are named in
 OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
 EMBEDDED = "digits32"  # the checkpoint of those that name none
@@ -177,7 +176,7 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
         if place not in engines:
             engines[place] = load(models)
         settings = {key: value for key, value in own.items() if key in REQUEST and key != "method"}
-        request = dataclasses.replace(with_method(shared, own.get("method", shared.method)), **settings)
+        request = with_method(shared.but(**settings), own.get("method", shared.method)).but(**settings)
         try:
             engines[place].check(dataclasses.replace(request, seed=own.get("seed", 0)))
         except ValueError as error:

@@ -6,7 +6,8 @@ A denoiser is a function
 
 of the rows to draw (`Rows`), their conditions z [G, R, D] (G = 2 where guided, the null class second), the model whose
 head draws them ("target" or "draft"), and the index of their noise (`cspd.noise.initial`). Where `densities` is asked
-for, it also gives the Gaussians of its chains, which CSpD compares.
+for, it also gives the Gaussians of its chains, which CSpD compares. CSpD's `chains` can be any denoiser that does so,
+once it has a name (`@denoiser`); plain autoregression takes any at all, and asks for no densities.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DENOISERS: dict[str, Denoiser] = {}  # by name: those that CSpD's chains can tak
 
 
 def denoiser(name: str) -> Callable[[Denoiser], Denoiser]:
-    """Names a denoiser, so that a request can ask for it."""
+    """Names a denoiser that gives densities, so that CSpD's `chains` can take it."""
 
     def named(function: Denoiser) -> Denoiser:
         DENOISERS[name] = function

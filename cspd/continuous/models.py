@@ -51,9 +51,8 @@ class MARModels:
                 user's cache directory. Others as in `MARHost`.
 
         Raises:
-            ValueError: the models do not fit each other, or too little memory.
+            ValueError: too little memory.
         """
-        self.check()
         check_memory(self.target, num_slots, defaults_of(self.target.config).num_iter, device)
         tuning = Tuning(self.target, self.draft, device, precision, compiled, cache)
         return MARHost(self.target, num_slots, device, precision, noise, draft=self.draft, vae=self.vae, tuning=tuning)

@@ -15,6 +15,7 @@ from cspd.continuous.chains import Chains, acceptance
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.draft_verify import draft_table
 from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.schedule import Schedule, cosine
 from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
@@ -25,9 +26,15 @@ WINDOW = Option(
     int,
     "denoising steps drafted ahead in the head, by default what this device's cost model finds fastest; 0: none",
     high=WINDOWS[-1],
+    off=0,
     metavar="W",
 )
-DRAFT = Option("draft", DRAFTS, "how the head's output is guessed", default="calibrated")
+DRAFT = Option(
+    "draft",
+    DRAFTS,
+    "how the head's output is guessed: by least squares, or as the last one (frozen: needs no calibration, is worse)",
+    default="calibrated",
+)
 
 
 def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool = False) -> Chains:
@@ -61,12 +68,8 @@ class _Running:
         shape = (host.num_slots, host.config.seq_len, request.num_sampling_steps)
         self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
 
-    def begin(self, host: MARHost, sequences: list[Sequence], watch: Stopwatch) -> None:
-        """Starts the next iteration of sequences: one backbone call, and the first step of their chains."""
-        rows = host.next_rows(sequences)
-        watch.start("backbone")
-        z = host.conditions(sequences, rows)
-        watch.start("head")
+    def begin(self, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
+        """Starts the chains of the sequences' next iteration, by their first step."""
         owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
         self.chains.start(owners, rows.seed, rows.position, z, rows.scale, rows.temperature)
         self.left.update(owners)
@@ -95,22 +98,35 @@ class _Running:
             self.left = self.left - Counter(finished.owners)
 
 
-def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(
+    host: MARHost,
+    batch: list[Sequence],
+    watch: Stopwatch,
+    *,
+    schedule: Schedule = cosine,
+    backbone: ar.Backbone = MARHost.conditions,
+) -> list[Sequence]:
     """Runs head calls until three in four sequences have ended their iteration, and returns those that are finished.
+
+    This is plain autoregression with the denoiser `denoise` below, but that no sequence waits for the others' chains.
 
     Those go on to their next iteration, and their rows join the chains still under way: no call waits for the slowest
     token, the backbone is called for many at once, and the tables of the chains that stay are moved seldom.
     """
     request = batch[0].request
     if request.window == 0:
-        return ar.run_round(host, batch, watch)
+        return ar.run_round(host, batch, watch, schedule=schedule, backbone=backbone)
     kept = host.kept[batch[0].key]
     if "running" not in kept:
         kept["running"] = _Running(host, request)
     running = kept["running"]
     idle = [s for s in batch if s not in running.left]
     if idle:
-        running.begin(host, idle, watch)
+        rows = host.next_rows(idle, schedule)
+        watch.start("backbone")
+        z = backbone(host, idle, rows)
+        watch.start("head")
+        running.begin(idle, rows, z)
     watch.start("head")
     while 4 * len(running.left) > len(batch):
         running.advance(host)

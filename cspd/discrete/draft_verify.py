@@ -22,7 +22,7 @@ from cspd.discrete.probabilities import sample
 from cspd.discrete.rules import rule_of, rule_options
 from cspd.discrete.tree import Shape, Verified, walk
 from cspd.method import Method
-from cspd.noise import Purpose
+from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
@@ -93,6 +93,7 @@ def _streams(num_nodes: int, num_places: int, device: torch.device) -> tuple[Ten
     """Purpose and index of each draw of `_draws`."""
     purpose = [Purpose.CODE_COIN] * num_nodes + [Purpose.CODE_RESIDUAL] * num_places
     index = [*range(num_nodes), *[0] * num_places]
+    check_indices(max(index), MAX_INDEX)
     return torch.tensor(purpose, device=device), torch.tensor(index, device=device)
 
 

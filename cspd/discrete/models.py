@@ -52,13 +52,20 @@ class VQModels:
         `compiled` and `cache` are of no use to VQ models.
 
         Raises:
-            ValueError: the models do not fit each other, or too little memory.
+            ValueError: too little memory.
         """
-        self.check()
         fix = "use a smaller model or another device"
         check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device)
-        others = {"draft": self.draft, "eagle": self.eagle, "tokenizer": self.tokenizer}
-        return VQHost(self.target, num_slots, device, precision, noise, **others)
+        return VQHost(
+            self.target,
+            num_slots,
+            device,
+            precision,
+            noise,
+            draft=self.draft,
+            eagle=self.eagle,
+            tokenizer=self.tokenizer,
+        )
 
     def check(self) -> None:
         """Raises ValueError where draft, drafter or tokenizer do not speak the target's codes."""

@@ -21,17 +21,23 @@ from cspd.sequence import Request
 SCHEDULES = ("exponential", "linear")
 METRICS = ("l2", "cosine")
 NEIGHBOURS = (
-    Option("k", int, "neighbours at most", default=10, low=1),
-    Option("metric", METRICS, "distance of neighbours, between the vectors that the decoder receives", default="l2"),
+    Option("k", int, "neighbours at most", default=10, implied=True, low=1),
+    Option(
+        "metric",
+        METRICS,
+        "distance of neighbours, between the vectors that the decoder receives",
+        default="l2",
+        implied=True,
+    ),
 )
-OPTIMAL = Option("optimal", bool, "resample from G*; false: as the paper's own code does", default=True)
+OPTIMAL = Option("optimal", bool, "resample from G*; false: as the paper's own code does", default=True, implied=True)
 PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
     "exact": (),
     "uniform-rsd": (Option("delta", float, "accepts with min(1, delta P/Q)", low=1), OPTIMAL),
     "cool-sd": (
         Option("delta", float, "mean relaxation over the depths, 1.1 to 4 in the paper", above=0),
-        Option("schedule", SCHEDULES, "how the relaxation falls with depth", default="exponential"),
-        Option("nu", float, "decay of the exponential schedule", default=0.7, above=0),
+        Option("schedule", SCHEDULES, "how the relaxation falls with depth", default="exponential", implied=True),
+        Option("nu", float, "decay of the exponential schedule", default=0.7, implied=True, above=0),
         OPTIMAL,
     ),
     "lantern": (
@@ -40,7 +46,14 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         OPTIMAL,
     ),
     "lantern++": (
-        Option("lam", float, "neighbours' mass over the code's own; the authors' lambda less 1", default=1.0, above=0),
+        Option(
+            "lam",
+            float,
+            "neighbours' mass over the code's own; the authors' lambda less 1",
+            default=1.0,
+            implied=True,
+            above=0,
+        ),
         *NEIGHBOURS,
         OPTIMAL,
     ),
@@ -180,8 +193,10 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
     options = [RULE.but(default=rule)]
     for name, parameters in PARAMETERS.items():
         for option in parameters:
-            own = defaults.get(option.name, option.default) if name == rule else option.default
-            options.append(option.but(default=own, only_with=("rule", (name,))))
+            own = defaults.get(option.name)
+            if option.fits(own):
+                option = option.but(default=own, implied=False)
+            options.append(option.but(only_with=("rule", (name,))))
     return tuple(options)
 
 

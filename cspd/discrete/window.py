@@ -12,7 +12,7 @@ from torch import Tensor
 from cspd.discrete.batch import Batch
 from cspd.discrete.host import VQHost
 from cspd.discrete.tree import Shape, shape_of
-from cspd.noise import Purpose
+from cspd.noise import MAX_INDEX, Purpose, check_indices
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def _streams(path: int, siblings: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor]
     """`streams` and `counts` of a comb."""
     depth, beside = siblings.shape
     device = siblings.device
+    check_indices(path + depth * beside, MAX_INDEX)  # of the last node
     # up to F + 1 codes are committed, and the window behind them has F more
     ahead = torch.arange(2 * path + 1, device=device)
     first = torch.zeros_like(ahead)

@@ -101,10 +101,12 @@ class Shards(Dataset):
 
     def missing(self) -> list[int]:
         """The files still to be made; damaged ones are removed."""
-        missing = [shard for shard in range(self.count) if not self._is_whole(shard)]
-        for shard in missing:
-            (self.folder / self.name(shard)).unlink(missing_ok=True)
-        return missing
+        missing = set(range(self.count)) - set(self.there())
+        for shard in self.there():  # one that appears meanwhile is another process's, and stays
+            if not self._is_whole(shard):
+                (self.folder / self.name(shard)).unlink(missing_ok=True)
+                missing.add(shard)
+        return sorted(missing)
 
     def _is_whole(self, shard: int) -> bool:
         arrays = self.store.read(self.name(shard), len(self.indices(shard)), COUNTED)

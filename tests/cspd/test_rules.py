@@ -311,7 +311,7 @@ def test_schedules(length):
     "arguments, message",
     [
         ({"name": "sd"}, "give one of exact, uniform-rsd"),
-        ({"name": "uniform-rsd"}, "delta=None"),
+        ({"name": "uniform-rsd"}, "delta is missing"),
         ({"name": "uniform-rsd", "delta": 0.9}, "1 or more"),
         ({"name": "uniform-rsd", "delta": math.nan}, "delta=nan"),
         ({"name": "cool-sd", "delta": 0.0, "length": 2}, "delta=0.0"),

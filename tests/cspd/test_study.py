@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from toys import toy_models
 
 import cspd
+from cspd import VQModels
 from cspd.cli import main
 from cspd.comparison.study import REQUEST, baseline, configurations, expand, named_entries, read_study
+from cspd.discrete.rules import rule_of
 from cspd.loading import checkpoint_files
 
 STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yaml"))
@@ -26,7 +29,7 @@ def rows_of(text, digits, **common):
         ("speculative", {}, ["ar", "speculative"]),  # K = 64 is all the tokens there are
         ("cspd,ar", {"num_iter": 64}, ["ar", "cspd"]),
         ("speculative,ar:num_iter=64", {"num_iter": 8}, ["ar", "speculative", "ar:num_iter=64"]),
-        ("speculative:seed=9,ar:seed=9", {}, ["ar", "speculative:seed=9", "ar:seed=9"]),  # seeds are no law
+        ("speculative:seed=9,ar:seed=9", {}, ["ar", "speculative:seed=9", "ar:seed=9"]),  # seeds change no distribution
         ("ar:cfg=4,speculative:cfg=4", {}, ["ar", "ar:cfg=4", "speculative:cfg=4"]),
         (
             "speculative:num_iter=16,cspd:temperature=0.9:num_iter=16",
@@ -217,3 +220,18 @@ def test_published_studies_are_comparisons_of_the_embedded_models():
         rows = configurations(entries, settings, lambda models, name=name: engines[name])
         assert len(rows) >= len(entries) and rows[0].request.method == "ar"
         assert f"--config scripts/studies/{path.name}" in path.read_text()
+
+
+def test_a_rules_common_parameters_reach_a_row_that_asks_for_the_rule():
+    """Also where the row's method has another rule by default."""
+    engine = cspd.Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
+    common = {"k": 2, "optimal": False}
+    entries = [{"method": "sjd", "window": 3, "rule": "lantern", "delta": 0.2}, {"method": "ar"}]
+    (row,) = [r for r in configurations(entries, common, lambda models: engine) if r.request.method == "sjd"]
+    rule = rule_of(engine.check(row.request))
+    assert (rule.name, rule.k, rule.optimal, rule.delta) == ("lantern", 2, False, 0.2)
+
+
+def test_baselines_are_named_in_the_order_of_the_options(digits):
+    rows = configurations([{"method": "speculative", "num_iter": 16, "cfg": 2.0}], {}, lambda models: digits)
+    assert "ar:num_iter=16:cfg=2.0" in [row.name for row in rows]

@@ -12,7 +12,7 @@ from cspd import Engine, MARModels, Request
 from cspd.continuous.host import MARHost
 from cspd.continuous.memory import bytes_per_slot, check_memory
 from cspd.machine import free_bytes, pick_device
-from cspd.methods import choose, find, names
+from cspd.methods import choose, find, method_names
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
@@ -22,7 +22,7 @@ QUICK = {"method": "ar", "num_iter": 4, "num_sampling_steps": 3}
 TINY = dict(embed_dim=8, depth=1, num_heads=1, class_num=3, buffer_size=1, diffloss_w=8, diffloss_d=1)
 nan, inf = math.nan, math.inf
 
-OF_MAR = names(["MAR"])
+OF_MAR = method_names(["MAR"])
 BAD = [  # field, value, what the message advises
     *(("label", value, "0..9") for value in (-1, 10, True, 1.5, "3", None)),
     *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5)),
@@ -31,7 +31,7 @@ BAD = [  # field, value, what the message advises
     *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True)),
     *(("temperature", value, "1 is the model's own") for value in (-1, nan, inf, "1")),
     *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in ("magic", "", 3)),
-    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(set(names()) - set(OF_MAR))),
+    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(set(method_names()) - set(OF_MAR))),
     *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
     ("rule", "exact", "it belongs to sd, eagle"),
     ("family", "VQ", "this engine has models of MAR"),

@@ -10,9 +10,9 @@ import cspd
 from cspd.cli import main
 from cspd.evaluation.classifier import accuracy, load_classifier
 from cspd.loading import checkpoint_files, embedded
-from cspd.methods import names
+from cspd.methods import method_names
 
-OF_VQ = names(["VQ"])
+OF_VQ = method_names(["VQ"])
 
 
 @pytest.fixture(scope="module")

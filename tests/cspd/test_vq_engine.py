@@ -1,6 +1,8 @@
 """VQ requests on the engine: golden samples, a draft that is the target, independence of neighbours, MAR in between."""
 
+import copy
 import dataclasses
+import pickle
 import random
 
 import pytest
@@ -11,12 +13,12 @@ from toys import CLASSES, draw, request_of, toy_gpt, toy_models
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.host import VQHost
 from cspd.discrete.probabilities import probabilities, sample
-from cspd.methods import find, names
+from cspd.methods import find, method_names
 from cspd.noise import Purpose
 from cspd.vq import reference
 from cspd.vq.eagle import Eagle
 
-OF_VQ = names(["VQ"])
+OF_VQ = method_names(["VQ"])
 SMALL = {"sjd": {"window": 6}, "sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
 COMPOSED = [
     Request(1, method="sd", rule="cool-sd", delta=1.3, gamma=3),
@@ -165,7 +167,7 @@ def test_forty_mixed_requests_each_as_if_alone(small_mar):
     toys = toy_models(codes=9, length=16)
     models = [MARModels(small_mar, small_mar), VQModels(**toys)]
     requests = mixed_requests()
-    assert len(requests) == 40 and {r.method for r in requests} == set(names())
+    assert len(requests) == 40 and {r.method for r in requests} == set(method_names())
     together = Engine(*models, max_batch=8, device="cpu").generate(requests)
     alone = Engine(*models, max_batch=1, device="cpu")
     for output, request in zip(together, requests):
@@ -224,6 +226,36 @@ def test_guarantees():
     ] * 2
 
 
+def test_resolved_requests_are_as_version_0_1_0_recorded_them():
+    """A folder of that version goes on: a rule's own defaults are known and not written, a method's are written."""
+    engine = Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
+    published = {"cfg": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    own = {
+        "sd": {"draft": "chain", "gamma": 5, "rule": "exact"},
+        "uniform-rsd": {"draft": "eagle-static", "gamma": 5, "rule": "uniform-rsd", "delta": 1.1},
+        "cool-sd": {"draft": "eagle-static", "gamma": 5, "rule": "cool-sd", "delta": 1.1},
+        "lantern": {"draft": "eagle-dynamic", "gamma": 6, "rule": "lantern", "delta": 0.2, "k": 100, "optimal": False},
+        "lantern++": {"draft": "eagle-static", "gamma": 5, "rule": "lantern++", "lam": 1.0, "k": 10, "optimal": False},
+        "sjd": {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False, "rule": "exact"},
+        "sjd-pac": {"window": 64, "pd_k": 4, "pd_d": 3, "continuation": True, "rule": "exact"},
+    }
+    for method, settings in own.items():
+        assert engine.check(Request(0, method=method)).settings == published | settings
+
+
+def test_a_request_is_a_plain_value():
+    request = Request(3, 7, "sjd", window=5, cfg=None)
+    assert request == Request(3, 7, "sjd", window=5) and hash(request) == hash(Request(3, 7, "sjd", window=5))
+    assert request == pickle.loads(pickle.dumps(request)) == copy.deepcopy(request) == request.but()
+    assert dataclasses.asdict(request)["settings"] == {"window": 5}
+    assert request.but(window=None).settings == {} and request.window == 5 and request.gamma is None
+    assert repr(request) == "Request(label=3, seed=7, method='sjd', window=5)"
+    with pytest.raises(TypeError, match="no setting 'gama': did you mean gamma"):
+        Request(3, gama=1)
+    with pytest.raises(AttributeError):
+        request.gama  # noqa: B018
+
+
 BAD = [
     ({"method": "speculative"}, "choose one of ar, sd, eagle"),
     ({"family": "MAR"}, "this engine has models of VQ"),
@@ -247,6 +279,10 @@ BAD = [
     ({"method": "cool-sd", "lam": 1.0}, "needs rule='lantern++', and it is 'cool-sd'"),
     ({"method": "cool-sd", "delta": [1]}, "delta=[1] does not fit: give a number, above 0"),
     ({"method": "cool-sd", "optimal": "no"}, "True or False"),
+    ({"method": "sjd", "optimal": False}, "needs rule="),
+    ({"method": "sjd", "delta": 0}, "needs rule="),
+    ({"gamma": 5}, "no option of 'sjd-pac'"),
+    ({"draft": ["chain"]}, "draft=['chain'] is no option"),
 ]
 
 
