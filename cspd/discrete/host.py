@@ -46,7 +46,7 @@ class VQHost:
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
         draws: float64, the same, one inside (0, 1) for each code. draft_calls: forwards of draft models in this round.
-        running: what methods keep between rounds.
+        kept: what methods keep between rounds, in the slots' own storage.
     """
 
     family = "VQ"
@@ -73,9 +73,9 @@ class VQHost:
         self.codes = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, length, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
-        self.running: dict[Hashable, object] = {}
+        self.kept: dict[Hashable, object] = {}
         self._caches: dict[str, Cache] = {}
-        self._kept: Tensor | None = None
+        self._past: Tensor | None = None
 
     def adopt(self, other: VQHost) -> None:
         """Takes over what another host of the same models has measured: nothing."""
@@ -85,7 +85,7 @@ class VQHost:
 
     def clear(self) -> None:
         """Drops what methods keep of all sequences."""
-        self.running.clear()
+        self.kept.clear()
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
@@ -243,10 +243,10 @@ class VQHost:
 
     def _features(self) -> Tensor:
         """[2, slots, 1 + columns, dim], the feature at position p in column p + 1; allocated on first use."""
-        if self._kept is None:
+        if self._past is None:
             columns = self.codes.shape[1] + 1
-            self._kept = torch.zeros(2, self.num_slots, columns, self.config.dim, device=self.device)
-        return self._kept
+            self._past = torch.zeros(2, self.num_slots, columns, self.config.dim, device=self.device)
+        return self._past
 
     def commit(self, batch: Batch, codes: Tensor, heat: Tensor) -> None:
         """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""

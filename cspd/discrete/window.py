@@ -92,11 +92,11 @@ class Window(NamedTuple):
 def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:
     """Codes int64 [slots, F] and Q [slots, F, V] that every slot keeps from round to round."""
     key = ("window", path)
-    if key not in host.running:
+    if key not in host.kept:
         codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
         Q = torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
-        host.running[key] = codes, Q
-    return host.running[key]
+        host.kept[key] = codes, Q
+    return host.kept[key]
 
 
 class Draws(NamedTuple):
