@@ -78,6 +78,7 @@ def test_a_relaxed_rule_is_within_its_bound(rule, kind, models):
     assert bounds.mean() > 0.001
 
 
+@pytest.mark.slow
 def test_a_bound_that_is_too_small_shows(models, monkeypatch):
     monkeypatch.setattr(rules.Rule, "bound", lambda self, P, Q, f: 0.3 * rules.bound(P, Q, f))
     _, distance, statistics = test(models, "sd", gamma=3, rule="uniform-rsd", delta=4.0)
@@ -163,6 +164,7 @@ def plant_draft_and_residual_from_one_stream(patch):
     patch.setattr(draft_verify.VQHost, "uniform", wrong)
 
 
+@pytest.mark.slow  # that the tests above see bugs is shown once in a while
 @pytest.mark.parametrize(
     "kind, plant",
     [
