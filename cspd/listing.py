@@ -16,24 +16,29 @@ class Use:
     """What an option means to some methods.
 
     Attributes:
-        option: one of those that mean it. owners: whose it is, families or methods, or the settings it goes with.
-        defaults: the methods that have each default.
+        option: one of those that mean it. owners: whose it is, families or methods. selected: words of other options
+            that it goes with. defaults: the methods that have each default.
     """
 
     option: Option
     owners: list[str] = field(default_factory=list)
+    selected: dict[str, list[str]] = field(default_factory=dict)
     defaults: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, owner: str, option: Option) -> None:
         """Adds a family or a method that has the option."""
-        selector, words = option.only_with or ("", ())
-        self.owners += [f"with --{selector} {word}" for word in words] or [owner]
+        if option.only_with:
+            selector, words = option.only_with
+            self.selected.setdefault(selector, []).extend(words)
+        else:
+            self.owners.append(owner)
         default = "" if option.default is None else f"{option.default}"
         self.defaults.setdefault(default, []).append(owner)
 
     def whose(self) -> str:
         """Whose it is, in few words."""
-        return _few(self.owners)
+        with_others = [f"with --{name} {', '.join(dict.fromkeys(words))}" for name, words in self.selected.items()]
+        return ", ".join(filter(None, [_few(self.owners), *with_others]))
 
     def default(self) -> str:
         """The most common default, and whose are others; empty where there is none."""

@@ -26,7 +26,7 @@ from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
 
 OPTIONS = (
-    Option("gamma", int, "tokens that the draft model drafts a round", default=8, low=1),
+    Option("gamma", int, "tokens drafted per round", default=8, low=1),
     Option(
         "verify",
         ("parallel", "sequential"),
@@ -42,8 +42,10 @@ OPTIONS = (
         metavar="X",
     ),
     Option("align", bool, "draft and target denoise a token with the same noise", default=True),
-    Option("prefill", float, "share of the tokens that the target makes first", default=0.05, high=1, metavar="P"),
-    Option("chains", DENOISERS, "how both models denoise", default="ancestral"),
+    Option(
+        "prefill", float, "share of the tokens that the target makes alone, at first", default=0.05, high=1, metavar="P"
+    ),
+    Option("chains", DENOISERS, "how both models denoise a token", default="ancestral"),
     speculative.WINDOW.but(only_with=("chains", ("speculative",))),
     speculative.DRAFT,
 )

@@ -32,17 +32,22 @@ PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperatu
 NUM_ITER = Option(
     "num_iter",
     int,
-    "autoregressive iterations K, at most one a token; to cspd only the guidance of each token, and the prefill",
+    "autoregressive iterations, at most one per token (for cspd they set the guidance and the prefill only)",
     low=1,
     metavar="K",
 )
 MAR_OPTIONS = (
     NUM_ITER,
     Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
-    Option("cfg_schedule", GUIDANCE, "how guidance runs over the iterations"),
-    Option("temperature", float, "of the denoising noise; 1 is the model's own", metavar="TAU"),
+    Option("cfg_schedule", GUIDANCE, "guidance grows over the iterations, or is the same in all"),
+    Option("temperature", float, "scales the denoising noise; 1 is the model's own", metavar="TAU"),
     Option(
-        "num_sampling_steps", int, "denoising steps a token; MAR's default is 100", low=2, high=TRAIN_STEPS, metavar="T"
+        "num_sampling_steps",
+        int,
+        "denoising steps per token; MAR's default is 100",
+        low=2,
+        high=TRAIN_STEPS,
+        metavar="T",
     ),
 )
 

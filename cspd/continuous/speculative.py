@@ -24,7 +24,7 @@ from cspd.sequence import Request, Sequence
 WINDOW = Option(
     "window",
     int,
-    "denoising steps drafted ahead in the head, by default what this device's cost model finds fastest; 0: none",
+    "denoising steps drafted ahead in the head; 0 drafts none; by default what is fastest on this device",
     high=WINDOWS[-1],
     off=0,
     metavar="W",
@@ -32,7 +32,7 @@ WINDOW = Option(
 DRAFT = Option(
     "draft",
     DRAFTS,
-    "how the head's output is guessed: by least squares, or as the last one (frozen: needs no calibration, is worse)",
+    "how the head's output is guessed: by a fit, or as the last one (frozen: no calibration, fewer accepted)",
     default="calibrated",
 )
 

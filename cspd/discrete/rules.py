@@ -30,7 +30,13 @@ NEIGHBOURS = (
         implied=True,
     ),
 )
-OPTIMAL = Option("optimal", bool, "resample from G*; false: as the paper's own code does", default=True, implied=True)
+OPTIMAL = Option(
+    "optimal",
+    bool,
+    "after a rejection sample from G*, the closest to the target; if not, as the authors' code does",
+    default=True,
+    implied=True,
+)
 PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
     "exact": (),
     "uniform-rsd": (Option("delta", float, "accepts with min(1, delta P/Q)", low=1), OPTIMAL),
