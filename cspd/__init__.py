@@ -1,4 +1,4 @@
-"""cspd: fast autoregressive image generation that does not change what is generated.
+"""cspd: fast sampling of autoregressive image models, with tested guarantees.
 
 >>> engine = cspd.load("digits32")
 >>> output = engine.generate([cspd.Request(label=3, seed=7)])[0]

@@ -12,8 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd.engine import Engine
+from cspd.lookup import parse_method, with_method
 from cspd.machine import peak_bytes, reset_peak, spread
-from cspd.methods import COMMON, parse_method, with_method
+from cspd.methods import COMMON
 from cspd.sequence import Output, Request
 
 SCHEMA = "cspd.bench/2"

@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="cspd",
-        description="Fast autoregressive image generation that does not change what is generated.",
+        description="Fast sampling of autoregressive image models, with tested guarantees.",
         epilog=EPILOG,
         formatter_class=raw,
     )

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from cspd import noise as philox_noise
 from cspd.finishing import Finisher
+from cspd.lookup import choose, method_of
 from cspd.machine import describe, pick_device
 from cspd.method import Host, Method, Models
-from cspd.methods import choose, method_of
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler
 from cspd.sequence import Output, Request, RoundStats, Sequence

@@ -17,6 +17,7 @@ from training import HELD_OUT_SEED
 from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.metrics import SPACES, features
 from cspd.plots import to_uint8
+from cspd.records import publishing
 
 PART = 1000  # images drawn at a time
 
@@ -46,7 +47,8 @@ def main() -> None:
     kept = np.random.default_rng(0).permutation(len(images))[: args.keep]
     if args.keep:
         arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in kept])
-    np.savez_compressed(args.out, **arrays)
+    with publishing(args.out) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, **arrays)
     print(f"{args.out}: statistics of {len(images)} images, {len(kept)} of them kept")
 
 

@@ -22,6 +22,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.loading"],
     ["cspd.engine"],
     ["cspd.finishing", "cspd.scheduler"],
+    ["cspd.lookup"],
     ["cspd.methods"],
     ["cspd.continuous", "cspd.discrete"],
     ["cspd.vq"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cspd.discrete.host import VQHost
 from cspd.discrete.probabilities import guide, probabilities
-from cspd.methods import find
+from cspd.lookup import find
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, RoundStats, Sequence
 from cspd.vq.eagle import Eagle

@@ -11,7 +11,8 @@ from cspd.commands.options import add_model_options, add_request_options, load_e
 from cspd.evaluation.classifier import accuracy as classifier_accuracy
 from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded
-from cspd.methods import METHODS, method_names
+from cspd.lookup import method_names
+from cspd.methods import METHODS
 from cspd.parsing import number_list
 from cspd.plots import Point, speed_quality
 from cspd.records import publishing, write_json

@@ -7,7 +7,7 @@ import argparse
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
 from cspd.continuous.calibration import WINDOWS
 from cspd.continuous.tuning import user_cache
-from cspd.methods import method_of
+from cspd.lookup import method_of
 
 
 def add(commands: argparse._SubParsersAction) -> None:

@@ -11,7 +11,8 @@ import torch
 from cspd.engine import Engine
 from cspd.listing import Use, uses
 from cspd.loading import checkpoint_files, load
-from cspd.methods import COMMON, DEFAULTS, method_names, method_of
+from cspd.lookup import method_names, method_of
+from cspd.methods import COMMON, DEFAULTS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, positive, word_list
 from cspd.precision import POLICIES

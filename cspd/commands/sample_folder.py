@@ -12,7 +12,7 @@ from PIL import Image
 
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
-from cspd.methods import method_of
+from cspd.lookup import method_of
 from cspd.plots import grid, heat_grid, to_pil
 from cspd.records import write_png
 from cspd.sequence import Request

@@ -19,8 +19,8 @@ from cspd.comparison.study import Configuration, baseline
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import Reference
 from cspd.evaluation.two_sample import LEAST_PAIRS, energy_test
+from cspd.lookup import guarantee_of
 from cspd.machine import spread
-from cspd.methods import guarantee_of
 from cspd.sequence import Request
 from cspd.version import __version__
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from cspd.engine import Engine
-from cspd.methods import method_names, parse_method, with_method
+from cspd.lookup import method_names, parse_method, with_method
 from cspd.option import check_integer, option_names
 from cspd.parsing import number_list
 from cspd.sequence import Request

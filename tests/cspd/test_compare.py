@@ -13,7 +13,7 @@ import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, features, images_of
 
 import cspd
-from cspd import methods
+from cspd import lookup, methods
 from cspd.cli import main
 from cspd.comparison import page, runs
 from cspd.comparison.compare import _intervals, compare, speed_of
@@ -214,7 +214,7 @@ def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
     rows = [Configuration(each["method"], cspd.Request(0, **quick, **each), digits) for each in asked]
     ways = {"space": "digits", "progress": False}
     right, _ = compare(rows, range(10), 24, tmp_path / "right", **ways)
-    bad = dataclasses.replace(methods.find("speculative", "MAR"), run_round=colder)
+    bad = dataclasses.replace(lookup.find("speculative", "MAR"), run_round=colder)
     monkeypatch.setattr(methods, "METHODS", [bad, *(m for m in methods.METHODS if m.name != "speculative")])
     wrong, _ = compare(rows, range(10), 24, tmp_path / "wrong", **ways)
     assert wrong["rows"][1]["p_value"] <= 0.005 < 0.1 < right["rows"][1]["p_value"]

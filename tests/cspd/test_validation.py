@@ -11,8 +11,8 @@ import torch
 from cspd import Engine, MARModels, Request
 from cspd.continuous.host import MARHost
 from cspd.continuous.memory import bytes_per_slot, check_memory
+from cspd.lookup import choose, find, method_names
 from cspd.machine import free_bytes, pick_device
-from cspd.methods import choose, find, method_names
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig

@@ -10,7 +10,7 @@ import cspd
 from cspd.cli import main
 from cspd.evaluation.classifier import accuracy, load_classifier
 from cspd.loading import checkpoint_files, embedded
-from cspd.methods import method_names
+from cspd.lookup import method_names
 
 OF_VQ = method_names(["VQ"])
 

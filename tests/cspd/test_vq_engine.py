@@ -13,7 +13,7 @@ from toys import CLASSES, draw, request_of, toy_gpt, toy_models
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.host import VQHost
 from cspd.discrete.probabilities import probabilities, sample
-from cspd.methods import find, method_names
+from cspd.lookup import find, method_names
 from cspd.noise import Purpose
 from cspd.vq import reference
 from cspd.vq.eagle import Eagle

@@ -7,7 +7,7 @@ from scipy import stats
 from toys import CPU, admitted, counts, distribution, draw, host_of, p_value, request_of, sequences, toy_models
 
 from cspd.discrete import draft_verify, drafts, jacobi, rules, tree
-from cspd.methods import find
+from cspd.lookup import find
 from cspd.noise import Purpose
 from cspd.precision import Stopwatch
 
