@@ -57,7 +57,7 @@ def _default(request: Request, families: Sequence[str]) -> Method:
 
 def _check_options(request: Request, method: Method) -> None:
     own = {option.name for option in (*methods.COMMON[method.family], *method.options)}
-    for name in request.settings.keys() - own:
+    for name in sorted(request.settings.keys() - own):
         value = getattr(request, name)
         having = list(dict.fromkeys(m.name for m in methods.METHODS if name in {o.name for o in m.options}))
         if not having:

@@ -121,7 +121,8 @@ class Store:
             return None
 
     def clear(self) -> None:
-        """Removes a run; its record last, without which items are no one's."""
+        """Removes a run; its record last, without which items are no one's. Raises OSError as `make_folder`."""
+        make_folder(self.folder)
         items = [*self.folder.glob(self.items), *self._halves()]
         for path in (*items, *(self.folder / name for name in (*self.reports, self.name))):
             path.unlink(missing_ok=True)

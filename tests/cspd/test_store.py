@@ -156,3 +156,12 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
             raise OSError(28, "No space left on device")
     assert Image.open(tmp_path / "a.png").size == (2, 2)
     assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["half", "half"]
+
+
+def test_a_file_where_the_folder_should_be_is_told(tmp_path):
+    """Also where another run is to be replaced: the error names the fix, and the file stays."""
+    (tmp_path / "out").write_text("not ours")
+    for begin in (lambda store: store.clear(), lambda store: store.claim(record_of())):
+        with pytest.raises((OSError, ValueError), match="give another --out"):
+            begin(store_of(tmp_path / "out"))
+    assert (tmp_path / "out").read_text() == "not ours"
