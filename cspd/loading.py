@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,7 +16,9 @@ from cspd.method import Models
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
-from mar.checkpoint import CheckpointError, load_mar, load_vae
+from mar.checkpoint import load_mar, load_vae
+from mar.registry import suggestion
+from mar.tensors import CheckpointError
 
 # beside the package in a source tree, inside it when installed
 _ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
@@ -33,13 +37,50 @@ _VQ_FILES = {
 
 
 def embedded() -> dict[str, Path]:
-    """The embedded checkpoints by name."""
-    root = next(root for root in _ROOTS if root.is_dir())
-    return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
+    """The embedded checkpoints by name; none where an installation has left them out."""
+    root = next((root for root in _ROOTS if root.is_dir()), None)
+    return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()} if root else {}
 
 
-def _find(folder: Path, patterns: tuple[str, ...]) -> Path | None:
-    return next((path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()), None)
+def embedded_folder(name: str) -> Path:
+    """The folder of an embedded checkpoint. Raises FileNotFoundError where an installation has none of this name."""
+    folder = embedded().get(name)
+    if folder is None:
+        raise FileNotFoundError(f"{name}: this installation has no such embedded checkpoint: install cspd again")
+    return folder
+
+
+def _path(place: str | Path, what: str) -> Path:
+    """Raises TypeError unless it is text or a path, ValueError if it is empty."""
+    if not isinstance(place, (str, os.PathLike)):
+        raise TypeError(f"{what} must be a name or a path, not {place!r}")
+    if not os.fspath(place):
+        raise ValueError(f"{what} is empty: give a file, or leave it out")
+    return Path(place)
+
+
+def _find(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+
+
+def _target_file(checkpoint: str | Path) -> Path:
+    """The file of an embedded name, a folder or a target's file."""
+    known = embedded()
+    place = known.get(str(checkpoint), _path(checkpoint, "checkpoint"))
+    if place.is_file():
+        return place
+    patterns = dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"])
+    found = _find(place, patterns) if place.is_dir() else []
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise CheckpointError(f"{checkpoint}: several checkpoints are there ({names}): give the file of one")
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint}: no checkpoint there; give a file, a folder with one of {', '.join(patterns)}"
+            " (checkpoints/README.md says where the official files come from), or an embedded name:"
+            f" {suggestion(str(checkpoint), known)}"
+        )
+    return found[0]
 
 
 def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
@@ -49,21 +90,16 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     tokenizer beside them or by their official name.
 
     Raises:
-        CheckpointError: there is no target to be found.
+        CheckpointError: there is no target to be found, or there are several. TypeError, ValueError: it is no path.
     """
-    place = embedded().get(str(checkpoint), Path(checkpoint))
-    folder = place if place.is_dir() else place.parent
-    is_vq = place.match("c2i_*") or (place.suffix != ".pth" and _find(folder, _VQ_FILES["tokenizer"]) is not None)
-    patterns = _VQ_FILES if is_vq else _MAR_FILES
-    target = _find(place, patterns["target"]) if place.is_dir() else place
-    if target is None or not target.is_file():
-        wanted = ", ".join(name for names in (_MAR_FILES, _VQ_FILES) for name in names["target"])
-        raise CheckpointError(
-            f"{checkpoint}: no checkpoint there; give an embedded name ({', '.join(embedded())}), a file, or a folder"
-            f" with one of {wanted} (checkpoints/README.md says where the official files come from)"
-        )
-    # beside the target, whatever name or file it was found by
-    return {"target": target} | {name: _find(target.parent, patterns[name]) for name in patterns if name != "target"}
+    target = _target_file(checkpoint)
+    has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
+    is_vq = target.match("c2i_*") or (target.suffix != ".pth" and has_tokenizer)
+    files: dict[str, Path | None] = {"target": target}
+    for name, patterns in (_VQ_FILES if is_vq else _MAR_FILES).items():
+        if name != "target":  # beside it, whatever name or file it was found by
+            files[name] = next(iter(_find(target.parent, patterns)), None)
+    return files
 
 
 def family_of(checkpoint: str | Path) -> str:
@@ -91,18 +127,22 @@ def load(
         max_batch, device, precision, compiled: as in `Engine`.
 
     Raises:
-        CheckpointError: a file is missing, damaged or of another model. ValueError: as in `Engine`, or several
-            checkpoints and one arch, vae or draft for them.
+        CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
+        TypeError: a path is something else. ValueError: as in `Engine`, an unknown arch, or several checkpoints and one
+            arch, vae or draft for them.
     """
     checkpoints = checkpoints or ("digits32",)
-    if len(checkpoints) > 1 and (arch or vae or draft):
+    if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft)):
         raise ValueError("arch, vae and draft are of one checkpoint: put the files of several beside their targets")
     models: list[Models] = []
     cache = None
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)
         decoder = "tokenizer" if "tokenizer" in files else "vae"
-        files |= {name: Path(file) for name, file in ((decoder, vae), ("draft", draft)) if file}
+        if vae is not None:
+            files[decoder] = _path(vae, "vae")
+        if draft is not None:
+            files["draft"] = _path(draft, "draft")
         target, decoder_file = files["target"], files[decoder]
         assert target is not None  # or `checkpoint_files` had raised an error
         if decoder_file is None:
@@ -113,8 +153,9 @@ def load(
         if decoder == "tokenizer":
             models.append(_vq_models(target, arch, files["draft"], files["eagle"], decoder_file))
         else:
+            large = load_mar(target, arch)
             small = load_mar(files["draft"]) if files["draft"] else None
-            models.append(MARModels(load_mar(target, arch), small, load_vae(decoder_file)))
+            models.append(MARModels(large, small, load_vae(decoder_file)))
             cache = target.parent / "calibration"
     return Engine(*models, max_batch=max_batch, device=device, precision=precision, compiled=compiled, cache=cache)
 

@@ -1,98 +1,149 @@
 """Loading weights: MAR's `checkpoint-last.pth` and `kl16.ckpt`, and safetensors. Local files only.
 
-Official files are pickles: they are read with `weights_only=True`, so that no code in them runs, and memory-mapped.
+A file is anybody's: `read_tensors` makes dense tensors of it, and `fill` lets them into a model if they are its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import pickle
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mar.model import MAR
-from mar.registry import MARS, VAES, create_mar, create_vae
+from mar.registry import MARS, VAES, create_mar, create_vae, lookup
+from mar.tensors import CheckpointError, read_tensors
 from mar.vae import AutoencoderKL
 
 Model = TypeVar("Model", bound=nn.Module)
-WEIGHT_KEYS = ("model_ema", "model", "module", "state_dict")  # the averaged weights are the ones to sample with
+Shapes = dict[str, tuple[int, ...]]
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+LISTED = 3  # tensors that a message names
 
 
-class CheckpointError(ValueError):
-    """A weights file cannot be used; the message names the file, what was expected and what to do."""
+@dataclass(frozen=True)
+class Kind(Generic[Model]):
+    """Models that files are told apart by.
+
+    Attributes:
+        what: what they are called in messages. names: of their sizes. create: makes one by name.
+        place: what to do with a file of theirs that was given as another's.
+    """
+
+    what: str
+    names: Mapping[str, object]
+    create: Callable[[str], Model]
+    place: str
 
 
-def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
-    """The tensors of a weights file, memory-mapped.
+MAR_MODEL = Kind(
+    "MAR model",
+    MARS,
+    create_mar,
+    "give it as checkpoint, or as draft of a MAR model (--checkpoint, --draft-checkpoint)",
+)
+AUTOENCODER = Kind("autoencoder", VAES, create_vae, "give it as vae of a MAR model (--vae)")
+KINDS: list[Kind] = [MAR_MODEL, AUTOENCODER]  # those that a file is recognised as; other families add theirs
+
+
+def load_weights(path: Path, kind: Kind[Model], arch: str | None = None, ema: bool = True) -> tuple[Model, str]:
+    """A model with the weights of a file, on the CPU in float32, and its name.
 
     Args:
-        path: .safetensors, or anything else as a torch pickle holding `model_ema` and/or another of WEIGHT_KEYS.
+        arch: one of the kind's names; found out from the file by default.
         ema: whether to take the averaged weights where there are two sets.
 
     Raises:
-        CheckpointError: missing, truncated, or not a weights file.
+        CheckpointError: missing, truncated, of another size, of another model, not of real numbers, or with NaN.
+        ValueError: unknown arch.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; checkpoints/README.md says where the official files come from")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        # official files carry the training script's arguments beside the weights
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged file can fail anywhere in the readers
-        if isinstance(error, pickle.UnpicklingError):  # its own message advises to run code that is in the file
-            reason = "it holds more than weights"
-        else:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: cannot be read as weights ({reason}); it has {path.stat().st_size:,} bytes and is likely"
-            " truncated or another kind of file: fetch it again and compare its size with the source"
-        ) from error
-    tensors = _tensors_in(content, ema)
-    if not tensors:
-        found = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(
-            f"{path}: expected a dict with {' or '.join(WEIGHT_KEYS)}, found {found}; take the file as its authors"
-            " published it (checkpoints/README.md)"
-        )
-    return tensors
+    if arch is not None:
+        _check_arch(arch, kind)
+    tensors = read_tensors(path, ema)
+    candidates = kind.names if arch is None else [arch]
+    name = next((name for name in candidates if _mismatch(_shapes(kind.create, name), tensors) is None), None)
+    if name is None:
+        raise CheckpointError(f"{path}: {_what_it_is(tensors, kind, candidates)}")
+    model = _on_meta(kind.create, name)
+    fill(model, tensors, path)
+    return model.eval().requires_grad_(False), name
 
 
-def _tensors_in(content: object, ema: bool) -> dict[str, Tensor]:
-    """The tensors of the first set of weights in a file's content; with `ema` off, of the last."""
-    if not isinstance(content, dict):
-        return {}
-    sets = [content[key] for key in WEIGHT_KEYS if isinstance(content.get(key), dict)]
-    if not sets:
-        sets = [content]  # LlamaGen's largest files are bare
-    weights = sets[0 if ema else -1]
-    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+def fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Gives a model the tensors that `read_tensors` found in a file, contiguous and in float32, without a copy if so.
+
+    Raises:
+        CheckpointError: names, shapes or types are not the model's, or a value is not finite.
+    """
+    expected = model.state_dict()
+    problem = _mismatch({name: tuple(own.shape) for name, own in expected.items()}, tensors)
+    if problem:
+        raise CheckpointError(f"{path}: not the weights of {type(model).__name__}: {problem}")
+    for name, own in expected.items():
+        tensor = tensors[name]
+        # counters are integers
+        wanted, accepted = (torch.float32, FLOATS) if own.is_floating_point() else (own.dtype, (own.dtype,))
+        if tensor.dtype not in accepted:
+            types = " or ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, expected {types}: save the weights as these")
+        expected[name] = tensor.to(wanted).contiguous()
+        low, high = expected[name].aminmax()  # of NaN where there is any; a pass that makes nothing
+        if not (low.isfinite() and high.isfinite()):
+            raise CheckpointError(
+                f"{path}: {name} has NaN or infinite values; the file is damaged or training diverged: fetch it again"
+            )
+    model.load_state_dict(expected, assign=True)
 
 
-def _fit(shapes: dict[str, tuple[int, ...]], tensors: dict[str, Tensor]) -> str | None:
-    """Why the tensors are not this model's, in a few words; None if they are."""
-    missing = shapes.keys() - tensors.keys()
-    unexpected = tensors.keys() - shapes.keys()
-    problems = []
-    if missing:
-        problems.append(f"{len(missing)} tensors missing (such as {min(missing)})")
-    if unexpected:
-        problems.append(f"{len(unexpected)} tensors unexpected (such as {min(unexpected)})")
-    if problems:
-        return " and ".join(problems)
-    for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
-            return f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
-    return None
+def _mismatch(shapes: Shapes, tensors: dict[str, Tensor]) -> str | None:
+    """Why the tensors are not a model's, in a few words; None if they are."""
+    problems = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "misshapen": [
+            f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+            for name, shape in shapes.items()
+            if name in tensors and tensors[name].shape != shape
+        ],
+    }
+    return "; ".join(f"{problem}: {_few(names)}" for problem, names in problems.items() if names) or None
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _resemblance(shapes: Shapes, tensors: dict[str, Tensor]) -> float:
+    """Which share of all tensors are in both, with the same shape."""
+    theirs = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    ours = set(shapes.items())
+    return len(ours & theirs) / len(ours | theirs)
+
+
+def _check_arch(arch: str, kind: Kind) -> None:
+    """Raises ValueError unless a kind has a size of this name."""
+    for other in KINDS:
+        if arch in [*other.names] and arch not in [*kind.names]:
+            raise ValueError(f"{arch} is no {kind.what} but a {other.what}: {other.place}")
+    lookup(kind.names, arch, kind.what)
+
+
+def _what_it_is(tensors: dict[str, Tensor], wanted: Kind, candidates: Collection[str]) -> str:
+    """What to tell of tensors that are no candidate's: whose they are instead, or what keeps them from the nearest."""
+    expected = f"the expected {wanted.what} ({', '.join(candidates)})"
+    for kind in KINDS:
+        for name in kind.names:
+            if _mismatch(_shapes(kind.create, name), tensors) is None:
+                advice = "ask for that, or leave arch out" if kind is wanted else kind.place
+                return f"these are the weights of {name} ({kind.what}), not of {expected}: {advice}"
+    nearest = max(candidates, key=lambda name: _resemblance(_shapes(wanted.create, name), tensors))
+    differences = _mismatch(_shapes(wanted.create, nearest), tensors)
+    return f"not the weights of {expected}; compared with {nearest}, {differences}: give the file of one of these"
 
 
 def _on_meta(create: Callable[[str], Model], name: str) -> Model:
@@ -101,44 +152,8 @@ def _on_meta(create: Callable[[str], Model], name: str) -> Model:
 
 
 @functools.cache  # building the large ones takes longer than loading a small one
-def _shapes(create: Callable[[str], nn.Module], name: str) -> dict[str, tuple[int, ...]]:
+def _shapes(create: Callable[[str], nn.Module], name: str) -> Shapes:
     return {key: tuple(tensor.shape) for key, tensor in _on_meta(create, name).state_dict().items()}
-
-
-def load_weights(
-    path: Path, arch: str | None, names: dict, create: Callable[[str], Model], kind: str, ema: bool = True
-) -> tuple[Model, str]:
-    """A model with the weights of a file, on the CPU in float32, and its name.
-
-    Args:
-        arch: one of `names`; found out from the file by default.
-        create: makes a model by name. kind: what these models are called in messages.
-        ema: whether to take the averaged weights where there are two sets.
-
-    Raises:
-        CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.
-    """
-    tensors = read_tensors(path, ema)
-    fits = {name: _fit(_shapes(create, name), tensors) for name in names}
-    found = next((name for name, problem in fits.items() if problem is None), None)
-    wanted = arch or found
-    if wanted is None:
-        raise CheckpointError(
-            f"{path}: the weights are of no {kind} known here ({', '.join(names)}): give the file of one of these"
-        )
-    if wanted not in names:
-        raise ValueError(f"unknown {kind} {wanted!r}: choose one of {', '.join(names)}")
-    if fits[wanted] is not None:
-        advice = f"these are the weights of {found}: ask for that" if found else f"give the file of {wanted}"
-        raise CheckpointError(f"{path}: not the weights of {wanted}: {fits[wanted]}; {advice}")
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(
-                f"{path}: {name} has NaN or infinite values; the file is damaged or training diverged: fetch it again"
-            )
-    model = _on_meta(create, wanted)
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
-    return model.eval().requires_grad_(False), wanted
 
 
 def load_mar(path: Path | str, arch: str | None = None, ema: bool = True) -> MAR:
@@ -150,11 +165,11 @@ def load_mar(path: Path | str, arch: str | None = None, ema: bool = True) -> MAR
         ema: whether to take the averaged weights (an official file has both).
 
     Raises:
-        CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.
+        CheckpointError, ValueError: as in `load_weights`.
     """
-    return load_weights(Path(path), arch, MARS, create_mar, "MAR model", ema)[0]
+    return load_weights(Path(path), MAR_MODEL, arch, ema)[0]
 
 
 def load_vae(path: Path | str, arch: str | None = None) -> AutoencoderKL:
     """An autoencoder with the weights of a file, as `load_mar`; arch is a name of `mar.registry.VAES`."""
-    return load_weights(Path(path), arch, VAES, create_vae, "autoencoder")[0]
+    return load_weights(Path(path), AUTOENCODER, arch)[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -74,10 +75,16 @@ VAES: dict[str, KLConfig] = {
 }
 
 
-def lookup(table: dict[str, T], name: str, what: str) -> T:
+def suggestion(name: str, known: Collection[str]) -> str:
+    """What to tell somebody who gave an unknown name: the nearest known one, or all."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known) or 'none'}"
+
+
+def lookup(table: Mapping[str, T], name: str, what: str) -> T:
     """The entry of a table of named things. Raises ValueError on an unknown name and lists the known ones."""
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}: choose one of {', '.join(table)}")
+    if name not in [*table]:  # a list, since what is asked for may not be hashable
+        raise ValueError(f"unknown {what} {name!r}: {suggestion(name, table)}")
     return table[name]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cspd.loading import embedded
-from mar.checkpoint import read_tensors
+from cspd.loading import embedded_folder
+from mar.checkpoint import fill
+from mar.tensors import read_tensors
 
 FEATURES = 128
 
@@ -34,10 +35,9 @@ class DigitClassifier(nn.Module):
 
 def load_classifier(checkpoint: str = "digits32") -> DigitClassifier:
     """The classifier that is embedded beside a checkpoint, on the CPU in float32."""
-    tensors = read_tensors(embedded()[checkpoint] / "classifier.safetensors")
+    path = embedded_folder(checkpoint) / "classifier.safetensors"
     model = DigitClassifier()
-    floats = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
-    model.load_state_dict(tensors | floats)
+    fill(model, read_tensors(path), path)
     return model.eval().requires_grad_(False)
 
 

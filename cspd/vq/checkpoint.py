@@ -10,8 +10,17 @@ from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, TOKENIZERS, create_eagle, create_gpt, create_tokenizer
 from cspd.vq.tokenizer import VQModel
-from mar.checkpoint import load_weights
+from mar.checkpoint import KINDS, Kind, load_weights
 
+GPT_MODEL = Kind(
+    "GPT",
+    GPTS,
+    create_gpt,
+    "give it as checkpoint, with its tokenizer beside it, or as draft of a GPT (--checkpoint, --draft-checkpoint)",
+)
+TOKENIZER = Kind("tokenizer", TOKENIZERS, create_tokenizer, "give it as vae of a GPT (--vae)")
+EAGLE = Kind("EAGLE drafter", GPTS, create_eagle, "put it beside its GPT as eagle.safetensors")
+KINDS += [GPT_MODEL, TOKENIZER, EAGLE]
 PIXELS = re.compile(r"_(256|384|512)\b")  # in an official file's name; its weights are the same at any resolution
 
 
@@ -24,9 +33,9 @@ def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
         arch: a name of `cspd.vq.registry.GPTS`; found out from the file by default.
 
     Raises:
-        CheckpointError: missing, truncated, of another size, of another model, or with NaN. ValueError: unknown arch.
+        CheckpointError, ValueError: as in `mar.checkpoint.load_weights`.
     """
-    model, name = load_weights(Path(path), arch, GPTS, create_gpt, "GPT")
+    model, name = load_weights(Path(path), GPT_MODEL, arch)
     pixels = PIXELS.search(Path(path).stem)
     if pixels:
         side = int(pixels[1]) // TOKENIZERS[GPTS[name].tokenizer].stride
@@ -36,9 +45,9 @@ def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
 
 def load_tokenizer(path: Path | str, arch: str | None = None) -> VQModel:
     """A tokenizer with the weights of a file, as `load_gpt`; arch is a name of `cspd.vq.registry.TOKENIZERS`."""
-    return load_weights(Path(path), arch, TOKENIZERS, create_tokenizer, "tokenizer")[0]
+    return load_weights(Path(path), TOKENIZER, arch)[0]
 
 
 def load_eagle(path: Path | str, arch: str | None = None) -> Eagle:
     """An EAGLE drafter with the weights of a file, as `load_gpt`; arch is its target's."""
-    return load_weights(Path(path), arch, GPTS, create_eagle, "EAGLE drafter")[0]
+    return load_weights(Path(path), EAGLE, arch)[0]

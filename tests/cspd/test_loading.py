@@ -1,0 +1,113 @@
+"""`cspd.load` and its files: names, folders and paths that are not what they should be get one clear error."""
+
+import shutil
+
+import pytest
+import torch
+from stores import small_checkpoint, small_vq_checkpoint
+
+import cspd
+from cspd import loading
+from cspd.evaluation.classifier import load_classifier
+from cspd.loading import checkpoint_files, embedded
+from mar.tensors import CheckpointError
+
+
+@pytest.mark.parametrize("place", [None, b"digits32", ["digits32"], 5])
+@pytest.mark.parametrize("argument", ["checkpoint", "vae", "draft"])
+def test_what_is_no_path(argument, place):
+    with pytest.raises(TypeError, match=f"{argument} must be a name or a path, not "):
+        cspd.load(place) if argument == "checkpoint" else cspd.load(**{argument: [place]})
+
+
+@pytest.mark.parametrize(
+    "checkpoints, given, message",
+    [
+        ([""], {}, "checkpoint is empty"),
+        ([], {"vae": ""}, "vae is empty"),
+        ([], {"draft": ""}, "draft is empty"),
+        ([], {"arch": ""}, "unknown MAR model ''"),
+        (["digits32", "digits32_vq"], {"draft": ""}, "arch, vae and draft are of one checkpoint"),
+    ],
+)
+def test_an_empty_name_is_not_the_default(checkpoints, given, message):
+    with pytest.raises(ValueError, match=message):
+        cspd.load(*checkpoints, **given, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("digits32vq", "did you mean digits32_vq?"),
+        ("Digits32", "did you mean digits32?"),
+        ("~nobody/mar", "choose one of digits32, digits32_vq"),
+        ("a\0b", "choose one of digits32, digits32_vq"),
+    ],
+)
+def test_a_name_that_is_none(name, message):
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint_files(name)
+    assert str(caught.value).startswith(f"{name}: no checkpoint there") and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("target.safetensors", "checkpoint-last.pth"),
+        ("c2i_B_256.pt", "c2i_L_256.pt"),
+        ("checkpoint-last.pth", "c2i_B.pt"),
+    ],
+)
+def test_a_folder_with_two_targets(names, tmp_path):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"several checkpoints are there \(.*, .*\): give the file of one"):
+        checkpoint_files(tmp_path)
+    assert checkpoint_files(tmp_path / names[0])["target"] == tmp_path / names[0]
+
+
+def test_what_lies_beside_does_not_hide_the_target(tmp_path):
+    """A tokenizer in MAR's folder, and a folder that is called like a GPT's file."""
+    folder = tmp_path / "c2i_and_others"
+    folder.mkdir()
+    for name in ("checkpoint-last.pth", "vq_ds16_c2i.pt", "kl16.ckpt"):
+        (folder / name).touch()
+    files = checkpoint_files(folder)
+    assert files["target"].name == "checkpoint-last.pth" and files["vae"].name == "kl16.ckpt"
+
+
+def test_the_autoencoder_of_the_other_family():
+    with pytest.raises(CheckpointError, match=r"vq_digits32 \(tokenizer\), not of the expected autoencoder"):
+        cspd.load(small_checkpoint(), vae=checkpoint_files("digits32_vq")["tokenizer"], device="cpu")
+    with pytest.raises(CheckpointError, match=r"kl_digits32 \(autoencoder\), not of the expected tokenizer"):
+        cspd.load(small_vq_checkpoint(), vae=checkpoint_files("digits32")["vae"], device="cpu")
+
+
+def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
+    own = small_checkpoint()
+    monkeypatch.setattr(loading, "_ROOTS", (tmp_path / "nowhere",))
+    assert embedded() == {}
+    assert cspd.load(own, device="cpu").host is not None
+    with pytest.raises(CheckpointError, match="digits32: no checkpoint there"):
+        cspd.load()
+    with pytest.raises(FileNotFoundError, match="digits32: this installation has no such embedded checkpoint"):
+        load_classifier()
+
+
+def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
+    (tmp_path / "digits32").mkdir()
+    monkeypatch.setattr(loading, "_ROOTS", (tmp_path,))
+    file = tmp_path / "digits32" / "classifier.safetensors"
+    shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
+    with pytest.raises(
+        CheckpointError, match=f"{file}: not the weights of DigitClassifier: missing: stages.0.0.weight"
+    ):
+        load_classifier()
+    shutil.copy(loading.__file__, file)
+    with pytest.raises(CheckpointError, match="begins with"):
+        load_classifier()
+
+
+def test_the_classifier_keeps_its_counters():
+    state = load_classifier().state_dict()
+    assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
