@@ -74,29 +74,34 @@ def load_weights(path: Path, kind: Kind[Model], arch: str | None = None, ema: bo
 
 
 def fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    """Gives a model the tensors that `read_tensors` found in a file, contiguous and in float32, without a copy if so.
+    """Gives a model the tensors that `read_tensors` found in a file: its own, contiguous, in float32, and finite.
+
+    Those that are so already are taken without a copy.
 
     Raises:
         CheckpointError: names, shapes or types are not the model's, or a value is not finite.
     """
-    expected = model.state_dict()
-    problem = _mismatch({name: tuple(own.shape) for name, own in expected.items()}, tensors)
+    own = model.state_dict()
+    problem = _mismatch({name: tuple(tensor.shape) for name, tensor in own.items()}, tensors)
     if problem:
         raise CheckpointError(f"{path}: not the weights of {type(model).__name__}: {problem}")
-    for name, own in expected.items():
-        tensor = tensors[name]
-        # counters are integers
-        wanted, accepted = (torch.float32, FLOATS) if own.is_floating_point() else (own.dtype, (own.dtype,))
-        if tensor.dtype not in accepted:
-            types = " or ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
-            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, expected {types}: save the weights as these")
-        expected[name] = tensor.to(wanted).contiguous()
-        low, high = expected[name].aminmax()  # of NaN where there is any; a pass that makes nothing
-        if not (low.isfinite() and high.isfinite()):
-            raise CheckpointError(
-                f"{path}: {name} has NaN or infinite values; the file is damaged or training diverged: fetch it again"
-            )
-    model.load_state_dict(expected, assign=True)
+    weights = {name: _converted(tensors[name], own[name].dtype, f"{path}: {name}") for name in own}
+    model.load_state_dict(weights, assign=True)
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype, place: str) -> Tensor:
+    """A tensor as a model has it, of real numbers or, for a counter, of its integers."""
+    wanted, accepted = (torch.float32, FLOATS) if dtype.is_floating_point else (dtype, (dtype,))
+    if tensor.dtype not in accepted:
+        types = " or ".join(str(each).removeprefix("torch.") for each in accepted)
+        raise CheckpointError(f"{place} is {tensor.dtype}, expected {types}: save the weights as these")
+    tensor = tensor.to(wanted).contiguous()
+    low, high = tensor.aminmax()  # NaN where there is one; isfinite would make copies
+    if not (low.isfinite() and high.isfinite()):
+        raise CheckpointError(
+            f"{place} has NaN or infinite values; the file is damaged or training diverged: fetch it again"
+        )
+    return tensor
 
 
 def _mismatch(shapes: Shapes, tensors: dict[str, Tensor]) -> str | None:

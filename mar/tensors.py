@@ -15,9 +15,9 @@ WEIGHT_KEYS = ("model_ema", "model", "module", "state_dict")  # the averaged wei
 PREFIXES = ("module.", "_orig_mod.")  # of all names, where a model was saved inside DistributedDataParallel or compiled
 LFS_START = b"version https://git-lfs"
 UNUSUAL: dict[str, Callable[[Tensor], bool]] = {
+    "nested": lambda tensor: tensor.is_nested,
     "sparse": lambda tensor: tensor.layout != torch.strided,
     "without values (on the meta device)": lambda tensor: tensor.is_meta,
-    "nested": lambda tensor: tensor.is_nested,
     "quantised": lambda tensor: tensor.is_quantized,
 }
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mar.checkpoint import load_mar, load_vae
+from mar.checkpoint import fill, load_mar, load_vae
 from mar.registry import VAES, create_mar, create_vae
-from mar.tensors import CheckpointError
+from mar.tensors import CheckpointError, read_tensors
 
 DRAFT, TARGET, VAE = "mar_digits32_draft", "mar_digits32", "kl_digits32"
 NAME = "decoder_blocks.1.mlp.fc2.weight"
@@ -122,6 +122,14 @@ def test_any_storage_of_a_tensor_is_made_plain(store, save, weights):
     model = load_mar(save("weights.pth", {"model": stored}))
     assert_loaded(model, stored)
     assert all(t.is_contiguous() for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
+def test_what_is_plain_already_is_not_copied(name, save, weights):
+    path = save(name, {"model": weights} if name == "weights.pth" else weights)
+    tensors, model = read_tensors(path), create_mar(DRAFT)
+    fill(model, tensors, path)
+    assert all(t.data_ptr() == tensors[name].data_ptr() for name, t in model.state_dict().items())
 
 
 def test_tensors_of_one_storage(save, weights):
