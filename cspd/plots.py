@@ -9,7 +9,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib import color_sequences, colormaps
+from matplotlib import color_sequences, colormaps, rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,8 +26,17 @@ PLACES = [(7, 7), (7, -7), (-7, 7), (-7, -7), (0, 12), (0, -12), (7, 17), (7, -1
 
 
 def to_uint8(image: Tensor) -> Tensor:
-    """uint8 [3, H, W] of float [3, H, W] in 0..1; uint8 stays as it is."""
-    return image if image.dtype == torch.uint8 else (image * 255).round().to(torch.uint8)
+    """uint8 of floats in 0..1, of any shape such as [3, H, W]; uint8 stays as it is.
+
+    Raises:
+        ValueError: other values, or NaN: as 8 bits they would wrap around.
+    """
+    if image.dtype == torch.uint8:
+        return image
+    if not image.is_floating_point() or not ((image >= 0) & (image <= 1)).all():
+        dtype, low, high = image.dtype, image.min().item(), image.max().item()
+        raise ValueError(f"an image of {dtype} from {low:g} to {high:g}: give uint8, or floats in 0..1")
+    return (image * 255).round().to(torch.uint8)
 
 
 def to_pil(image: Tensor) -> Image.Image:
@@ -105,6 +114,7 @@ class Point(NamedTuple):
     quality_half: float | None = None
 
 
+@rc_context({"text.parse_math": False})  # a name may have a dollar
 def speed_quality(
     panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path | IO[bytes], image_format: str = "png"
 ) -> None:
@@ -124,8 +134,9 @@ def speed_quality(
     palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # none too pale to read
     colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
 
+    handles: dict[str, Artist] = {}
     for axes, (speed, quality, points) in zip(figure.subplots(down, across, squeeze=False).flat, panels):
-        _draw_points(axes, points, colours)
+        handles |= _draw_points(axes, points, colours)
         axes.set(xlabel=speed, ylabel=quality)
         axes.margins(0.15)
         if quality.startswith("FID"):
@@ -136,28 +147,31 @@ def speed_quality(
 
     unnamed = {point.line for point in all_points if point.label != point.line}
     if unnamed:  # lines that their points' labels do not name
-        handles: dict[object, Artist] = {}
-        for axes in figure.axes:
-            handles |= {line.get_label(): line for line in axes.get_legend_handles_labels()[0]}
-        figure.axes[0].legend(handles=[handles[name] for name in names if name in unnamed], fontsize=8)
+        shown = [name for name in names if name in unnamed]
+        figure.axes[0].legend([handles[name] for name in shown], shown, fontsize=8)
     figure.canvas.draw()
     for axes, (_, _, points) in zip(figure.axes, panels):
         _label_points(axes, points, colours)
     figure.savefig(file, dpi=120, format=image_format)
 
 
-def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
-    """Each line through its points, faint bars for how sure they are, and a mark at plain sampling's speed."""
+def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> dict[str, Artist]:
+    """Each line through its points, faint bars for how sure they are, and a mark at plain sampling's speed.
+
+    Returns the lines by name.
+    """
+    drawn: dict[str, Artist] = {}
     for name, colour in colours.items():
         line = sorted((point.speed, point.quality) for point in points if point.line == name)
         if line:
-            axes.plot(*zip(*line), "o-", label=name, color=colour, alpha=0.8)
+            (drawn[name],) = axes.plot(*zip(*line), "o-", color=colour, alpha=0.8)
     for point in points:
         low, high = point.speed_range or (point.speed, point.speed)
         speed_bar = [[max(0, point.speed - low)], [max(0, high - point.speed)]]
         style: dict[str, Any] = {"color": colours[point.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
         axes.errorbar(point.speed, point.quality, xerr=speed_bar, yerr=point.quality_half, **style)
     axes.axvline(1, color="lightgrey", zorder=0)
+    return drawn
 
 
 def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:

@@ -50,7 +50,7 @@ def _link(old: Path, new: Path) -> None:
 def write_json(path: Path, content: dict, new: bool = False) -> None:
     """Writes as `publishing` does: a run that is cut off leaves the old file or the new one."""
     with publishing(path, new) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def write_png(path: Path, picture: Image.Image) -> None:

@@ -15,7 +15,7 @@ from torch_fidelity.metric_fid import fid_features_to_statistics
 from training import HELD_OUT_SEED
 
 from cspd.evaluation.images import ImageFolder, ImageList
-from cspd.evaluation.metrics import SPACES, features
+from cspd.evaluation.metrics import LEAST, SPACES, features
 from cspd.plots import to_uint8
 from cspd.records import publishing
 
@@ -43,6 +43,8 @@ def main() -> None:
     args = parser.parse_args()
 
     images = ImageFolder(args.images) if args.images else digits(args.num)
+    if len(images) < LEAST["fid"] or args.keep < 0:
+        parser.error(f"{len(images)} images, {args.keep} to keep: give {LEAST['fid']} or more, and keep 0 or more")
     arrays = fid_features_to_statistics(features(images, space=args.space, weights=args.weights))
     kept = np.random.default_rng(0).permutation(len(images))[: args.keep]
     if args.keep:

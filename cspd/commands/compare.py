@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,16 @@ from cspd.commands.options import (
 from cspd.comparison.compare import compare
 from cspd.comparison.page import write
 from cspd.comparison.runs import settings_of
-from cspd.comparison.study import EMBEDDED, FORMAT, MODELS, RUN, configurations, named_entries, read_study
+from cspd.comparison.study import (
+    EMBEDDED,
+    FORMAT,
+    MODELS,
+    RUN,
+    Configuration,
+    configurations,
+    named_entries,
+    read_study,
+)
 from cspd.comparison.tables import text_table
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import load_reference
@@ -83,16 +92,16 @@ def run(args: argparse.Namespace) -> None:
 
     rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))
     rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
-    judge = _judge(args, [row.models["checkpoint"] for row in rows])
+    judge = _judge(args, rows)
     run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
     report, images = compare(rows, num=num, out=args.out, overwrite=args.overwrite, **run_of, **judge)
     print(text_table(report))
     print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
 
 
-def _judge(args: argparse.Namespace, checkpoints: list[str]) -> dict:
+def _judge(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
     """What images are judged by, checked before there are any."""
-    places = {checkpoint_files(checkpoint)["target"].parent.resolve() for checkpoint in checkpoints}
+    places = {checkpoint_files(row.models["checkpoint"])["target"].parent.resolve() for row in rows}
     own = places <= set(map(Path.resolve, embedded().values()))
     space = "inception" if args.weights else "digits" if own else None
     if space is None:
@@ -100,5 +109,6 @@ def _judge(args: argparse.Namespace, checkpoints: list[str]) -> dict:
             raise ValueError(f"--ref {args.ref}: features of these models' images are Inception's: give --weights too")
         return {}
     reference = load_reference(args.ref) if args.ref or space == "digits" else None
-    metrics.check(32, space=space, weights=args.weights, reference=reference, device=args.device)
+    for side in {row.engine.host.image_size for row in rows}:
+        metrics.check(side, space=space, weights=args.weights, reference=reference, device=args.device)
     return {"space": space, "weights": args.weights, "reference": reference}

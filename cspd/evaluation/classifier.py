@@ -9,7 +9,7 @@ from cspd.loading import embedded_folder
 from mar.checkpoint import fill
 from mar.tensors import read_tensors
 
-FEATURES = 128
+FEATURES, CLASSES = 128, 10
 
 
 def _stage(in_channels: int, out_channels: int) -> nn.Sequential:
@@ -23,7 +23,7 @@ class DigitClassifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.Sequential(_stage(3, 32), _stage(32, 64), _stage(64, FEATURES))
-        self.out = nn.Linear(FEATURES, 10)
+        self.out = nn.Linear(FEATURES, CLASSES)
 
     def features(self, images: Tensor) -> Tensor:
         """The layer before the logits, [B, 128]."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
+import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
-from torch_fidelity.datasets import ImagesPathDataset
 from tqdm import tqdm
 
 from cspd.plots import to_uint8
 from cspd.records import publishing
 
 GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # what our commands write beside images
+SUFFIXES = (".png", ".jpg", ".jpeg")
+FORMATS = ("PNG", "JPEG")  # Pillow goes by the content, and would run Ghostscript for some
 
 
 class ImageList(Dataset):
@@ -48,37 +53,117 @@ class Watched(Dataset):
         return self.images[index]
 
 
-class ImageFolder(ImagesPathDataset):
+class ImageFolder(Dataset):
     """A data set of uint8 [3, H, W] over a folder's PNGs (and JPEGs), by name, without our own overviews.
 
+    Hidden files are left out. Every file's header is read at once, which takes half a second for 10,000; see
+    `read_image` for what is read on access.
+
+    Attributes:
+        files: their paths. shape: (3, H, W) of each image.
+
     Raises:
-        ValueError: no images there, or (on access) images of several sizes.
+        ValueError: no images there, files that are none, or images of several sizes; the message names the first.
     """
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ValueError(f"{folder}: no such folder")
-        kinds = (".png", ".jpg", ".jpeg")
-        found = sorted(path for path in folder.iterdir() if path.suffix.lower() in kinds)
-        super().__init__([path for path in found if path.name not in OVERVIEWS])
+        found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        self.files = [path for path in found if path.name not in OVERVIEWS and not path.name.startswith(".")]
         if not self.files:
             raise ValueError(f"{folder}: there are no images in it (PNG or JPEG, not in subfolders)")
-        self.shape = super().__getitem__(0).shape
+        width, height = size = _size(self.files[0])
+        for path in self.files:
+            own = _size(path)
+            if own != size:
+                sizes = f"{width}x{height} and {own[0]}x{own[1]}"
+                raise ValueError(f"{path}: images of {sizes} pixels in one folder: give one of equal sizes")
+        self.shape = 3, height, width
+
+    def __len__(self) -> int:
+        return len(self.files)
 
     def __getitem__(self, index: int) -> Tensor:
-        image = super().__getitem__(index)
-        if image.shape != self.shape:
-            sizes = [f"{width}x{height}" for _, height, width in (self.shape, image.shape)]
-            raise ValueError(
-                f"{self.files[index]}: images of {' and '.join(sizes)} pixels in one folder: give one of equal sizes"
-            )
-        return image
+        return read_image(self.files[index])
 
     @property
     def labels(self) -> list[int] | None:
         """Classes, from names as `cspd sample` gives; None where a file has no such name."""
         found = [re.search(r"_label(\d+)_", path.name) for path in self.files]
         return [int(match[1]) for match in found] if all(found) else None
+
+
+def beginning(path: Path) -> str:
+    """How a file begins, for messages: an error page or a Git LFS pointer in its place shows itself so."""
+    with path.open("rb") as file:
+        return repr(file.read(40))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    """A PNG or JPEG, its pixels not read yet. Raises ValueError, which names the file, for all that goes wrong."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(path, formats=FORMATS)
+        with image:
+            yield image
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{path}: no PNG or JPEG: it begins with {beginning(path)}") from error
+    except Exception as error:  # a damaged file can fail anywhere in the decoders
+        raise ValueError(f"{path}: cannot be used as an image ({error})") from error
+
+
+def _size(path: Path) -> tuple[int, int]:
+    """Width and height, from the header."""
+    with _opened(path) as image:
+        return image.size
+
+
+def read_image(path: Path) -> Tensor:
+    """uint8 [3, H, W] of a PNG or JPEG, as torch-fidelity reads it.
+
+    Grey images, palettes and CMYK become RGB as Pillow converts them, and so do 16 bits of a coloured image, which
+    lose the lower eight. Of grey ones 65535 becomes 255, the rest in proportion.
+
+    Raises:
+        ValueError: a file that is damaged, or whose colours depend on a viewer: with transparent pixels, or turned.
+    """
+    with _opened(path) as image:
+        if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255:
+            raise ValueError("it has transparent pixels: paint it on a background")
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            raise ValueError("its EXIF data turn it: turn its pixels instead")
+        if image.mode.startswith("I"):  # 16 bits, which Pillow's own conversion clips to 8
+            image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def to_pixels(images: np.ndarray) -> np.ndarray:
+    """uint8 [N, H, W, 3] of an array of images, where it is clear what its numbers mean.
+
+    That is whole numbers in 0..255, of any dtype, and floats in 0..1.
+
+    Raises:
+        ValueError: another shape, no images, or other numbers.
+    """
+    if images.ndim != 4 or images.shape[3] != 3 or 0 in images.shape:
+        raise ValueError(f"images of shape {list(images.shape)}: give [N, H, W, 3], one or more")
+    dtype = images.dtype
+    if dtype == np.uint8:
+        return images
+    if dtype.kind not in "iuf":
+        raise ValueError(f"images of {dtype}: give uint8")
+    low, high = images.min(), images.max()
+    if dtype.kind == "f" and low >= 0 and high <= 1:  # one image at a time, since a copy of all as floats is large
+        return np.stack([to_uint8(torch.from_numpy(image.astype(np.float32))).numpy() for image in images])
+    if low >= 0 and high <= 255 and all((image % 1 == 0).all() for image in images):
+        return images.astype(np.uint8)
+    raise ValueError(
+        f"images of {dtype} from {low:g} to {high:g}: give uint8, other whole numbers in 0..255, or floats in 0..1"
+    )
 
 
 def check_npz(path: Path) -> None:

@@ -7,6 +7,7 @@ is registered with torch-fidelity as a feature extractor.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import tempfile
 from collections.abc import Sequence
@@ -34,10 +35,11 @@ from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_from_input_id_cached
 
-from cspd.evaluation.classifier import load_classifier
+from cspd.evaluation.classifier import CLASSES, load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.reference import Reference
 from cspd.machine import pick_device
+from mar.checkpoint import CheckpointError, read_tensors
 
 EXTRACTORS = {"digits": "cspd-digits", "inception": "inception-v3-compat"}
 SPACES = tuple(EXTRACTORS)
@@ -117,8 +119,10 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
     others = {key: value for key, value in options.items() if key != "feature_extractor"}
     try:
         if weights is not None:  # torch-fidelity loads without weights_only, which would run code in the file
-            torch.load(weights, map_location="cpu", weights_only=True)
+            read_tensors(Path(weights))
         extractor = create_feature_extractor(name, layers, **others)
+    except CheckpointError as error:
+        raise ValueError(f"{error}; Inception-v3's are torch-fidelity's file, {URL_INCEPTION_V3}") from error
     except (RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
         if weights is None or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -128,7 +132,10 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
     except URLError as error:
         raise ValueError(f"no network ({error.reason}): give a file of Inception-v3, {URL_INCEPTION_V3}") from error
     found = extract_featuresdict_from_input_id_cached(1, extractor, cache="cache_root" in options, **others)
-    return tuple(found[layer] for layer in layers)
+    values = tuple(found[layer] for layer in layers)
+    if not all(value.isfinite().all() for value in values):
+        raise ValueError(f"{weights or name}: its features are not finite: fetch these weights again")
+    return values
 
 
 def extract(
@@ -158,19 +165,27 @@ def check(
 ) -> None:
     """Raises what `measure` would raise for images of `image_size` pixels a side, before there are any."""
     blank = ImageList([torch.zeros(3, image_size, image_size)])
-    _check_width(reference, features(blank, space=space, weights=weights, device=device), space)
+    extracted = features(blank, space=space, weights=weights, device=device)
+    if reference is not None:
+        _check_reference(reference, blank, extracted, space)
 
 
-def _check_width(reference: Reference | None, features: Tensor, space: str) -> None:
-    """Raises ValueError where a reference's statistics are of another number of features."""
-    if reference is None or reference.statistics is None:
-        return
-    width, expected = len(reference.statistics["mu"]), features.shape[1]
-    if width != expected:
-        raise ValueError(
-            f"{reference.name} has statistics of {width} features, the {space} space has {expected}: give others,"
-            " or another space"
-        )
+def _check_reference(reference: Reference, images: Dataset, features: Tensor, space: str) -> None:
+    """Raises ValueError where a reference has images of another size, or statistics of another number of features."""
+    if reference.images is not None:
+        sizes = [f"{image.shape[2]}x{image.shape[1]}" for image in (reference.images[0], images[0])]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{reference.name} has images of {sizes[0]} pixels, those to be measured have {sizes[1]}: give others,"
+                " since a change of size changes the features"
+            )
+    if reference.statistics is not None:
+        width, expected = len(reference.statistics["mu"]), features.shape[1]
+        if width != expected:
+            raise ValueError(
+                f"{reference.name} has statistics of {width} features, the {space} space has {expected}: give others,"
+                " or another space"
+            )
 
 
 def _missing(space: str, num: int, reference: Reference | None, labels: Sequence[int] | None) -> dict[str, str]:
@@ -192,6 +207,8 @@ def _missing(space: str, num: int, reference: Reference | None, labels: Sequence
         missing["accuracy"] = "only the digits classifier judges classes"
     elif labels is None:
         missing["accuracy"] = "the images' classes are not known"
+    elif not set(labels) <= set(range(CLASSES)):
+        missing["accuracy"] = f"the digits classifier knows classes 0..{CLASSES - 1}, these are up to {max(labels)}"
     return missing
 
 
@@ -239,7 +256,8 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, _current(device):
         options["cache_root"] = folder
         features, logits = extracted or _extract(options)
-        _check_width(reference, features, space)
+        if reference is not None:
+            _check_reference(reference, images, features, space)
         measured = calculate_metrics(**options, **by_images) if any(by_images.values()) else {}
 
     values = {name: measured.get(key) for name, key in KEYS.items()}
@@ -249,6 +267,9 @@ def measure(
     if "accuracy" not in missing:
         recognised = logits.argmax(1) == torch.tensor(labels)
         values["accuracy"] = recognised.float().mean().item()
+    for name, value in values.items():
+        if value is not None and not math.isfinite(value):
+            values[name], missing[name] = None, f"it comes out as {value}"
     return {"num": len(images), **values, "missing": missing}
 
 

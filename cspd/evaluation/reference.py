@@ -11,8 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from cspd.evaluation.images import ImageFolder, ImageList
+from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
 from cspd.loading import embedded
+
+PARTS = ("mu", "sigma", "arr_0")
+LARGEST = np.finfo(np.float32).max  # squares of it are finite
+ROUNDING = 1e-3  # how far from symmetric and positive a covariance may be, relative to its size, by rounding
 
 
 @dataclass(frozen=True)
@@ -37,36 +41,73 @@ def load_reference(path: Path | None = None) -> Reference:
 
     By default the embedded models' training data, in the digits space.
 
+    All of it is checked: the images of a folder are read once, those of an .npz see `to_pixels`, for the statistics see
+    `to_statistics`.
+
     Raises:
-        ValueError: it holds neither statistics nor images. FileNotFoundError: there is no such file or folder.
+        ValueError: it holds neither statistics nor images, or such as cannot be compared with.
+        FileNotFoundError: there is no such file or folder.
     """
     path = embedded()["digits32"] / "reference.npz" if path is None else Path(path)
     if path.is_dir():
-        images = ImageFolder(path)
+        folder = ImageFolder(path)
         digest = hashlib.sha256()
-        for file in images.files:
+        for index, file in enumerate(folder.files):
+            folder[index]  # raises what it would raise after hours of sampling
             digest.update(file.name.encode())
             digest.update(hashlib.sha256(file.read_bytes()).digest())
-        return Reference(path.name, digest.hexdigest(), images=images)
+        return Reference(path.name, digest.hexdigest(), images=folder)
+    arrays = _read_npz(path)
     statistics = images = None
     try:
-        with np.load(path) as file:
-            if {"mu", "sigma"} <= set(file.files):
-                statistics = {name: file[name].astype(np.float64) for name in ("mu", "sigma")}
-            if "arr_0" in file.files:
-                images = ImageList(torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2))
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path}: no such file or folder: give an .npz as ADM's, or a folder of images"
-        ) from None
-    except (OSError, ValueError, RuntimeError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: not an .npz, or a damaged one ({error})") from error
+        if "mu" in arrays and "sigma" in arrays:
+            statistics = to_statistics(arrays["mu"], arrays["sigma"])
+        if "arr_0" in arrays:
+            images = ImageList(torch.from_numpy(to_pixels(arrays["arr_0"])).permute(0, 3, 1, 2))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if statistics is None and images is None:
         raise ValueError(f"{path}: has neither mu and sigma nor images (arr_0): give an .npz as ADM's, or a folder")
-    if statistics and statistics["sigma"].shape != 2 * statistics["mu"].shape:
-        shapes = " and ".join(str(list(statistics[name].shape)) for name in ("mu", "sigma"))
-        raise ValueError(f"{path}: mu and sigma are {shapes}, not [D] and [D, D]")
     return Reference(path.name, file_fingerprint(path), statistics, images)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file that make up a reference, by name."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder: give an .npz as ADM's, or a folder of images")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: no .npz, or a truncated one: it begins with {beginning(path)}")
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in PARTS if name in file.files}
+    except Exception as error:  # a damaged file can fail anywhere in the readers
+        raise ValueError(f"{path}: a damaged .npz, or one too large for this machine ({error})") from error
+
+
+def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
+    """The mean [D] and covariance [D, D] of features as float64, by "mu" and "sigma".
+
+    Raises:
+        ValueError: other shapes or dtypes, NaN, infinite or huge values, or no covariance: FID would be nonsense.
+    """
+    if mu.ndim != 1 or mu.size == 0 or sigma.shape != 2 * mu.shape:
+        raise ValueError(f"mu and sigma are {list(mu.shape)} and {list(sigma.shape)}, not [D] and [D, D]")
+    statistics = {}
+    for name, values in (("mu", mu), ("sigma", sigma)):
+        if values.dtype.kind not in "iuf":
+            raise ValueError(f"{name} is {values.dtype}: give real numbers")
+        statistics[name] = values.astype(np.float64)
+        if not (np.abs(statistics[name]) <= LARGEST).all():
+            raise ValueError(f"{name} has values that are NaN, infinite or beyond {LARGEST:.1g}")
+    sigma = statistics["sigma"]
+    asymmetry = np.abs(sigma - sigma.T).max()
+    if asymmetry > ROUNDING * np.abs(sigma).max():
+        raise ValueError(f"sigma is not symmetric (by {asymmetry:.3g}), so it is no covariance")
+    variances = np.linalg.eigvalsh(sigma)  # statistics of fewer images than features have zeros
+    negative = -variances.clip(max=0).sum()
+    if negative > ROUNDING * variances.sum():
+        raise ValueError(f"sigma has negative variances (down to {variances[0]:.3g}), so it is no covariance")
+    return statistics
 
 
 def file_fingerprint(path: Path) -> str:

@@ -16,12 +16,15 @@ def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) ->
     distributions differ; a large one of few samples says little.
 
     Raises:
-        ValueError: the numbers of samples differ, or there are fewer than 8 pairs.
+        ValueError: the samples' numbers or sizes differ, there are fewer than 8 pairs, or a value is not finite.
     """
     num = len(x)
-    if num != len(y) or num < LEAST_PAIRS:
-        raise ValueError(f"{num} and {len(y)} samples: give two equally many, {LEAST_PAIRS} or more")
+    if x.shape != y.shape or num < LEAST_PAIRS:
+        shapes = f"{list(x.shape)} and {list(y.shape)}"
+        raise ValueError(f"samples of {shapes}: give two equally many of one size, {LEAST_PAIRS} or more")
     pooled = torch.cat([x.flatten(1), y.flatten(1)]).double()
+    if not pooled.isfinite().all():
+        raise ValueError("samples with NaN or infinite values have no distance")
     distances = torch.cdist(pooled, pooled)
 
     generator = torch.Generator().manual_seed(seed)
@@ -31,5 +34,6 @@ def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) ->
 
     # the energy distance is a quadratic form in the labels
     statistic = -((labels @ distances) * labels).sum(1)
-    as_large = (statistic >= statistic[0] - 1e-9).sum()
+    rounding = 1e-12 * distances.sum()  # samples that are the same have p = 1 in any unit
+    as_large = (statistic >= statistic[0] - rounding).sum()
     return (as_large / (permutations + 1)).item()

@@ -160,6 +160,15 @@ def test_rounding_is_that_of_the_pngs():
 
 
 @pytest.mark.parametrize(
+    "values",
+    [torch.tensor([0, 200]), torch.tensor([0.0, 200.0]), torch.tensor([-0.1, 1]), torch.tensor([0, torch.nan])],
+)
+def test_what_would_wrap_around_is_not_made_8_bits(values):
+    with pytest.raises(ValueError, match=rf"an image of {values.dtype} from .*: give uint8, or floats in 0..1"):
+        to_uint8(values.repeat(3, 1).unsqueeze(1))
+
+
+@pytest.mark.parametrize(
     "num, missing",
     [
         (1, {"fid", "inception_score", "kid", "precision", "recall"}),
@@ -265,15 +274,46 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
     torch.save(Evil(), tmp_path / "evil.pth")
     torch.save({"fc.bias": torch.zeros(3)}, tmp_path / "other.pth")
     (tmp_path / "text.pth").write_text("weights")
-    for name in ("evil", "other", "text"):
-        with pytest.raises(ValueError, match="are not torch-fidelity's weights"):
+    (tmp_path / "empty.pth").touch()
+    (tmp_path / "folder.pth").mkdir()
+    for name, reason in {
+        "evil": "it holds more than weights",
+        "other": "these are not torch-fidelity's weights",
+        "text": "likely truncated or another kind of file",
+        "empty": "it has 0 bytes",
+        "folder": "no such file",
+        "nowhere": "no such file",
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}\.pth: .*{reason}.*weights-inception-2015-12-05-6726825d.pth"):
             check(64, space="inception", weights=tmp_path / f"{name}.pth")
     assert not (tmp_path / "was run").exists()
-    with pytest.raises(OSError, match="nowhere"):
-        check(64, space="inception", weights=tmp_path / "nowhere.pth")
 
 
-def test_what_does_not_fit_is_rejected(folders, tmp_path):
+def test_weights_that_give_no_numbers_are_refused(inception, tmp_path):
+    weights = torch.load(inception)
+    weights["fc.weight"][5, 7] = torch.nan
+    torch.save(weights, tmp_path / "damaged.pth")
+    with pytest.raises(ValueError, match=r"damaged\.pth: its features are not finite"):
+        check(64, space="inception", weights=tmp_path / "damaged.pth")
+
+
+def test_a_number_that_is_none_is_missing_with_a_reason():
+    """Torch-fidelity's Inception score of a class whose probability is 0 in double precision."""
+    images, _ = drawn(20, 1)
+    logits = torch.zeros(20, 10)
+    logits[:, 3] = -2000
+    values = measure(ImageList(images), space="digits", extracted=(torch.zeros(20, 128), logits))
+    assert values["inception_score"] is None and values["missing"]["inception_score"] == "it comes out as nan"
+
+
+@pytest.mark.parametrize("label", [-1, 10, 10**22])
+def test_classes_that_the_classifier_does_not_know_have_no_accuracy(label):
+    images, labels = drawn(3, 1)
+    values = measure(ImageList(images), space="digits", labels=[*labels[:2], label])
+    assert values["accuracy"] is None and "knows classes 0..9" in values["missing"]["accuracy"]
+
+
+def test_what_does_not_fit_is_rejected(tmp_path):
     images, labels = drawn(4, 0)
     with pytest.raises(ValueError, match="judges 32x32 images, these are 64x64"):
         check(64, space="digits")
@@ -284,17 +324,9 @@ def test_what_does_not_fit_is_rejected(folders, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no images in it"):
         ImageFolder(tmp_path / "empty")
-    np.savez(tmp_path / "other.npz", weights=np.zeros(3))
-    with pytest.raises(ValueError, match="neither mu and sigma nor images"):
-        load_reference(tmp_path / "other.npz")
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "other.npz").read_bytes()[:40])
-    with pytest.raises(ValueError, match="damaged"):
-        load_reference(tmp_path / "cut.npz")
-    np.savez(tmp_path / "bad.npz", mu=np.zeros(3), sigma=np.zeros((4, 4)))
-    with pytest.raises(ValueError, match=r"not \[D\] and \[D, D\]"):
-        load_reference(tmp_path / "bad.npz")
-    with pytest.raises(FileNotFoundError, match="folder of images"):
-        load_reference(tmp_path / "nowhere.npz")
+    as_folder(torch.zeros(2, 3, 64, 64), labels, tmp_path / "large")
+    with pytest.raises(ValueError, match="large has images of 64x64 pixels, those to be measured have 32x32"):
+        check(32, space="digits", reference=load_reference(tmp_path / "large"))
 
 
 def test_a_folder_is_read_without_our_overviews_and_only_of_one_size(folders, tmp_path):
@@ -308,9 +340,9 @@ def test_a_folder_is_read_without_our_overviews_and_only_of_one_size(folders, tm
     assert len(ImageFolder(folder)) == 5
     (folder / "comparison.png").unlink()
     before = load_reference(folder).fingerprint
-    to_pil(torch.zeros(3, 48, 64)).save(folder / "large.png")
-    found = ImageFolder(folder)
-    assert found.labels is None
+    to_pil(torch.zeros(3, 32, 32)).save(folder / "more.png")
+    assert ImageFolder(folder).labels is None
     assert load_reference(folder).fingerprint != before
-    with pytest.raises(ValueError, match="32x32 and 64x48 pixels"):
-        found[4]
+    to_pil(torch.zeros(3, 48, 64)).save(folder / "large.png")
+    with pytest.raises(ValueError, match=r"large\.png: images of 32x32 and 64x48 pixels"):
+        ImageFolder(folder)

@@ -76,6 +76,21 @@ def test_is_reproducible_symmetric_and_takes_tokens():
 
 @pytest.mark.parametrize("num, other", [(7, 7), (0, 0), (8, 9)])
 def test_too_few_or_unpaired_samples_are_rejected(num, other):
-    with pytest.raises(ValueError, match=f"{num} and {other} samples: give two equally many, 8 or more"):
+    with pytest.raises(ValueError, match=rf"samples of \[{num}, 2\] and \[{other}, 2\]: give two equally many"):
         energy_test(torch.randn(num, 2), torch.randn(other, 2))
     assert 0 < energy_test(*pairs(8, 0)) <= 1
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e6])
+def test_the_unit_does_not_matter(unit):
+    x, y = pairs(100, 0)
+    assert energy_test(unit * x, unit * x) == 1
+    assert energy_test(unit * x, unit * (y + 0.4)) == energy_test(x, y + 0.4) <= 0.01
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_no_numbers_have_no_p_value(value):
+    x, y = pairs(8, 0)
+    y[3, 1] = value
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        energy_test(x, y)
