@@ -164,7 +164,7 @@ def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, Colo
     for name, colour in colours.items():
         line = sorted((point.speed, point.quality) for point in points if point.line == name)
         if line:
-            (drawn[name],) = axes.plot(*zip(*line), "o-", color=colour, alpha=0.8)
+            (drawn[name],) = axes.plot(*zip(*line), "o-", label=name, color=colour, alpha=0.8)
     for point in points:
         low, high = point.speed_range or (point.speed, point.speed)
         speed_bar = [[max(0, point.speed - low)], [max(0, high - point.speed)]]

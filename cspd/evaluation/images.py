@@ -56,7 +56,7 @@ class Watched(Dataset):
 class ImageFolder(Dataset):
     """A data set of uint8 [3, H, W] over a folder's PNGs (and JPEGs), by name, without our own overviews.
 
-    Hidden files are left out. Every file's header is read at once, which takes half a second for 10,000; see
+    Hidden files are left out. Every file's header is read at once, which takes a second for 10,000; see
     `read_image` for what is read on access.
 
     Attributes:

@@ -23,6 +23,7 @@ from cspd.evaluation.metrics import check, features, measure
 from cspd.evaluation.reference import load_reference
 from cspd.loading import embedded
 from cspd.plots import to_pil, to_uint8
+from cspd.records import write_json
 
 KEYS = {
     "fid": "frechet_inception_distance",
@@ -203,8 +204,17 @@ def test_the_script_makes_a_reference_of_a_folder(folders, tmp_path, monkeypatch
     out = tmp_path / "made.npz"
     scripts = Path(__file__).parents[2] / "scripts"
     monkeypatch.syspath_prepend(str(scripts))
-    monkeypatch.setattr(sys, "argv", ["", "--images", str(folders[1]), "--keep", "30", "--out", str(out)])
-    runpy.run_path(str(scripts / "make_reference_stats.py"), run_name="__main__")
+
+    def make(folder, keep):
+        monkeypatch.setattr(sys, "argv", ["", "--images", str(folder), "--keep", str(keep), "--out", str(out)])
+        runpy.run_path(str(scripts / "make_reference_stats.py"), run_name="__main__")
+
+    single = as_folder(*drawn(1, 0), tmp_path / "single")
+    for folder, keep in ((single, 1), (folders[1], -5)):
+        with pytest.raises(SystemExit):
+            make(folder, keep)
+        assert f"{keep} to keep: give 2 or more" in capsys.readouterr().err and not out.exists()
+    make(folders[1], 30)
     assert "90 images, 30 of them kept" in capsys.readouterr().out
     made, expected = load_reference(out), fid_features_to_statistics(features(folders[1], space="digits"))
     assert np.allclose(made.statistics["sigma"], expected["sigma"]) and np.allclose(
@@ -304,6 +314,13 @@ def test_a_number_that_is_none_is_missing_with_a_reason():
     logits[:, 3] = -2000
     values = measure(ImageList(images), space="digits", extracted=(torch.zeros(20, 128), logits))
     assert values["inception_score"] is None and values["missing"]["inception_score"] == "it comes out as nan"
+
+
+def test_no_report_has_a_number_that_json_does_not_know(tmp_path):
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            write_json(tmp_path / "report.json", {"fid": value})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("label", [-1, 10, 10**22])

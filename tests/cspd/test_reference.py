@@ -227,12 +227,19 @@ def test_a_png_that_declares_a_huge_size_is_not_unpacked(tmp_path, side):
         ImageFolder(folder)
 
 
-def test_the_commands_take_no_damaged_folder(tmp_path, capsys):
-    """Of images to be measured and to measure against; all before anything is written."""
-    folder = image_files(tmp_path / "images", ("1.png", COLOURED, {}))
-    (folder / "1.png").write_bytes((folder / "1.png").read_bytes()[:50])
+def test_the_commands_take_no_bad_folder(tmp_path, capsys):
+    """Neither of images to be measured nor of images to measure against; that is said before anything is written."""
+    bad = image_files(tmp_path / "bad", ("1.png", COLOURED, {}))
+    (bad / "1.png").write_bytes((bad / "1.png").read_bytes()[:50])
+    large = tmp_path / "large"
+    large.mkdir()
+    Image.new("RGB", (64, 64)).save(large / "0.png")
     out = tmp_path / "out"
-    for options in (["--ref", str(folder), "--num", "1"], ["--images", str(folder), "--ref", str(folder)]):
-        assert main(["evaluate", *options, "--out", str(out)]) == 2
+    for command, message in (
+        (["evaluate", "--ref", str(bad), "--num", "1"], "1.png: cannot be used as an image"),
+        (["evaluate", "--images", str(bad), "--ref", str(bad)], "1.png: cannot be used as an image"),
+        (["compare", "--ref", str(large), "--num", "1"], "large has images of 64x64 pixels, those to be measured have"),
+    ):
+        assert main([*command, "--out", str(out)]) == 2
         error = capsys.readouterr().err
-        assert "1.png: cannot be used as an image" in error and error.count("\n") == 1 and not out.exists()
+        assert message in error and error.count("\n") == 1 and not out.exists()

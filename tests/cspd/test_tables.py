@@ -209,6 +209,14 @@ def plotted(tmp_path, monkeypatch):
     return plot
 
 
+def test_names_are_drawn_as_they_are(plotted):
+    """Neither as mathematics, which may not parse, nor as Matplotlib's names of what has no legend."""
+    points = [Point(f"{i}", 1 + i, 0.5, line) for line in (r"$\nope$", "_a", "b") for i in range(2)]
+    (axes,) = plotted(("speed", "quality", points))
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [r"$\nope$", "_a", "b"]
+    assert len(axes.texts) == 6
+
+
 def test_labels_of_points_do_not_cover_each_other(plotted):
     points = [Point(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same", (0.9, 1.1), 0.1) for i in range(6)]
     (axes,) = plotted(("speed", "quality", points))
