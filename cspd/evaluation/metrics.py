@@ -53,6 +53,7 @@ KEYS = {
     "precision": KEY_METRIC_PRECISION,
     "recall": KEY_METRIC_RECALL,
 }
+REASON = 160  # characters of PyTorch's reasons, which go on for pages
 KID_SUBSET = 1000  # torch-fidelity's default; if there are fewer images, all are taken
 
 
@@ -111,6 +112,13 @@ def _current(device: torch.device | str) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def _check_real(tensors: dict[str, Tensor]) -> None:
+    """Raises TypeError for integers and complex numbers, which PyTorch would convert without a word."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() and not name.endswith("num_batches_tracked"):
+            raise TypeError(f"{name} is {tensor.dtype}")
+
+
 def _extract(options: dict) -> tuple[Tensor, Tensor]:
     """Features [N, D] and logits [N, C] of the images; kept in `cache_root`, if given, for `calculate_metrics`."""
     name, weights = options["feature_extractor"], options["feature_extractor_weights_path"]
@@ -119,15 +127,16 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
     others = {key: value for key, value in options.items() if key != "feature_extractor"}
     try:
         if weights is not None:  # torch-fidelity loads without weights_only, which would run code in the file
-            read_tensors(Path(weights))
+            _check_real(read_tensors(Path(weights)))
         extractor = create_feature_extractor(name, layers, **others)
     except CheckpointError as error:
         raise ValueError(f"{error}; Inception-v3's are torch-fidelity's file, {URL_INCEPTION_V3}") from error
-    except (RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, TypeError, AttributeError, pickle.UnpicklingError) as error:
         if weights is None or isinstance(error, torch.OutOfMemoryError):
             raise
+        reason = " ".join(str(error).split())[:REASON]
         raise ValueError(
-            f"{weights}: these are not torch-fidelity's weights of Inception-v3 ({URL_INCEPTION_V3})"
+            f"{weights}: these are not torch-fidelity's weights of Inception-v3 ({reason}): take {URL_INCEPTION_V3}"
         ) from error
     except URLError as error:
         raise ValueError(f"no network ({error.reason}): give a file of Inception-v3, {URL_INCEPTION_V3}") from error

@@ -282,13 +282,11 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
             return os.mkdir, (str(tmp_path / "was run"),)
 
     torch.save(Evil(), tmp_path / "evil.pth")
-    torch.save({"fc.bias": torch.zeros(3)}, tmp_path / "other.pth")
     (tmp_path / "text.pth").write_text("weights")
     (tmp_path / "empty.pth").touch()
     (tmp_path / "folder.pth").mkdir()
     for name, reason in {
         "evil": "it holds more than weights",
-        "other": "these are not torch-fidelity's weights",
         "text": "likely truncated or another kind of file",
         "empty": "it has 0 bytes",
         "folder": "no such file",
@@ -299,6 +297,22 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
     assert not (tmp_path / "was run").exists()
 
 
+@pytest.mark.parametrize(
+    "name, dtype, reason",
+    [
+        ("fc.weight", torch.int64, "fc.weight is torch.int64"),
+        ("fc.weight", torch.complex64, "fc.weight is torch.complex64"),
+        ("fc.weight", torch.float32, 'Missing key.* "Conv2d_1a_3x3.conv.weight"'),
+        (7, torch.int64, "'int' object"),
+    ],
+)
+def test_other_weights_than_inceptions_are_refused(tmp_path, name, dtype, reason):
+    torch.save({name: torch.zeros(1008, 2048, dtype=dtype)}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match=rf"other\.pth: these are not torch-fidelity's weights .*{reason}"):
+        check(64, space="inception", weights=tmp_path / "other.pth")
+
+
+@pytest.mark.slow
 def test_weights_that_give_no_numbers_are_refused(inception, tmp_path):
     weights = torch.load(inception)
     weights["fc.weight"][5, 7] = torch.nan
