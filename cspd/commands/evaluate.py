@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
         if processes.rank == 0:
             _check_measuring(args, default)
             images = ImageFolder(args.images)
-            how = _how_to_measure(args, images.shape[-1], args.device)
+            how = _how_to_measure(args, images.shape[1:], args.device)
             make_folder(args.out)
             _report(args, images, images.labels, how, {"folder": str(args.images)})
         return
@@ -148,16 +148,16 @@ def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list
     request = request_of(args, labels[0], args.seed)
     settings, how = run_settings(args, engine.check(request)), {}
     if rank == 0:
-        how = _how_to_measure(args, host.image_size, engine.device)
+        how = _how_to_measure(args, (host.image_size, host.image_size), engine.device)
     return engine, request, labels, settings, how
 
 
-def _how_to_measure(args: argparse.Namespace, side: int, device: torch.device | str) -> dict:
+def _how_to_measure(args: argparse.Namespace, size: tuple[int, int], device: torch.device | str) -> dict:
     """What `measure` is told, tried out on nothing: hours of sampling are not to end in a wrong file."""
-    space = args.space or ("digits" if side == 32 else "inception")
+    space = args.space or ("digits" if size == (32, 32) else "inception")
     reference = load_reference(args.ref) if args.ref or space == "digits" else None
     how = {"space": space, "weights": args.weights, "reference": reference, "device": device}
-    check(side, **how)
+    check(*size, **how)
     if args.npz:
         check_npz(args.npz)
     return how

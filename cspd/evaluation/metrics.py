@@ -165,15 +165,16 @@ def features(images: Dataset | Path, **how: object) -> Tensor:
 
 
 def check(
-    image_size: int,
+    height: int,
+    width: int | None = None,
     *,
     space: str,
     weights: Path | None = None,
     reference: Reference | None = None,
     device: torch.device | str = "auto",
 ) -> None:
-    """Raises what `measure` would raise for images of `image_size` pixels a side, before there are any."""
-    blank = ImageList([torch.zeros(3, image_size, image_size)])
+    """Raises what `measure` would raise for images of these sizes, by default square, before there are any."""
+    blank = ImageList([torch.zeros(3, height, width or height)])
     extracted = features(blank, space=space, weights=weights, device=device)
     if reference is not None:
         _check_reference(reference, blank, extracted, space)
@@ -216,7 +217,7 @@ def _missing(space: str, num: int, reference: Reference | None, labels: Sequence
         missing["accuracy"] = "only the digits classifier judges classes"
     elif labels is None:
         missing["accuracy"] = "the images' classes are not known"
-    elif not set(labels) <= set(range(CLASSES)):
+    elif not all(0 <= label < CLASSES for label in labels):
         missing["accuracy"] = f"the digits classifier knows classes 0..{CLASSES - 1}, these are up to {max(labels)}"
     return missing
 

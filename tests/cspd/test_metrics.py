@@ -99,6 +99,14 @@ def test_images_in_memory_are_measured_like_their_pngs(folders):
     assert wrong["accuracy"] < 0.1
 
 
+def test_precision_is_of_the_samples_and_recall_of_the_reference(folders, tmp_path):
+    """Few samples that are in the reference are all among its images, most of which are far from them."""
+    images, labels = drawn(90, 90)
+    as_folder(images[:4], labels, tmp_path / "few")
+    values = measure(tmp_path / "few", space="digits", reference=load_reference(folders[1]))
+    assert values["precision"] == 1 and values["recall"] < 0.9
+
+
 def test_stored_statistics_give_the_fid_of_the_images_they_are_of(folders):
     statistics = saved_statistics(folders[1])
     assert statistics.images is None
@@ -255,6 +263,8 @@ def test_inception_values_are_torch_fidelitys(inception, tmp_path):
     options = {"space": "inception", "weights": inception}
     reference = saved_statistics(other, **options)
     check(64, reference=reference, **options)
+    wide = as_folder(large[:1, :, 16:], labels, tmp_path / "wide")
+    check(48, 64, reference=load_reference(wide), **options)
     ours = measure(folder, reference=reference, **options)
     theirs = torch_fidelity.calculate_metrics(
         input1=str(folder),
@@ -348,6 +358,8 @@ def test_what_does_not_fit_is_rejected(tmp_path):
     images, labels = drawn(4, 0)
     with pytest.raises(ValueError, match="judges 32x32 images, these are 64x64"):
         check(64, space="digits")
+    with pytest.raises(ValueError, match="judges 32x32 images, these are 32x48"):
+        check(48, 32, space="digits")
     with pytest.raises(ValueError, match="4 images and 3 labels"):
         measure(ImageList(images), space="digits", labels=labels[:3])
     with pytest.raises(ValueError, match="choose digits or inception"):

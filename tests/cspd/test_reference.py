@@ -227,8 +227,9 @@ def test_a_png_that_declares_a_huge_size_is_not_unpacked(tmp_path, side):
         ImageFolder(folder)
 
 
-def test_the_commands_take_no_bad_folder(tmp_path, capsys):
-    """Neither of images to be measured nor of images to measure against; that is said before anything is written."""
+def test_the_commands_say_what_is_bad_before_anything_is_written(tmp_path, capsys):
+    """Of images to be measured and of what to measure against."""
+    no_mean = saved(tmp_path, mu=np.full(128, np.nan), sigma=np.eye(128))
     bad = image_files(tmp_path / "bad", ("1.png", COLOURED, {}))
     (bad / "1.png").write_bytes((bad / "1.png").read_bytes()[:50])
     large = tmp_path / "large"
@@ -237,6 +238,7 @@ def test_the_commands_take_no_bad_folder(tmp_path, capsys):
     out = tmp_path / "out"
     for command, message in (
         (["evaluate", "--ref", str(bad), "--num", "1"], "1.png: cannot be used as an image"),
+        (["evaluate", "--ref", str(no_mean), "--num", "1"], "reference.npz: mu has values that are NaN"),
         (["evaluate", "--images", str(bad), "--ref", str(bad)], "1.png: cannot be used as an image"),
         (["compare", "--ref", str(large), "--num", "1"], "large has images of 64x64 pixels, those to be measured have"),
     ):
