@@ -39,7 +39,7 @@ from cspd.evaluation.classifier import CLASSES, load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.reference import Reference
 from cspd.machine import pick_device
-from mar.checkpoint import CheckpointError, read_tensors
+from mar.tensors import CheckpointError, read_tensors
 
 EXTRACTORS = {"digits": "cspd-digits", "inception": "inception-v3-compat"}
 SPACES = tuple(EXTRACTORS)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
-from cspd.loading import embedded
+from cspd.loading import embedded_folder
 
 PARTS = ("mu", "sigma", "arr_0")
 LARGEST = np.finfo(np.float32).max  # squares of it are finite
@@ -48,7 +48,7 @@ def load_reference(path: Path | None = None) -> Reference:
         ValueError: it holds neither statistics nor images, or such as cannot be compared with.
         FileNotFoundError: there is no such file or folder.
     """
-    path = embedded()["digits32"] / "reference.npz" if path is None else Path(path)
+    path = embedded_folder("digits32") / "reference.npz" if path is None else Path(path)
     if path.is_dir():
         folder = ImageFolder(path)
         digest = hashlib.sha256()

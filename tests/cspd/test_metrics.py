@@ -293,13 +293,15 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
 
     torch.save(Evil(), tmp_path / "evil.pth")
     (tmp_path / "text.pth").write_text("weights")
+    (tmp_path / "pointer.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     (tmp_path / "empty.pth").touch()
     (tmp_path / "folder.pth").mkdir()
     for name, reason in {
-        "evil": "it holds more than weights",
+        "evil": "it holds something other than tensors",
         "text": "likely truncated or another kind of file",
+        "pointer": "Git LFS pointer",
         "empty": "it has 0 bytes",
-        "folder": "no such file",
+        "folder": "not a file",
         "nowhere": "no such file",
     }.items():
         with pytest.raises(ValueError, match=rf"{name}\.pth: .*{reason}.*weights-inception-2015-12-05-6726825d.pth"):
@@ -313,7 +315,7 @@ def test_code_in_a_weights_file_is_not_run(tmp_path):
         ("fc.weight", torch.int64, "fc.weight is torch.int64"),
         ("fc.weight", torch.complex64, "fc.weight is torch.complex64"),
         ("fc.weight", torch.float32, 'Missing key.* "Conv2d_1a_3x3.conv.weight"'),
-        (7, torch.int64, "'int' object"),
+        (7, torch.int64, "7 is torch.int64"),
     ],
 )
 def test_other_weights_than_inceptions_are_refused(tmp_path, name, dtype, reason):
