@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd.engine import Engine
-from cspd.lookup import parse_method, with_method
+from cspd.lookup import find, parse_method, with_method
 from cspd.machine import peak_bytes, reset_peak, spread
 from cspd.methods import COMMON
 from cspd.sequence import Output, Request
@@ -28,6 +28,8 @@ def contenders(
     """What is timed against plain sampling at a request's settings, by the name it is reported under; None stands for
     the sampler as it was published.
 
+    Raises ValueError on an unknown method or option, or a gamma below 1.
+
     `cspd` stands for each of `gammas` and `verify`, and for plain MAR with as many iterations, K = L / gamma, as the
     parallel form has rounds. Options may follow a name: "cool-sd:delta=1.5:gamma=4".
     """
@@ -37,6 +39,7 @@ def contenders(
             made[name] = None
         elif name == "cspd":
             for gamma in gammas:
+                find("cspd", "MAR").option("gamma", request).check(gamma)
                 iterations = -(-seq_len // gamma)
                 made[f"ar K={iterations}"] = dataclasses.replace(made["ar"], num_iter=iterations)
                 for mode in verify:
@@ -44,6 +47,8 @@ def contenders(
                     made[f"cspd {gamma} {mode}"] = dataclasses.replace(drafted, gamma=gamma, verify=mode)
         else:
             method, options = parse_method(name, more=(PUBLISHED,))
+            if method == PUBLISHED:
+                raise ValueError(f"{name!r}: the authors' sampler takes no options, only those of all methods")
             made[name] = with_method(request.but(**options), method).but(**options)
     return made
 

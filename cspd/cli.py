@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 
 import torch
 
 from cspd.commands import bench, calibrate, compare, evaluate, methods, sample
+from cspd.parsing import Parser
 from cspd.version import __version__
 
 GO_ON = ("sample", "compare", "evaluate")  # after a stop
@@ -34,7 +36,7 @@ examples:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="cspd",
         description="Fast sampling of autoregressive image models, with tested guarantees.",
         epilog=EPILOG,
@@ -49,11 +51,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns the exit status: 0, or 2 after an error of the user's, which is printed in one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show does not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = _parser().parse_args(argv)
     try:
         args.run(args)
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        print(f"cspd: {error}", file=sys.stderr)
+        print(f"cspd: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         more = "; the same command goes on from here" if args.command in GO_ON else ""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from cspd import methods
 from cspd.discrete.draft import DRAFTS
 from cspd.method import Method
+from cspd.parsing import choice, shortened
 from cspd.sequence import Request
 
 
@@ -44,8 +45,19 @@ def _named(name: str, families: Sequence[str], candidates: Sequence[Method]) -> 
     for method in candidates:
         if method.name == name:
             return method
-    reason = f"does not decode {' or '.join(families)} models" if name in method_names() else "is unknown"
-    raise ValueError(f"method={name!r} {reason}: choose one of {', '.join(method_names(families))}")
+    owners = [method for method in methods.METHODS if method.name == name]
+    if not owners:
+        raise ValueError(f"method={name!r} is unknown: {choice(name, method_names(families))}")
+    raise ValueError(
+        f"method={name!r} does not decode {' or '.join(families)} models: choose one of"
+        f" {', '.join(method_names(families))}{_other_models(owners)}"
+    )
+
+
+def _other_models(owners: Sequence[Method]) -> str:
+    """What else to do where the methods that were meant are another family's; empty where there are none."""
+    families = dict.fromkeys(method.family for method in owners)
+    return "".join(f", or take {family} models, as of {methods.EMBEDDED[family]}" for family in families)
 
 
 def _default(request: Request, families: Sequence[str]) -> Method:
@@ -56,13 +68,18 @@ def _default(request: Request, families: Sequence[str]) -> Method:
 
 
 def _check_options(request: Request, method: Method) -> None:
-    own = {option.name for option in (*methods.COMMON[method.family], *method.options)}
-    for name in sorted(request.settings.keys() - own):
-        value = getattr(request, name)
-        having = list(dict.fromkeys(m.name for m in methods.METHODS if name in {o.name for o in m.options}))
-        if not having:
-            raise ValueError(f"{name}={value!r} is no setting of {method.family} models: leave it out")
-        raise ValueError(f"{name}={value!r} is no option of {method.name!r}: it belongs to {', '.join(having)}")
+    """Raises ValueError, which says whose it is, on a setting that a method does not have."""
+    for name in sorted(request.settings.keys() - _options_of(method)):
+        given = f"{name}={getattr(request, name)!r}"
+        owners = [other for other in methods.METHODS if name in _options_of(other)]
+        related = [other.name for other in owners if other.family == method.family]
+        if not related:
+            raise ValueError(f"{given} is no setting of {method.family} models: leave it out{_other_models(owners)}")
+        raise ValueError(f"{given} is no option of {method.name!r}: it belongs to {', '.join(related)}")
+
+
+def _options_of(method: Method) -> set[str]:
+    return {option.name for option in (*methods.COMMON[method.family], *method.options)}
 
 
 def with_method(request: Request, name: str) -> Request:
@@ -73,7 +90,7 @@ def with_method(request: Request, name: str) -> Request:
     """
     same = [m for m in methods.METHODS if m.name == name and request.family in (None, m.family)]
     if not same:
-        raise ValueError(f"method={name!r} is unknown: choose one of {', '.join(method_names())}")
+        raise ValueError(f"method={name!r} is unknown: {choice(name, method_names())}")
     request = dataclasses.replace(request, method=name)
     common = tuple(option for options in methods.COMMON.values() for option in options)
     kept = [each.without_foreign(each.fill(request), common).settings for each in same]
@@ -95,22 +112,28 @@ def parse_method(
     if options is None:
         options = {option.name for method in methods.METHODS for option in method.options}
     name, *parts = text.split(":")
-    if name not in (*method_names(), *more):
-        raise ValueError(f"method {name!r} is unknown: choose one of {', '.join([*method_names(), *more])}")
+    known = [*method_names(), *more]
+    if name not in known:
+        raise ValueError(f"method {shortened(name)} is unknown: {choice(name, known)}")
     settings: dict[str, object] = {}
     for part in parts:
         option, equals, value = part.partition("=")
         if option in settings:
             raise ValueError(f"{text!r} has {option} twice: give it once")
         if option not in options or not equals:
-            raise ValueError(
-                f"{part!r} in {text!r} is no option: write it like delta=1.5, one of {', '.join(sorted(options))}"
-            )
-        try:
-            settings[option] = json.loads(value)
-        except ValueError:  # a word
-            settings[option] = value
+            hint = f"write it like delta=1.5; {choice(option, sorted(options))}"
+            raise ValueError(f"{part!r} in {text!r} is no option: {hint}")
+        settings[option] = _value(value)
     return name, settings
+
+
+def _value(text: str) -> object:
+    """A number, true, false, null or quoted word of JSON; else the text as it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # a word; nothing, thousands of brackets deep
+        return text
+    return text if isinstance(value, (dict, list)) else value
 
 
 def method_of(request: Request) -> Method:

@@ -26,4 +26,5 @@ METHODS: list[Method] = [
     jacobi.SJD_PAC,
 ]
 COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  # options of all methods of a family
+EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint of each family that comes with cspd
 DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}

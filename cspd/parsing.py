@@ -1,23 +1,70 @@
-"""Numbers and words from the text that users type: on the command line and in study files."""
+"""The text that users type, on the command line and in study files: numbers, words, places, and what was meant."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
+import reprlib
 from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NoReturn
+
+MOST = 10_000_000  # of what is counted, such as images
+MOST_LISTED = 100_000  # numbers in a list
+LARGEST_SEED = 2**63 - 1
+SPAN = re.compile(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", re.ASCII)  # "5" or "0-3"
+_SHORT = reprlib.Repr()  # never the whole of what may be endless
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, but an error names what was perhaps meant, and a flag is never guessed from its first letters."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+        """Those of a command are all known: its own error knows its flags, the error of all commands would not."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        wrong, known = [], []
+        if choices := re.search(r"invalid choice: '?([^\s']*)'? \(choose from (.*)\)", message):
+            wrong, known = [choices[1]], re.findall(r"[\w+.-]+", choices[2])
+        elif message.startswith("unrecognized arguments: "):
+            wrong = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            known = re.findall(r"--[\w-]+", self.format_usage())
+        meant = [closest(word, known) for word in wrong]
+        super().error("; ".join([message, *(f"did you mean {word}?" for word in meant if word)]))
+
+
+def closest(word: object, known: Collection[str]) -> str | None:
+    """The one of the words that are known which was perhaps meant."""
+    return next(iter(difflib.get_close_matches(str(word), known, n=1)), None)
+
+
+def choice(word: object, known: Collection[str]) -> str:
+    """What an error over an unknown word ends with: what was perhaps meant, or else all that there is."""
+    meant = closest(word, known)
+    return f"did you mean {meant}?" if meant else f"choose one of {', '.join(known)}"
 
 
 def number_list(text: str) -> list[int]:
-    """ "0-3,7" to [0, 1, 2, 3, 7]."""
-    numbers: list[int] = []
-    try:
-        for part in text.split(","):
-            low, dash, high = part.partition("-")
-            numbers.extend(range(int(low), int(high if dash else low) + 1))
-    except ValueError:
-        numbers = []
-    if not numbers:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: write it like 0-9 or 1,5,7-9")
-    return numbers
+    """ "0-3,7" to [0, 1, 2, 3, 7]; at most `MOST_LISTED` numbers, of at most 8 digits."""
+    spans = [SPAN.fullmatch(part) for part in text.split(",")]
+    ends = [(int(span[1]), int(span[2] or span[1])) for span in spans if span]
+    is_list = len(ends) == len(spans) and all(low <= high for low, high in ends)
+    if not is_list or sum(high - low + 1 for low, high in ends) > MOST_LISTED:
+        limits = f"at most {MOST_LISTED:,} numbers, of at most 8 digits"
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)} is no list of numbers: write it like 0-9 or 1,5,7-9 ({limits})"
+        )
+    return [number for low, high in ends for number in range(low, high + 1)]
 
 
 def float_list(text: str) -> list[float]:
@@ -25,7 +72,7 @@ def float_list(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers: write it like 1,3") from None
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is no list of numbers: write it like 1,3") from None
 
 
 def word_list(words: Collection[str]) -> Callable[[str], list[str]]:
@@ -39,8 +86,56 @@ def word_list(words: Collection[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+def count_list(text: str) -> list[int]:
+    """As `number_list`, of numbers above 0."""
+    numbers = number_list(text)
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: give numbers above 0")
+    return numbers
+
+
+def name_list(text: str) -> list[str]:
+    """ "ar,cspd:gamma=8" to ["ar", "cspd:gamma=8"]; none is empty, or there twice."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if not name:
+            raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write it like ar,cspd:gamma=8")
+        if names.count(name) > 1:
+            raise argparse.ArgumentTypeError(f"{text!r} has {name!r} twice: give it once")
+    return names
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A parser of whole numbers in low..high."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d{1,19}", text, re.ASCII) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{shortened(text)} is no whole number, {low}..{high}")
+        return int(text)
+
+    return parse
+
+
+count = whole(1, MOST)
+seed = whole(0, LARGEST_SEED)
+
+
+def word(text: str) -> str:
+    """Text that is not empty: an empty one is mostly a variable of the shell that was never set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing: give a name, or . for the current folder")
+    return text
+
+
+def place(text: str) -> Path:
+    """A file or folder."""
+    return Path(word(text))
+
+
+def shortened(value: object) -> str:
+    """A value as an error shows it, in about 60 characters at most; long texts lose their middle."""
+    try:
+        shown = _SHORT.repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        shown = "a number of thousands of digits"
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."

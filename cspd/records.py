@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,16 @@ def write_png(path: Path, picture: Image.Image) -> None:
     """Writes as `publishing` does."""
     with publishing(path) as temporary:
         picture.save(temporary, format="png")
+
+
+def check_file(path: Path, option: str) -> None:
+    """Raises ValueError or OSError where no file can be written: hours of work are not to end in that."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give {option} a file in it")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}): give another {option}") from error
 
 
 def make_folder(path: Path) -> None:

@@ -6,54 +6,87 @@ import argparse
 import itertools
 from pathlib import Path
 
-from cspd.bench import bench, format_report
+from matplotlib.backend_bases import FigureCanvasBase
+
+from cspd.bench import PUBLISHED, bench, format_report
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
 from cspd.evaluation.classifier import accuracy as classifier_accuracy
 from cspd.evaluation.classifier import load_classifier
-from cspd.loading import checkpoint_files, embedded
-from cspd.lookup import method_names
-from cspd.methods import METHODS
-from cspd.parsing import number_list
+from cspd.loading import checkpoint_files, embedded, family_of
+from cspd.lookup import method_names, parse_method
+from cspd.methods import EMBEDDED, METHODS
+from cspd.parsing import count, count_list, name_list, place
 from cspd.plots import Point, speed_quality
-from cspd.records import publishing, write_json
+from cspd.records import check_file, publishing, write_json
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
     text = "Times sampling end to end on this machine, in one process, as speed-ups over plain sampling (ar)."
-    timing = commands.add_parser("bench", help="time sampling on this machine", description=text, allow_abbrev=False)
+    timing = commands.add_parser("bench", help="time sampling on this machine", description=text)
     timing.set_defaults(run=run)
     add_model_options(timing)
     add_request_options(timing, several=("num_iter", "cfg", "gamma", "verify"))
     group = timing.add_argument_group("what to time")
     group.add_argument(
         "--methods",
+        type=name_list,
         help="against ar: any of `cspd methods`, options after colons (cool-sd:delta=1.5:gamma=4), and published, the"
         " authors' sampler (default: speculative,published; of VQ models all methods)",
     )
-    group.add_argument("--vq", action="store_true", help="the embedded VQ models: short for --checkpoint digits32_vq")
-    group.add_argument("--batch", type=number_list, default="1,8", help="batch sizes (default: 1,8)")
-    group.add_argument("--runs", type=int, default=5, help="timed runs of each (default: %(default)s)")
     group.add_argument(
-        "--queued", type=int, help="also report the peak memory of this many requests at each batch size"
+        "--vq",
+        action="store_const",
+        dest="checkpoint",
+        const=EMBEDDED["VQ"],
+        help="the embedded VQ models: short for --checkpoint digits32_vq",
     )
-    group.add_argument("--json", type=Path, help="also write the numbers here")
-    group.add_argument("--plot", type=Path, metavar="PNG", help="also draw class accuracy against speed-up here")
+    group.add_argument("--batch", type=count_list, default="1,8", help="batch sizes (default: 1,8)")
+    group.add_argument("--runs", type=count, default=5, help="timed runs of each (default: %(default)s)")
+    group.add_argument(
+        "--queued", type=count, help="also report the peak memory of this many requests at each batch size"
+    )
+    group.add_argument("--json", type=place, help="also write the numbers here")
+    group.add_argument("--plot", type=place, metavar="PNG", help="also draw class accuracy against speed-up here")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raises ValueError or OSError where what is asked for cannot be written, before minutes of timing."""
+    if args.json:
+        check_file(args.json, "--json")
+    if args.plot:
+        check_file(args.plot, "--plot")
+        formats = FigureCanvasBase.get_supported_filetypes()
+        if _image_format(args.plot) not in formats:
+            raise ValueError(f"--plot {args.plot}: give a name that ends in one of .{', .'.join(formats)}")
+        if not _is_embedded(args.checkpoint):
+            raise ValueError(f"--plot {args.plot}: only the embedded models' images have a classifier: leave it out")
+
+
+def _image_format(path: Path) -> str:
+    """What a picture's name says; PNG where it says nothing."""
+    return path.suffix.removeprefix(".").lower() or "png"
+
+
+def _is_embedded(checkpoint: str) -> bool:
+    """Whether a checkpoint came with cspd, and its classifier knows the images."""
+    return checkpoint_files(checkpoint)["target"].parent.resolve() in map(Path.resolve, embedded().values())
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.vq:
-        args.checkpoint = "digits32_vq"
-    target = load_engine(args, 1)
-    family = target.host.family
+    _check_files(args)
+    family = family_of(args.checkpoint)
     proved = [m.name for m in METHODS if m.family == family and m.guarantee != "heuristic" and m.name != "ar"]
-    names = args.methods.split(",") if args.methods else [*proved, "published"]
+    names = args.methods or [*proved, PUBLISHED]
     if "cspd" not in method_names([family]) and (args.gamma or args.verify):
         raise ValueError("--gamma, --verify: here of cspd; options of others follow their name, --methods sd:gamma=4")
+    for name in names:
+        parse_method(name, more=[PUBLISHED])  # a misspelt one is told before models are loaded
+    target = load_engine(args, 1)
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [request_of(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]
     accuracy = None
-    if checkpoint_files(args.checkpoint)["target"].parent.resolve() in map(Path.resolve, embedded().values()):
+    if _is_embedded(args.checkpoint):
         classifier = load_classifier()
         accuracy = lambda images, labels: classifier_accuracy(classifier, images, labels)  # noqa: E731
     report = bench(
@@ -83,5 +116,5 @@ def run(args: argparse.Namespace) -> None:
             points.append(Point(options, speed["median"], row["accuracy"], method + case, limits))
         panels = [("speed-up over plain sampling", "share recognised by the classifier", points)]
         with publishing(args.plot) as temporary:
-            speed_quality(panels, temporary, args.plot.suffix.removeprefix(".") or "png")
+            speed_quality(panels, temporary, _image_format(args.plot))
         print(f"wrote {args.plot}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
+from cspd.commands.options import add_model_options, add_request_options, check_method, load_engine, request_of
 from cspd.continuous.calibration import WINDOWS
 from cspd.continuous.tuning import user_cache
 from cspd.lookup import method_of
@@ -13,9 +13,7 @@ from cspd.lookup import method_of
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
     text = "Fits the drafts of `speculative` for these settings, measures this device, and shows what both give."
-    calibrate = commands.add_parser(
-        "calibrate", help="prepare `speculative` ahead of time", description=text, allow_abbrev=False
-    )
+    calibrate = commands.add_parser("calibrate", help="prepare `speculative` ahead of time", description=text)
     calibrate.set_defaults(run=run)
     add_model_options(calibrate)
     add_request_options(calibrate)
@@ -23,6 +21,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    check_method(args)
     engine = load_engine(args, 1)
     request = engine.check(request_of(args))
     if method_of(request).needs != "calibration":

@@ -19,7 +19,6 @@ from cspd.comparison.compare import compare
 from cspd.comparison.page import write
 from cspd.comparison.runs import settings_of
 from cspd.comparison.study import (
-    EMBEDDED,
     FORMAT,
     MODELS,
     RUN,
@@ -32,8 +31,8 @@ from cspd.comparison.tables import text_table
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import load_reference
 from cspd.loading import checkpoint_files, embedded, family_of
-from cspd.methods import DEFAULTS
-from cspd.parsing import number_list, positive
+from cspd.methods import DEFAULTS, EMBEDDED
+from cspd.parsing import count, name_list, number_list, place, seed
 
 RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
 
@@ -51,26 +50,26 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=textwrap.fill(text, 100),
         epilog=FORMAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     comparison.set_defaults(run=run)
     add_model_options(comparison)
     group = comparison.add_argument_group("what to compare")
     group.add_argument(
         "--methods",
+        type=name_list,
         help="any of `cspd methods`, settings after colons: ar,cspd:gamma=16:verify=sequential,ar:num_iter=16"
         " (default: ar,speculative; of VQ models ar,sjd-pac)",
     )
-    group.add_argument("--config", type=Path, metavar="FILE", help="a study's file in place of --methods, see below")
+    group.add_argument("--config", type=place, metavar="FILE", help="a study's file in place of --methods, see below")
     group.add_argument("--labels", type=number_list, help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
-    group.add_argument("--num", type=int, help="images of each; the labels take turns (default: 20)")
-    group.add_argument("--seed", type=int, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=positive, help="images in flight at once, and made in a turn (default: 4)")
-    group.add_argument("--out", type=Path, default=Path("comparison"), help="folder (default: %(default)s/)")
+    group.add_argument("--num", type=count, help="images of each; the labels take turns (default: 20)")
+    group.add_argument("--seed", type=seed, help="of the first image; the next has the next (default: 0)")
+    group.add_argument("--max-batch", type=count, help="images in flight at once, and made in a turn (default: 4)")
+    group.add_argument("--out", type=place, default=Path("comparison"), help="folder (default: %(default)s/)")
     group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
     group = comparison.add_argument_group("what to judge images by (default: of embedded models, their classifier)")
-    group.add_argument("--ref", type=Path, metavar="FILE", help="statistics (.npz as ADM's) or a folder of images")
-    group.add_argument("--weights", type=Path, metavar="FILE", help="Inception-v3 as torch-fidelity wants it")
+    group.add_argument("--ref", type=place, metavar="FILE", help="statistics (.npz as ADM's) or a folder of images")
+    group.add_argument("--weights", type=place, metavar="FILE", help="Inception-v3 as torch-fidelity wants it")
     add_request_options(comparison)
     comparison.set_defaults(checkpoint=None)
 
@@ -83,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
     common |= {key: value for key, value in asked.items() if value is not None}
     settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
     if entries is None:
-        common = {"checkpoint": EMBEDDED} | common
-        entries = named_entries(args.methods or f"ar,{DEFAULTS[family_of(common['checkpoint'])]}")
+        common = {"checkpoint": EMBEDDED["MAR"]} | common
+        entries = named_entries(args.methods or ["ar", DEFAULTS[family_of(common["checkpoint"])]])
 
     def of(models: Mapping[str, object]) -> argparse.Namespace:
         files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint")}

@@ -16,6 +16,7 @@ from cspd.commands.options import (
     add_method_option,
     add_model_options,
     add_request_options,
+    check_method,
     load_engine,
     request_of,
     run_settings,
@@ -27,7 +28,7 @@ from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import file_fingerprint, load_reference
 from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD
-from cspd.parsing import number_list, positive
+from cspd.parsing import count, number_list, place, seed
 from cspd.plots import grid, to_pil
 from cspd.records import make_folder, write_json, write_png
 from cspd.sequence import Request
@@ -48,34 +49,33 @@ def add(commands: argparse._SubParsersAction) -> None:
         "evaluate",
         help="FID, IS, KID, precision and recall of many images",
         description=DESCRIPTION,
-        allow_abbrev=False,
     )
     evaluate.set_defaults(run=functools.partial(run, default=evaluate.get_default))
     group = evaluate.add_argument_group("images")
     group.add_argument(
         "--num",
         "--num-images",  # torchrun takes --num for a short form of its own --numa-binding
-        type=positive,
+        type=count,
         default=500,
         help="how many (default: %(default)s; in papers 50000); under torchrun write --num-images",
     )
     group.add_argument("--labels", type=number_list, help="classes, like 0-9 or 1,5,7-9 (default: all of the model)")
-    group.add_argument("--seed", type=int, default=0, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=positive, default=8, help="in flight at once (default: %(default)s)")
+    group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
+    group.add_argument("--max-batch", type=count, default=8, help="in flight at once (default: %(default)s)")
     group.add_argument(
-        "--out", type=Path, default=Path("evaluation"), help="folder for images and numbers (default: %(default)s/)"
+        "--out", type=place, default=Path("evaluation"), help="folder for images and numbers (default: %(default)s/)"
     )
     group.add_argument("--overwrite", action="store_true", help="start anew, without the images that are in --out")
     group.add_argument(
         "--images",
-        type=Path,
+        type=place,
         metavar="FOLDER",
         help="measure these PNGs and sample none; their classes are known if `cspd sample` named them",
     )
     group = evaluate.add_argument_group("measures")
     group.add_argument(
         "--ref",
-        type=Path,
+        type=place,
         help="what to compare with: an .npz with mu and sigma (for FID) or with images in arr_0 (for KID, precision and"
         " recall too), as ADM's, or a folder of images (default: the embedded models' training data, or none)",
     )
@@ -86,9 +86,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         " embedded models make, else inception)",
     )
     group.add_argument(
-        "--weights", type=Path, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
+        "--weights", type=place, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
     )
-    group.add_argument("--npz", type=Path, metavar="FILE", help="also write the images as ADM's evaluator reads them")
+    group.add_argument("--npz", type=place, metavar="FILE", help="also write the images as ADM's evaluator reads them")
     add_model_options(evaluate)
     add_method_option(evaluate)
     add_request_options(evaluate)
@@ -140,6 +140,7 @@ def _earlier_sampling(path: Path, manifest: dict) -> dict:
 
 def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list[int], dict, dict]:
     """All that can fail before the first image."""
+    check_method(args)
     engine = load_engine(args, args.max_batch)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
-from pathlib import Path
 
 import torch
 
 from cspd.engine import Engine
 from cspd.listing import Use, uses
-from cspd.loading import checkpoint_files, load
-from cspd.lookup import method_names, method_of
+from cspd.loading import checkpoint_files, family_of, load
+from cspd.lookup import choose, method_names, method_of
 from cspd.methods import COMMON, DEFAULTS
 from cspd.option import option_names
-from cspd.parsing import float_list, number_list, positive, word_list
+from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
 from cspd.sequence import Request
 from cspd.version import __version__
 from cspd.vq.registry import GPTS
 from mar.registry import MARS
 
+MOST_THREADS = 1024  # more than this, and OpenMP ends the process
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--checkpoint",
+        type=word,
         default="digits32",
         help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files, or a target's file"
         " (default: digits32)",
     )
     group.add_argument("--arch", choices=[*MARS, *GPTS], help="the target's size (default: found out from the file)")
-    group.add_argument("--vae", type=Path, help="the autoencoder's or tokenizer's file, where not beside the target")
+    group.add_argument("--vae", type=place, help="the autoencoder's or tokenizer's file, where not beside the target")
     group.add_argument(
         "--draft-checkpoint",
-        type=Path,
+        type=place,
         metavar="FILE",
         help="a smaller model of the same tokens, for methods that draft, where it is not beside the target",
     )
@@ -46,7 +48,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile MAR's speculative rounds: half a minute on first use, then faster",
     )
-    group.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
+    group.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads (default: torch's)")
 
 
 def add_method_option(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +96,11 @@ def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **change
     """The request that the options of `add_request_options` ask for, with `changes`."""
     given = {name: getattr(args, name) for name in sorted(option_names()) if hasattr(args, name)}
     return Request(label, seed, getattr(args, "method", None), **given | changes)
+
+
+def check_method(args: argparse.Namespace) -> None:
+    """Raises ValueError where the checkpoint's models lack the method or an option, which is known before loading."""
+    choose(request_of(args), [family_of(args.checkpoint)])
 
 
 def run_settings(args: argparse.Namespace, request: Request) -> dict:

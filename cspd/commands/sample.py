@@ -9,36 +9,36 @@ from cspd.commands.options import (
     add_method_option,
     add_model_options,
     add_request_options,
+    check_method,
     load_engine,
     request_of,
     run_settings,
 )
 from cspd.commands.sample_folder import RECORD, sample_to_folder
-from cspd.parsing import number_list
+from cspd.parsing import count, number_list, place, seed
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
     text = "Generates images of classes into a folder; a run that was cut off goes on where it was."
-    sample = commands.add_parser("sample", help="generate images into a folder", description=text, allow_abbrev=False)
+    sample = commands.add_parser("sample", help="generate images into a folder", description=text)
     sample.set_defaults(run=run)
     add_model_options(sample)
     add_method_option(sample)
     add_request_options(sample)
     group = sample.add_argument_group("what to make")
     group.add_argument("--labels", type=number_list, default="0-9", help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
-    group.add_argument("--num", type=int, help="images in all; the labels take turns (default: one a label)")
-    group.add_argument("--seed", type=int, default=0, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=int, default=8, help="images in flight at once (default: %(default)s)")
-    group.add_argument("--out", type=Path, default=Path("samples"), help="folder (default: %(default)s/)")
+    group.add_argument("--num", type=count, help="images in all; the labels take turns (default: one a label)")
+    group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
+    group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
+    group.add_argument("--out", type=place, default=Path("samples"), help="folder (default: %(default)s/)")
     group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
     group.add_argument("--heatmap", action="store_true", help="also write heatmap.png: what each token cost")
 
 
 def run(args: argparse.Namespace) -> None:
-    num = len(args.labels) if args.num is None else args.num
-    if num < 1:
-        raise ValueError(f"--num {num} makes no image: give 1 or more")
+    num = args.num or len(args.labels)
+    check_method(args)
     engine = load_engine(args, args.max_batch)
     labels = (args.labels[i % len(args.labels)] for i in range(num))
     requests = [request_of(args, label, args.seed + i) for i, label in enumerate(labels)]

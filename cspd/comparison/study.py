@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +16,19 @@ import yaml
 
 from cspd.engine import Engine
 from cspd.lookup import method_names, parse_method, with_method
+from cspd.methods import EMBEDDED
 from cspd.option import check_integer, option_names
-from cspd.parsing import number_list
+from cspd.parsing import LARGEST_SEED, MOST, choice, number_list, shortened
 from cspd.sequence import Request
 
 TARGET = ("checkpoint", "arch", "vae")
 MODELS = (*TARGET, "draft_checkpoint")
 RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole; a configuration can have a seed of its own
 REQUEST = ("method", *option_names(), "family")  # in the order of declaration, which rows are named in
+TEXTS = ("name", *MODELS)
 OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
-EMBEDDED = "digits32"  # the checkpoint of those that name none
+MOST_ROWS = 1000  # that lists of values may stand for
 USUAL_ITERATIONS = 64  # what MAR's users run, whatever the length
 FORMAT = """\
 a study's file (YAML): settings of all at the top, then the configurations; a list of values stands for one
@@ -72,11 +76,12 @@ class Configuration:
         return self.engine.check(plain), files
 
 
-def named_entries(text: str) -> list[dict]:
-    """ "ar,cspd:gamma=8" to entries as a study's file has them. Raises ValueError on an unknown method or option."""
+def named_entries(names: Sequence[str]) -> list[dict]:
+    """Names like "cspd:gamma=8" to entries as a study's file has them. Raises ValueError as `parse_method`."""
     entries = []
-    for each in text.split(","):
+    for each in names:
         method, options = parse_method(each, {*OWN} - {"method"})
+        _check(shortened(each), options, OWN)
         entries.append({"method": method} | options)
     return entries
 
@@ -85,53 +90,89 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     """The settings of all, and the entries of the configurations, of a study's file.
 
     Raises:
-        ValueError: no such file, no YAML, or keys that nobody knows.
+        ValueError: no such file, no YAML, keys that nobody knows or that are there twice, or values of a wrong kind.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_bytes(), Loader=_Loader)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}: give a study's file, see `cspd compare --help`") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # numbers of 5,000 digits, nothing in 1,000 brackets
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     entries = content.get(ROWS) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{path}: a study is settings, and a list '{ROWS}' of them, see `cspd compare --help`")
     common = {key: value for key, value in content.items() if key != ROWS}
-    _check_keys(path, "at the top", common, (*RUN, *REQUEST, *MODELS))
+    _check(f"{path}, at the top", common, (*RUN, *REQUEST, *MODELS))
     for i, entry in enumerate(entries):
-        _check_keys(path, f"in configuration {i + 1}", entry, ("name", *OWN))
+        _check(f"{path}, in configuration {i + 1}", entry, ("name", *OWN))
+    lists = [key for key, value in common.items() if isinstance(value, list) and key != "labels"]
+    if lists:
+        raise ValueError(f"{path}: {lists[0]} is a list at the top: lists of values belong to configurations")
     if "labels" in common:  # a list, or as --labels has them
         labels = common["labels"]
         try:
             common["labels"] = number_list(",".join(map(str, labels if isinstance(labels, list) else [labels])))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{path}: labels: {error}") from None
-    for key, least in (("num", 1), ("seed", 0), ("max_batch", 1)):
+    for key, least, most in (("num", 1, MOST), ("seed", 0, LARGEST_SEED), ("max_batch", 1, MOST)):
         if key in common:
-            check_integer(f"{path}: {key}", common[key], least, 2**63 - 1, "see `cspd compare --help`")
-    for key, value in [pair for each in (common, *entries) for pair in each.items()]:
-        values = value if isinstance(value, list) else [value]
-        if not values or not all(each is None or isinstance(each, (str, int, float)) for each in values):
-            raise ValueError(f"{path}: {key}: {value!r} is no number, text or list of them")
-    lists = [key for key, value in common.items() if isinstance(value, list) and key != "labels"]
-    if lists:
-        raise ValueError(f"{path}: {lists[0]} is a list at the top: lists of values belong to configurations")
+            check_integer(f"{path}: {key}", common[key], least, most, "see `cspd compare --help`")
     return common, entries
 
 
-def _check_keys(path: Path, where: str, settings: dict, known: Sequence[str]) -> None:
-    unknown = [str(key) for key in settings if key not in known]
-    if unknown:
-        raise ValueError(f"{path}: {', '.join(unknown)} {where} is unknown: choose of {', '.join(known)}")
+class _Loader(yaml.SafeLoader):
+    """Reads YAML; a key that is there twice is an error, where other readers let the last one win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1}: {shortened(key.value)} is there twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _check(where: str, settings: Mapping, known: Sequence[str]) -> None:
+    """Raises ValueError on keys that nobody knows, and on values that no setting has."""
+    for key, value in settings.items():
+        if key not in known:
+            raise ValueError(f"{where}: {shortened(key)} is unknown: {choice(key, known)}")
+        values = value if isinstance(value, list) and key != "name" else [value]
+        if not values or not all(_fits(key, each) for each in values):
+            kind = (
+                f"text in quotes, in one line of 1..{_most(key)} letters"
+                if key in TEXTS
+                else "number, text or list of them"
+            )
+            raise ValueError(f"{where}: {key}: {shortened(value)} is no {kind}")
+
+
+def _fits(key: str, value: object) -> bool:
+    """Whether a value can be a key's: text that can be shown or, unless it names something, a number."""
+    if isinstance(value, str):
+        return value.isprintable() and 0 < len(value.strip()) <= _most(key)
+    if value is None:
+        return key != "name"
+    return key not in TEXTS and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _most(key: str) -> int:
+    return 100 if key == "name" else 4096
 
 
 def expand(entry: dict) -> list[tuple[str, dict]]:
     """An entry's configurations, name and settings: one, or one for each combination of its lists' values.
 
+    Raises ValueError where the lists stand for more than `MOST_ROWS`.
+
     A name left out is the method's with the settings after colons, as `named_entries` reads it.
     """
     settings = {key: value for key, value in entry.items() if key != "name"}
     lists = {key: value for key, value in settings.items() if isinstance(value, list)}
+    if math.prod(map(len, lists.values())) > MOST_ROWS:
+        raise ValueError(
+            f"lists of {', '.join(lists)} stand for more than {MOST_ROWS} configurations: give fewer values"
+        )
     made = []
     for values in itertools.product(*lists.values()):
         single = settings | dict(zip(lists, values))
@@ -165,13 +206,13 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
     for name, own in named:
         method = own.get("method", common.get("method"))
         if method not in method_names():
-            raise ValueError(f"{name}: method={method!r} is unknown: choose one of {', '.join(method_names())}")
+            raise ValueError(f"{name}: method={method!r} is unknown: {choice(method, method_names())}")
     shared = Request(label=0, **{key: value for key, value in common.items() if key in REQUEST})
     engines: dict[tuple, Engine] = {}
 
     def make(name: str, own: dict) -> Configuration:
         models = {key: value for key, value in (common | own).items() if key in MODELS and value is not None}
-        models = {"checkpoint": EMBEDDED} | models
+        models = {"checkpoint": EMBEDDED["MAR"]} | models
         place = tuple(sorted((key, str(value)) for key, value in models.items()))
         if place not in engines:
             engines[place] = load(models)

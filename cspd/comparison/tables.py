@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import textwrap
 from typing import NamedTuple
 
@@ -158,10 +159,15 @@ def markdown(report: dict) -> str:
     """The table and its notes in Markdown."""
     shown = columns(report)
     titles = [column.title for column in shown]
-    lines = [[cell(row, column).replace("|", "\\|") for column in shown] for row in report["rows"]]
+    lines = [[_escaped(cell(row, column)) for column in shown] for row in report["rows"]]
     table = tabulate(lines, titles, tablefmt="pipe", **_layout(shown))
-    told = [f"* {note}" for note in notes(report)]
+    told = [f"* {_escaped(note)}" for note in notes(report)]
     return "\n".join([table, "", *told]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line: a name may hold anything."""
+    return re.sub(r"([\\`*_\[\]<>&|~$])", r"\\\1", " ".join(text.splitlines()))
 
 
 def _layout(shown: list[Column]) -> dict:
@@ -180,6 +186,11 @@ def csv_table(report: dict) -> str:
     return buffer.getvalue()
 
 
+def _no_formula(text: str) -> str:
+    """Text that a spreadsheet shows and does not run: one that begins like a formula gets a quote before it."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
 def _flat(row: dict) -> dict[str, object]:
     """A row whose values all fit a cell of a CSV file."""
     flat = {}
@@ -189,5 +200,5 @@ def _flat(row: dict) -> dict[str, object]:
         elif isinstance(value, (dict, list)):
             flat[key] = json.dumps(value)
         else:
-            flat[key] = value
+            flat[key] = _no_formula(value) if isinstance(value, str) else value
     return flat

@@ -38,7 +38,7 @@ from cspd.discrete.probabilities import draw_siblings, likeliest, sample, withou
 from cspd.discrete.rules import Judged, Rule, judge_siblings, rule_of, rule_options
 from cspd.discrete.window import Comb, Draws, Window, comb_of, draw, kept_windows
 from cspd.method import Method
-from cspd.option import Option
+from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
 
@@ -250,11 +250,11 @@ OPTIONS = (
 
 def check(request: Request, host: VQHost) -> None:
     """Raises ValueError where the window has no room for the comb, or on a bad rule."""
-    if (request.pd_k - 1) * request.pd_d >= request.window - request.pd_d:
-        raise ValueError(
-            f"window={request.window} has no room for pd_k={request.pd_k} candidates at pd_d={request.pd_d} levels"
-            " and a code below them: give a larger window"
-        )
+    comb = f"pd_k={request.pd_k} candidates at pd_d={request.pd_d} levels and a code below them"
+    least, most = request.pd_k * request.pd_d + 1, MOST_NODES - 1
+    if least > most:
+        raise ValueError(f"{comb} need a window of {least}, and {most} is the largest: give fewer of them")
+    check_integer("window", request.window, least, most, f"it has room for {comb}")
     check_rule(request, host)
 
 

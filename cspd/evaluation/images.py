@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.plots import to_uint8
-from cspd.records import publishing
+from cspd.records import check_file, publishing
 
 GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # what our commands write beside images
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -168,13 +167,11 @@ def to_pixels(images: np.ndarray) -> np.ndarray:
 
 def check_npz(path: Path) -> None:
     """Makes the folder that `export_npz` writes to; raises ValueError or OSError where no file can be written there."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give --npz a file in it, such as {path / 'images.npz'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another --npz") from error
+    check_file(path, "--npz")
 
 
 def export_npz(images: Dataset, path: Path) -> None:

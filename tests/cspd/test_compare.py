@@ -45,7 +45,7 @@ def test_two_families_are_compared(digits, tmp_path):
     names = [row.name for row in rows]
     assert names[0] == "ar" and names[2:] == ["quick", "cool-sd:checkpoint=digits32_vq:cfg=1.0"]
     assert "checkpoint=digits32_vq" in names[1] and "null" not in names[1] and "family" not in names[1]
-    assert named_entries(names[1])[0]["checkpoint"] == "digits32_vq"
+    assert named_entries([names[1]])[0]["checkpoint"] == "digits32_vq"
     made, images = compare([rows[2], rows[1], rows[3]], [1], 1, tmp_path, space="digits", progress=False)
     assert [row["law_baseline"] for row in made["rows"]] == [None] * 3
     assert [row["step_compression"] is None for row in made["rows"]] == [True, False, False]

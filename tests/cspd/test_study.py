@@ -20,7 +20,7 @@ STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yam
 
 
 def rows_of(text, digits, **common):
-    return configurations(named_entries(text), common, lambda models: digits)
+    return configurations(named_entries(text.split(",")), common, lambda models: digits)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_lists_are_swept():
     ]
     assert made[2][1] == {"method": "cspd", "gamma": 8, "align": True, "prefill": 0.1}
     for name, settings in made:  # the name asks for it again
-        assert named_entries(name) == [settings]
+        assert named_entries([name]) == [settings]
     assert [name for name, _ in expand(entry | {"name": "a b"})] == [
         "a b:gamma=4:align=true",
         "a b:gamma=4:align=false",
