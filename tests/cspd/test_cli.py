@@ -12,9 +12,9 @@ from PIL import Image
 from stores import small_checkpoint
 
 from cspd.cli import main
-from cspd.commands import sample_folder
-from cspd.commands.options import number_list
+from cspd.commands import options, sample_folder
 from cspd.loading import checkpoint_files
+from cspd.parsing import number_list
 from cspd.plots import to_pil
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
@@ -128,8 +128,10 @@ def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
         (["--num-iter", "65"], "1..64"),
         (["--cfg", "nan"], "cfg=nan"),
         (["--checkpoint", "nowhere"], "digits32"),
-        (["--num", "0"], "--num 0"),
-        (["--max-batch", "0"], "max_batch=0"),
+        (["--max-batch", "9999999"], "max_batch=9999999"),
+        (["--seed", f"{2**63 - 1}", "--num", "2"], f"seed={2**63} does not fit"),
+        (["--cfg", "1e999"], "cfg=inf"),
+        (["--vae", "two\nlines"], "two lines"),
         (["--vae", "nowhere.ckpt"], "nowhere.ckpt"),
         (["--arch", "mar_base"], "mar_digits32"),
     ],
@@ -175,8 +177,115 @@ def test_number_lists(text, numbers):
     assert number_list(text) == numbers
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1;2"])
-def test_bad_number_lists_show_how_to_write_one(text, capsys):
-    with pytest.raises(SystemExit):
-        main(["sample", "--labels", text])
-    assert "like 0-9" in capsys.readouterr().err
+LISTS = [
+    "",
+    "a",
+    "1-",
+    "3-1",
+    "1;2",
+    "1,,2",
+    "-1",
+    "1_0",
+    "\u0663",
+    "9" * 22,
+    "9" * 5000,
+    "0-99999999",
+    "0-99999999999",
+]
+COMMANDS = ["sample", "compare", "evaluate", "bench", "calibrate"]
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        *((["sample", f"--labels={text}"], "like 0-9") for text in LISTS),
+        (["evaluate", "--labels", "0-99999999999"], "at most 100,000 numbers"),
+        (["bench", "--batch", "0"], "give numbers above 0"),
+        (["bench", "--batch", ""], "like 0-9"),
+        *((["bench", f"--{flag}", value], "1..10000000") for flag in ("runs", "queued") for value in ("0", "-3")),
+        (["bench", "--methods", ""], "has an empty name"),
+        (["bench", "--methods", "speculative,"], "has an empty name"),
+        (["compare", "--methods", ","], "has an empty name"),
+        (["bench", "--methods", "speculative,speculative"], "has 'speculative' twice"),
+        *(([command, "--num", num], "1..10000000") for command in COMMANDS[:3] for num in ("0", "-1", "9" * 12)),
+        *(([command, "--seed", seed], f"0..{2**63 - 1}") for command in COMMANDS[:3] for seed in ("-1", "9" * 23)),
+        *(([command, "--max-batch", "0"], "1..10000000") for command in COMMANDS[:3]),
+        *((["sample", "--threads", text], "1..1024") for text in ("0", "-1", "100000")),
+        *(([command, "--out", ""], "argument --out: '' names nothing") for command in COMMANDS[:3]),
+        *(([command, "--checkpoint", " "], "--checkpoint: ' ' names nothing") for command in COMMANDS),
+        (["sample", "--vae", ""], "--vae: '' names nothing"),
+        *((["evaluate", flag, ""], f"{flag}: '' names") for flag in ("--ref", "--weights", "--npz", "--images")),
+        (["bench", "--json", ""], "--json: '' names nothing"),
+        (["compare", "--config", ""], "--config: '' names nothing"),
+        (["sampel"], "did you mean sample?"),
+        (["sample", "--methd", "ar"], "cspd sample: error: unrecognized arguments: --methd ar; did you mean --method?"),
+        (["sample", "--sed=4"], "--sed=4; did you mean --seed?"),
+        (["methods", "--mark"], "did you mean --markdown?"),  # no short forms
+        (["sample", "--method", "speculativ"], "did you mean speculative?"),
+        (["sample", "--method", "cool_sd"], "did you mean cool-sd?"),
+        (["sample", "--arch", "mar_bas"], "did you mean mar_base?"),
+        (["sample", "more"], "unrecognized arguments: more"),
+    ],
+)
+def test_arguments_that_cannot_be_are_told_before_any_work(arguments, hint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    usage, *_, error = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and usage.startswith("usage: cspd")
+    assert error.startswith("cspd") and hint in error and len(error) < 1000
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (
+            "sample --method eagle",
+            "does not decode MAR models: choose one of ar, speculative, cspd, or take VQ models, as of digits32_vq",
+        ),
+        ("evaluate --method cool-sd", "as of digits32_vq"),
+        ("sample --checkpoint digits32_vq --method cspd", "does not decode VQ models: choose one of ar, sd"),
+        (
+            "sample --delta 1.5",
+            "delta=1.5 is no setting of MAR models: leave it out, or take VQ models, as of digits32_vq",
+        ),
+        (
+            "sample --checkpoint digits32_vq --num-iter 5",
+            "num_iter=5 is no setting of VQ models: leave it out, or take MAR",
+        ),
+        ("sample --checkpoint digits32_vq --gamma 3", "gamma=3 is no option of 'sjd-pac': it belongs to sd, eagle"),
+        ("calibrate --verify parallel", "verify='parallel' is no option of 'speculative': it belongs to cspd"),
+        ("bench --methods speculativ", "did you mean speculative?"),
+        ("bench --methods speculative:windw=1", "did you mean window?"),
+        ("bench --methods speculative:", "'' in 'speculative:' is no option"),
+        ("bench --checkpoint digits32_vq --gamma 3", "options of others follow their name"),
+        ("bench --json nowhere/numbers.json", "nowhere/numbers.json cannot be written (No such file"),
+        ("bench --plot .", "is a folder: give --plot a file in it"),
+        ("bench --plot picture.xyz", "give a name that ends in one of"),
+        ("compare --methods speculativ", "did you mean speculative?"),
+        ("compare --methods ar:seeed=3", "did you mean seed?"),
+        ("compare --methods ar:checkpoint=5", "checkpoint: 5 is no text"),
+        ("compare --methods ar:vae=true", "vae: True is no text"),
+        (f"compare --methods ar:cfg={'9' * 400}", "cfg: 9"),
+        ("compare --methods ar:cfg=NaN", "cfg: nan is no number"),
+    ],
+)
+def test_what_can_be_known_is_told_before_models_are_loaded(arguments, hint, tmp_path, monkeypatch, capsys):
+    def loaded(*_, **__):
+        raise AssertionError("the models were loaded first")
+
+    monkeypatch.setattr(options, "load", loaded)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("cspd: ") and hint in error and error.count("\n") == 1 and len(error) < 1000
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_terminal_cannot_show_ends_nothing(tmp_path, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert sample(tmp_path / "\u00e9", "--num", "1") == 0
+    terminal.flush()
+    assert b"\\xe9/grid.png" in terminal.buffer.getvalue()

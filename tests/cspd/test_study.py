@@ -156,15 +156,18 @@ def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
 @pytest.mark.parametrize(
     "text, hint",
     [
-        ("nums: 3\nconfigurations: [{method: ar}]", "nums at the top is unknown: choose of num, labels"),
-        ("configurations: [{method: ar}, {method: cspd, gama: 3}]", "gama in configuration 2 is unknown"),
-        ("configurations: [{method: ar, num: 3}]", "num in configuration 1 is unknown"),
+        ("nums: 3\nconfigurations: [{method: ar}]", "at the top: 'nums' is unknown: did you mean num?"),
+        (
+            "configurations: [{method: ar}, {method: cspd, gama: 3}]",
+            "in configuration 2: 'gama' is unknown: did you mean gamma?",
+        ),
+        ("configurations: [{method: ar, num: 3}]", "in configuration 1: 'num' is unknown: "),
         ("num: 3", "a list 'configurations'"),
         ("configurations: []", "a list 'configurations'"),
         ("configurations: [ar]", "a list 'configurations'"),
         ("- 3", "a list 'configurations'"),
         ("configurations: [{method: ar}", "is no YAML"),
-        ("configurations: [{method: ar, name: \xe9}]", "study.yaml is no YAML: 'utf-8' codec"),
+        ("configurations: [{method: ar, name: \xe9}]", "study.yaml is no YAML: unacceptable character"),
         ("gamma: [4, 8]\nconfigurations: [{method: cspd}]", "gamma is a list at the top"),
         ("configurations: [{method: ar, cfg: []}]", "cfg: [] is no number, text or list"),
         ("configurations: [{method: ar, seed: 2024-01-01}]", "seed: datetime.date(2024, 1, 1) is no number"),
@@ -177,6 +180,33 @@ def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
         ("configurations: [{method: ar, gamma: 3}]", "ar:gamma=3: gamma=3 is no option of 'ar'"),
         ("configurations: [{method: ar, seed: -1}]", "ar:seed=-1: seed=-1 does not fit: give a whole number, 0.."),
         ("configurations: [{method: ar, cfg: high}]", "ar:cfg=high: cfg='high' does not fit: give a number"),
+        ("cfg: 1\ncfg: 2\nconfigurations: [{method: ar}]", "line 2: 'cfg' is there twice"),
+        ('{"configurations": [{"method": "ar", "cfg": 1, "cfg": 2}]}', "'cfg' is there twice"),
+        (f"cfg: 1{'0' * 400}\nconfigurations: [{{method: ar}}]", "cfg: 1000000"),
+        (f"cfg: 1{'0' * 5000}\nconfigurations: [{{method: ar}}]", "is no YAML: Exceeds the limit"),
+        (f"cfg: 0x{'f' * 5000}\nconfigurations: [{{method: ar}}]", "cfg: a number of thousands of digits is no number"),
+        ("cfg: .nan\nconfigurations: [{method: ar}]", "cfg: nan is no number"),
+        ("cfg: -.inf\nconfigurations: [{method: ar}]", "cfg: -inf is no number"),
+        ("[" * 600, "is no YAML: maximum recursion"),
+        ("configurations: [{method: ar, cfg: &a [*a]}]", "cfg: [[[[[[[...]]]]]]] is no number"),
+        ("configurations: [{method: ar, ? [a] : 3}]", "unhashable key"),
+        ("configurations: [{method: ar, checkpoint: 5}]", "configuration 1: checkpoint: 5 is no text in quotes"),
+        ("vae: true\nconfigurations: [{method: ar}]", "at the top: vae: True is no text"),
+        ("configurations: [{method: cspd, draft_checkpoint: 1.5}]", "draft_checkpoint: 1.5 is no text"),
+        ("checkpoint: ''\nconfigurations: [{method: ar}]", "checkpoint: '' is no text"),
+        ("configurations: [{method: ar, name: 5}]", "name: 5 is no text"),
+        ("configurations: [{method: ar, name: [a, b]}]", "name: ['a', 'b'] is no text"),
+        ("configurations: [{method: ar, name: ' '}]", "name: ' ' is no text"),
+        (
+            f"configurations: [{{method: ar, name: {'x' * 5000}}}]",
+            "is no text in quotes, in one line of 1..100 letters",
+        ),
+        ('configurations: [{method: ar, name: "a\\nb"}]', "name: 'a\\nb' is no text"),
+        ('configurations: [{method: ar, name: "a\\ud800"}]', "name: 'a\\ud800' is no text"),
+        (f"labels: {'9' * 22}\nconfigurations: [{{method: ar}}]", "is no list of numbers"),
+        ("labels: 0-99999999999\nconfigurations: [{method: ar}]", "is no list of numbers"),
+        (f"num: {10**12}\nconfigurations: [{{method: ar}}]", "give a whole number, 1..10000000"),
+        (f"configurations: [{{method: ar, cfg: {[*range(40)]}, temperature: {[*range(40)]}}}]", "more than 1000"),
         ("configurations: [{method: cspd}, {method: cspd}]", "two configurations are called 'cspd'"),
         ("configurations: [{method: ar, checkpoint: nowhere}]", "nowhere: no checkpoint there"),
     ],
@@ -186,12 +216,21 @@ def test_bad_studies_are_refused_in_one_line(text, hint, tmp_path, capsys):
     assert main(["compare", "--config", str(study(tmp_path, text)), "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert hint in error and error.startswith("cspd: ") and error.count("\n") == 1 and not out.exists()
+    assert len(error) < 1000
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_study_may_be_in_any_unicode(encoding, tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text("configurations: [{name: é, method: ar}]", encoding=encoding)
+    assert read_study(path) == ({}, [{"name": "é", "method": "ar"}])
 
 
 @pytest.mark.parametrize(
     "arguments, hint",
     [
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["--config", "."], ".: Is a directory: give a study's file"),
         (["--config", "x.yaml", "--methods", "ar"], "give one of them"),
         (["--methods", "ar:gamma"], "write it like delta=1.5"),
         (["--methods", "ar:cfg=1:cfg=2"], "has cfg twice"),

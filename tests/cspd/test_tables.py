@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -113,7 +114,9 @@ def test_all_forms_say_the_same(made, tmp_path):
 
     table = [line for line in (tmp_path / "comparison.md").read_text().splitlines() if line.startswith("|")]
     cells = [[text.strip() for text in line.replace("\\|", "\0").strip("|").split("|")] for line in table]
-    cells = [[text.replace("\0", "|") for text in line] for line in cells if "---" not in line[0]]
+    cells = [
+        [re.sub(r"\\(.)", r"\1", text.replace("\0", "|")) for text in line] for line in cells if "---" not in line[0]
+    ]
     html = Page((tmp_path / "report.html").read_text())
     assert html.rows == cells and len(cells) == 5 and {len(line) for line in cells} == {len(cells[0])}
 
@@ -125,6 +128,40 @@ def test_all_forms_say_the_same(made, tmp_path):
     assert by_title[2]["TV bound"] == "0.250 ±0.010" and by_title[1]["TV bound"] == ""
     assert [line["FID-12"] for line in by_title] == ["9.50 ±0.12", "9.25", "9.00", "8.00"]
     assert "IS" not in cells[0] and "head calls/token" not in cells[0]
+
+
+NAMES = [
+    "$x$",
+    r"$\frac{",
+    "_a_ *b* `c`",
+    r"\|a|b\\",
+    "<b>&amp;",
+    "=1+1",
+    '@a,"b"',
+    "\U0001f600",
+    "a:b:",
+    "[x](y)",
+    "~~a~~",
+]
+
+
+def test_any_name_is_shown_as_it_is(made, tmp_path, recwarn):
+    content, images = made
+    content["rows"] = [row(name, method="ar", accuracy=0.5, fid=9.0) for name in NAMES]
+    content["rows"] += [row(f"{name}:window=2", method=name.split(":")[0], accuracy=0.25, fid=8.0) for name in NAMES]
+    content["baseline"] = NAMES[0]
+    page.write(content, images[:1] * len(content["rows"]), tmp_path)
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+    names = [each["name"] for each in content["rows"]]
+    assert [line[0] for line in Page((tmp_path / "report.html").read_text()).rows[1:]] == names
+    lines = [line for line in (tmp_path / "comparison.md").read_text().splitlines() if line.startswith("|")]
+    shown = [re.split(r"(?<!\\)(?:\\\\)*\|", line)[1].strip() for line in lines[2:]]
+    assert [re.sub(r"\\(.)", r"\1", text) for text in shown] == names
+    assert not any(re.search(r"[`*_\[\]<>$~&]", re.sub(r"\\.", "", text)) for text in shown)
+    cells = [line["name"] for line in csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text()))]
+    assert [text.removeprefix("'") for text in cells] == names
+    assert not any(text.startswith(("=", "+", "-", "@")) for text in cells)
 
 
 def test_the_page_needs_no_other(made, tmp_path):
