@@ -33,7 +33,7 @@ BAD = [  # field, value, what the message advises
     *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in ("magic", "", 3)),
     *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(set(method_names()) - set(OF_MAR))),
     *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
-    ("rule", "exact", "it belongs to sd, eagle"),
+    ("rule", "exact", "leave it out, or take VQ models"),
     ("family", "VQ", "this engine has models of MAR"),
     *(("cfg_schedule", value, "give one of linear, constant") for value in ("cosine", "")),
     *(("window", value, "0..3") for value in (-1, 4, 2.0, True, "2")),
