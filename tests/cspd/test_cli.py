@@ -283,6 +283,11 @@ def test_what_can_be_known_is_told_before_models_are_loaded(arguments, hint, tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_plot_of_what_no_classifier_knows_is_told_before_minutes_of_timing(tmp_path, capsys):
+    assert main(["bench", "--checkpoint", small_checkpoint(), "--plot", str(tmp_path / "plot.png")]) == 2
+    assert "only the embedded models' images have a classifier" in capsys.readouterr().err
+
+
 def test_what_a_terminal_cannot_show_ends_nothing(tmp_path, monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", terminal)
