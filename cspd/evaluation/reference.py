@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
 from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
 from cspd.loading import embedded_folder
@@ -52,7 +53,7 @@ def load_reference(path: Path | None = None) -> Reference:
     if path.is_dir():
         folder = ImageFolder(path)
         digest = hashlib.sha256()
-        for index, file in enumerate(folder.files):
+        for index, file in enumerate(tqdm(folder.files, desc="reading the reference", unit="image", delay=2)):
             folder[index]  # raises what it would raise after hours of sampling
             digest.update(file.name.encode())
             digest.update(hashlib.sha256(file.read_bytes()).digest())
