@@ -4,60 +4,77 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from PIL import Image
 
+LARGEST = 2**30  # bytes of a JSON file that is read: a record of a million images is smaller
+NUMBER = (int, float)
+MAYBE = (int, float, NoneType)
+
 
 @contextlib.contextmanager
-def publishing(path: Path, new: bool = False) -> Iterator[Path]:
-    """A temporary file of this process alone. It becomes `path` once it is whole, and is gone if writing it fails.
-
-    Raises:
-        FileExistsError: it was to be `new`, and another process was quicker.
-        OSError: it cannot be written; the message says what to do.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def explained(path: Path) -> Iterator[None]:
+    """An OSError of writing says what to do."""
     try:
-        yield temporary
-        if new:
-            _link(temporary, path)
-        else:
-            os.replace(temporary, path)
-    except FileExistsError:
-        raise
+        yield
     except OSError as error:
         may = error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
         remedy = "make room, then the same command goes on from here" if may else "give a place that can be written"
         raise OSError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
+
+
+@contextlib.contextmanager
+def publishing(path: Path) -> Iterator[Path]:
+    """A temporary file of this process alone. It becomes `path` once it is whole, and is gone if writing it fails.
+
+    Raises OSError where it cannot be written; the message says what to do.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with explained(path):
+            yield temporary
+            os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):  # of a folder that cannot be written: said above
             temporary.unlink(missing_ok=True)
 
 
-def _link(old: Path, new: Path) -> None:
-    try:
-        os.link(old, new)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links: the next best
-        os.replace(old, new)
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes as `publishing` does."""
+    with publishing(path) as temporary:
+        temporary.write_bytes(content)
 
 
-def write_json(path: Path, content: dict, new: bool = False) -> None:
-    """Writes as `publishing` does: a run that is cut off leaves the old file or the new one."""
-    with publishing(path, new) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+def write_json(path: Path, content: Mapping) -> None:
+    """Writes as `publishing` does."""
+    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def write_png(path: Path, picture: Image.Image) -> None:
     """Writes as `publishing` does."""
-    with publishing(path) as temporary:
-        picture.save(temporary, format="png")
+    write_bytes(path, png_of(picture))
+
+
+def png_of(picture: Image.Image) -> bytes:
+    """The content of its PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format="png")
+    return buffer.getvalue()
+
+
+def append_json(path: Path, entry: Mapping) -> None:
+    """Adds a line to a file of JSON lines; a process that is killed then loses at most this one. Raises OSError."""
+    with explained(path), path.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def check_file(path: Path, option: str) -> None:
@@ -76,3 +93,50 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError; ValueError where it is no JSON, has NaN or infinity, or is absurd."""
+    size = path.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"it has {size:,} bytes")
+    return parse_json(path.read_text())
+
+
+def parse_json(text: str) -> Any:
+    """What JSON text holds. Raises ValueError as `read_json`."""
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"it has the number {text}")
+    return number
+
+
+def misfit(value: object, shape: object, place: str = "") -> str | None:
+    """Where a value that was read from JSON is not of a shape; None where it is.
+
+    Args:
+        shape: a type or several; [shape], a list of such values; {"key": shape}, a mapping with these keys at least
+            (that of "key?" may be absent); {str: shape}, a mapping of such values. No boolean is a number.
+    """
+    if isinstance(shape, Mapping):
+        if not isinstance(value, Mapping):
+            return place or "it"
+        if str in shape:
+            shape = dict.fromkeys(value, shape[str])
+        wanted = {key.removesuffix("?"): each for key, each in shape.items() if key[-1:] != "?" or key[:-1] in value}
+        inner = (misfit(value.get(key), each, f"{place}.{key}".removeprefix(".")) for key, each in wanted.items())
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            return place or "it"
+        inner = (misfit(each, shape[0], f"{place}[{i}]") for i, each in enumerate(value))
+    else:
+        fits = isinstance(value, shape) and not isinstance(value, bool)  # type: ignore[arg-type]
+        return None if fits else place or "it"
+    return next(filter(None, inner), None)

@@ -4,138 +4,181 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-import time
-import zipfile
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from cspd.lock import LOCK, locked
+from cspd.records import make_folder, misfit, read_json, write_json
 
-from cspd.records import make_folder, publishing, write_json
-
-REMEDY = "another --out, or --overwrite to replace it"
-# what the readers of a damaged .npz raise
-DAMAGED = (OSError, EOFError, KeyError, TypeError, AttributeError, ValueError, zipfile.BadZipFile, zlib.error)
-SHOWN = 5  # differences that an error names, at most
-ABANDONED = 600  # seconds; a temporary file older than this was left by a dead process: writing one takes less than one
+REMEDY = "give another --out"
+SHOWN = 5  # differences, or files, that an error names, at most
 
 
-@dataclass(frozen=True)
+@dataclass
 class Store:
-    """The folder of one run: a record of its settings, items that are whole or not there, and reports on them.
+    """The folder of one run: a record of its settings, which lists all files that the run will write.
 
-    A run that was cut off is known by its record, and goes on if its settings are the same. No other file than the
-    record, the reports, and those named like items is ever replaced or removed.
+    A run that was cut off is known by its record, and goes on if its settings are the same. No files but the record
+    and those that it lists are ever replaced or removed. As a context manager, it ends the claim on the folder.
 
     Attributes:
         folder: where. name: of the record's file. schema: the version of the record.
-        parts: what a record must have, and of which type. progress: those parts of it that are no settings.
-        items: a pattern of the items' names. reports: the other files' names.
+        shape: what a record must have, see `misfit`. names: a pattern of all names that it may list.
+        compared: the parts that are settings; None: all.
+        files: what the record lists, once the folder is claimed.
     """
 
     folder: Path
     name: str
     schema: str
-    parts: Mapping[str, type]
-    items: str
-    reports: Sequence[str] = ()
-    progress: Sequence[str] = ()
+    shape: Mapping
+    names: str
+    compared: Collection[str] | None = None
+    files: list[str] = field(default_factory=list)
 
-    def earlier(self, asked: Mapping) -> dict | None:
-        """The record of an earlier run in the folder; None where there was no run.
+    def __post_init__(self) -> None:
+        self._held = contextlib.ExitStack()
+        self._replaced: Sequence[str] = ()  # files of the run that this one replaces
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def claim(self, asked: Mapping, files: Sequence[str], overwrite: bool = False) -> dict | None:
+        """Holds the folder for this run alone, until the `with` ends, and returns the record of the run to go on from.
 
         Args:
-            asked: the record of a run that would go on from there. A window that it leaves open fits any.
+            asked: the record of this run. A window that it leaves open fits any.
+            files: names of all that it will write beside the record, relative to the folder.
+            overwrite: replace another run, once this one begins.
+
+        Returns:
+            What an earlier run of the same settings left; None where there was none, or it is replaced.
 
         Raises:
-            ValueError: it is another run's, damaged, another version's, or items are there without it; the message
-                names the difference and says what to do.
+            ValueError: another run is at work there, or was with other settings; its record is damaged; or others'
+                files are in the way. The message names them and says what to do. OSError: nothing can be written.
         """
-        path = self.folder / self.name
-        try:
-            record = json.loads(path.read_text())
-        except FileNotFoundError:
-            if any(self.folder.glob(self.items)):
-                raise ValueError(f"{self.folder} holds images without a {self.name}: give {REMEDY}") from None
-            return None
-        except NotADirectoryError:
-            raise ValueError(f"{self.folder} is a file, or below one: give another --out") from None
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): give {REMEDY}") from None
-        is_ours = isinstance(record, dict) and record.get("schema") == self.schema
-        if not is_ours or not all(isinstance(record.get(part), kind) for part, kind in self.parts.items()):
-            raise ValueError(f"{path} is not a record of this version: give {REMEDY}")
-        self.refuse(differences(self._settings(record), self._settings(asked)))
-        return record
+        if not (self.folder / LOCK).exists():
+            self._examine(asked, files, overwrite)  # a folder that is refused is left as it was
+        self._held.enter_context(locked(self.folder))
+        record, listed = self._examine(asked, files, overwrite)
+        self.files = list(files) if overwrite else list(dict.fromkeys([*listed, *files]))
+        self._replaced = listed if overwrite else ()
+        if record is not None:
+            self._remove(self._halves([self.name, *listed]))
+        return None if overwrite else record
 
-    def _settings(self, record: Mapping) -> dict:
-        """The compared part of a record, as reading the file gives it."""
-        return json.loads(json.dumps({part: value for part, value in record.items() if part not in self.progress}))
+    def begin(self, record: Mapping) -> None:
+        """Writes the record, before anything that it lists, and removes a run that is replaced. Raises OSError."""
+        self._remove(self._replaced)
+        for parent in _parents(self.files):
+            make_folder(self.folder / parent)
+        self.save(record)
+
+    def save(self, record: Mapping) -> None:
+        """Writes the record. Raises OSError as `publishing`."""
+        write_json(self.folder / self.name, {**record, "files": self.files})
 
     def refuse(self, changes: Sequence[str]) -> None:
         """Raises ValueError, naming them, if the run in the folder differs from this one by `changes`."""
         if changes:
-            named = "; ".join(change.removeprefix("settings.") for change in changes[:SHOWN])
-            more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-            raise ValueError(f"{self.folder} holds another run ({named}{more}): give its settings, {REMEDY}")
+            named = _several([change.removeprefix("settings.") for change in changes], "; ")
+            remedy = "another --out, or --overwrite to replace it"
+            raise ValueError(f"{self.folder} holds another run ({named}): give its settings, {remedy}")
 
-    def claim(self, record: dict) -> dict:
-        """Makes the folder this run's, or finds that it is, and returns the record that is there.
+    def _examine(self, asked: Mapping, files: Sequence[str], overwrite: bool) -> tuple[dict | None, Sequence[str]]:
+        """The record that is there, and the files that are its own. Raises ValueError as `claim`."""
+        record = self._record()
+        if record is not None and not overwrite:
+            plain = json.loads(json.dumps(asked))  # as reading the file gives it
+            self.refuse(differences(self._settings(record), self._settings(plain)))
+        listed = self._listed(record, files, overwrite)
+        there = set(self._entries([*files, *listed]))
+        foreign = [name for name in files if name in there and name not in set(listed)]
+        if foreign:
+            why = f"without a {self.name}" if record is None else f"which {self.name} does not list"
+            raise ValueError(
+                f"{self.folder} holds {_several(foreign)}, {why}, so that this command may not write there:"
+                f" {REMEDY}, or move the files away"
+            )
+        return record, listed
 
-        Raises:
-            ValueError: as `earlier`. OSError: it cannot be written.
-        """
-        if self.earlier(record) is None:
-            make_folder(self.folder)
-            with contextlib.suppress(FileExistsError):  # another run was quicker: the same, or refused below
-                self.save(record, new=True)
-        claimed = self.earlier(record) or record
-        make_folder((self.folder / self.items).parent)
-        for half in self._halves():
-            with contextlib.suppress(OSError):  # published since, or removed by another run
-                if time.time() - half.stat().st_mtime > ABANDONED:
-                    half.unlink()
-        return claimed
-
-    def save(self, record: dict, new: bool = False) -> None:
-        """Writes the record. Raises OSError as `publishing`."""
-        write_json(self.folder / self.name, record, new)
-
-    def write(self, item: str, arrays: Mapping[str, Any]) -> None:
-        """Writes an .npz of `arrays`. Raises OSError as `publishing`."""
-        with publishing(self.folder / item) as temporary, temporary.open("wb") as file:
-            np.savez(file, **arrays)
-
-    def read(self, item: str, num: int, counted: Sequence[str]) -> dict[str, np.ndarray] | None:
-        """The arrays of an item, None if it is not there, damaged, or one of those `counted` is not of `num` images."""
+    def _record(self) -> dict | None:
+        path = self.folder / self.name
+        remedy = f"{REMEDY}, or remove what is not needed there yourself"
         try:
-            with np.load(self.folder / item) as file:
-                arrays = {name: file[name] for name in file.files}  # reading to the end compares checksums
-            return arrays if all(len(arrays[name]) == num for name in counted) else None
-        except DAMAGED:
+            record = read_json(path)
+        except FileNotFoundError:
             return None
+        except NotADirectoryError:
+            raise ValueError(f"{self.folder} is a file, or below one: {REMEDY}") from None
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}), so that no file is known as its own: {remedy}"
+            ) from None
+        if not isinstance(record, dict) or record.get("schema") != self.schema:
+            raise ValueError(f"{path} is not a record of this version: {remedy}")
+        place = misfit(record, {**self.shape, "files?": [str]})
+        if place:
+            raise ValueError(f"{path} is damaged ({place} is not as cspd writes it): {remedy}")
+        return record
 
-    def clear(self) -> None:
-        """Removes a run; its record last, without which items are no one's. Raises OSError as `make_folder`."""
-        make_folder(self.folder)
-        items = [*self.folder.glob(self.items), *self._halves()]
-        for path in (*items, *(self.folder / name for name in (*self.reports, self.name))):
-            path.unlink(missing_ok=True)
+    def _settings(self, record: Mapping) -> dict:
+        """The compared part of a record."""
+        parts = record if self.compared is None else self.compared
+        return {part: record[part] for part in record if part in parts and part != "files"}
 
-    def _halves(self) -> list[Path]:
-        """The temporary files, of `publishing`, of our own names."""
+    def _listed(self, record: Mapping | None, files: Sequence[str], overwrite: bool) -> Sequence[str]:
+        """The files of the run that is there."""
+        if record is None:
+            return ()
+        if "files" not in record and overwrite:
+            raise ValueError(
+                f"{self.folder / self.name} is of an older version and does not list its files: {REMEDY}, or remove"
+                " the folder yourself"
+            )
+        listed = record.get("files", files)
+        for name in listed:
+            if not re.fullmatch(self.names, name):  # such as ../precious.txt
+                raise ValueError(f"{self.folder / self.name} lists {name!r}, which cspd never wrote: {REMEDY}")
+        return listed
+
+    def _entries(self, names: Iterable[str]) -> list[str]:
+        """All that is in the folders where `names` are. Raises ValueError where a link leads to one of them."""
         found = []
-        for folder in {self.folder, (self.folder / self.items).parent}:
-            for path in folder.glob("*.tmp"):
-                name = re.sub(r"\.\d+\.tmp$", "", str(path.relative_to(self.folder)))
-                if fnmatch(name, self.items) or name in (*self.reports, self.name):
-                    found.append(path)
+        for parent in _parents(names):
+            place = self.folder / parent
+            if place.resolve() != self.folder.resolve() / parent:
+                raise ValueError(f"{place} is a link, which cspd does not follow: {REMEDY}")
+            with contextlib.suppress(FileNotFoundError):
+                found += [os.path.join(parent, name) for name in os.listdir(place)]
         return found
+
+    def _halves(self, names: Sequence[str]) -> list[str]:
+        """What killed processes left of files that `publishing` was to write."""
+        known = set(names)
+        suffix = re.compile(r"\.\d+\.tmp$")
+        entries = self._entries(names)
+        return [entry for entry in entries if suffix.search(entry) and suffix.sub("", entry) in known]
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def _parents(names: Iterable[str]) -> list[str]:
+    return sorted({os.path.dirname(name) for name in names})
+
+
+def _several(names: Sequence[str], between: str = ", ") -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return between.join(names[:SHOWN]) + more
 
 
 def kept_window(window: int | None, earlier: Mapping | None) -> int | None:

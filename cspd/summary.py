@@ -5,7 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from cspd.records import MAYBE, NUMBER
 from cspd.sequence import PHASES
+
+COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
+STATS = {  # what is read of them, see `misfit`
+    **dict.fromkeys((*COUNTS, "head_calls_per_token"), NUMBER),
+    **dict.fromkeys(("alpha", "step_compression"), MAYBE),
+    "guarantee": str,
+    "committed": {str: int},
+    "seconds": dict.fromkeys(PHASES, NUMBER),
+}
 
 
 def summary_of(stats: Sequence[dict], made: int, seconds: float) -> dict:
@@ -14,16 +24,16 @@ def summary_of(stats: Sequence[dict], made: int, seconds: float) -> dict:
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
-    counts = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
     summary = {
         "guarantee": stats[0]["guarantee"],
         "images_made": made,
         "seconds": seconds,
         "images_per_second": made / seconds,
     }
-    summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in counts}
-    if stats[0]["step_compression"] is not None:
-        summary["step_compression"] = mean([s["step_compression"] for s in stats])
+    summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in COUNTS}
+    compressions = [s["step_compression"] for s in stats if s["step_compression"] is not None]
+    if compressions:
+        summary["step_compression"] = mean(compressions)
         rounds: dict[int, int] = {}
         for n, count in (pair for s in stats for pair in s["committed"].items()):
             rounds[int(n)] = rounds.get(int(n), 0) + count

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from cspd.cli import main
+from cspd.comparison import compare as comparison
+from cspd.comparison.runs import store_of
 from cspd.evaluation.classifier import load_classifier
 
 K4 = {"num_iter": 4, "num_sampling_steps": 6, "cfg": 1.0}
@@ -20,6 +22,12 @@ NUM, BATCH, SEED = 10, 4, 3
 def run(out, *more, methods=METHOD_NAMES, num=NUM):
     settings = ["--methods", methods, "--num", str(num), "--max-batch", str(BATCH), "--seed", str(SEED)]
     return main(["compare", *QUICK, *settings, "--out", str(out), *more])
+
+
+def compare(rows, labels, num, out, **more):
+    """As `cspd.comparison.compare.compare`, with a claim on the folder for as long as it lasts."""
+    with store_of(out) as store:
+        return comparison.compare(rows, labels, num, store, **more)
 
 
 def chunks(out, row):

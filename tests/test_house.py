@@ -31,6 +31,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.summary", "cspd.plots"],
     ["cspd.sequence"],
     ["cspd.machine", "cspd.store"],
+    ["cspd.items", "cspd.lock"],
     ["cspd.noise", "cspd.option", "cspd.parsing", "cspd.records", "cspd.version"],
     ["mar"],
 ]

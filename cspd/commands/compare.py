@@ -17,7 +17,7 @@ from cspd.commands.options import (
 )
 from cspd.comparison.compare import compare
 from cspd.comparison.page import write
-from cspd.comparison.runs import settings_of
+from cspd.comparison.runs import settings_of, store_of
 from cspd.comparison.study import (
     FORMAT,
     MODELS,
@@ -93,9 +93,10 @@ def run(args: argparse.Namespace) -> None:
     rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
     judge = _judge(args, rows)
     run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
-    report, images = compare(rows, num=num, out=args.out, overwrite=args.overwrite, **run_of, **judge)
-    print(text_table(report))
-    print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
+    with store_of(args.out) as store:
+        report, images = compare(rows, num=num, store=store, overwrite=args.overwrite, **run_of, **judge)
+        print(text_table(report))
+        print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
 
 
 def _judge(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:

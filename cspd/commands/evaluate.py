@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,13 +27,17 @@ from cspd.evaluation.metrics import SPACES, check, measure
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import file_fingerprint, load_reference
 from cspd.evaluation.run import sample_shards
-from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD
+from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, store_of
 from cspd.parsing import count, number_list, place, seed
 from cspd.plots import grid, to_pil
-from cspd.records import make_folder, write_json, write_png
+from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request
+from cspd.store import Store
 
 SCHEMA = "cspd.evaluation/1"
+SPEEDS = ("images_made", "processes", "seconds", "images_per_second")
+COSTS = ("bound_per_image", "head_calls_per_image", "head_calls_per_token")
+SAMPLING = {"guarantee": str, **dict.fromkeys((*SPEEDS, *COSTS), NUMBER), "step_compression?": NUMBER}  # what is shown
 SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURING = {"command", "run", "images", "out", "ref", "space", "weights", "npz", "device"}  # not of sampling
 DESCRIPTION = (
@@ -101,22 +105,24 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             _check_measuring(args, default)
             images = ImageFolder(args.images)
             how = _how_to_measure(args, images.shape[1:], args.device)
-            make_folder(args.out)
-            _report(args, images, images.labels, how, {"folder": str(args.images)})
+            with Store(args.out, RECORD, SCHEMA, {}, re.escape(GRID), compared=()) as store:
+                store.claim({}, [GRID])
+                _report(args, images, images.labels, how, {"folder": str(args.images)})
         return
-    with processes:
-        args.device = processes.device(args.device)
-        engine, request, labels, settings, how = processes.together(lambda: _prepare(args, processes.rank))
-        shards, manifest, summary = sample_shards(
-            engine, request, labels, args.num, args.out, settings, processes, overwrite=args.overwrite
-        )
-    if processes.rank == 0:
-        summary["machine"] = engine.describe()
-        about = {"settings": manifest, "sampling": summary}
-        if not summary["images_made"]:
-            about |= _earlier_sampling(args.out / RECORD, manifest)
-        about |= shards.largest_tokens()
-        _report(args, shards, shards.labels(), how, about)
+    with store_of(args.out) as store:
+        with processes:
+            args.device = processes.device(args.device)
+            engine, request, labels, settings, how = processes.together(lambda: _prepare(args, processes.rank))
+            shards, manifest, summary = sample_shards(
+                engine, request, labels, args.num, store, settings, processes, overwrite=args.overwrite
+            )
+        if processes.rank == 0:
+            summary["machine"] = engine.describe()
+            about = {"settings": manifest, "sampling": summary}
+            if not summary["images_made"]:
+                about |= _earlier_sampling(args.out / RECORD, manifest)
+            about |= shards.largest_tokens()
+            _report(args, shards, shards.labels(), how, about)
 
 
 def _check_measuring(args: argparse.Namespace, default: Callable[[str], object]) -> None:
@@ -132,10 +138,11 @@ def _check_measuring(args: argparse.Namespace, default: Callable[[str], object])
 def _earlier_sampling(path: Path, manifest: dict) -> dict:
     """How fast the images were made, as an earlier report of the same run has it."""
     try:
-        report = json.loads(path.read_text())
-        return {"sampling": report["sampling"]} if report["settings"] == manifest else {}
-    except (OSError, ValueError, LookupError, TypeError):  # it was cut off before it was measured
+        report = read_json(path)
+    except (OSError, ValueError):  # it was cut off before it was measured
         return {}
+    is_same = misfit(report, {"sampling": SAMPLING}) is None and report.get("settings") == manifest
+    return {"sampling": report["sampling"]} if is_same else {}
 
 
 def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list[int], dict, dict]:
@@ -170,7 +177,7 @@ def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None,
         values = measure(Watched(images, bar), labels=labels, **how)
     reference, weights = how["reference"], how["weights"]
     report = {"schema": SCHEMA, "space": how["space"], "weights": None, "reference": None, **values}
-    report |= {"largest_token": None, "exploded": None, **about}
+    report |= {"largest_token": None, "exploded": None, "files": [GRID], **about}
     if weights:  # None: torch-fidelity's download, or the embedded classifier
         report["weights"] = {"name": weights.name, "fingerprint": file_fingerprint(weights)}
     if reference:

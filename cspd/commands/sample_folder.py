@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import itertools
 import math
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
+from cspd.items import tell_damaged
 from cspd.lookup import method_of
 from cspd.plots import grid, heat_grid, to_pil
-from cspd.records import write_png
+from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, write_bytes, write_png
 from cspd.sequence import Request
 from cspd.store import Store, differences, kept_window
-from cspd.summary import summary_of
+from cspd.summary import STATS, summary_of
 
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
-PICTURES = "[0-9]*_label*_seed*.png"
-SAVE_SECONDS = 30  # between records of a long run; one that is interrupted is recorded too
+JOURNAL = "samples.journal"  # a line of JSON for each image since the record was written
+NAMES = rf"\d+_label\d+_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
+IMAGE = {"index": int, "request": dict, "stats": STATS, "heat?": [MAYBE]}
 GRID_LIMIT = 400  # images in the grid, at most
 
 
@@ -38,7 +44,8 @@ def sample_to_folder(
 ) -> dict:
     """Generates `requests` into `out` and returns the record, which is also written to samples.json.
 
-    Images that an earlier run with the same settings and requests left there are kept and not made again.
+    Images that an earlier run with the same settings and requests left there are kept and not made again, if they are
+    as they were written.
 
     Args:
         requests: of one method and its settings, each with its label and seed.
@@ -46,76 +53,119 @@ def sample_to_folder(
         heatmap: also write heatmap.png; images kept from a run without it are blank there.
 
     Raises:
-        ValueError: a bad request, or `out` holds another run and `overwrite` is off.
+        ValueError: a bad request, or what `Store.claim` raises.
     """
-    store = _store(out)
-    record = {"schema": SCHEMA, "settings": settings, "requests": len(requests), "images": []}
+    requests = [engine.check(request) for request in requests]
     names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
-    requests = _begin(engine, requests, store, record, names, overwrite)
-    done = {image["index"] for image in record["images"]}
-    todo = [i for i in range(len(requests)) if i not in done]
+    record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
+    overviews = OVERVIEWS if heatmap else (GRID,)
+    with Store(out, RECORD, SCHEMA, {"settings": dict, "images": [IMAGE]}, NAMES, ("settings", "requests")) as store:
+        earlier = store.claim(record, [*names, *overviews, JOURNAL], overwrite)
+        images = _images_of(store, earlier, len(requests)) if earlier else []
+        requests = _resolved(engine, requests, store, images)
+        kept = [image for image in images if _is_there(out / names[image["index"]], image)]
+        done = {image["index"] for image in kept}
+        lost = [names[image["index"]] for image in images if image["index"] not in done]
+        tell_damaged([name for name in lost if (out / name).exists()])
+        record["images"] = kept
+        store.begin(record)
+        (out / JOURNAL).unlink(missing_ok=True)  # the record has its images
 
-    totals: dict[str, list] = {}
-    start, saved = time.perf_counter(), time.perf_counter()
-    try:
-        for k, output in engine.stream([requests[i] for i in todo], progress):
-            index = todo[k]
-            write_png(out / names[index], to_pil(output.image))
-            entry = {"index": index, "file": names[index], "request": output.request.to_dict()}
-            stats = output.stats.to_dict()
-            for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
-                totals[name] = _add(totals.get(name), stats.pop(name))
-            if heatmap:
-                entry["heat"] = [None if math.isnan(value) else value for value in output.heat.tolist()]
-            record["images"].append(entry | {"stats": stats})
-            if time.perf_counter() - saved > SAVE_SECONDS:
-                store.save(record)
-                saved = time.perf_counter()
-    finally:
+        start = time.perf_counter()
+        made, totals = _sample(engine, requests, out, names, done, progress, heatmap)
+        record["images"] = images = sorted([*kept, *made], key=lambda image: image["index"])
+        record["summary"] = summary_of([image["stats"] for image in images], len(made), time.perf_counter() - start)
+        record["summary"]["window"] = requests[0].window
+        record["summary"]["judged_and_accepted"] = totals  # of the images of this run
         store.save(record)
-    record["images"].sort(key=lambda image: image["index"])
-    record["summary"] = summary_of(
-        [image["stats"] for image in record["images"]], len(todo), time.perf_counter() - start
-    )
-    record["summary"]["window"] = requests[0].window
-    record["summary"]["judged_and_accepted"] = totals  # of the images of this run
-    store.save(record)
-
-    _write_overviews(out, record, requests, heatmap)
+        (out / JOURNAL).unlink(missing_ok=True)
+        _write_overviews(out, names, record, requests, heatmap)
     return record
 
 
-def _store(out: Path) -> Store:
-    parts = {"settings": dict, "images": list}
-    return Store(out, RECORD, SCHEMA, parts, items=PICTURES, reports=OVERVIEWS, progress=("images", "summary"))
+def _images_of(store: Store, record: dict, num: int) -> list[dict]:
+    """What an earlier run says of its images, by their index: in its record, and in its journal since then.
+
+    A line of the journal that was being written when the run was killed is no JSON. Its image is made again.
+    """
+    lines = []
+    with contextlib.suppress(FileNotFoundError):
+        lines = (store.folder / JOURNAL).read_text(errors="replace").splitlines()
+    images = {image["index"]: image for image in record["images"]}
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            image = parse_json(line)
+            if misfit(image, IMAGE) is None:
+                images[image["index"]] = image
+    absurd = [index for index in images if not 0 <= index < num]
+    if absurd:
+        raise ValueError(f"{store.folder / RECORD} is damaged (an image has the index {absurd[0]}): give another --out")
+    return [images[index] for index in sorted(images)]
 
 
-def _begin(
-    engine: Engine, requests: Sequence[Request], store: Store, record: dict, names: Sequence[str], overwrite: bool
-) -> list[Request]:
-    """The requests as they run. The folder is this run's then, and `record` has the images that are there."""
-    requests = [engine.check(request) for request in requests]
-    earlier = None if overwrite else store.earlier(record)
-    images = earlier["images"] if earlier else []
+def _resolved(engine: Engine, requests: Sequence[Request], store: Store, images: Sequence[dict]) -> list[Request]:
+    """The requests as they run. Raises ValueError where the images that are there are of others."""
     for image in images:  # the first that differs is named: mostly all differ alike
         store.refuse(differences(image["request"], requests[image["index"]].to_dict()))
     settings = images[0]["request"] if images else None
-    requests = [engine.resolve(r.but(window=kept_window(r.window, settings))) for r in requests]
-    if overwrite:
-        store.clear()
-    record["images"] = [image for image in images if (store.folder / names[image["index"]]).is_file()]
-    store.claim(record)  # before the first picture
-    store.save(record)
-    return requests
+    return [engine.resolve(r.but(window=kept_window(r.window, settings))) for r in requests]
 
 
-def _write_overviews(out: Path, record: dict, requests: Sequence[Request], heatmap: bool) -> None:
+def _is_there(path: Path, image: dict) -> bool:
+    """Whether a file is what was written, by its hash; `image` gets one if an older version left it without."""
+    try:
+        content = path.read_bytes()
+        if "sha256" not in image:
+            with Image.open(io.BytesIO(content)) as picture:
+                picture.load()
+    except Exception:  # a damaged picture makes its reader raise almost anything
+        return False
+    found = _hash(content)
+    return image.setdefault("sha256", found) == found
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _sample(
+    engine: Engine,
+    requests: Sequence[Request],
+    out: Path,
+    names: Sequence[str],
+    done: Collection[int],
+    progress: bool,
+    heatmap: bool,
+) -> tuple[list[dict], dict]:
+    """Makes the images that are not `done`; what the record says of them, and counts of all of them.
+
+    The journal has an image before its file is there: a file that no record knows would be made again.
+    """
+    todo = [i for i in range(len(requests)) if i not in done]
+    made = []
+    totals: dict[str, list] = {}
+    for k, output in engine.stream([requests[i] for i in todo], progress):
+        index = todo[k]
+        stats = output.stats.to_dict()
+        for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
+            totals[name] = _add(totals.get(name), stats.pop(name))
+        content = png_of(to_pil(output.image))
+        entry = {"index": index, "file": names[index], "sha256": _hash(content), "request": output.request.to_dict()}
+        if heatmap:
+            entry["heat"] = [None if math.isnan(value) else value for value in output.heat.tolist()]
+        made.append(entry | {"stats": stats})
+        append_json(out / JOURNAL, made[-1])
+        write_bytes(out / names[index], content)
+    return made, totals
+
+
+def _write_overviews(out: Path, names: Sequence[str], record: dict, requests: Sequence[Request], heatmap: bool) -> None:
     """The grid of the first images and, if asked for, what their tokens cost."""
     shown = record["images"][:GRID_LIMIT]
     columns = next((n for n in (10, 8) if len(shown) % n == 0), min(10, len(shown)))
     pictures = []
-    for image in shown:
-        with Image.open(out / image["file"]) as picture:
+    for name in names[:GRID_LIMIT]:
+        with Image.open(out / name) as picture:
             pictures.append(picture.convert("RGB"))
     captions = [str(request.label) for request in requests[:GRID_LIMIT]]
     write_png(out / GRID, grid(pictures, captions, columns))

@@ -22,6 +22,7 @@ from cspd.evaluation.two_sample import LEAST_PAIRS, energy_test
 from cspd.lookup import guarantee_of
 from cspd.machine import spread
 from cspd.sequence import Request
+from cspd.store import Store
 from cspd.version import __version__
 
 SCHEMA = "cspd.compare/4"
@@ -38,7 +39,7 @@ def compare(
     rows: Sequence[Configuration],
     labels: Sequence[int],
     num: int,
-    out: Path,
+    store: Store,
     *,
     seed: int = 0,
     space: str | None = None,
@@ -49,25 +50,26 @@ def compare(
 ) -> tuple[dict, list[np.ndarray]]:
     """Generates `num` images by each configuration and judges them; the report and the images.
 
-    The configurations take turns, so that a machine that slows down slows all. The images are kept in `out` and not
+    The configurations take turns, so that a machine that slows down slows all. The images are kept in files and not
     made again (`cspd.comparison.runs`): a run that was cut off goes on, and a finished one can be given more images
     or another reference.
 
     Args:
         rows: see `cspd.comparison.study.configurations`; speed is measured against the first.
         labels: classes; image i has the i-th, over and over.
+        store: of the folder, see `cspd.comparison.runs.store_of`; it stays claimed until the store's `with` ends.
         seed: of the first image, where a row has none of its own; the next has the next.
         space, weights, reference: what images are judged in, see `cspd.evaluation.metrics`; space None leaves quality
             and p-values out.
-        overwrite: replace another run that is in `out`.
+        overwrite: replace another run that is in the folder.
 
     Returns:
         A JSON-able report, see `cspd.comparison.tables`, and the images of each row, uint8 [num, H, W, 3].
 
     Raises:
-        ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
+        ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
     """
-    plans, chunks = run_turns(rows, labels, num, seed, out, overwrite=overwrite, progress=progress)
+    plans, chunks = run_turns(rows, labels, num, seed, store, overwrite=overwrite, progress=progress)
     images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
     report = {
         "schema": SCHEMA,

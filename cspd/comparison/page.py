@@ -16,7 +16,7 @@ from PIL import Image
 from cspd.comparison.tables import cell, columns, csv_table, markdown, notes, own_seeds, value_of
 from cspd.method import GUARANTEES
 from cspd.plots import Point, seed_grid, speed_quality
-from cspd.records import publishing, write_json
+from cspd.records import write_bytes, write_json
 
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8
@@ -36,7 +36,10 @@ class Picture(NamedTuple):
 
 
 def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
-    """Writes all forms of the report into `out`; the files' names. `images`: of each row, uint8 [N, H, W, 3]."""
+    """Writes all forms of the report into `out`; the files' names. `images`: of each row, uint8 [N, H, W, 3].
+
+    The folder is claimed: what it holds under these names is of an earlier report.
+    """
     pictures = {}
     panels = _panels(report)
     if panels:
@@ -56,8 +59,7 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
         "comparison.csv": csv_table(report).encode(),
     }
     for name, content in files.items():
-        with publishing(out / name) as temporary:
-            temporary.write_bytes(content)
+        write_bytes(out / name, content)
     write_json(out / "comparison.json", report)
     return [*files, "comparison.json"]
 

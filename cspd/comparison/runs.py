@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from cspd.comparison.study import Configuration
+from cspd.items import read_item, tell_damaged, write_item
 from cspd.machine import peak_bytes, reset_peak
 from cspd.plots import to_pil
+from cspd.records import MAYBE, NUMBER, misfit, parse_json
 from cspd.sequence import Output, Request
 from cspd.store import Store, kept_window
 
@@ -24,6 +28,11 @@ RECORD = "run.json"
 CHUNKS = "chunks"
 WRITTEN = ("report.html", "speed_quality.png", "comparison.png", "comparison.md", "comparison.csv", "comparison.json")
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
+REST = {  # of a chunk, as JSON
+    "seconds": NUMBER,
+    "peak_bytes": int,
+    "costs": [dict.fromkeys(COSTS, NUMBER) | {"step_compression": MAYBE, "judged": int, "accepted": int}],
+}
 
 
 class Chunk(NamedTuple):
@@ -40,7 +49,7 @@ def run_turns(
     labels: Sequence[int],
     num: int,
     seed: int,
-    out: Path,
+    store: Store,
     *,
     overwrite: bool = False,
     progress: bool = True,
@@ -51,7 +60,7 @@ def run_turns(
     its images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes every turn.
 
     Raises:
-        ValueError: a bad request, an engine without autoencoder, or `out` holds another run and `overwrite` is off.
+        ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
     """
     if num < 1:
         raise ValueError(f"{num} images compare nothing: give 1 or more")
@@ -67,30 +76,32 @@ def run_turns(
     }
     settings |= {"order": [row.name for row in rows], "configurations": asked}
     record = {"schema": SCHEMA, "settings": settings, "windows": {}}
-    store = _store(out)
-    earlier = None if overwrite else store.earlier(record)
+    files = [_file(r, i) for r in range(len(rows)) for i in range(-(-num // size))]
+    earlier = store.claim(record, [*files, *WRITTEN], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
     plans = []
     for row in rows:
         window = kept_window(row.request.window, earlier_windows.get(row.name))
         plans.append(row.engine.resolve(row.request.but(window=window)))
     record["windows"] = {row.name: {"window": plan.window} for row, plan in zip(rows, plans)}
-    if overwrite:
-        store.clear()
-    windows = store.claim(record)["windows"]  # of another run with these settings, if it was quicker
-    plans = [plan.but(**windows[row.name]) for row, plan in zip(rows, plans)]
+    store.begin(record)
     requests = [
         [dataclasses.replace(plan, label=labels[i % len(labels)], seed=_first(row, seed) + i) for i in range(num)]
         for row, plan in zip(rows, plans)
     ]
     parts = [[of_row[i : i + size] for i in range(0, num, size)] for of_row in requests]
-    return plans, _run(rows, parts, store, progress)
+    return plans, _run(rows, parts, store.folder, settings, progress)
 
 
-def _store(out: Path) -> Store:
-    parts = {"settings": dict, "windows": dict}
-    items = f"{CHUNKS}/[0-9]*.npz"
-    return Store(out, RECORD, SCHEMA, parts, items=items, reports=WRITTEN, progress=("windows",))
+def store_of(out: Path) -> Store:
+    """The folder of a comparison."""
+    shape = {"settings": dict, "windows": {str: {"window": (int, NoneType)}}}
+    names = rf"{CHUNKS}/\d+-\d+\.npz|{'|'.join(map(re.escape, WRITTEN))}"
+    return Store(out, RECORD, SCHEMA, shape, names, compared=("settings",))
+
+
+def _file(row: int, turn: int) -> str:
+    return f"{CHUNKS}/{row:02d}-{turn:05d}.npz"
 
 
 def _first(row: Configuration, seed: int) -> int:
@@ -111,18 +122,27 @@ def _check_seeds(names: dict[int, str], num: int) -> None:
 
 def settings_of(request: Request) -> dict:
     """A request's settings, without label and seed, that are not None."""
-    asked = request.to_dict()
-    return {key: value for key, value in asked.items() if value is not None and key not in ("label", "seed")}
+    return {key: value for key, value in _given(request).items() if key not in ("label", "seed")}
+
+
+def _given(request: Request) -> dict:
+    return {key: value for key, value in request.to_dict().items() if value is not None}
 
 
 def _run(
-    rows: Sequence[Configuration], parts: Sequence[Sequence[list[Request]]], store: Store, progress: bool
+    rows: Sequence[Configuration],
+    parts: Sequence[Sequence[list[Request]]],
+    out: Path,
+    settings: dict,
+    progress: bool,
 ) -> list[list[Chunk]]:
     """The chunks of each row's requests, in order; those of an earlier run are read."""
     places = [(r, i) for i in range(len(parts[0])) for r in ((i + k) % len(rows) for k in range(len(rows)))]
-    files = {(r, i): f"{CHUNKS}/{r:02d}-{i:05d}.npz" for r, i in places}
-    made = {(r, i): _read(store, files[r, i], len(parts[r][i])) for r, i in places}
+    made_of = {(r, i): {"settings": settings, "requests": list(map(_given, parts[r][i]))} for r, i in places}
+    sides = [row.engine.hosts[of_row[0][0].family].image_size for row, of_row in zip(rows, parts)]
+    made = {(r, i): _read(out / _file(r, i), made_of[r, i], sides[r]) for r, i in places}
     todo = [place for place in places if made[place] is None]
+    tell_damaged([_file(r, i) for r, i in todo if (out / _file(r, i)).exists()])
     warm: set[int] = set()
     with tqdm(total=sum(len(parts[r][i]) for r, i in todo), unit="image", disable=not progress) as bar:
         for r, i in todo:
@@ -131,7 +151,7 @@ def _run(
                 rows[r].engine.generate(parts[r][i])  # all: kernels are chosen for their shapes
                 warm.add(r)
             made[r, i] = _timed(rows[r], parts[r][i])
-            _write(store, files[r, i], made[r, i])
+            _write(out / _file(r, i), made[r, i], made_of[r, i])
             bar.update(len(parts[r][i]))
     return [[made[r, i] for i in range(len(parts[r]))] for r in range(len(rows))]
 
@@ -152,19 +172,20 @@ def _cost(output: Output) -> dict:
     return {name: getattr(output.stats, name) for name in COSTS} | {"judged": judged, "accepted": accepted}
 
 
-def _write(store: Store, item: str, chunk: Chunk) -> None:
+def _write(path: Path, chunk: Chunk, made_of: dict) -> None:
     """`arr_0` are the images, as ADM's evaluator reads them; `chunk` is the JSON of the rest."""
     rest = json.dumps(chunk._asdict() | {"images": None})
-    store.write(item, {"arr_0": chunk.images, "chunk": np.frombuffer(rest.encode(), np.uint8)})
+    write_item(path, {"arr_0": chunk.images, "chunk": np.frombuffer(rest.encode(), np.uint8)}, made_of)
 
 
-def _read(store: Store, item: str, num: int) -> Chunk | None:
-    """A chunk of `num` images; None where there is none, or another."""
-    arrays = store.read(item, num, counted=("arr_0",))
-    if arrays is None or "chunk" not in arrays:
-        return None
+def _read(path: Path, made_of: dict, side: int) -> Chunk | None:
+    """A chunk of these requests' images; None where there is none, or another."""
+    num = len(made_of["requests"])
+    arrays = read_item(path, made_of, {"arr_0": (np.uint8, (num, side, side, 3))})
     try:
-        chunk = Chunk(**json.loads(arrays["chunk"].tobytes()) | {"images": arrays["arr_0"]})
-    except (TypeError, ValueError):  # not a chunk's JSON
+        rest = parse_json(arrays["chunk"].tobytes().decode()) if arrays else None
+    except (KeyError, ValueError):  # not a chunk's JSON
         return None
-    return chunk if len(chunk.costs) == num else None
+    if misfit(rest, REST) or len(rest["costs"]) != num:
+        return None
+    return Chunk(**rest | {"images": arrays["arr_0"]})

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from tqdm import tqdm
 
 from cspd.engine import Engine
+from cspd.evaluation.images import GRID
 from cspd.evaluation.processes import Processes
-from cspd.evaluation.shards import SCHEMA, SIZE, Shards, arrays_of
+from cspd.evaluation.shards import RECORD, SCHEMA, SIZE, Shards, arrays_of
 from cspd.sequence import Output, Request
-from cspd.store import kept_window
+from cspd.store import Store, kept_window
 from cspd.summary import summary_of
 
 WRITING = 2  # shards that may wait for the disk, before sampling does
@@ -28,19 +29,20 @@ def sample_shards(
     request: Request,
     labels: Sequence[int],
     num: int,
-    out: Path,
+    store: Store,
     settings: dict,
     processes: Processes,
     *,
     overwrite: bool = False,
     progress: bool = True,
 ) -> tuple[Shards, dict, dict]:
-    """Samples `num` images into `out`, as far as they are not there, and returns them, the manifest and a summary.
+    """Samples `num` images into a folder, as far as they are not there; returns them, the manifest and a summary.
 
     Image i is of class labels[i % len(labels)] and seed request.seed + i, whatever the number of processes.
 
     Args:
         request: what all images have in common. settings: what they depend on beside it, as plain values.
+        store: of the folder, see `store_of`; it stays claimed until the store's `with` ends.
         overwrite: remove another run that is there, once all settings are known to be good.
 
     Returns:
@@ -48,11 +50,12 @@ def sample_shards(
         first process only.
 
     Raises:
-        ValueError: a bad setting, or `out` holds a run of other ones. OSError: `out` cannot be written.
+        ValueError: a bad setting, or as `Store.claim`. OSError: the folder cannot be written.
         Others as in `Processes.together`.
     """
-    shards = Shards(out, num)
-    manifest, missing = processes.from_first(lambda: _plan(engine, request, labels, settings, shards, overwrite))
+    plan = functools.partial(_plan, engine, request, labels, num, store, settings, overwrite)
+    manifest, missing = processes.from_first(plan)  # which alone claims the folder, before any other writes there
+    shards = Shards(store.folder, num, manifest)
     resolved = Request(**manifest["request"], label=0, seed=request.seed)
     requests = [dataclasses.replace(resolved, label=labels[i % len(labels)], seed=request.seed + i) for i in range(num)]
     made = sum(len(shards.indices(shard)) for shard in missing)
@@ -69,22 +72,27 @@ def sample_shards(
 
 
 def _plan(
-    engine: Engine, request: Request, labels: Sequence[int], settings: dict, shards: Shards, overwrite: bool
+    engine: Engine,
+    request: Request,
+    labels: Sequence[int],
+    num: int,
+    store: Store,
+    settings: dict,
+    overwrite: bool,
 ) -> tuple[dict, list[int]]:
     """The manifest, which is in the folder then, and the shards to be made."""
     for label in set(labels):
         engine.check(dataclasses.replace(request, label=label))
-    engine.check(dataclasses.replace(request, seed=request.seed + shards.num - 1))
+    engine.check(dataclasses.replace(request, seed=request.seed + num - 1))
     checked = engine.check(request)
-    manifest = {"schema": SCHEMA, "images": shards.num, "seed": request.seed, "labels": list(labels)}
+    manifest = {"schema": SCHEMA, "images": num, "seed": request.seed, "labels": list(labels)}
     manifest |= {"images_a_shard": SIZE, "request": _common(checked), **settings}
-    earlier = None if overwrite else shards.store.earlier(manifest)
+    shards = Shards(store.folder, num, manifest)
+    earlier = store.claim(manifest, [*map(shards.name, range(shards.count)), RECORD, GRID], overwrite)
     window = kept_window(checked.window, earlier and earlier["request"])
     manifest["request"] = _common(engine.resolve(checked.but(window=window)))
-    if overwrite:
-        shards.store.clear()
-    shards.store.claim(manifest)
-    return manifest, shards.missing()
+    store.begin(manifest)
+    return manifest, shards.missing(engine.host.image_size)
 
 
 def _common(request: Request) -> dict:

@@ -7,7 +7,8 @@ those that were cut off.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cspd.evaluation.images import GRID
+from cspd.items import read_item, tell_damaged, write_item
 from cspd.plots import to_uint8
+from cspd.records import MAYBE, misfit, parse_json
 from cspd.sequence import Output
 from cspd.store import Store
+from cspd.summary import STATS
 
 SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"
 RECORD = "evaluation.json"  # the report
 SIZE = 16  # images a file: at most as many, beside those in flight, are lost with a process
-COUNTED = ("images", "labels", "seeds")  # arrays of as many entries as the file has images
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not kept
 EXPLODED = 8.0  # MAR's tokens have unit variance: none of the data's is this far out
 LARGEST = torch.finfo(torch.float32).max
@@ -36,12 +39,11 @@ class Shards(Dataset):
     A file is an .npz of `images` uint8 [n, H, W, 3], `labels` and `seeds` int64 [n], and `stats`, their JSON.
 
     Attributes:
-        store: holds the files and the manifest.
+        manifest: what the images depend on; of use where files are written or checked.
     """
 
-    def __init__(self, folder: Path, num: int) -> None:
-        self.folder, self.num = folder, num
-        self.store = Store(folder, MANIFEST, SCHEMA, {"request": dict}, items="[0-9]*.npz", reports=(RECORD, GRID))
+    def __init__(self, folder: Path, num: int, manifest: Mapping | None = None) -> None:
+        self.folder, self.num, self.manifest = folder, num, manifest or {}
         self.count = -(-num // SIZE)
         self._last: tuple[int, np.ndarray] | None = None
 
@@ -65,7 +67,7 @@ class Shards(Dataset):
 
     def there(self) -> list[int]:
         """The files there are, whole or damaged."""
-        found = {path.name for path in self.folder.glob(self.store.items)}
+        found = {path.name for path in self.folder.glob("*.npz")}
         return [shard for shard in range(self.count) if self.name(shard) in found]
 
     def images_there(self) -> int:
@@ -97,20 +99,42 @@ class Shards(Dataset):
 
     def write(self, shard: int, arrays: dict[str, np.ndarray]) -> None:
         """Writes a file of `arrays_of` all its images, in order. Raises OSError as `publishing`."""
-        self.store.write(self.name(shard), arrays)
+        write_item(self.folder / self.name(shard), arrays, self._made_of(shard))
 
-    def missing(self) -> list[int]:
-        """The files still to be made; damaged ones are removed."""
-        missing = set(range(self.count)) - set(self.there())
-        for shard in self.there():  # one that appears meanwhile is another process's, and stays
-            if not self._is_whole(shard):
-                (self.folder / self.name(shard)).unlink(missing_ok=True)
-                missing.add(shard)
-        return sorted(missing)
+    def missing(self, side: int) -> list[int]:
+        """The files still to be made; damaged ones, and those of other images, are removed. `side`: in pixels."""
+        there = self.there()
+        damaged = [shard for shard in there if not self._is_whole(shard, side)]
+        for shard in damaged:
+            (self.folder / self.name(shard)).unlink(missing_ok=True)
+        tell_damaged([self.name(shard) for shard in damaged])
+        return sorted({*range(self.count)} - {*there} | {*damaged})
 
-    def _is_whole(self, shard: int) -> bool:
-        arrays = self.store.read(self.name(shard), len(self.indices(shard)), COUNTED)
-        return arrays is not None and "stats" in arrays
+    def _made_of(self, shard: int) -> dict:
+        """All that the images of a file depend on."""
+        indices = self.indices(shard)
+        labels = self.manifest.get("labels", [0])
+        seeds = [self.manifest.get("seed", 0) + i for i in indices]
+        return {"manifest": self.manifest, "labels": [labels[i % len(labels)] for i in indices], "seeds": seeds}
+
+    def _is_whole(self, shard: int, side: int) -> bool:
+        num, made_of = len(self.indices(shard)), self._made_of(shard)
+        like = {"images": (np.uint8, (num, side, side, 3)), "stats": (np.str_, ())}
+        like |= dict.fromkeys(("labels", "seeds"), (np.integer, (num,)))
+        arrays = read_item(self.folder / self.name(shard), made_of, like)
+        if arrays is None or any(arrays[name].tolist() != made_of[name] for name in ("labels", "seeds")):
+            return False
+        try:
+            stats = parse_json(str(arrays["stats"]))
+        except ValueError:
+            return False
+        return misfit(stats, [STATS | {"largest_token?": MAYBE}]) is None and len(stats) == num
+
+
+def store_of(folder: Path) -> Store:
+    """The folder of a run that samples."""
+    shape = {"images": int, "seed": int, "labels": [int], "request": dict}
+    return Store(folder, MANIFEST, SCHEMA, shape, names=rf"\d+\.npz|{re.escape(RECORD)}|{re.escape(GRID)}")
 
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, features, images_of
+from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, compare, features, images_of
 
 import cspd
 from cspd import lookup, methods
 from cspd.cli import main
 from cspd.comparison import page, runs
-from cspd.comparison.compare import _intervals, compare, speed_of
+from cspd.comparison.compare import _intervals, speed_of
 from cspd.comparison.study import Configuration, configurations, named_entries
 from cspd.continuous import ar
 from cspd.evaluation import metrics

@@ -12,13 +12,12 @@ import time
 
 import numpy as np
 import pytest
-from comparisons import images_of
+from comparisons import compare, images_of
 from stores import small_checkpoint
 
 import cspd
 from cspd.cli import main
 from cspd.comparison import runs
-from cspd.comparison.compare import compare
 from cspd.comparison.study import Configuration
 from cspd.store import differences
 
@@ -193,7 +192,8 @@ def test_a_draft_and_its_file_are_told_apart(digits, tmp_path):
     def again(draft):
         request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
         row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
-        runs.run_turns([row], [0], 1, 0, tmp_path, progress=False)
+        with runs.store_of(tmp_path) as store:
+            runs.run_turns([row], [0], 1, 0, store, progress=False)
 
     again("frozen")
     with pytest.raises(ValueError, match=r'a\.request\.draft was "frozen", now "calibrated"'):

@@ -1,0 +1,59 @@
+"""Arrays in files, each tied to what it was made of: damage and images of other settings or seeds are noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cspd.records import publishing
+
+DIGEST = "digest"
+SHOWN = 5  # files that a line names, at most
+
+
+def write_item(path: Path, arrays: Mapping[str, Any], made_of: Mapping) -> None:
+    """Writes an .npz of `arrays` and a digest of them and of `made_of`, plain values. Raises OSError."""
+    with publishing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays, **{DIGEST: np.array(_digest(arrays, made_of))})
+
+
+def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:
+    """The arrays of an item; None if it is not there, damaged, of something else, or not `like` {name: (type, shape)}.
+
+    Files of older versions have no digest: of them, `like` alone is known.
+    """
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}  # reading to the end compares checksums
+        digest = arrays.pop(DIGEST, None)
+    except Exception:  # a damaged or hostile archive makes its readers raise almost anything
+        return None
+    for name, (kind, shape) in like.items():
+        array = arrays.get(name)
+        if array is None or array.shape != shape or not np.issubdtype(array.dtype, kind):
+            return None
+    return arrays if digest is None or str(digest) == _digest(arrays, made_of) else None
+
+
+def _digest(arrays: Mapping[str, Any], made_of: Mapping) -> str:
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def tell_damaged(names: Sequence[str]) -> None:
+    """Says which files are made again, if any."""
+    if names:
+        more = " ..." if len(names) > SHOWN else ""
+        count = "1 file is" if len(names) == 1 else f"{len(names)} files are"
+        shown = ", ".join(names[:SHOWN])
+        print(f"cspd: {count} damaged or of other images, and made again: {shown}{more}", file=sys.stderr)
