@@ -56,4 +56,4 @@ def tell_damaged(names: Sequence[str]) -> None:
         more = " ..." if len(names) > SHOWN else ""
         count = "1 file is" if len(names) == 1 else f"{len(names)} files are"
         shown = ", ".join(names[:SHOWN])
-        print(f"cspd: {count} damaged or of other images, and made again: {shown}{more}", file=sys.stderr)
+        print(f"cspd: {count} damaged, incomplete or of other images, and made again: {shown}{more}", file=sys.stderr)

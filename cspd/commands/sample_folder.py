@@ -42,7 +42,7 @@ def sample_to_folder(
     overwrite: bool = False,
     heatmap: bool = False,
 ) -> dict:
-    """Generates `requests` into `out` and returns the record, which is also written to samples.json.
+    """Generates `requests` into `out` and returns the record, which samples.json has with the names of all files.
 
     Images that an earlier run with the same settings and requests left there are kept and not made again, if they are
     as they were written.

@@ -138,7 +138,10 @@ def _run(
 ) -> list[list[Chunk]]:
     """The chunks of each row's requests, in order; those of an earlier run are read."""
     places = [(r, i) for i in range(len(parts[0])) for r in ((i + k) % len(rows) for k in range(len(rows)))]
-    made_of = {(r, i): {"settings": settings, "requests": list(map(_given, parts[r][i]))} for r, i in places}
+    made_of = {}
+    for r, i in places:
+        requests = [_given(request) for request in parts[r][i]]
+        made_of[r, i] = {"settings": settings, "configuration": rows[r].name, "requests": requests}
     sides = [row.engine.hosts[of_row[0][0].family].image_size for row, of_row in zip(rows, parts)]
     made = {(r, i): _read(out / _file(r, i), made_of[r, i], sides[r]) for r, i in places}
     todo = [place for place in places if made[place] is None]

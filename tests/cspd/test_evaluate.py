@@ -26,8 +26,8 @@ from cspd.cli import main
 from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.shards import EXPLODED, SIZE, Shards, arrays_of
+from cspd.lock import LOCK
 from cspd.plots import to_uint8
-from cspd.store import ABANDONED
 
 NUM, SEED = 58, 11  # three files of 16 images and one of 10
 OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]
@@ -173,7 +173,7 @@ def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_p
         sampling = report_of(folder)["sampling"]
         assert sampling["processes"] == size
         assert sampling["images_made"] == NUM - sum(count_of(name) for name in finished)
-        files = [path for path in folder.iterdir() if path.suffix != ".tmp"]  # a killed one's half stays a while
+        files = [path for path in folder.iterdir() if path.name != LOCK]
         assert sorted(path.suffix for path in files) == [".json", ".json", *[".npz"] * 4, ".png"]
         assert np.abs(images_of(folder) - images_of(whole)).max() <= 1
         assert Shards(folder, NUM).labels() == Shards(whole, NUM).labels()
@@ -260,27 +260,76 @@ def test_damaged_files_are_noticed_and_made_again(whole, capsys):
     content[5000] ^= 1  # one bit of a picture
     (whole / "00002.npz").write_bytes(content)
     (whole / "00003.npz").unlink()
-    left, living = whole / "00003.npz.4711.tmp", whole / "00003.npz.4712.tmp"
-    for half in (left, living):
+    left, foreign = whole / "00003.npz.4711.tmp", whole / "00004.npz.4711.tmp"
+    for half in (left, foreign):
         half.write_bytes(b"half")
-    os.utime(left, (time.time() - 2 * ABANDONED,) * 2)
     capsys.readouterr()
     assert evaluate(whole, "--max-batch", "3") == 0
     after = stamps(whole)
     assert [name for name in before if before[name] != after[name]] == ["00001.npz", "00002.npz", "00003.npz"]
     assert np.abs(images_of(whole) - images).max() <= 1
-    assert "42 images in" in capsys.readouterr().out  # 16 + 16 + 10
-    assert list(whole.glob("*.tmp")) == [living]  # may be a second copy of the command at work
-    living.unlink()
+    captured = capsys.readouterr()
+    assert "42 images in" in captured.out  # 16 + 16 + 10
+    assert "2 files are damaged, incomplete or of other images, and made again: 00001.npz, 00002.npz\n" in captured.err
+    assert list(whole.glob("*.tmp")) == [foreign]  # no name of this run's
+    foreign.unlink()
 
 
-def test_a_file_of_too_few_images_is_made_again(whole, capsys):
+def arrays_in(path):
+    with np.load(path) as file:
+        return dict(file)
+
+
+def resaved(path, **changes):
+    """The archive with other arrays in it, and all of its checksums right; a change that is None leaves one out."""
+    arrays = arrays_in(path) | changes
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
+
+
+def old(path, **changes):
+    """The same, of a version that wrote no digest."""
+    resaved(path, digest=None, **changes)
+
+
+LESS_STATS = np.array(json.dumps([{"iterations": "two"}] * SIZE))
+CHANGES = {
+    "of too few images": lambda path: shutil.copy(path.with_name("00003.npz"), path),
+    "of other images": lambda path: shutil.copy(path.with_name("00000.npz"), path),
+    "inverted": lambda path: resaved(path, images=255 - arrays_in(path)["images"]),
+    "seeds": lambda path: resaved(path, seeds=arrays_in(path)["seeds"] + 1),
+    "labels": lambda path: resaved(path, labels=arrays_in(path)["labels"][::-1]),
+    "smaller": lambda path: resaved(path, images=arrays_in(path)["images"][:, ::2, ::2]),
+    "old seeds": lambda path: old(path, seeds=arrays_in(path)["seeds"] + 1),
+    "old labels": lambda path: old(path, labels=arrays_in(path)["labels"][::-1]),
+    "old smaller": lambda path: old(path, images=arrays_in(path)["images"][:, ::2, ::2]),
+    "old floats": lambda path: old(path, images=arrays_in(path)["images"] / 255),
+    "old objects": lambda path: old(path, images=arrays_in(path)["images"].astype(object)),
+    "old statistics": lambda path: old(path, stats=LESS_STATS),
+    "old without statistics": lambda path: old(path, stats=None),
+    "empty": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_file_of_other_images_is_to_be_made_again(whole, tmp_path, capsys, change):
+    out = shutil.copytree(whole, tmp_path / "out")
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["files"]
+    assert Shards(out, NUM, manifest).missing(32) == []
+    change(out / "00001.npz")
+    assert Shards(out, NUM, manifest).missing(32) == [1]
+    assert "1 file is damaged, incomplete or of other images, and made again: 00001.npz" in capsys.readouterr().err
+    assert Shards(out, NUM, manifest | {"compiled": True}).missing(32) == [0, 1, 2, 3]  # another run's
+
+
+def test_a_file_of_other_images_is_made_again(whole, capsys):
     images = images_of(whole)
-    shutil.copy(whole / "00003.npz", whole / "00001.npz")  # whole, but of 10 images
+    resaved(whole / "00001.npz", images=255 - arrays_in(whole / "00001.npz")["images"])
+    shutil.copy(whole / "00003.npz", whole / "00002.npz")
     capsys.readouterr()
     assert evaluate(whole) == 0
     assert np.abs(images_of(whole) - images).max() <= 1
-    assert "16 images in" in capsys.readouterr().out
+    assert "32 images in" in capsys.readouterr().out
 
 
 def test_exploded_tokens_are_counted(tmp_path, capsys):
@@ -367,12 +416,14 @@ def test_a_setting_that_only_one_side_has_is_refused(tmp_path, capsys):
 
 def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):
     assert evaluate(tmp_path, num=4) == 0
-    (tmp_path / "manifest.json").unlink()
-    assert evaluate(tmp_path, num=4) == 2
-    assert "without a manifest.json" in capsys.readouterr().err
+    (tmp_path / "00001.npz").write_text("somebody's")
     assert evaluate(tmp_path, "--overwrite", num=3) == 0
     assert report_of(tmp_path)["num"] == 3 and report_of(tmp_path)["sampling"]["images_made"] == 3
-    assert len(Shards(tmp_path, 3).labels()) == 3
+    assert len(Shards(tmp_path, 3).labels()) == 3 and (tmp_path / "00001.npz").read_text() == "somebody's"
+    (tmp_path / "manifest.json").unlink()
+    assert evaluate(tmp_path, num=4) == 2
+    assert "00000.npz, evaluation.json, grid.png, without a manifest.json" in capsys.readouterr().err
+    assert evaluate(tmp_path, "--overwrite", num=4) == 2
     (tmp_path / "manifest.json").write_text("{")
     assert evaluate(tmp_path, num=3) == 2
     assert "cannot be read" in capsys.readouterr().err

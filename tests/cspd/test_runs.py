@@ -116,7 +116,7 @@ def test_half_a_chunk_is_none(digits, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("chunks/*"))
 
 
-def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path):
+def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path, capsys):
     small = digits.with_slots(4)
     compiled = cspd.load("digits32", max_batch=4, device="cpu", compiled=True)
 
@@ -151,30 +151,32 @@ def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path):
     (tmp_path / "comparison.yaml").write_text("the user's own")
     _, (images, _) = again(3, cfg=2.0, overwrite=True)
     assert len(stamps()) == 2 and {path.name for path in tmp_path.iterdir()} == {
+        ".cspd.lock",
         "chunks",
         "run.json",
         "comparison.yaml",
     }
-    short = runs.Chunk(images[:2], 0.1, 0, [{}, {}])
-    runs._write(runs._store(tmp_path), "chunks/short.npz", short)  # whole, but of two images
-    few = (tmp_path / "chunks" / "short.npz").read_bytes()
-    (tmp_path / "chunks" / "short.npz").unlink()
-    for damaged in (b"half", b"", npy(), few):
-        (tmp_path / "chunks" / "00-00000.npz").write_bytes(damaged)
+    first, second = tmp_path / "chunks" / "00-00000.npz", tmp_path / "chunks" / "01-00000.npz"
+    for damaged in (b"half", npy(), second.read_bytes()):  # the last is whole, but of another configuration
+        first.write_bytes(damaged)
+        capsys.readouterr()
         assert (again(3, cfg=2.0)[1][0] == images).all() and len(images) == 3
+        assert "1 file is damaged, incomplete or of other images, and made again" in capsys.readouterr().err
     record = tmp_path / "run.json"
     whole = record.read_text()
     for text, told in (
         ("{", "cannot be read"),
         ("[1]", "not a record of this version"),
         (whole.replace("cspd.rounds/", "cspd.rounds/0"), "not a record of this version"),
-        (whole.replace('"windows"', '"window"'), "not a record of this version"),
+        (whole.replace('"windows"', '"window"'), r"damaged \(windows is not"),
+        (whole.replace('"window": null', '"window": "5"'), r"damaged \(windows\.a\.window is not"),
+        (whole.replace("chunks/00-00000.npz", "../00-00000.npz"), "which cspd never wrote"),
     ):
         record.write_text(text)
         with pytest.raises(ValueError, match=told):
             again(3, cfg=2.0)
     record.unlink()
-    with pytest.raises(ValueError, match=r"images without a run\.json.*--overwrite"):
+    with pytest.raises(ValueError, match=r"holds chunks/00-00000\.npz, chunks/01-00000\.npz, without a run\.json"):
         again(3, cfg=2.0)
     assert len(stamps()) == 2 and not record.exists()
 
