@@ -19,8 +19,9 @@ SHOWN = 5  # files that a line names, at most
 
 def write_item(path: Path, arrays: Mapping[str, Any], made_of: Mapping) -> None:
     """Writes an .npz of `arrays` and a digest of them and of `made_of`, plain values. Raises OSError."""
+    arrays = {**arrays, DIGEST: np.array(_digest(arrays, made_of))}
     with publishing(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **arrays, **{DIGEST: np.array(_digest(arrays, made_of))})
+        np.savez(file, **arrays)
 
 
 def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:

@@ -45,13 +45,18 @@ def locked(folder: Path) -> Iterator[None]:
         if said and not said.startswith(SIGN):
             raise ValueError(f"{path} is not a file of cspd: give another --out")
         _lock(file, folder, said)
-        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.truncate(file, 0)
-        os.pwrite(file, f"{SIGN}process {os.getpid()} on {socket.gethostname()} since {since}, {command}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # of a full disk: who we are is only information
+            os.truncate(file, 0)
+            os.pwrite(file, f"{SIGN}{_who()}\n".encode(), 0)
         yield
     finally:
         os.close(file)
+
+
+def _who() -> str:
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()} since {since}, {command}"
 
 
 def _lock(file: int, folder: Path, said: str) -> None:

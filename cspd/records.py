@@ -16,7 +16,8 @@ from typing import Any
 
 from PIL import Image
 
-LARGEST = 2**30  # bytes of a JSON file that is read: a record of a million images is smaller
+LARGEST = 2**31  # bytes of a JSON file that is read: a record of a million images is smaller
+LONGEST = 20  # digits of its whole numbers: seeds have 19
 NUMBER = (int, float)
 MAYBE = (int, float, NoneType)
 
@@ -96,7 +97,7 @@ def make_folder(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError; ValueError where it is no JSON, has NaN or infinity, or is absurd."""
+    """What a JSON file holds. Raises OSError; ValueError where it is no JSON, or has what we never write."""
     size = path.stat().st_size
     if size > LARGEST:
         raise ValueError(f"it has {size:,} bytes")
@@ -106,7 +107,7 @@ def read_json(path: Path) -> Any:
 def parse_json(text: str) -> Any:
     """What JSON text holds. Raises ValueError as `read_json`."""
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+        return json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -116,6 +117,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"it has the number {text}")
     return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > LONGEST:
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return int(text)
 
 
 def misfit(value: object, shape: object, place: str = "") -> str | None:

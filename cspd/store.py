@@ -99,8 +99,8 @@ class Store:
             plain = json.loads(json.dumps(asked))  # as reading the file gives it
             self.refuse(differences(self._settings(record), self._settings(plain)))
         listed = self._listed(record, files, overwrite)
-        there = set(self._entries([*files, *listed]))
-        foreign = [name for name in files if name in there and name not in set(listed)]
+        others = set(self._entries([*files, *listed])).difference(listed)
+        foreign = [name for name in files if name in others]
         if foreign:
             why = f"without a {self.name}" if record is None else f"which {self.name} does not list"
             raise ValueError(

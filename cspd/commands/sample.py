@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> None:
     record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
     summary = record["summary"]
     seconds = summary["seconds_by_phase"]
-    phases = ", ".join(f"{name} {spent / sum(seconds.values()):.0%}" for name, spent in seconds.items())
+    total = sum(seconds.values()) or 1
+    phases = ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
     if summary["images_made"]:
         speed = f"{summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s"
         print(f"{summary['images_made']} images in {speed}")

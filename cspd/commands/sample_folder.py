@@ -164,10 +164,10 @@ def _write_overviews(out: Path, names: Sequence[str], record: dict, requests: Se
     shown = record["images"][:GRID_LIMIT]
     columns = next((n for n in (10, 8) if len(shown) % n == 0), min(10, len(shown)))
     pictures = []
-    for name in names[:GRID_LIMIT]:
-        with Image.open(out / name) as picture:
+    for image in shown:
+        with Image.open(out / names[image["index"]]) as picture:
             pictures.append(picture.convert("RGB"))
-    captions = [str(request.label) for request in requests[:GRID_LIMIT]]
+    captions = [str(requests[image["index"]].label) for image in shown]
     write_png(out / GRID, grid(pictures, captions, columns))
     if heatmap:
         heat = [image.get("heat") for image in shown]

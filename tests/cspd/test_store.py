@@ -305,6 +305,7 @@ ABSURD = {
     "deep settings": '{"schema": "tests/1", "settings": ' + '{"a":' * DEEP + "1" + "}" * DEEP + "}",
     "nan": '{"schema": "tests/1", "settings": {"cfg": NaN}}',
     "inf": '{"schema": "tests/1", "settings": {"cfg": 1e400}}',
+    "long": '{"schema": "tests/1", "settings": {"seed": -1%s}}' % ("0" * 20),
     "digits": '{"schema": "tests/1", "settings": {"cfg": %s}}' % ("9" * 5000),
     "no schema": '{"settings": {}}',
     "another schema": '{"schema": ["tests/1"], "settings": {}}',
@@ -339,7 +340,7 @@ def test_settings_as_deep_as_can_be_read_are_another_run(tmp_path):
 
 def test_a_huge_record_is_not_read(tmp_path):
     with (tmp_path / RECORD).open("wb") as file:
-        file.truncate(2**40)
+        file.truncate(2**40)  # sparse
     with pytest.raises(ValueError, match="1,099,511,627,776 bytes"):
         begun(tmp_path)
 
