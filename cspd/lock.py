@@ -47,7 +47,8 @@ def locked(folder: Path) -> Iterator[None]:
         _lock(file, folder, said)
         with contextlib.suppress(OSError):  # of a full disk: who we are is only information
             os.truncate(file, 0)
-            os.pwrite(file, f"{SIGN}{_who()}\n".encode(), 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, f"{SIGN}{_who()}\n".encode())
         yield
     finally:
         os.close(file)

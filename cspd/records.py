@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-LARGEST = 2**31  # bytes of a JSON file that is read: a record of a million images is smaller
+LARGEST = 2**31  # bytes of a file that is read: a record of a million images is smaller
 LONGEST = 20  # digits of its whole numbers: seeds have 19
 NUMBER = (int, float)
 MAYBE = (int, float, NoneType)
@@ -96,12 +96,17 @@ def make_folder(path: Path) -> None:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError; ValueError where it is no JSON, or has what we never write."""
+def read_text(path: Path) -> str:
+    """What a record or a journal holds. Raises OSError; ValueError if it is larger than any."""
     size = path.stat().st_size
     if size > LARGEST:
-        raise ValueError(f"it has {size:,} bytes")
-    return parse_json(path.read_text())
+        raise ValueError(f"{path.name} has {size:,} bytes")
+    return path.read_text(errors="replace")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError; ValueError where it is no JSON, or has what we never write."""
+    return parse_json(read_text(path))
 
 
 def parse_json(text: str) -> Any:

@@ -15,6 +15,7 @@ from cspd.records import make_folder, misfit, read_json, write_json
 
 REMEDY = "give another --out"
 SHOWN = 5  # differences, or files, that an error names, at most
+LONGEST = 1000  # characters of a value that it shows whole: of a path the end tells
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Store:
     shape: Mapping
     names: str
     compared: Collection[str] | None = None
-    files: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._held = contextlib.ExitStack()
@@ -146,7 +147,7 @@ class Store:
         listed = record.get("files", files)
         for name in listed:
             if not re.fullmatch(self.names, name):  # such as ../precious.txt
-                raise ValueError(f"{self.folder / self.name} lists {name!r}, which cspd never wrote: {REMEDY}")
+                raise ValueError(f"{self.folder / self.name} lists {_shown(name)}, which cspd never wrote: {REMEDY}")
         return listed
 
     def _entries(self, names: Iterable[str]) -> list[str]:
@@ -206,7 +207,12 @@ def differences(old: Mapping, new: Mapping, where: str = "") -> list[str]:
 
 
 def _shown(value: object) -> str:
-    text = "nothing" if value is None else "something" if isinstance(value, dict) else json.dumps(value)
-    if isinstance(value, list) and len(text) > 60:  # a path is shown whole: its end tells
+    if value is None or isinstance(value, dict):
+        return "nothing" if value is None else "something"
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "something nested too deeply"
+    if isinstance(value, list) and len(text) > 60:
         return f"{text[:40]} ... ({len(value)} of them)"
-    return text
+    return text if len(text) < LONGEST else f"{text[:40]} ... {text[-40:]}"

@@ -19,7 +19,7 @@ from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
 from cspd.items import tell_damaged
 from cspd.lookup import method_of
 from cspd.plots import grid, heat_grid, to_pil
-from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, write_bytes, write_png
+from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, read_text, write_bytes, write_png
 from cspd.sequence import Request
 from cspd.store import Store, differences, kept_window
 from cspd.summary import STATS, summary_of
@@ -90,7 +90,7 @@ def _images_of(store: Store, record: dict, num: int) -> list[dict]:
     """
     lines = []
     with contextlib.suppress(FileNotFoundError):
-        lines = (store.folder / JOURNAL).read_text(errors="replace").splitlines()
+        lines = read_text(store.folder / JOURNAL).splitlines()
     images = {image["index"]: image for image in record["images"]}
     for line in lines:
         with contextlib.suppress(ValueError):

@@ -191,4 +191,4 @@ def _read(path: Path, made_of: dict, side: int) -> Chunk | None:
         return None
     if misfit(rest, REST) or len(rest["costs"]) != num:
         return None
-    return Chunk(**rest | {"images": arrays["arr_0"]})
+    return Chunk(arrays["arr_0"], rest["seconds"], rest["peak_bytes"], rest["costs"])

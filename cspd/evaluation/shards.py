@@ -113,8 +113,8 @@ class Shards(Dataset):
     def _made_of(self, shard: int) -> dict:
         """All that the images of a file depend on."""
         indices = self.indices(shard)
-        labels = self.manifest.get("labels", [0])
-        seeds = [self.manifest.get("seed", 0) + i for i in indices]
+        labels = self.manifest["labels"]
+        seeds = [self.manifest["seed"] + i for i in indices]
         return {"manifest": self.manifest, "labels": [labels[i % len(labels)] for i in indices], "seeds": seeds}
 
     def _is_whole(self, shard: int, side: int) -> bool:

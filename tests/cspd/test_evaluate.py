@@ -363,7 +363,7 @@ def test_tokens_that_are_no_numbers_have_exploded(tmp_path):
     for bad in (torch.nan, torch.inf, -torch.inf):
         tokens = output.tokens.clone()
         tokens[3, 1] = bad
-        shards = Shards(tmp_path, 1)
+        shards = Shards(tmp_path, 1, {"labels": [0], "seed": 0})
         shards.write(0, arrays_of([dataclasses.replace(output, tokens=tokens)]))
         assert shards.largest_tokens() == {"largest_token": torch.finfo(torch.float32).max, "exploded": 1}
 

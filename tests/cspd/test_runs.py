@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import signal
 import subprocess
@@ -217,3 +218,46 @@ def test_an_open_window_is_chosen_once(digits, tmp_path, monkeypatch):
         monkeypatch.setattr(digits.hosts["MAR"].tuning, "window", lambda *args, window=window: window)
         report, _ = compare([row], [0], 8 * window, tmp_path, progress=False)
         assert report["rows"][0]["settings"]["window"] == 3
+
+
+COST = dict.fromkeys(runs.COSTS, 1.0) | {"step_compression": None, "judged": 3, "accepted": 2}
+REST = {"images": None, "seconds": 0.5, "peak_bytes": 7, "costs": [COST, COST]}
+MADE_OF = {"settings": {"seed": 3}, "requests": [{"seed": 3}, {"seed": 4}]}
+
+
+def write_old(path, images=None, **changes):
+    """A chunk as versions without digest wrote it."""
+    rest = np.frombuffer(json.dumps(REST | changes).encode(), np.uint8)
+    np.savez(path, arr_0=np.zeros((2, 8, 8, 3), np.uint8) if images is None else images, chunk=rest)
+
+
+def test_a_chunk_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "chunk.npz"
+    chunk = runs.Chunk(np.arange(384, dtype=np.uint8).reshape(2, 8, 8, 3), 0.5, 7, [COST, COST])
+    runs._write(path, chunk, MADE_OF)
+    found = runs._read(path, MADE_OF, 8)
+    assert (found.images == chunk.images).all() and found[1:] == chunk[1:]
+    assert runs._read(path, MADE_OF | {"requests": [{"seed": 4}, {"seed": 5}]}, 8) is None
+    assert runs._read(path, MADE_OF | {"settings": {"seed": 4}}, 8) is None
+    write_old(path)
+    assert runs._read(path, MADE_OF, 8)[1:] == chunk[1:]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"images": np.zeros((3, 8, 8, 3), np.uint8)},
+        {"images": np.zeros((2, 4, 4, 3), np.uint8)},
+        {"images": np.zeros((2, 8, 8, 3))},
+        {"costs": [COST]},
+        {"costs": [COST, COST | {"bound": "none"}]},
+        {"costs": [COST, {}]},
+        {"costs": [COST, COST | {"head_calls": float("nan")}]},
+        {"seconds": "long"},
+        {"peak_bytes": None},
+        {"seconds": 1e400},
+    ],
+)
+def test_a_chunk_of_others_is_none(tmp_path, changes):
+    write_old(tmp_path / "chunk.npz", **changes)
+    assert runs._read(tmp_path / "chunk.npz", MADE_OF, 8) is None

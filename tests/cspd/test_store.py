@@ -338,6 +338,15 @@ def test_settings_as_deep_as_can_be_read_are_another_run(tmp_path):
             begun(tmp_path, a=1)
 
 
+def test_what_differs_is_shown_in_short():
+    nested = 1
+    for _ in range(10_000):
+        nested = [nested]
+    assert differences({"a": nested}, {"a": 1}) == ["a was something nested too deeply, now 1"]
+    (told,) = differences({"a": "x" * 10**6}, {"a": list(range(1000))})
+    assert len(told) < 200 and "(1000 of them)" in told
+
+
 def test_a_huge_record_is_not_read(tmp_path):
     with (tmp_path / RECORD).open("wb") as file:
         file.truncate(2**40)  # sparse
