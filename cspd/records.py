@@ -75,7 +75,7 @@ def png_of(picture: Image.Image) -> bytes:
 def append_json(path: Path, entry: Mapping) -> None:
     """Adds a line to a file of JSON lines; a process that is killed then loses at most this one. Raises OSError."""
     with explained(path), path.open("a") as file:
-        file.write(json.dumps(entry) + "\n")
+        file.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
 def check_file(path: Path, option: str) -> None:

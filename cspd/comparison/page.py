@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from PIL import Image
 from cspd.comparison.tables import cell, columns, csv_table, markdown, notes, own_seeds, value_of
 from cspd.method import GUARANTEES
 from cspd.plots import Point, seed_grid, speed_quality
-from cspd.records import write_bytes, write_json
+from cspd.records import png_of, write_bytes, write_json
 
 GRID_WIDTH = 1400  # pixels of images in a row, about
 LEAST_COLUMNS = 8
@@ -44,12 +44,13 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     panels = _panels(report)
     if panels:
         caption = "Up and to the right is better. Bars: middle half of the turns, 95 % interval of a quality."
-        plot = _png(lambda file: speed_quality(panels, file))
-        pictures["speed_quality.png"] = Picture("Speed and quality", caption, plot)
+        plot = io.BytesIO()
+        speed_quality(panels, plot)
+        pictures["speed_quality.png"] = Picture("Speed and quality", caption, plot.getvalue())
     else:
         (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
     same = "The same classes" if own_seeds(report) else "The same classes and seeds"
-    grid = _png(lambda file: _grid(report, images).save(file, "png"))
+    grid = png_of(_grid(report, images))
     pictures["comparison.png"] = Picture("Images", f"{same} by each configuration.", grid)
 
     files = {
@@ -62,12 +63,6 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
         write_bytes(out / name, content)
     write_json(out / "comparison.json", report)
     return [*files, "comparison.json"]
-
-
-def _png(write_to: Callable[[io.BytesIO], None]) -> bytes:
-    buffer = io.BytesIO()
-    write_to(buffer)
-    return buffer.getvalue()
 
 
 def _grid(report: dict, images: Sequence[np.ndarray]) -> Image.Image:
