@@ -6,13 +6,14 @@ the tables in the docs are all read from here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Number
 from typing import Any
 
+LARGEST = 3e38  # that any number may be: float32 holds it
 _NAMES: dict[str, None] = {}  # of all options there are, as declared, so that a request can tell a misspelt one
 
 
@@ -26,7 +27,8 @@ class Option:
         help: what it is, in a few words, for `--help`, the docs and errors.
         default: what it is where the request leaves it open; None: the model's published value, or decided later.
         implied: the default is not written into requests, but known where the option is used.
-        low, high: the range of a number, both included. above: it must be larger than this.
+        low, high: the range of a number, both included; without `high`, as far as float32 goes. above: it must be
+            larger than this.
         only_with: another option's name, and those of its values with which this one means anything.
         off: a value that asks for nothing, and may be given anyway.
         metavar: the value's name in `--help`.
@@ -38,7 +40,7 @@ class Option:
     default: object = None
     implied: bool = False
     low: float = 0
-    high: float = math.inf
+    high: float = LARGEST
     above: float | None = None
     only_with: tuple[str, Collection[str]] | None = None
     off: object = None
@@ -63,7 +65,7 @@ class Option:
             return "True or False"
         if not isinstance(self.kind, type):
             return ", ".join(self.kind)
-        high = "" if math.isinf(self.high) else f"{self.high:.15g}"
+        high = "" if self.high == LARGEST else f"{self.high:.15g}"
         if self.above is not None:
             return f"above {self.above:g}" + (f", at most {high}" if high else "")
         return f"{self.low:g}..{high}" if high else f"{self.low:g} or more"
@@ -78,7 +80,9 @@ class Option:
             kinds = {int: "a whole number, ", float: "a number, ", bool: ""}
             kind = kinds[self.kind] if isinstance(self.kind, type) else "one of "
             wrong = f"{self.name} is missing" if value is None else f"{self.name}={value!r} does not fit"
-            raise ValueError(f"{wrong}: give {kind}{self.range} ({self.help})")
+            beyond = isinstance(value, (int, float)) and value > LARGEST == self.high
+            limit = f" and at most {LARGEST:g}" if beyond else ""
+            raise ValueError(f"{wrong}: give {kind}{self.range}{limit} ({self.help})")
 
     def fits(self, value: object) -> bool:
         """Whether a value is of the right kind and in range."""
@@ -86,12 +90,11 @@ class Option:
             return isinstance(value, str) and value in self.kind
         if self.kind is bool or isinstance(value, bool):
             return self.kind is bool and isinstance(value, bool)
-        if not isinstance(value, Integral if self.kind is int else Real):
+        if not isinstance(value, int if self.kind is int else (int, float)):
             return False
-        number = int(value) if isinstance(value, Integral) else float(value)
-        if not self.low <= number <= self.high or number == math.inf:
+        if not self.low <= value <= self.high:
             return False
-        return self.above is None or number > self.above
+        return self.above is None or value > self.above
 
 
 def option_names() -> Collection[str]:
@@ -99,7 +102,17 @@ def option_names() -> Collection[str]:
     return _NAMES
 
 
+def plain(value: object) -> Any:
+    """Python's own number of numpy's, torch's and others', and lists of their arrays; anything else as it is."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Number) and not isinstance(value, (bool, int, float)):  # a fraction, a decimal
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value)  # type: ignore[arg-type]
+    return value
+
+
 def check_integer(name: str, value: object, low: int, high: int, why: str) -> None:
     """Raises ValueError, with the range and the reason, where a value is no integer in low..high."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} does not fit: give a whole number, {low}..{high} ({why})")

@@ -26,7 +26,7 @@ class Precision:
     """
 
     def __init__(self, policy: str, device: torch.device) -> None:
-        if policy not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise ValueError(f"precision={policy!r}: choose one of {', '.join(POLICIES)}")
         self.policy, self.device = policy, device
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import difflib
 from collections.abc import Hashable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cspd.option import option_names
+from cspd.option import option_names, plain
 
 PHASES = ("backbone", "head", "draft", "decode", "other")
 
@@ -26,6 +27,8 @@ class Request:
         family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
         settings: by name, those that were given: `num_iter`, `cfg`, `temperature`, the method's own options (see
             docs/api.md). What is left out or None takes the target's published value or the method's default.
+
+    Numbers may be numpy's, torch's or fractions: they are kept as Python's own. An engine checks values.
 
     Settings are given as arguments and read as attributes: `Request(3, cfg=2.0).cfg`; one that was left out is None.
 
@@ -56,10 +59,11 @@ class Request:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
                 raise TypeError(f"a request has no setting {name!r}: {hint}")
-        own: dict[str, object] = {"label": label, "seed": seed, "method": method, "family": family}
-        own["settings"] = {name: given[name] for name in sorted(given) if given[name] is not None}
+        own = {"label": label, "seed": seed, "method": method, "family": family}
         for name, value in own.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, plain(value))
+        settled = {name: plain(given[name]) for name in sorted(given) if given[name] is not None}
+        object.__setattr__(self, "settings", settled)
 
     def __getattr__(self, name: str) -> Any:
         if name in option_names():
@@ -144,7 +148,7 @@ class RoundStats:
 class Sequence:
     """A running request: its slot and how far it is. `num_known` tokens of its order are committed.
 
-    Sequences of equal `key` can share a round, whatever else differs.
+    Sequences of equal `key` can share a round, whatever else differs. `reached` has `num_known` after each iteration.
     """
 
     request: Request
@@ -153,7 +157,12 @@ class Sequence:
     key: Hashable = None
     iteration: int = 0
     num_known: int = 0
+    reached: list[int] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
+
+    def iteration_of(self, rank: int) -> int:
+        """The iteration, from 1, that committed the token of a rank, from 0, in the generation order."""
+        return bisect.bisect_right(self.reached, rank) + 1
 
 
 @dataclass(frozen=True)
@@ -162,11 +171,12 @@ class Output:
 
     Attributes:
         request: as it ran, defaults filled in.
-        tokens: on the CPU, raster order: MAR's float32 [L, d], VQ codes int64 [L].
-        image: float32 [3, H, W] in 0..1 on the CPU; None in an engine without autoencoder.
+        tokens: on the CPU, raster order: MAR's float32 [L, d], VQ codes int64 [L] (-1 where there was none to draw).
+        image: float32 [3, H, W] in 0..1 on the CPU; None in an engine without autoencoder, and where there is an error.
         heat: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` and VQ models 1 where
             a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design.
         stats: what it cost.
+        error: None; or of a request whose tokens or image are not finite, which request it is, and where that began.
     """
 
     request: Request
@@ -174,3 +184,4 @@ class Output:
     image: Tensor | None
     heat: Tensor
     stats: RoundStats
+    error: str | None = None
