@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
         print(f"cspd: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from cspd.finishing import Finisher
 from cspd.lookup import choose, method_of
 from cspd.machine import describe, pick_device
 from cspd.method import Host, Method, Models
+from cspd.option import plain
 from cspd.precision import Precision, Stopwatch
 from cspd.scheduler import Scheduler
 from cspd.sequence import Output, Request, RoundStats, Sequence
 
+NAMED = 3  # requests of one fault that are named one by one
 BAR_FORMAT = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
 
 
@@ -56,6 +59,7 @@ class Engine:
         cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
     ) -> None:
+        max_batch = plain(max_batch)
         families = [getattr(each, "family", None) for each in models]
         if not families or None in families or len(set(families)) < len(families):
             raise ValueError("an engine has MARModels(...), VQModels(...) or one of each")
@@ -111,6 +115,8 @@ class Engine:
         return self.hosts[method.family].resolve(request, method)
 
     def _checked(self, request: Request) -> tuple[Request, Method]:
+        if not isinstance(request, Request):
+            raise ValueError(f"{request!r} is no request: give cspd.Request(label, ...)")
         request, method = choose(request, list(self.hosts))
         return self.hosts[method.family].check(request, method), method
 
@@ -120,9 +126,12 @@ class Engine:
         Raises:
             ValueError: a bad request; it harms no other. RuntimeError: a stream has the engine to itself.
         """
-        if self._streaming:
-            raise RuntimeError("a stream has the engine to itself: finish it first, or give it the request")
+        self._refuse_beside_a_stream()
         return self._queue(request)
+
+    def _refuse_beside_a_stream(self) -> None:
+        if self._streaming:
+            raise RuntimeError("a stream has the engine to itself: finish it first, or give it the requests")
 
     def _queue(self, request: Request) -> int:
         request = self.resolve(request)
@@ -133,13 +142,21 @@ class Engine:
         self.scheduler.add(Sequence(request, ticket, key=method.round_key(request), stats=stats))
         return ticket
 
-    @torch.inference_mode()
     def step(self) -> dict[int, Output]:
         """Runs one round of one kind of request and returns the outputs that are there, by ticket.
 
         On a GPU decoding overlaps later rounds, so an image may be returned a few rounds late; the last round returns
-        all that remain. An error or interruption drops all requests in flight, and images that are being decoded.
+        all that remain. An error or interruption drops all requests in flight, and images that are being decoded. An
+        output that is not finite harms no other: it has an `error` and no image.
+
+        Raises:
+            RuntimeError: a stream has the engine to itself.
         """
+        self._refuse_beside_a_stream()
+        return self._step()
+
+    @torch.inference_mode()
+    def _step(self) -> dict[int, Output]:
         watch = Stopwatch(self.device)
         admitted = self.scheduler.admit()
         for family, host in self.hosts.items():
@@ -153,6 +170,8 @@ class Engine:
             finished = method.run_round(host, batch, watch)
             seconds = watch.seconds()
             for sequence in batch:
+                if len(sequence.reached) < sequence.iteration:
+                    sequence.reached.append(sequence.num_known)
                 for phase, spent in seconds.items():
                     sequence.stats.seconds[phase] += spent
             self.scheduler.release(finished)
@@ -173,14 +192,16 @@ class Engine:
 
         Raises:
             ValueError: at a bad request, when it is read; those read before are finished first.
+            FloatingPointError: after all others were yielded, where tokens or images were not finite.
             RuntimeError: other requests are in flight.
         """
         if self._streaming or len(self.scheduler):
             raise RuntimeError(f"{len(self.scheduler)} requests are in flight: finish them, or the other stream, first")
-        self._streaming = True
         source: Iterator[tuple[int, Request]] | None = enumerate(requests)
+        self._streaming = True
         index_of: dict[int, int] = {}
         error: ValueError | None = None
+        lost: dict[int, str] = {}
         finished = 0
         total = len(requests) if isinstance(requests, Sized) else None
         bar = tqdm(total=total, unit="image", bar_format=BAR_FORMAT if total else None, disable=not progress)
@@ -197,33 +218,42 @@ class Engine:
                         error, source = bad, None
                 if not index_of:
                     break
-                outputs = self.step()
+                outputs = self._step()
                 finished += len(outputs)
                 bar.n = finished + self._under_way()
                 bar.update(0)
                 for ticket, output in outputs.items():
-                    yield index_of.pop(ticket), output
+                    index = index_of.pop(ticket)
+                    if output.error:
+                        lost[index] = output.error
+                    else:
+                        yield index, output
         finally:
             bar.close()
             self._clear()
             self._streaming = False
         if error:
             raise error
+        if lost:
+            first = min(lost)
+            raise FloatingPointError(f"{_named(sorted(lost))} gave no image; {_named([first])}: {lost[first]}")
 
-    def generate(self, requests: list[Request], progress: bool = False) -> list[Output]:
-        """The outputs of all requests, in their order; `progress` shows a bar.
+    def generate(self, requests: Iterable[Request] | Request, progress: bool = False) -> list[Output]:
+        """The outputs of all requests, or of a single one, in their order; `progress` shows a bar.
 
         Raises:
             ValueError: before any work, naming every bad request.
+            FloatingPointError: as in `stream`, which gives the other outputs too.
         """
-        bad = []
+        requests = [requests] if isinstance(requests, Request) else list(requests)
+        bad: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             try:
                 self.resolve(request)
             except ValueError as error:
-                bad.append(f"request {index}: {error}")
+                bad[str(error)].append(index)
         if bad:
-            raise ValueError("; ".join(bad))
+            raise ValueError("; ".join(f"{_named(alike)}: {error}" for error, alike in bad.items()))
         outputs = dict(self.stream(requests, progress))
         return [outputs[index] for index in range(len(requests))]
 
@@ -241,6 +271,14 @@ class Engine:
         self._finisher.clear()
         for host in self.hosts.values():
             host.clear()
+
+
+def _named(indices: list[int]) -> str:
+    """Requests by their indices, of many the first and how many there are."""
+    if len(indices) == 1:
+        return f"request {indices[0]}"
+    numbers = ", ".join(map(str, indices[:NAMED]))
+    return f"requests {numbers}" + (f" ... ({len(indices)} of them)" if len(indices) > NAMED else "")
 
 
 def _placed(models: Any, device: torch.device) -> Any:

@@ -17,11 +17,12 @@ AHEAD = 4  # batches of images that may be under way, before a round waits for t
 
 
 class _Batch(NamedTuple):
-    """Sequences, tokens [B, L(, d)] and heat [B, L] of them, and images [B, 3, H, W], there once `watch` is past."""
+    """Sequences, what `Host.results` has of them, and images [B, 3, H, W], there once `watch` is past."""
 
     sequences: list[Sequence]
     tokens: Tensor
     heat: Tensor
+    finite: Tensor
     images: Tensor | None
     watch: Stopwatch
 
@@ -44,7 +45,7 @@ class Finisher:
 
     def add(self, host: Host, sequences: list[Sequence]) -> None:
         """Begins to decode sequences, whose slots are free afterwards."""
-        tokens, heat = host.results(sequences)  # kept until the other stream has read them
+        tokens, heat, finite = host.results(sequences)  # kept until the other stream has read them
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
@@ -52,7 +53,7 @@ class Finisher:
             watch.start("decode")
             images = host.decode(tokens)
             watch.start("other")
-        self._batches.append(_Batch(sequences, tokens, heat, images, watch))
+        self._batches.append(_Batch(sequences, tokens, heat, finite, images, watch))
 
     def ready(self, wait: bool) -> dict[int, Output]:
         """The outputs that are there, by ticket; all that there will be, if told to `wait`."""
@@ -68,12 +69,25 @@ class Finisher:
 
 def _outputs(batch: _Batch) -> dict[int, Output]:
     spent = batch.watch.seconds()["decode"]  # waits for the images; only then may this stream read them
-    tokens, heat = batch.tokens.cpu(), batch.heat.cpu()
+    tokens, heat, finite = batch.tokens.cpu(), batch.heat.cpu(), batch.finite.cpu()
     images = [None] * len(tokens) if batch.images is None else batch.images.cpu()
     made = {}
     with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
-        for sequence, *of_one in zip(batch.sequences, tokens, images, heat):
+        for sequence, own_finite, image, *of_one in zip(batch.sequences, finite, images, tokens, heat):
             sequence.stats.seconds["decode"] += spent
-            copies = [None if each is None else each.clone() for each in of_one]
-            made[sequence.ticket] = Output(sequence.request, *copies, sequence.stats)
+            own_tokens, own_heat = (each.clone() for each in of_one)
+            error = _error(sequence, own_finite, image)
+            image = None if image is None or error else image.clone()
+            made[sequence.ticket] = Output(sequence.request, own_tokens, image, own_heat, sequence.stats, error)
     return made
+
+
+def _error(sequence: Sequence, finite: Tensor, image: Tensor | None) -> str | None:
+    """What is wrong where an image or a token is not finite; `finite`: of each token, in generation order."""
+    if not finite.all():
+        rank = int(finite.int().argmin())
+        where = f"token {rank + 1} of {len(finite)} in generation order, in iteration {sequence.iteration_of(rank)}"
+        return f"{sequence.request!r} left the numbers of float32 at {where}: look at cfg, temperature and the weights"
+    if image is not None and not image.isfinite().all():
+        return f"{sequence.request!r}: the tokens are finite but not the image: look at the autoencoder's weights"
+    return None

@@ -158,8 +158,11 @@ class Host(Protocol):
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run."""
 
-    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """(tokens [B, L(, d)], heat [B, L]) of sequences."""
+    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [B, L(, d)], heat [B, L], bool [B, L]) of sequences.
+
+        The last says, in generation order, which tokens are finite, or codes at all.
+        """
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of tokens; None without a decoder."""

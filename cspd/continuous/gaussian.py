@@ -67,7 +67,7 @@ def resample(x: Tensor, log_uniform: Tensor, p: Gaussian, q: Gaussian) -> tuple[
     y = torch.addcmul(mean_p, mirrored, log_sigma_p.exp())
     z_q = (y - mean_q) * inverse_sigma_q
     log_q_over_p = torch.addcmul(log_sigma_p - log_sigma_q, z_q - mirrored, z_q + mirrored, value=-0.5).sum(-1)
-    return y, log_uniform > log_q_over_p
+    return y, ~(log_uniform <= log_q_over_p)  # NaN is kept: nothing that `residual` could draw would be better
 
 
 def residual(p: Gaussian, q: Gaussian, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def first_kept(p: Gaussian, keep: Callable[[Tensor], Tensor], draws: Draws, max_
         block = min(block, max_tries - done)
         normal, log_uniform = draws(done, block)
         candidates = torch.addcmul(mean, normal, torch.exp(log_sigma))
-        kept = log_uniform < keep(candidates).clamp(min=0).log()
+        kept = ~(log_uniform >= keep(candidates).clamp(min=0).log())  # NaN is kept: it would be searched for in vain
         found = kept.any(-1)
         first = torch.where(found, kept.int().argmax(-1), block - 1)
         searching = tries > max_tries

@@ -233,10 +233,12 @@ class MARHost:
         """Writes predicted tokens [R, d] to their slots."""
         self.tokens[rows.slot, rows.position] = tokens
 
-    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """(tokens [B, L, d], heat [B, L]) of sequences."""
+    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens [B, L, d], heat [B, L], which tokens are finite, bool [B, L] in generation order) of sequences."""
         slots = self._tensor([s.slot for s in sequences])
-        return self.tokens[slots], self.heat[slots]
+        tokens = self.tokens[slots]
+        finite = tokens.isfinite().all(-1)
+        return tokens, self.heat[slots], finite.gather(1, self.order[slots])
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of tokens [B, L, d]; None without autoencoder."""

@@ -44,6 +44,10 @@ class Cache:
         shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
 
+    def clear(self, slots: Tensor) -> None:
+        """Zeroes slots, int64 [n]: what is masked counts nothing, but NaN times nothing is NaN."""
+        self.tensor.unflatten(2, (-1, 2)).index_fill_(2, slots, 0)
+
     def look(
         self,
         rows: Tensor | slice,

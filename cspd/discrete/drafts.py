@@ -184,7 +184,7 @@ def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidate
     for depth in range(1, height + 1):
         # children, each as confident as its path: the product of the draft's probabilities
         q, codes = host.distributions(batch, features, "eagle", soft=True).topk(branches)  # [B, n, branches]
-        log_q = q.double().log().clamp(min=LEAST_LOG)
+        log_q = q.double().log().clamp(min=LEAST_LOG).nan_to_num(nan=LEAST_LOG)  # NaN would come before its parent
         confidence = (confidence.unsqueeze(-1) + log_q).flatten(1)
         parent = number.unsqueeze(-1).expand_as(codes).flatten(1)
         codes = codes.flatten(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from collections.abc import Hashable
 
 import torch
@@ -13,7 +14,7 @@ from cspd import noise as philox_noise
 from cspd.discrete.batch import Batch, batch_of, count_drafted, count_round
 from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.neighbours import near_codes
-from cspd.discrete.probabilities import guide, point, probabilities
+from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.method import Method, complete
 from cspd.noise import Purpose
 from cspd.option import Option
@@ -46,7 +47,7 @@ class VQHost:
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
         draws: float64, the same, one inside (0, 1) for each code. draft_calls: forwards of draft models in this round.
-        kept: what methods keep between rounds, in the slots' own storage.
+        kept: what methods keep between rounds, by the sequences' key.
     """
 
     family = "VQ"
@@ -73,7 +74,7 @@ class VQHost:
         self.codes = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, length, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
-        self.kept: dict[Hashable, object] = {}
+        self.kept: dict[Hashable, dict] = defaultdict(dict)
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
 
@@ -81,7 +82,8 @@ class VQHost:
         """Takes over what another host of the same models has measured: nothing."""
 
     def forget(self, key: Hashable) -> None:
-        """Drops what methods keep of sequences of one key: nothing, the slots' own storage stays."""
+        """Drops what methods keep of sequences of one key, none of which is left."""
+        self.kept.pop(key, None)
 
     def clear(self) -> None:
         """Drops what methods keep of all sequences."""
@@ -108,12 +110,16 @@ class VQHost:
             return reference.sample(self.target, labels, **settings)
 
     def admit(self, sequences: list[Sequence]) -> None:
-        """Prepares the slots of sequences that are about to run: their draws; what was in caches is not looked at."""
+        """Prepares the slots of sequences that are about to run: their draws, and empty caches."""
         if sequences:
             numbers = [[s.slot, s.request.seed] for s in sequences]
             slots, seeds = torch.tensor(numbers, device=self.device).T
             position = torch.arange(self.draws.shape[1], device=self.device)
             self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position)
+            for cache in self._caches.values():
+                cache.clear(slots)
+            if self._past is not None:
+                self._past.index_fill_(1, slots, 0)
 
     def begin(self, sequences: list[Sequence], watch: Stopwatch) -> Batch:
         """What a round needs to know of its sequences, in the order of their slots; `watch` times its forwards."""
@@ -199,7 +205,7 @@ class VQHost:
         self._watch.start("other")
         logits = guide(logits.float(), batch.scale)
         if batch.greedy and not soft:
-            return point(logits.argmax(-1), logits)
+            return likeliest_point(logits)
         temperature = torch.ones_like(batch.temperature) if batch.greedy else batch.temperature
         return probabilities(logits, temperature, batch.top_k, batch.top_p)
 
@@ -281,18 +287,19 @@ class VQHost:
         """The k codes nearest to each one as the decoder sees them, int64 [V, k], by "l2" or "cosine"; found once."""
         return near_codes(self.models["tokenizer"], metric, k)
 
-    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """(codes [B, L], heat [B, L]) of sequences."""
+    def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes [B, L], heat [B, L], which are codes and not -1, bool [B, L]) of sequences."""
         slots = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.device)
-        return self.codes[slots, : self.seq_len], self.heat[slots, : self.seq_len]
+        codes = self.codes[slots, : self.seq_len]
+        return codes, self.heat[slots, : self.seq_len], codes >= 0
 
     def decode(self, codes: Tensor) -> Tensor | None:
-        """Images [B, 3, H, W] in 0..1 of codes [B, L], resized as published; None without tokenizer."""
+        """Images [B, 3, H, W] in 0..1 of codes [B, L] (-1 as 0), resized as published; None without tokenizer."""
         tokenizer = self.models["tokenizer"]
         if tokenizer is None:
             return None
         with self.precision.full():
-            images = torch.cat([tokenizer.decode(part) for part in codes.split(DECODE_BATCH)])
+            images = torch.cat([tokenizer.decode(part) for part in codes.clamp(min=0).split(DECODE_BATCH)])
         size = self.defaults.image_size
         if images.shape[-1] > size:
             images = functional.interpolate(images, (size, size), mode="bicubic")

@@ -88,7 +88,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
 def _draft(host: VQHost, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
     """The window that the round before left, and siblings beside it; a new request's is filled with random codes."""
     vocabulary = host.config.vocab_size
-    codes, Q = (kept[batch.slot] for kept in kept_windows(host, comb.path))
+    codes, Q = (kept[batch.slot] for kept in kept_windows(host, batch, comb.path))
     is_new = (batch.iteration == 0).unsqueeze(1)
     codes = torch.where(is_new, draws.fill[:, : comb.path], codes)
     Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)
@@ -228,7 +228,7 @@ def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: 
 def _slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
     """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
     path, vocabulary = codes.shape[1], P.shape[-1]
-    kept_codes, kept_Q = kept_windows(host, path)
+    kept_codes, kept_Q = kept_windows(host, batch, path)
     first = accepted.unsqueeze(1) + 1
     place = first + torch.arange(path, device=host.device)  # in the old window
     following = torch.cat([codes, draws.fill[:, path:]], 1)

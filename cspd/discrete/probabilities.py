@@ -57,6 +57,12 @@ def _least_kept(logits: Tensor, top_k: list[int], top_p: list[float], per_sequen
     return ordered.masked_fill(cut, torch.inf).amin(-1, keepdim=True)
 
 
+def likeliest_point(weights: Tensor) -> Tensor:
+    """The point mass at the likeliest code of weights (or logits) [..., V]; NaN where they are not finite."""
+    highest, code = weights.max(-1, keepdim=True)
+    return torch.where(highest.isfinite(), torch.zeros_like(weights).scatter(-1, code, 1), torch.nan)
+
+
 def point(x: Tensor, like: Tensor) -> Tensor:
     """The point masses at codes x [...]: [..., V], of the shape and dtype of `like`."""
     return torch.zeros_like(like).scatter(-1, x.unsqueeze(-1), 1)
@@ -66,13 +72,15 @@ def sample(P: Tensor, u: Tensor) -> Tensor:
     """Codes int64 [...] from weights P [..., V] and uniform draws u [...], by the inverse distribution function.
 
     It takes one uniform draw a code, where Gumbel-max would take V. Sums are in float64, and those at codes of weight 0
-    do not count: no such code is ever returned, whatever u and the rounding.
+    do not count: no such code is ever returned, whatever u and the rounding. Where all weights are 0, or one is NaN,
+    there is no code: -1.
     """
     sums = P.double().cumsum(-1).masked_fill(P <= 0, 0)
     total = sums.amax(-1, keepdim=True)
     u = u.double().clamp(max=1 - 2**-53)
     level = u.unsqueeze(-1) * total
-    return (sums > level).int().argmax(-1)
+    code = (sums > level).int().argmax(-1)
+    return torch.where(total.squeeze(-1) > 0, code, -1)
 
 
 def without(Q: Tensor, x: Tensor) -> Tensor:
@@ -97,8 +105,7 @@ def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
     for uniform in u.unbind(-1):
         if siblings:
             Q = _zeroed(Q, siblings[-1])
-        left = Q.amax(-1) > 0
-        siblings.append(torch.where(left, sample(Q, uniform), -1))
+        siblings.append(sample(Q, uniform))
     return torch.stack(siblings, dim=-1)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cspd.discrete.acceptance import bound, exponential, linear, merge, pooled, relaxed, residual
-from cspd.discrete.probabilities import point, without
+from cspd.discrete.probabilities import likeliest_point, point, without
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
 
@@ -129,7 +129,7 @@ class Rule:
 
     def target(self, P: Tensor) -> Tensor:
         """What is to be sampled from: P, or the point mass at its argmax."""
-        return point(P.argmax(-1), P) if self.greedy else P
+        return likeliest_point(P) if self.greedy else P
 
     def accept(
         self, P: Tensor, Q: Tensor, depth: Tensor | int = 1, near: Tensor | None = None, x: Tensor | None = None

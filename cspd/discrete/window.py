@@ -89,14 +89,14 @@ class Window(NamedTuple):
     siblings: Tensor
 
 
-def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:
-    """Codes int64 [slots, F] and Q [slots, F, V] that every slot keeps from round to round."""
-    key = ("window", path)
-    if key not in host.kept:
+def kept_windows(host: VQHost, batch: Batch, path: int) -> tuple[Tensor, Tensor]:
+    """Codes int64 [slots, F] and Q [slots, F, V] that sequences of the batch's kind keep from round to round."""
+    kept = host.kept[batch.sequences[0].key]
+    if "window" not in kept:
         codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
         Q = torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
-        host.kept[key] = codes, Q
-    return host.kept[key]
+        kept["window"] = codes, Q
+    return kept["window"]
 
 
 class Draws(NamedTuple):

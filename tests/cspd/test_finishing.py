@@ -51,8 +51,8 @@ def test_images_come_later_and_none_is_lost(engine, monkeypatch):
 def test_rounds_of_a_stream_do_not_wait_for_images(engine, slow, monkeypatch):
     """All slots finish together: what they made is decoded while the next requests are under way."""
     requests = [Request(label=1, seed=i, method="ar", num_iter=2, num_sampling_steps=2) for i in range(8)]
-    rounds, step = [], engine.step
-    monkeypatch.setattr(engine, "step", lambda: rounds.append(step()) or rounds[-1])
+    rounds, step = [], engine._step
+    monkeypatch.setattr(engine, "_step", lambda: rounds.append(step()) or rounds[-1])
     assert len(list(engine.stream(requests))) == 8
     assert [len(outputs) for outputs in rounds] == [0] * 7 + [8]
 
