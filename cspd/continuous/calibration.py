@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cspd.continuous.draft_verify import draft_table
 from mar.diffusion import schedule
 
 DRAFTS = {
@@ -19,6 +20,9 @@ DRAFTS = {
     "frozen": "eps~ = eps', the last evaluated one: needs no fit, is right less often",
 }
 WINDOWS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+LARGEST = (
+    1e6  # of coefficients, and of what a window makes of them; fits stay below 400, and the chain's gain is 20,300
+)
 RIDGE = 1e-7  # of the mean diagonal: at the noisiest steps eps' and x' are nearly the same
 
 
@@ -36,6 +40,26 @@ class Calibration:
     drift: np.ndarray
     calls: np.ndarray
 
+    def check(self, num_steps: int) -> None:
+        """Raises ValueError, saying what is wrong, where it is no draft for T = `num_steps` denoising steps."""
+        lags = min(WINDOWS[-1], num_steps)
+        wanted = {
+            "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST, LARGEST),
+            "drift": (np.float32, (num_steps, lags), -LARGEST, LARGEST),
+            "calls": (np.int16, (len(WINDOWS), max(1, self.calls.shape[-1])), 1, num_steps),
+        }
+        for name, (dtype, shape, low, high) in wanted.items():
+            values = getattr(self, name)
+            if values.dtype != dtype or values.shape != shape:
+                kinds = f"{values.dtype} {list(values.shape)}, not {np.dtype(dtype)} {list(shape)}"
+                raise ValueError(f"a calibration's {name} are {kinds}")
+            if not ((values >= low) & (values <= high)).all():  # NaN is in no range
+                raise ValueError(f"a calibration's {name} are not all in {low:g}..{high:g}")
+        with np.errstate(over="ignore"):
+            table = draft_table(self.coefficients, self.drift, num_steps, lags, temperature=1.0)
+        if not np.abs(table).max() <= LARGEST:
+            raise ValueError(f"a calibration's drafts grow beyond {LARGEST:g}")
+
 
 def frozen(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients [T, lags, 3] and drift [T, lags] of the frozen draft, which needs no fit."""
@@ -48,6 +72,7 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
     """Fits the draft to ancestral chains and simulates on them how often it is accepted.
 
     For each step k and lag w it solves the least squares of eps_k on (x_k, eps_{k+w}, x_{k+w}), weights 1/sigma_k^2.
+    Chains that are not finite are left out, and count as never accepted. A fit that is no good becomes frozen.
 
     Args:
         x, eps, v: [T, N, d], inputs, guided noise predictions and variance channels of N chains; on the CPU.
@@ -59,14 +84,17 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
     lags = coefficients.shape[1]
     accepted = torch.zeros(num_steps, lags, num_chains, dtype=torch.bool)
     accepted[0] = True  # step 0 is never judged
+    finite = (x.isfinite() & eps.isfinite() & v.isfinite()).all(2).all(0)
+    fitted_x, fitted_eps, fitted_v = (values[:, finite] for values in (x, eps, v))
+    is_frozen = is_frozen or not finite.any()
     for k in range(1, num_steps - 1):
         anchors = slice(k + 1, k + 1 + lags)  # by lag; there are fewer near T
         num_lags = len(x[anchors])
         anchor_x, anchor_eps, anchor_v = x[anchors], eps[anchors], v[anchors]
         slope = s.log_sigma_slope[k]
         if not is_frozen:
-            coefficients[k, :num_lags] = _least_squares(x[k], eps[k], anchor_x, anchor_eps, v[k], slope)
-            drift[k, :num_lags] = (v[k] - anchor_v).mean((1, 2))
+            coefficients[k, :num_lags] = _least_squares(fitted_x, fitted_eps, fitted_v, k, anchors, slope)
+            drift[k, :num_lags] = (fitted_v[k] - fitted_v[anchors]).mean((1, 2))
 
         # would these drafts be accepted on the very chains they are fitted to?
         c0, c1, c2 = coefficients[k, :num_lags, :, None, None].unbind(1)
@@ -78,15 +106,23 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
         accepted[k, :num_lags] = _draw_and_judge(mean_error, log_sigma_p, log_sigma_q, generator)
 
     calls = [_simulate(accepted[:, :window]) for window in WINDOWS]
-    return Calibration(
+    made = Calibration(
         coefficients=coefficients.numpy(),
         drift=drift.numpy(),
         calls=torch.stack(calls).to(torch.int16).numpy(),
     )
+    try:
+        made.check(num_steps)
+    except ValueError:
+        if is_frozen:
+            raise
+        return fit(x, eps, v, temperature, is_frozen=True)
+    return made
 
 
-def _least_squares(x: Tensor, eps: Tensor, anchor_x: Tensor, anchor_eps: Tensor, v: Tensor, slope: float) -> Tensor:
-    """c [lags, 3] for eps [N, d] on x [N, d] and the anchors [lags, N, d], weighted by the variances' inverse."""
+def _least_squares(x: Tensor, eps: Tensor, v: Tensor, k: int, anchors: slice, slope: float) -> Tensor:
+    """c [lags, 3] for eps_k on (x_k, eps and x of the anchors), weighted by 1/variance; x, eps, v [T, N, d]."""
+    anchor_x, anchor_eps, x, eps, v = x[anchors], eps[anchors], x[k], eps[k], v[k]
     features = torch.stack([x.expand_as(anchor_x), anchor_eps, anchor_x], dim=1)
     features = features.flatten(2).double()  # [lags, 3, N d]
     weights = torch.exp(-2 * slope * (v - v.mean()))
@@ -95,7 +131,7 @@ def _least_squares(x: Tensor, eps: Tensor, anchor_x: Tensor, anchor_eps: Tensor,
     moments = weighted @ eps.flatten().double()
     mean_diagonal = gram.diagonal(dim1=1, dim2=2).mean(-1)
     ridge = RIDGE * mean_diagonal[:, None, None] * torch.eye(3, dtype=torch.float64)
-    return torch.linalg.solve(gram + ridge, moments).float()
+    return torch.linalg.solve_ex(gram + ridge, moments).result.float()
 
 
 def _draw_and_judge(mean_error: Tensor, log_sigma_p: Tensor, log_sigma_q: Tensor, generator: torch.Generator) -> Tensor:

@@ -251,9 +251,10 @@ class Chains:
         self._record.view(-1)[where] = moved.record[:under_way].to(torch.int8)
         if self.trace_sigma:
             batch.log_sigma.add_(moved.log_sigma)
-        # the one copy to the host
-        outcome = torch.stack([moved.left, moved.unresolved])
-        left, unresolved = outcome[:, :under_way].tolist()
+        outcome = torch.stack([moved.left, moved.unresolved, moved.decided])  # the one copy to the host
+        left, unresolved, decided = outcome[:, :under_way].tolist()
+        if min(decided) < 1:
+            raise RuntimeError("a round decided no step of a chain: its draft's table is damaged")
         if any(unresolved):
             self._draw_residual(moved, [row for row, wanted in enumerate(unresolved) if wanted])
         self._batch = batch._replace(state=moved.state, t=moved.left.clamp(min=0))

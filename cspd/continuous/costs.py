@@ -22,6 +22,7 @@ from mar.head import Head
 
 GAIN = 0.7  # speculate only if the predicted time is below this share of the ancestral chain's; the margin covers what
 # the model leaves out: joins and uneven iterations took up to a quarter more where measured
+LARGEST = 1e18  # seconds, sizes or bytes
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS, WINDOW, ROUNDS = 128, 8, 12  # of what is timed: long enough that no chain ends in it
 ANCESTRAL_STEPS = STEPS // 4
@@ -45,6 +46,19 @@ class Costs:
     inputs: list[int]
     round: list[float]
     table_size: int
+
+    def check(self) -> None:
+        """Raises ValueError where they are not what `measure` can have given."""
+        sizes = {"rows": self.rows, "inputs": self.inputs, "table_size": [self.table_size]}
+        seconds = {"ancestral": self.ancestral, "start": self.start, "round": self.round}
+        for name, values in (sizes | seconds).items():
+            kind = int if name in sizes else float
+            if not isinstance(values, list) or not all(type(each) is kind and 0 <= each < LARGEST for each in values):
+                raise ValueError(f"{name} are no numbers in 0..{LARGEST:g}")
+            if name != "table_size" and not 0 < len(values) == len(self.rows) <= len(ROWS):
+                raise ValueError(f"{name} are {len(values)}, and there are 1..{len(ROWS)} sizes")
+        if sorted({*self.rows, 0}) != [0, *self.rows] or sorted({*self.inputs, 0}) != [0, *self.inputs]:
+            raise ValueError("sizes do not grow")
 
     def head_seconds(self, num_steps: int, rows: float, window: int, calls: np.ndarray | None = None) -> float:
         """Predicted seconds of `rows` tokens' chains, together; window 0 is ancestral.

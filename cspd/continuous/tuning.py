@@ -14,7 +14,9 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -34,6 +36,7 @@ from mar.head import Head
 from mar.model import MAR
 
 CALIBRATION_SCHEMA, COSTS_SCHEMA = "cspd.calibration/1", "cspd.costs/2"
+REMEMBERED = 64  # settings whose windows and calibrations are in memory
 TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what the fit sees: the sampler's own tokens
 
 
@@ -81,7 +84,7 @@ class Tuning:
         """The fastest window for what is known of the request and the engine, whatever else is in flight."""
         kind = dataclasses.replace(request, label=0, seed=0), num_slots
         if kind not in self._windows:
-            self._windows[kind] = self._window(request, num_slots)
+            _remember(self._windows, kind, self._window(request, num_slots))
         return self._windows[kind]
 
     def _window(self, request: Request, num_slots: int) -> int:
@@ -109,7 +112,7 @@ class Calibrations:
         """The calibration for a resolved request's guidance, temperature, T and draft."""
         settings = self._settings(request)
         if settings not in self._known:
-            self._known[settings] = self._read(settings) or self._make(request, settings)
+            _remember(self._known, settings, self._read(settings) or self._make(request, settings))
         return self._known[settings]
 
     def folder_of(self, request: Request) -> Path | None:
@@ -149,10 +152,12 @@ class Calibrations:
         fields = dataclasses.fields(Calibration)
         for folder in self.folders:
             # absent or damaged: it is looked for elsewhere, or made again
-            with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError):
+            with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
                 with safe_open(folder / _file_name(settings), "np") as file:
                     if file.metadata()["settings"] == settings:
-                        return Calibration(**{field.name: file.get_tensor(field.name) for field in fields})
+                        read = Calibration(**{field.name: file.get_tensor(field.name) for field in fields})
+                        read.check(json.loads(settings)["num_sampling_steps"])
+                        return read
         return None
 
     def _keep(self, made: Calibration, settings: str) -> bool:
@@ -165,6 +170,13 @@ class Calibrations:
                     temporary.chmod(0o644)
                 return True
         return False
+
+
+def _remember(known: dict[Any, Any], key: Hashable, value: object) -> None:
+    """Adds an entry; of too many the first goes, which can be read or computed again."""
+    if len(known) >= REMEMBERED:
+        del known[next(iter(known))]
+    known[key] = value
 
 
 def _file_name(settings: str) -> str:
@@ -231,8 +243,10 @@ def measured_costs(
     entries = _entries(path)
     for entry in [] if again else entries:
         if entry["key"] == key:
-            with contextlib.suppress(TypeError):  # damaged: measured again
-                return Costs(**entry["costs"])
+            with contextlib.suppress(TypeError, ValueError):  # damaged: measured again
+                costs = Costs(**entry["costs"])
+                costs.check()
+                return costs
     costs = measure(head, guided, device, precision, compiled)
     others = [entry for entry in entries if entry["key"] != key]
     entries = [*others, {"key": key, "costs": dataclasses.asdict(costs)}]
@@ -248,7 +262,7 @@ def _entries(path: Path) -> list[dict]:
     try:
         entries = json.loads(path.read_text())
         return [entry for entry in entries if isinstance(entry, dict) and {"key", "costs"} <= entry.keys()]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
 
 

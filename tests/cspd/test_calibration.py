@@ -8,17 +8,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from heads import FP32, Case, MixtureHead
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from cspd import Request
 from cspd.continuous import tuning
 from cspd.continuous.calibration import WINDOWS, Calibration, fit
 from cspd.continuous.costs import GAIN, Costs, measure
+from cspd.continuous.draft_verify import move
 from cspd.continuous.tuning import Calibrations, content_hash, measured_costs, trace, user_cache
 from cspd.precision import Precision
 from mar.diffusion import schedule
@@ -207,6 +211,79 @@ def test_a_damaged_file_is_made_again(damage, calibrations, made, tmp_path):
     assert [*(tmp_path / "kept").iterdir()] == [file] and file.read_bytes() == content
 
 
+WRONG = {  # of the right settings
+    "a NaN": lambda c: c["coefficients"].__setitem__((2, 0, 1), np.nan),
+    "an infinite drift": lambda c: c["drift"].__setitem__((2, 0), np.inf),
+    "a huge coefficient": lambda c: c["coefficients"].__setitem__((2, 0, 1), 1e30),
+    "drafts that grow": lambda c: c["coefficients"].fill(1e5),
+    "a lag less": lambda c: c.update(coefficients=c["coefficients"][:, :-1]),
+    "a step less": lambda c: c.update(drift=c["drift"][:-1]),
+    "no numbers": lambda c: c.update(coefficients=np.float32(0)),
+    "another dtype": lambda c: c.update(coefficients=c["coefficients"].astype(np.float64)),
+    "calls of 0": lambda c: c["calls"].fill(0),
+    "more calls than steps": lambda c: c["calls"].fill(7),
+    "no calls": lambda c: c.update(calls=c["calls"][:, :0]),
+    "calls without tokens": lambda c: c.update(calls=np.int16(3)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_calibration_that_is_no_draft_is_made_again(wrong, calibrations, made, tmp_path):
+    ours = calibrations().get(REQUEST)
+    (file,) = (tmp_path / "kept").iterdir()
+    with safe_open(file, "np") as kept:
+        arrays, metadata = {name: kept.get_tensor(name) for name in kept.keys()}, kept.metadata()
+    WRONG[wrong](arrays)
+    save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, file, metadata)
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+
+
+def test_what_is_wrong_with_a_calibration_is_said(mixture):
+    mixture.check(60)
+    with pytest.raises(ValueError, match=r"coefficients are float32 \[60, 32, 3\], not float32 \[50, 32, 3\]"):
+        mixture.check(50)
+    drift = mixture.drift.copy()
+    drift[3, 3] = np.nan
+    with pytest.raises(ValueError, match=r"drift are not all in -1e\+06\.\.1e\+06"):
+        dataclasses.replace(mixture, drift=drift).check(60)
+
+
+def test_chains_that_are_not_finite_leave_the_fit_to_the_others():
+    traces = CASE.traces(256, 2**40)
+    expected = fit(*traces, CASE.temperature)
+    beside = torch.cat([traces, torch.full_like(traces[:, :, :2], torch.nan)], dim=2)
+    draft = fit(*beside, CASE.temperature)
+    assert np.array_equal(draft.coefficients, expected.coefficients) and np.array_equal(draft.drift, expected.drift)
+    assert (draft.calls[:, -2:] == 60).all()  # those are never accepted
+    draft.check(60)
+
+
+@pytest.mark.parametrize("value", [torch.nan, 1e30])
+def test_no_fit_is_frozen(value):
+    draft = fit(*torch.full((3, 6, 8, 4), value), 1.0)
+    assert (draft.coefficients == [0, 1, 0]).all() and not draft.drift.any()
+    draft.check(6)
+
+
+def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
+    monkeypatch.setattr(tuning, "REMEMBERED", 2)
+    kept = calibrations()
+    for cfg in (1.0, 2.0, 3.0, 1.0):
+        request = dataclasses.replace(REQUEST, draft="frozen", num_sampling_steps=3, cfg=cfg)
+        assert kept.get(request) is kept.get(request)
+        assert len(kept._known) <= 2
+
+
+def test_a_round_that_decides_no_step_is_an_error(mixture):
+    """And not a loop without end."""
+    chains = CASE.chains(mixture, 4)
+    CASE.start(chains, 3, seed=1)
+    chains._move = lambda *args: move(*args)._replace(decided=torch.tensor([1, 0, 2]))
+    with pytest.raises(RuntimeError, match="decided no step"):
+        chains.advance()
+
+
 def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, tmp_path):
     (tmp_path / "file").write_text("")
     folders = tmp_path / "file" / "under", tmp_path / "second"
@@ -325,7 +402,17 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
     (file,) = (tmp_path / "kept").iterdir()
     assert file.name == "costs.json"
     of_other_make = [{"key": entry["key"], "costs": {"rows": [1]}} for entry in json.loads(file.read_text())]
-    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', json.dumps(of_other_make)):
+    whole = json.loads(file.read_text())
+
+    def spoilt(name, value):
+        return json.dumps([{"key": entry["key"], "costs": entry["costs"] | {name: value}} for entry in whole])
+
+    values = (math.nan, math.inf, -1.0, 1e300, "1", None, True, [])
+    wrong = [spoilt("round", [value, 1.0, 1.0, 1.0]) for value in values]
+    wrong += [spoilt("rows", [0, 1, 2, 3]), spoilt("rows", [4, 3, 2, 1]), spoilt("rows", 5), spoilt("table_size", -1)]
+    wrong += [spoilt(name, [1.0] * 10**5) for name in ("ancestral", "start")] + [spoilt("start", []), "[" * 10**5]
+    wrong += [json.dumps([{"key": entry["key"], "costs": value} for entry in whole]) for value in (None, [], "x", 1)]
+    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', json.dumps(of_other_make), *wrong):
         file.write_text(content)
         count = len(measured)
         assert get() == get() and len(measured) == count + 1
