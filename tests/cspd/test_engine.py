@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -217,6 +218,39 @@ def test_two_streams_do_not_take_turns_on_one_engine(small_mar):
     with pytest.raises(RuntimeError, match="stream"):
         engine.add_request(Request(label=1, **QUICK))
     assert len(list(first)) == 1
+
+
+def test_no_step_beside_a_stream(small_mar):
+    """It would take the stream's outputs, which then never ends; from the stream's consumer or another thread."""
+    engine = Engine(MARModels(small_mar), max_batch=2)
+    stream = engine.stream([Request(label=1, seed=i, **QUICK) for i in range(3)])
+    next(stream)
+    with pytest.raises(RuntimeError, match="a stream has the engine to itself"):
+        engine.step()
+    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="a stream has the engine to itself"):
+        other.submit(engine.step).result()
+    assert len(list(stream)) == 2
+    next(left := engine.stream([Request(label=1, **QUICK)] * 2))
+    left.close()
+    engine.add_request(Request(label=1, **QUICK))
+    assert engine.step() == {}
+
+
+def test_a_stream_of_nothing_iterable_leaves_the_engine_usable(small_mar):
+    engine = Engine(MARModels(small_mar), max_batch=2)
+    with pytest.raises(TypeError, match="not iterable"):
+        next(engine.stream(5))
+    assert len(engine.generate([Request(label=1, **QUICK)])) == 1
+
+
+def test_requests_of_any_iterable_and_a_single_one(small_mar):
+    engine = Engine(MARModels(small_mar), max_batch=2)
+    one = Request(label=1, **QUICK)
+    expected = engine.generate(one)[0].tokens
+    for requests in (iter([one, one]), (one, one), (one for _ in range(2))):
+        made = engine.generate(requests)
+        assert len(made) == 2 and all(relative_error(output.tokens, expected) < 1e-3 for output in made)
+    assert engine.generate([]) == []
 
 
 def test_outputs_are_ordinary_tensors(small_mar):

@@ -1,10 +1,14 @@
 """Bad input gets one error that names the value and the fix, before any work, and harms nobody else."""
 
 import dataclasses
+import json
 import math
 import re
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,20 +28,21 @@ nan, inf = math.nan, math.inf
 
 OF_MAR = method_names(["MAR"])
 BAD = [  # field, value, what the message advises
-    *(("label", value, "0..9") for value in (-1, 10, True, 1.5, "3", None)),
-    *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5)),
+    *(("label", value, "0..9") for value in (-1, 10, True, 1.0, 1.5, "3", None, [], 10**21)),
+    *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5, 1.0, {})),
     *(("num_iter", value, "1..64") for value in (0, 65, -4, 8.0, True)),
     *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),
-    *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True)),
+    *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True, [], 1j)),
+    *(("cfg", value, "0 or more and at most 3e+38") for value in (1e39, 10**400)),
     *(("temperature", value, "1 is the model's own") for value in (-1, nan, inf, "1")),
-    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in ("magic", "", 3)),
+    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in ("magic", "", 3, [], {})),
     *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(set(method_names()) - set(OF_MAR))),
     *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
     ("rule", "exact", "leave it out, or take VQ models"),
     ("family", "VQ", "this engine has models of MAR"),
     *(("cfg_schedule", value, "give one of linear, constant") for value in ("cosine", "")),
     *(("window", value, "0..3") for value in (-1, 4, 2.0, True, "2")),
-    *(("draft", value, "give one of calibrated, frozen") for value in ("magic", "", True)),
+    *(("draft", value, "give one of calibrated, frozen") for value in ("magic", "", True, [], {}, [1, 2])),
 ]
 LIMITS = [
     *({"label": value} for value in (0, 9)),
@@ -125,6 +130,33 @@ def test_a_window_that_is_given_stays(engine, monkeypatch):
     assert [engine.resolve(Request(3, window=window)).window for window in (0, 5)] == [0, 5]
 
 
+@pytest.mark.parametrize(
+    "field, value, kept",
+    [
+        ("label", np.int64(3), 3),
+        ("label", torch.tensor(3), 3),
+        ("seed", np.uint8(200), 200),
+        ("cfg", np.float32(2.5), 2.5),
+        ("cfg", torch.tensor(2.5), 2.5),
+        ("cfg", Fraction(5, 2), 2.5),
+        ("temperature", Decimal("0.5"), 0.5),
+        ("num_iter", np.array(8), 8),
+        ("draft", np.str_("frozen"), "frozen"),
+    ],
+)
+def test_numbers_of_others_are_kept_as_pythons_own(field, value, kept):
+    """So that they run, and can be written as JSON."""
+    request = resolve(request_with(field, value), SPEC.config)
+    assert getattr(request, field) == kept and type(getattr(request, field)) is type(kept)
+    assert json.loads(json.dumps(request.to_dict()))[field] == kept
+
+
+@pytest.mark.parametrize("value", [np.ones(2), torch.ones(2), Fraction(10**400)], ids=["numpy", "torch", "fraction"])
+def test_no_number_of_others(value):
+    with pytest.raises(ValueError, match=r"^cfg=.* does not fit: give a number, 0 or more"):
+        resolve(request_with("cfg", value), SPEC.config)
+
+
 def test_bad_request_harms_nobody(model, engine):
     good = [Request(label, seed=label, **QUICK) for label in range(3)]
     tickets = [engine.add_request(request) for request in good]
@@ -147,6 +179,25 @@ def test_generate_refuses_before_any_work(engine):
     assert "request 0" not in str(caught.value) and "request 2" not in str(caught.value)
     assert not len(engine.scheduler) and not engine.host.order.any()
     assert len(engine.generate(requests[:1])) == 1
+
+
+def test_one_fault_of_many_requests_is_said_once(engine):
+    requests = [Request(99) if i % 4 else Request(0, **QUICK) for i in range(12)]
+    with pytest.raises(ValueError) as caught:
+        engine.generate([*requests, Request(0, cfg=-1)])
+    first, second = str(caught.value).split("; ")[0], str(caught.value).rpartition("; request")[2]
+    assert first.startswith("requests 1, 2, 3 ... (9 of them): label=99 does not fit")
+    assert second.startswith(" 12: cfg=-1 does not fit") and str(caught.value).count("label") == 1
+
+
+@pytest.mark.parametrize("wrong", [{}, None, 5, "ar"], ids=str)
+def test_no_request(wrong, engine):
+    message = f"^request 0: {re.escape(repr(wrong))} is no request: give cspd.Request"
+    with pytest.raises(ValueError, match=message):
+        engine.generate([wrong])
+    with pytest.raises(ValueError, match="is no request"):
+        engine.add_request(wrong)
+    assert len(engine.generate(Request(0, **QUICK))) == 1
 
 
 @pytest.mark.parametrize(
@@ -181,19 +232,19 @@ def test_no_cuda(device, model):
         Engine(MARModels(model), device=device)
 
 
-@pytest.mark.parametrize("device", ["tpu9", "meta", "cpu:x", ""])
+@pytest.mark.parametrize("device", ["gpu", "tpu9", "meta", "cpu:x", ""])
 def test_no_such_device(device, model):
     with pytest.raises(ValueError, match=f"device='{device}' is .*'cpu', 'cuda'"):
         Engine(MARModels(model), device=device)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "FP32", None])
+@pytest.mark.parametrize("precision", ["fp8", "FP32", None, []])
 def test_unknown_precision(precision, model):
-    with pytest.raises(ValueError, match=f"precision={precision!r}: choose one of fp32, tf32, bf16"):
+    with pytest.raises(ValueError, match=re.escape(f"precision={precision!r}: choose one of fp32, tf32, bf16")):
         Engine(MARModels(model), device="cpu", precision=precision)
 
 
-@pytest.mark.parametrize("max_batch", [0, -1, 1.5, True, "8"])
+@pytest.mark.parametrize("max_batch", [0, -1, 1.5, True, "8", [], 10**22])
 def test_max_batch_is_a_count(max_batch, model):
     with pytest.raises(ValueError, match=re.escape(f"max_batch={max_batch!r} does not fit")):
         Engine(MARModels(model), max_batch=max_batch, device="cpu")
