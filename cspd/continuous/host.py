@@ -17,6 +17,7 @@ from cspd.continuous.memory import check_memory
 from cspd.continuous.schedule import GUIDANCE, Schedule, cosine, guidance_scales
 from cspd.method import Method, complete
 from cspd.option import Option
+from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision
 from cspd.sequence import Request, Sequence
 from mar import reference
@@ -25,7 +26,6 @@ from mar.model import MAR
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
 
-DECODE_BATCH = 8  # images through the autoencoder at once, which bounds its memory
 PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows`
 
 
@@ -246,8 +246,7 @@ class MARHost:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale
         with self.precision.full():
-            images = torch.cat([self.vae.decode(part) for part in latents.split(DECODE_BATCH)])
-        return images.add(1).div(2).clamp(0, 1)
+            return to_unit(decoded(self.vae.decode, latents))
 
     def _tensor(self, values: list | np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)

@@ -18,6 +18,7 @@ from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft import DRAFTS, Drafted
 from cspd.discrete.host import MIXED, VQHost
+from cspd.discrete.neighbours import near_codes
 from cspd.discrete.probabilities import sample
 from cspd.discrete.rules import rule_of, rule_options
 from cspd.discrete.tree import Shape, Verified, walk
@@ -49,7 +50,7 @@ def _verify(host: VQHost, batch: Batch, drafted: Drafted) -> tuple[Verified, Ten
     """What the rule accepts, the code after it int64 [B], and the target's features [copies, B, N, dim]."""
     shape, codes, Q = drafted
     rule = rule_of(batch.sequences[0].request)
-    near = host.near(rule.metric, rule.k) if rule.pools else None
+    near = near_codes(host.models["tokenizer"], rule.metric, rule.k) if rule.pools else None
     uniforms, after_rejection = _draws(host, batch, shape)
 
     features = host.features(batch, codes, depth=shape.depth, sees=shape.sees)
@@ -121,7 +122,7 @@ def check_rule(request: Request, host: VQHost) -> None:
     if rule.pools:
         if host.models["tokenizer"] is None:
             raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
-        host.near(rule.metric, rule.k)
+        near_codes(host.models["tokenizer"], rule.metric, rule.k)
 
 
 def drafting(

@@ -13,11 +13,11 @@ from torch.nn import functional
 from cspd import noise as philox_noise
 from cspd.discrete.batch import Batch, batch_of, count_drafted, count_round
 from cspd.discrete.cache import MOST_NODES, Cache
-from cspd.discrete.neighbours import near_codes
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.method import Method, complete
 from cspd.noise import Purpose
 from cspd.option import Option
+from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 from cspd.vq import reference
@@ -26,7 +26,6 @@ from cspd.vq.gpt import GPT
 from cspd.vq.registry import defaults_of
 from cspd.vq.tokenizer import VQModel
 
-DECODE_BATCH = 8  # images through the tokenizer at once, which bounds its memory
 VQ_OPTIONS = (
     Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
     Option("temperature", float, "divides the logits; 1 is the model's own, 0 takes the likeliest code", metavar="TAU"),
@@ -283,10 +282,6 @@ class VQHost:
             count_drafted(sequence.stats, self.draft_calls, local_bound, ahead)
         return [sequence for sequence in batch.sequences if sequence.num_known == self.seq_len]
 
-    def near(self, metric: str, k: int) -> Tensor:
-        """The k codes nearest to each one as the decoder sees them, int64 [V, k], by "l2" or "cosine"; found once."""
-        return near_codes(self.models["tokenizer"], metric, k)
-
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(codes [B, L], heat [B, L], which are codes and not -1, bool [B, L]) of sequences."""
         slots = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.device)
@@ -299,8 +294,8 @@ class VQHost:
         if tokenizer is None:
             return None
         with self.precision.full():
-            images = torch.cat([tokenizer.decode(part) for part in codes.clamp(min=0).split(DECODE_BATCH)])
+            images = decoded(tokenizer.decode, codes.clamp(min=0))
         size = self.defaults.image_size
         if images.shape[-1] > size:
             images = functional.interpolate(images, (size, size), mode="bicubic")
-        return images.add(1).div(2).clamp(0, 1)
+        return to_unit(images)

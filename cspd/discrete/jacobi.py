@@ -34,6 +34,7 @@ from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft_verify import check_rule
 from cspd.discrete.host import MIXED, VQHost
+from cspd.discrete.neighbours import near_codes
 from cspd.discrete.probabilities import draw_siblings, likeliest, sample, without
 from cspd.discrete.rules import Judged, Rule, judge_siblings, rule_of, rule_options
 from cspd.discrete.window import Comb, Draws, Window, comb_of, draw, kept_windows
@@ -68,7 +69,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """
     batch, request = host.begin(sequences, watch), sequences[0].request
     rule = rule_of(request)
-    near = host.near(rule.metric, rule.k) if rule.pools else None
+    near = near_codes(host.models["tokenizer"], rule.metric, rule.k) if rule.pools else None
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
     draws = draw(host, batch, comb)
 

@@ -141,11 +141,12 @@ def test_the_place_is_the_first_token_in_generation_order(small_mar):
     assert iteration > 1 and f"token {rank + 1} of 64 in generation order, in iteration {iteration}:" in output.error
 
 
-def test_an_image_that_is_not_finite_is_the_autoencoders(small_mar):
+@pytest.mark.parametrize("bias", [math.nan, math.inf])
+def test_an_image_that_is_not_finite_is_the_autoencoders(bias, small_mar):
     torch.manual_seed(0)
     vae = create_vae("kl_digits32")
     with torch.no_grad():
-        vae.decoder.conv_out.bias.fill_(math.nan)
+        vae.decoder.conv_out.bias.fill_(bias)
     engine = Engine(MARModels(small_mar, vae=vae), max_batch=1, device="cpu")
     output = outputs_by_label(engine, [Request(3, method="ar", **QUICK)])[3]
     assert output.image is None and "look at the autoencoder's weights" in output.error
