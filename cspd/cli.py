@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 
-import torch
-
-from cspd.commands import bench, calibrate, compare, evaluate, methods, sample
 from cspd.parsing import Parser
+from cspd.stopping import Stopped, follow_launcher, stoppable
 from cspd.version import __version__
 
-GO_ON = ("sample", "compare", "evaluate")  # after a stop
+BROKEN_PIPE = 141  # as a shell has it of a process that SIGPIPE ended
 EPILOG = """\
 examples:
   cspd sample --labels 0-9 --num 40 --out samples/
@@ -35,6 +34,8 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from cspd.commands import bench, calibrate, compare, evaluate, methods, sample  # takes seconds: see `main`
+
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="cspd",
@@ -50,19 +51,43 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit status: 0, or 2 after an error of the user's, which is printed in one line."""
+    """Runs a command; returns the exit status.
+
+    That is 0, or 2 after an error of the user's, which is printed in one line, or 128 + n after signal n, with what was
+    done and how to go on.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show does not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with stoppable():  # before anything is imported that takes time
+            follow_launcher()
+            return _run(argv)
+    except Stopped as stop:
+        if os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
+            print(f"cspd: stopped{stop.done and ': '}{stop.done}", file=sys.stderr)
+        return 128 + stop.number
+    except BrokenPipeError:  # `cspd methods | head -1`: nobody reads on, and nobody is to be told when Python flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(argv: list[str] | None) -> int:
+    import torch
+
     args = _parser().parse_args(argv)
     try:
         args.run(args)
+        sys.stdout.flush()  # while an error can still be told
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
         print(f"cspd: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        more = "; the same command goes on from here" if args.command in GO_ON else ""
-        print(f"cspd: stopped{more}", file=sys.stderr)
-        return 130
+    except Stopped as stop:
+        if stop.done:
+            anew = " without --overwrite" if args.overwrite else ""
+            stop.done += f"; the same command{anew} goes on from here"
+        raise
     return 0
 
 

@@ -17,7 +17,7 @@ from cspd.commands.options import (
 )
 from cspd.comparison.compare import compare
 from cspd.comparison.page import write
-from cspd.comparison.runs import settings_of, store_of
+from cspd.comparison.runs import CHUNKS, settings_of, store_of
 from cspd.comparison.study import (
     FORMAT,
     MODELS,
@@ -33,6 +33,7 @@ from cspd.evaluation.reference import load_reference
 from cspd.loading import checkpoint_files, embedded, family_of
 from cspd.methods import DEFAULTS, EMBEDDED
 from cspd.parsing import count, name_list, number_list, place, seed
+from cspd.stopping import if_stopped
 
 RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
 
@@ -93,7 +94,13 @@ def run(args: argparse.Namespace) -> None:
     rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
     judge = _judge(args, rows)
     run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
-    with store_of(args.out) as store:
+
+    def made() -> str:
+        there = list((args.out / CHUNKS).glob("*.npz"))
+        total = len(rows) * -(-num // settings["max_batch"])
+        return f"{len(there)} of {total} chunks of images are in {args.out}/"
+
+    with if_stopped(made), store_of(args.out) as store:
         report, images = compare(rows, num=num, store=store, overwrite=args.overwrite, **run_of, **judge)
         print(text_table(report))
         print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")

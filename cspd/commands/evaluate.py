@@ -27,11 +27,12 @@ from cspd.evaluation.metrics import SPACES, check, measure
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import file_fingerprint, load_reference
 from cspd.evaluation.run import sample_shards
-from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, store_of
+from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, Shards, store_of
 from cspd.parsing import count, number_list, place, seed
 from cspd.plots import grid, to_pil
 from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request
+from cspd.stopping import if_stopped
 from cspd.store import Store
 
 SCHEMA = "cspd.evaluation/1"
@@ -109,7 +110,11 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
                 store.claim({}, [GRID])
                 _report(args, images, images.labels, how, {"folder": str(args.images)})
         return
-    with store_of(args.out) as store:
+
+    def made() -> str:
+        return f"{Shards(args.out, args.num).images_there()} of {args.num} images are in {args.out}/"
+
+    with if_stopped(made), store_of(args.out) as store:
         with processes:
             args.device = processes.device(args.device)
             engine, request, labels, settings, how = processes.together(lambda: _prepare(args, processes.rank))

@@ -16,6 +16,7 @@ from cspd.commands.options import (
 )
 from cspd.commands.sample_folder import RECORD, sample_to_folder
 from cspd.parsing import count, number_list, place, seed
+from cspd.stopping import if_stopped
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> None:
     labels = (args.labels[i % len(args.labels)] for i in range(num))
     requests = [request_of(args, label, args.seed + i) for i, label in enumerate(labels)]
     settings = run_settings(args, engine.check(requests[0]))
-    record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
+    with if_stopped(lambda: f"{len(list(args.out.glob('*_label*_seed*.png')))} of {num} images are in {args.out}/"):
+        record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
     summary = record["summary"]
     seconds = summary["seconds_by_phase"]
     total = sum(seconds.values()) or 1

@@ -7,6 +7,7 @@ images ends alone, with its own message, and torchrun stops the others.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -15,7 +16,10 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
+REMEDY = f"torchrun sets {', '.join(VARIABLES)}; for one process unset them"
 PATIENCE = timedelta(days=7)  # for the slowest process to finish its share; one that died is noticed at once
+POLL = 0.05  # seconds between looks whether all are there
 
 
 class Processes:
@@ -26,17 +30,26 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
-        self.size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local = int(os.environ.get("LOCAL_RANK", 0))
+        """Raises ValueError where the launcher's variables are not whole numbers that fit, or some are missing."""
+        self.size = _number("WORLD_SIZE", 1, low=1)
+        self.rank = _number("RANK", 0, high=self.size - 1)
+        self.local = _number("LOCAL_RANK", 0)
+        missing = [name for name in VARIABLES if name not in os.environ]
+        if self.size > 1 and missing:
+            raise ValueError(f"WORLD_SIZE={self.size} without {', '.join(missing)}: {REMEDY}")
 
     def __enter__(self) -> Processes:
         if self.size > 1:
-            dist.init_process_group("gloo", timeout=PATIENCE)  # they tell each other only a few words
+            try:
+                dist.init_process_group("gloo")  # they tell each other only a few words
+                self._waiting = dist.new_group(timeout=PATIENCE)
+            except RuntimeError as error:
+                place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                raise OSError(f"not all of the {self.size} processes of this run have met at {place}") from error
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.size > 1:
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        if self.size > 1 and failure is None:  # after a failure it would wait for the other processes
             dist.destroy_process_group()
 
     def device(self, wanted: str) -> str:
@@ -72,7 +85,24 @@ class Processes:
         values = [value] * self.size
         if self.size > 1:
             try:
+                self._wait()
                 dist.all_gather_object(values, value)
             except RuntimeError as gone:
                 raise OSError("another process of this run is gone; the same command goes on from here") from gone
         return values
+
+    def _wait(self) -> None:
+        """Until all processes are here. Python handles signals between the looks, and none within a collective."""
+        barrier = dist.barrier(self._waiting, async_op=True)
+        while not barrier.is_completed():
+            time.sleep(POLL)
+        barrier.wait()  # raises its errors
+
+
+def _number(name: str, default: int, low: int = 0, high: int | None = None) -> int:
+    """The launcher's variable of this name."""
+    text = os.environ.get(name, str(default))
+    if not (text.isdecimal() and low <= int(text) and (high is None or int(text) <= high)):
+        to = "on" if high is None else f"to {high} (WORLD_SIZE - 1)"
+        raise ValueError(f"{name}={text} is not a whole number from {low} {to}: {REMEDY}")
+    return int(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_an_interrupted_run_keeps_what_was_finished(tmp_path, monkeypatch, capsy
     def stop(image):
         Stopped.left -= 1
         if Stopped.left < 0:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return to_pil(image)
 
     monkeypatch.setattr(sample_folder, "to_pil", stop)

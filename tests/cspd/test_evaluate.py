@@ -240,7 +240,7 @@ def test_no_process_waits_for_one_that_failed():
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", TOGETHER, processes.__file__],
-            env=environment(RANK=str(rank), **shared),
+            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
             stdout=subprocess.PIPE,
             text=True,
         )

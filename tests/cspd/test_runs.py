@@ -70,7 +70,7 @@ def test_a_killed_run_goes_on(tmp_path):
 def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
     def stop(row, requests):
         if any((tmp_path / "chunks").glob("*.npz")):
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return timed(row, requests)
 
     timed = runs._timed
