@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch_fidelity
+from launching import environment, free_port, kill_all, start, two_processes, wait_until
 from PIL import Image
 from stores import small_checkpoint, small_vq_checkpoint
 
@@ -140,32 +139,24 @@ def test_measuring_again_keeps_the_speed_of_the_run_that_made_the_images(whole, 
         assert "were there already" in capsys.readouterr().out
 
 
-def torchrun(out, log, *more):
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", "-m", "cspd.cli"]
-    return subprocess.Popen(
-        [sys.executable, *launch, *arguments(out, *more)], stdout=log, stderr=log, env=environment()
-    )
-
-
 @pytest.mark.slow
 def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_path):
-    out, copy = tmp_path / "killed", tmp_path / "copy"
-    with open(tmp_path / "log", "w+") as log:
-        run = torchrun(out, log)
-        try:
-            wait_until(lambda: len(stamps(out)) >= 2 or run.poll() is not None)
-        finally:
-            kill_all(run)
-        finished = stamps(out)
-        assert 2 <= len(finished) < 4, (tmp_path / "log").read_text()[-2000:]
-        assert not (out / "evaluation.json").exists()
-        time.sleep(0.5)
-        assert stamps(out) == finished  # they are gone
-        shutil.copytree(out, copy)
-        run = torchrun(out, log)
-        assert evaluate(copy) == 0
-        assert run.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-2000:]
-    shown = (tmp_path / "log").read_text()
+    out, copy, log = tmp_path / "killed", tmp_path / "copy", tmp_path / "log"
+    run = start(arguments(out), log, two_processes())
+    try:
+        wait_until(lambda: len(stamps(out)) >= 2 or run.poll() is not None)
+    finally:
+        kill_all(run)
+    finished = stamps(out)
+    assert 2 <= len(finished) < 4, log.read_text()[-2000:]
+    assert not (out / "evaluation.json").exists()
+    time.sleep(0.5)
+    assert stamps(out) == finished  # they are gone
+    shutil.copytree(out, copy)
+    run = start(arguments(out), log, two_processes())
+    assert evaluate(copy) == 0
+    assert run.wait(timeout=60) == 0, log.read_text()[-2000:]
+    shown = log.read_text()
     assert f"{NUM}/{NUM} [" in shown and "image/s]" in shown  # one bar, of both processes
     assert evaluate(whole) == 0
     for folder, size in ((out, 2), (copy, 1)):
@@ -182,35 +173,6 @@ def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_p
 
 def count_of(name):
     return len(Shards(Path(), NUM).indices(int(name.removesuffix(".npz"))))
-
-
-def environment(**more):
-    own = {"PYTHONPATH": str(Path(cspd.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    return os.environ | own | more
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def wait_until(met, seconds=60):
-    end = time.monotonic() + seconds
-    while not met():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def kill_all(run):
-    """kill -9 of torchrun and its workers, which have sessions of their own, all at once."""
-    workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split() if run.poll() is None else []
-    for pid in [*map(int, workers), run.pid]:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    run.wait()
 
 
 TOGETHER = """
@@ -465,21 +427,6 @@ def test_a_folder_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
     assert evaluate(Path("/proc/nowhere")) == 2
     error = capsys.readouterr().err
     assert "/proc/nowhere cannot be written" in error and "give another --out" in error and error.count("\n") == 1
-
-
-def test_a_disk_that_is_full_is_said_in_a_line_and_the_run_goes_on_later(tmp_path, capsys):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE * 3 * 32 * 32 // 2, hard))  # a real error of writing, half way
-    try:
-        assert evaluate(tmp_path, num=40) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("cspd: ") and "cannot be written (File too large)" in error
-    assert "make room" in error and "the same command goes on" in error
-    assert set(stamps(tmp_path)) <= {"00002.npz"}  # the short one may fit
-    assert not list(tmp_path.glob("*.tmp"))
-    assert evaluate(tmp_path, num=40) == 0
 
 
 def test_an_npz_that_cannot_be_written_is_said_before_anything_is_sampled(tmp_path, capsys):
