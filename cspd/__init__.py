@@ -35,3 +35,8 @@ def __getattr__(name: str) -> object:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """For completion in a notebook, before anything is imported."""
+    return __all__
