@@ -43,12 +43,27 @@ def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple
 
 
 def _digest(arrays: Mapping[str, Any], made_of: Mapping) -> str:
-    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode())
+    digest = hashlib.sha256(_canonical(made_of).encode())
     for name in sorted(arrays):
         array = np.asarray(arrays[name])
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def _canonical(made_of: Mapping) -> str:
+    """A text that is the same where `cspd.store.differences` finds none: 3.0 is 3, and None is as if left out."""
+    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=_given)
+    return json.dumps(plain, sort_keys=True)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _given(settings: dict) -> dict:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def tell_damaged(names: Sequence[str]) -> None:

@@ -28,8 +28,8 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        may = error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS)
-        remedy = "make room, then the same command goes on from here" if may else "give a place that can be written"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "make room, then the same command goes on from here" if is_full else "give a place that can be written"
         raise OSError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
 
 

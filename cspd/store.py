@@ -100,8 +100,14 @@ class Store:
             plain = json.loads(json.dumps(asked))  # as reading the file gives it
             self.refuse(differences(self._settings(record), self._settings(plain)))
         listed = self._listed(record, files, overwrite)
-        others = set(self._entries([*files, *listed])).difference(listed)
-        foreign = [name for name in files if name in others]
+        entries, own = self._entries([*files, *listed]), set(listed)
+        folders = [name for name in dict.fromkeys([*files, *listed]) if entries.get(name)]
+        if folders:
+            raise ValueError(
+                f"{self.folder} holds {_several(folders)} as folders, where files are to be written: {REMEDY}, or move"
+                " them away"
+            )
+        foreign = [name for name in files if name in entries and name not in own]
         if foreign:
             why = f"without a {self.name}" if record is None else f"which {self.name} does not list"
             raise ValueError(
@@ -150,15 +156,16 @@ class Store:
                 raise ValueError(f"{self.folder / self.name} lists {_shown(name)}, which cspd never wrote: {REMEDY}")
         return listed
 
-    def _entries(self, names: Iterable[str]) -> list[str]:
-        """All that is in the folders where `names` are. Raises ValueError where a link leads to one of them."""
-        found = []
+    def _entries(self, names: Iterable[str]) -> dict[str, bool]:
+        """All that is in the folders where `names` are, and whether it is a folder. Raises ValueError as `claim`."""
+        found = {}
         for parent in _parents(names):
             place = self.folder / parent
-            if parent and place.is_symlink():  # the folder itself may be one
-                raise ValueError(f"{place} is a link, which cspd does not follow: {REMEDY}")
-            with contextlib.suppress(FileNotFoundError):
-                found += [os.path.join(parent, name) for name in os.listdir(place)]
+            if parent and (place.is_symlink() or place.is_file()):  # the folder itself may be a link
+                raise ValueError(f"{place} is a link or a file, where cspd has a folder: {REMEDY}")
+            with contextlib.suppress(FileNotFoundError), os.scandir(place) as entries:
+                for entry in entries:
+                    found[os.path.join(parent, entry.name)] = entry.is_dir(follow_symlinks=False)
         return found
 
     def _halves(self, names: Sequence[str]) -> list[str]:

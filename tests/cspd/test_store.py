@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import zipfile
 
 import numpy as np
@@ -76,6 +77,17 @@ def test_a_flipped_bit_is_noticed(tmp_path):
         path.write_bytes(damaged)
         arrays = read_item(path, SEEDS, LIKE)
         assert arrays is None or (arrays["images"] == ARRAYS["images"]).all()
+
+
+@pytest.mark.parametrize("same", [{"cfg": 3.0, "seed": 2**53 + 1}, {"cfg": 3, "seed": 2**53 + 1, "window": None}])
+def test_settings_that_do_not_differ_keep_their_items(tmp_path, same):
+    """A study may say 3 and then 3.0, and a later version may have a setting more, which is left open."""
+    settings, path = {"request": {"seed": 2**53 + 1, "cfg": 3}}, tmp_path / "0.npz"
+    write_item(path, ARRAYS, settings)
+    assert differences(settings, {"request": same}) == []
+    assert read_item(path, {"request": same}, LIKE)
+    for other in ({"cfg": 3.5}, {"seed": 2**53}, {"window": 2}):
+        assert read_item(path, {"request": same | other}, LIKE) is None
 
 
 def huge(path):
@@ -156,6 +168,15 @@ def test_of_two_runs_at_once_one_has_the_folder_and_is_named(tmp_path):
             assert "pytest" in str(error.value) and "\n" not in str(error.value)
         first.begin(record_of(seed=1))
     assert begun(tmp_path / "out", seed=1)["settings"] == {"seed": 1}  # free once the first has ended
+
+
+def test_an_argument_that_is_no_utf8_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cspd", "--out", os.fsdecode(b"caf\xe9")])
+    with store_of(tmp_path) as first:
+        first.claim(record_of(), FILES)
+        assert b"caf\xe9" in (tmp_path / LOCK).read_bytes()
+        with pytest.raises(ValueError, match="in use by process"):
+            begun(tmp_path)
 
 
 def test_an_error_ends_the_claim(tmp_path):
@@ -284,6 +305,28 @@ def test_a_link_does_not_lead_us_out_of_the_folder(tmp_path):
     assert begun(tmp_path / "linked") is None and (tmp_path / "other" / RECORD).exists()
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_in_the_place_of_a_file_is_told_before_anything_is_removed(tmp_path, name, overwrite):
+    begun(tmp_path)
+    for other in FILES:
+        (tmp_path / other).write_text("made in an hour")
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match=f"holds {name} as folders, .*: give another --out, or move them away"):
+        begun(tmp_path, files=FILES[:1], overwrite=overwrite)
+    assert content(tmp_path) == before and (tmp_path / name).is_dir()
+
+
+def test_a_file_in_the_place_of_an_inner_folder_is_told(tmp_path):
+    (tmp_path / "parts").write_text("somebody's")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"parts is a link or a file, .*: give another --out"):
+            begun(tmp_path, overwrite=overwrite)
+    assert content(tmp_path) == {"parts": b"somebody's"} and not (tmp_path / LOCK).exists()
+
+
 def test_a_record_of_a_version_without_list_goes_on_but_is_not_overwritten(tmp_path):
     write_json(tmp_path / RECORD, record_of(seed=0))
     (tmp_path / "0.npz").write_text("kept")
@@ -394,7 +437,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
             raise OSError(28, "No space left on device")
     assert Image.open(tmp_path / "a.png").size == (2, 2)
     assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["half", "half"]
-    with pytest.raises(OSError, match=r"b\.txt cannot be written"):
+    with pytest.raises(OSError, match=r"b\.txt cannot be written .*: give a place that can be written"):
         append_json(tmp_path / "absent" / "b.txt", {})
 
 
