@@ -48,7 +48,7 @@ def locked(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # of a full disk: who we are is only information
             os.truncate(file, 0)
             os.lseek(file, 0, os.SEEK_SET)
-            os.write(file, f"{SIGN}{_who()}\n".encode(errors="surrogateescape"))  # an argument may be no UTF-8
+            os.write(file, f"{SIGN}{_who()}\n".encode(errors="backslashreplace"))  # an argument may be no UTF-8
         yield
     finally:
         os.close(file)

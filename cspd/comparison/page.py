@@ -54,15 +54,20 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     pictures["comparison.png"] = Picture("Images", f"{same} by each configuration.", grid)
 
     files = {
-        "report.html": html_page(report, list(pictures.values())).encode(),
+        "report.html": _encoded(html_page(report, list(pictures.values()))),
         **{name: picture.png for name, picture in pictures.items()},
-        "comparison.md": markdown(report).encode(),
-        "comparison.csv": csv_table(report).encode(),
+        "comparison.md": _encoded(markdown(report)),
+        "comparison.csv": _encoded(csv_table(report)),
     }
     for name, content in files.items():
         write_bytes(out / name, content)
     write_json(out / "comparison.json", report)
     return [*files, "comparison.json"]
+
+
+def _encoded(text: str) -> bytes:
+    """As UTF-8. The names of files may be none."""
+    return text.encode(errors="backslashreplace")
 
 
 def _grid(report: dict, images: Sequence[np.ndarray]) -> Image.Image:

@@ -40,6 +40,9 @@ class Shards(Dataset):
 
     Attributes:
         manifest: what the images depend on; of use where files are written or checked.
+
+    Raises:
+        OSError: an image is read whose file is no longer of this `manifest`.
     """
 
     def __init__(self, folder: Path, num: int, manifest: Mapping | None = None) -> None:
@@ -55,7 +58,7 @@ class Shards(Dataset):
             raise IndexError(index)
         shard = index // SIZE
         if self._last is None or self._last[0] != shard:
-            self._last = shard, self.read(shard, "images")
+            self._last = shard, self._images(shard)
         return torch.from_numpy(self._last[1][index % SIZE]).permute(2, 0, 1)
 
     def name(self, shard: int) -> str:
@@ -78,6 +81,18 @@ class Shards(Dataset):
         """One array of a file."""
         with np.load(self.folder / self.name(shard)) as file:
             return file[name]
+
+    def _images(self, shard: int) -> np.ndarray:
+        """The images of a file. A process that outlived the first of an earlier run may have written it since."""
+        if not self.manifest:
+            return self.read(shard, "images")
+        path = self.folder / self.name(shard)
+        arrays = read_item(path, self._made_of(shard), {})
+        if arrays is None:
+            raise OSError(
+                f"{path} was changed meanwhile, as by a process of another run: end it and repeat the command"
+            )
+        return arrays["images"]
 
     def stats(self) -> Iterator[dict]:
         """What each image cost, see `RoundStats.to_dict`, and its `largest_token`, see `largest_tokens`."""

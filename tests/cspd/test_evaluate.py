@@ -284,6 +284,20 @@ def test_a_file_of_other_images_is_to_be_made_again(whole, tmp_path, capsys, cha
     assert Shards(out, NUM, manifest | {"compiled": True}).missing(32) == [0, 1, 2, 3]  # another run's
 
 
+def test_a_file_that_another_run_writes_meanwhile_is_not_measured(whole, tmp_path):
+    """The lock ends with a run's first process. Others of its processes may outlive that for a while."""
+    out = shutil.copytree(whole, tmp_path / "out")
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["files"]
+    shards = Shards(out, NUM, manifest)
+    assert shards.missing(32) == [] and (shards[SIZE] == Shards(whole, NUM)[SIZE]).all()
+    arrays = arrays_in(out / "00002.npz")
+    del arrays["digest"]
+    Shards(out, NUM, manifest | {"seed": SEED + 1}).write(2, arrays)
+    with pytest.raises(OSError, match=r"00002\.npz was changed meanwhile"):
+        shards[2 * SIZE]
+
+
 def test_a_file_of_other_images_is_made_again(whole, capsys):
     images = images_of(whole)
     resaved(whole / "00001.npz", images=255 - arrays_in(whole / "00001.npz")["images"])

@@ -308,6 +308,13 @@ def test_the_table_fits_a_terminal(made):
     assert lines[3].endswith(" 0.004")
 
 
+def test_a_reference_whose_name_is_no_utf8_is_reported(made, tmp_path):
+    content, images = made
+    content["reference"] = {"name": "r\udce9f.npz", "fingerprint": "0" * 64}
+    page.write(content, images, tmp_path)
+    assert "r\\udce9f.npz" in (tmp_path / "report.html").read_text()
+
+
 def test_a_legend_names_what_labels_do_not(plotted):
     said, swept = Point("ar", 1.0, 0.5, "ar"), Point("delta=2", 2.0, 0.5, "cool-sd")
     (axes,) = plotted(("speed-up", "share", [said]))
