@@ -235,8 +235,8 @@ class Engine:
         if error:
             raise error
         if lost:
-            first = min(lost)
-            raise FloatingPointError(f"{_named(sorted(lost))} gave no image; {_named([first])}: {lost[first]}")
+            first = f"{_named([min(lost)])}: " if len(lost) > 1 else ""
+            raise FloatingPointError(f"{_named(sorted(lost))} gave no image: {first}{lost[min(lost)]}")
 
     def generate(self, requests: Iterable[Request] | Request, progress: bool = False) -> list[Output]:
         """The outputs of all requests, or of a single one, in their order; `progress` shows a bar.

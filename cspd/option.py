@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
+from cspd.parsing import shortened
+
 LARGEST = 3e38  # that any number may be: float32 holds it
 _NAMES: dict[str, None] = {}  # of all options there are, as declared, so that a request can tell a misspelt one
 
@@ -79,7 +81,7 @@ class Option:
         if not self.fits(value):
             kinds = {int: "a whole number, ", float: "a number, ", bool: ""}
             kind = kinds[self.kind] if isinstance(self.kind, type) else "one of "
-            wrong = f"{self.name} is missing" if value is None else f"{self.name}={value!r} does not fit"
+            wrong = f"{self.name} is missing" if value is None else f"{self.name}={shortened(value)} does not fit"
             beyond = isinstance(value, (int, float)) and value > LARGEST == self.high
             limit = f" and at most {LARGEST:g}" if beyond else ""
             raise ValueError(f"{wrong}: give {kind}{self.range}{limit} ({self.help})")
@@ -115,4 +117,4 @@ def plain(value: object) -> Any:
 def check_integer(name: str, value: object, low: int, high: int, why: str) -> None:
     """Raises ValueError, with the range and the reason, where a value is no integer in low..high."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} does not fit: give a whole number, {low}..{high} ({why})")
+        raise ValueError(f"{name}={shortened(value)} does not fit: give a whole number, {low}..{high} ({why})")

@@ -115,7 +115,7 @@ def test_settings_that_explode_name_the_place(settings, small_mar):
             assert output.image.isfinite().all()
     assert sorted(seen) == [1, 3]
     message = str(caught.value)
-    assert message.startswith("requests 0, 2 gave no image; request 0: Request(label=2, seed=7, ")
+    assert message.startswith("requests 0, 2 gave no image: request 0: Request(label=2, seed=7, ")
     assert " of 64 in generation order, in iteration " in message
     with pytest.raises(FloatingPointError, match=r"^requests 0, 1, 2 \.\.\. \(5 of them\) gave no image"):
         engine.generate([bad] * 5)
@@ -182,7 +182,7 @@ def test_commands_say_so_in_one_line(command, damaged_checkpoint, tmp_path, capf
     run = [command, *settings, *method, "--labels", "1-3", "--num", "3", "--out", str(tmp_path)]
     assert main(run) == 2
     said = capfd.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("cspd: request 1 gave no image; request 1: Request(label=2, seed=1, ")
+    assert said.startswith("cspd: request 1 gave no image: Request(label=2, seed=1, ")
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     if command == "sample":
         assert {"00000_label1_seed0.png", "00002_label3_seed2.png"} <= names

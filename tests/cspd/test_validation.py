@@ -17,6 +17,7 @@ from cspd.continuous.host import MARHost
 from cspd.continuous.memory import bytes_per_slot, check_memory
 from cspd.lookup import choose, find, method_names
 from cspd.machine import free_bytes, pick_device
+from cspd.parsing import shortened
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
@@ -90,7 +91,16 @@ def test_bad_field(field, value, advice):
     with pytest.raises(ValueError) as caught:
         resolve(request_with(field, value), SPEC.config)
     message = str(caught.value)
-    assert message.startswith((f"{field}={value!r} ", f"{field}={value!r}: ")) and advice in message
+    assert message.startswith(
+        tuple(f"{field}={shown}{end}" for shown in (repr(value), shortened(value)) for end in " :")
+    )
+    assert advice in message and len(message) < 400
+
+
+@pytest.mark.parametrize("field", ["label", "seed", "num_iter", "cfg"])
+def test_numbers_of_thousands_of_digits_are_told_in_short(field):
+    with pytest.raises(ValueError, match=f"^{field}=a number of thousands of digits does not fit: give a"):
+        resolve(request_with(field, 10**5000), SPEC.config)
 
 
 @pytest.mark.parametrize("changes", LIMITS, ids=str)
