@@ -13,6 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LAYER_NORM_EPS = 1e-6
+TILE = 4  # rows that a matrix product of the CPU computes together; what is left over is summed in another order
+
+
+def filled(rows: int) -> int:
+    """The number of rows in whole tiles: a row is then rounded alike in a small batch and in a large one."""
+    return -(-rows // TILE) * TILE
+
+
+def fill(values: Tensor) -> Tensor:
+    """Rows [..., R, n] with rows of zeros after them, up to whole tiles."""
+    rows = values.shape[-2]
+    return values if rows % TILE == 0 else F.pad(values, (0, 0, 0, filled(rows) - rows))
 
 
 class TimestepEmbedder(nn.Module):

@@ -4,7 +4,8 @@ The encoder sees buffer (copies of the class embedding) + known tokens; the deco
 mask token where a token is unknown. Its output at a position is z, the condition of the diffusion head there.
 
 A generation order and a count say which tokens are known: the first `num_known[b]` positions of `order[b]`.
-Sequences of one batch may know different numbers of tokens; the shorter ones are padded and masked.
+Sequences of one batch may know different numbers of tokens; the shorter ones are padded and masked. One that is alone
+is padded as well, so that attention adds up its tokens in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from mar.head import LAYER_NORM_EPS, DiffLoss, Head
 
-PAD_TO = 8  # counts of a ragged batch are padded to a multiple, so that shapes repeat
+PAD_TO = 16  # sequences are padded to a multiple: so many keys are added up at a time
 
 
 @dataclass(frozen=True)
@@ -108,22 +109,20 @@ class MAR(nn.Module):
         return self.diffloss.net
 
     def encode(self, tokens: Tensor, order: Tensor, num_known: Sequence[int], class_embedding: Tensor) -> Tensor:
-        """Encoder output [B, buffer + N, D], buffer first, then known tokens in `order`; N is padded if ragged."""
+        """Encoder output [B, buffer + N, D], buffer first, then known tokens in `order`, then padding."""
         buffer = self.config.buffer_size
-        ragged = min(num_known) < max(num_known)
-        padded = _padded(max(num_known), self.config.seq_len) if ragged else num_known[0]
-        known = order[:, :padded]
+        length = math.ceil((buffer + max(num_known)) / PAD_TO) * PAD_TO
+        known = order[:, : length - buffer]
         known_tokens = tokens.gather(1, _expand(known, tokens.shape[-1]))
         position = self.encoder_pos_embed_learned
         x = self.z_proj(known_tokens) + position[0, buffer:][known]
         start = class_embedding.unsqueeze(1) + position[:, :buffer]
         x = self.z_proj_ln(torch.cat([start, x], dim=1))
 
-        mask = None
-        if ragged:  # nobody looks at the padding
-            length = torch.tensor(num_known, device=x.device).unsqueeze(-1) + buffer
-            mask = torch.arange(x.shape[1], device=x.device) < length
-            mask = mask[:, None, None]
+        # nobody looks at the padding
+        lengths = torch.tensor(num_known, device=x.device).unsqueeze(-1) + buffer
+        mask = torch.arange(x.shape[1], device=x.device) < lengths
+        mask = mask[:, None, None]
         for block in self.encoder_blocks:
             x = block(x, attn_mask=mask)
         return self.encoder_norm(x)
@@ -195,10 +194,6 @@ def _block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
     h = rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)")
     x = x.gather(1, index) + attn.proj(h)
     return x + block.mlp(block.norm2(x))
-
-
-def _padded(count: int, limit: int) -> int:
-    return min(math.ceil(count / PAD_TO) * PAD_TO, limit)
 
 
 def _expand(index: Tensor, channels: int) -> Tensor:

@@ -25,7 +25,12 @@ def evaluate(head: Head, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], s
         modulations: of these tokens, [G, ..., width] each, G = 2 with the null class second.
         scale: s, broadcast to [..., 1]; unused at G = 1.
     """
-    eps, v = head.denoise(x, modulations).float().chunk(2, dim=-1)
+    return guided(head.denoise(x, modulations), scale)
+
+
+def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What `evaluate` returns, of the head's outputs [G, ..., 2d]."""
+    eps, v = out.float().chunk(2, dim=-1)
     return (eps[0] if len(eps) == 1 else torch.lerp(eps[1], eps[0], scale)), v[0]
 
 

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.ancestral import evaluate
-from cspd.continuous.draft_verify import Lookup, Moved, compiled_move, move
+from cspd.continuous.draft_verify import Lookup, Moved, compiled_move, evaluate_filled, move
 from cspd.continuous.gaussian import MAX_TRIES, residual
 from cspd.noise import DRAFT_OFFSET
 from cspd.precision import Precision
 from mar.diffusion import schedule
-from mar.head import Head
+from mar.head import Head, fill
 
 TABLE_SHARE = 1 / 8  # of the device's memory, for precomputed modulations; beyond it they are computed in the rounds
 
@@ -159,9 +158,9 @@ class Chains:
         )
         draws = torch.cat([eps_t, uniform.log().unsqueeze(-1)], dim=-1)
         with self.precision.full():
-            c_embed = self.head.cond_embed(z)
-        entry = self._join_tables(draws, c_embed)
-        state, log_sigma = self._first_step(x, eps_t[:, -1], c_embed, entry, scale, temperature)
+            c_embed = self.head.cond_embed(fill(z))
+        entry = self._join_tables(draws, c_embed[:, : len(x)])
+        state, log_sigma = self._first_step(x, eps_t[:, -1], c_embed, scale, temperature)
         self._record[entry, -1] = 1
         batch = _Batch(
             state=state,
@@ -183,16 +182,16 @@ class Chains:
         self._keep_rows(range(len(self.owners)))
 
     def _first_step(
-        self, x: Tensor, eps_t: Tensor, c_embed: Tensor, entry: Tensor, scale: Tensor, temperature: Tensor
+        self, x: Tensor, eps_t: Tensor, c_embed: Tensor, scale: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """State [N, 4, d] and log sigma [N, d] of step T - 1, ancestral and in float32: its gain is 316 at T = 100."""
+        """State [N, 4, d] and log sigma [N, d] of step T - 1, ancestral and in float32: its gain is 316 at T = 100.
+
+        `c_embed` is of the rows filled up.
+        """
         s, last = schedule(self.num_steps), self.num_steps - 1
         with self.precision.full():
-            if self._modulations and self.precision.uniform:
-                layers = [layer[:, entry, last] for layer in self._modulations]
-            else:
-                layers = self.head.modulations(self._t_embed[last], c_embed)
-            eps, v = evaluate(self.head, x, self.head.split(layers), scale)
+            layers = self.head.modulations(self._t_embed[last], c_embed)
+            eps, v = evaluate_filled(self.head, x, self.head.split(layers), scale)
         mean = x * s.mean_x[last] + eps * s.mean_eps[last]
         log_sigma = s.log_sigma_base[last] + temperature.log() + s.log_sigma_slope[last] * v
         after = torch.addcmul(mean, log_sigma.exp(), eps_t)

@@ -22,6 +22,7 @@ from cspd.precision import Precision
 from cspd.sequence import Request, Sequence
 from mar import reference
 from mar.diffusion import TRAIN_STEPS
+from mar.head import filled
 from mar.model import MAR
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
@@ -219,7 +220,7 @@ class MARHost:
         slots = self._tensor([s.slot for s in batch])
         tokens, order = self.tokens[slots], self.order[slots]
         embedding = model.class_emb(self.label[slots])
-        positions = torch.zeros(len(batch), max(rows.counts), dtype=torch.int64, device=self.device)
+        positions = torch.zeros(len(batch), filled(max(rows.counts)), dtype=torch.int64, device=self.device)
         positions[rows.sequence, rows.offset] = rows.position
         copies = 2 if batch[0].request.guided else 1
         if copies == 2:
@@ -246,7 +247,12 @@ class MARHost:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale
         with self.precision.full():
-            return to_unit(decoded(self.vae.decode, latents))
+            return to_unit(decoded(self._decode, latents))
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        """Images of latents [B, c, h, w], rounded alike in every batch: convolutions of a single image are not."""
+        several = latents.repeat(2, 1, 1, 1) if len(latents) == 1 else latents.contiguous()
+        return self.vae.decode(several)[: len(latents)]
 
     def _tensor(self, values: list | np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.as_tensor(values, dtype=dtype, device=self.device)
