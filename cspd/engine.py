@@ -30,7 +30,7 @@ class Engine:
     """Generates images with target models, many requests at a time.
 
     `max_batch` sequences are in flight at once; a finished one is replaced at the next step. An image depends only on
-    its own request, never on the rest of the batch, but for rounding.
+    its own request, never on the rest of the batch, but for rounding (docs/precision.md has the rates).
 
     Args:
         models: of each family at most one set; a request that does not say otherwise is of the first that has its

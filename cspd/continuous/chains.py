@@ -160,7 +160,7 @@ class Chains:
         with self.precision.full():
             c_embed = self.head.cond_embed(fill(z))
         entry = self._join_tables(draws, c_embed[:, : len(x)])
-        state, log_sigma = self._first_step(x, eps_t[:, -1], c_embed, scale, temperature)
+        state, log_sigma = self._first_step(x, eps_t[:, -1], c_embed, entry, scale, temperature)
         self._record[entry, -1] = 1
         batch = _Batch(
             state=state,
@@ -182,7 +182,7 @@ class Chains:
         self._keep_rows(range(len(self.owners)))
 
     def _first_step(
-        self, x: Tensor, eps_t: Tensor, c_embed: Tensor, scale: Tensor, temperature: Tensor
+        self, x: Tensor, eps_t: Tensor, c_embed: Tensor, entry: Tensor, scale: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """State [N, 4, d] and log sigma [N, d] of step T - 1, ancestral and in float32: its gain is 316 at T = 100.
 
@@ -190,7 +190,11 @@ class Chains:
         """
         s, last = schedule(self.num_steps), self.num_steps - 1
         with self.precision.full():
-            layers = self.head.modulations(self._t_embed[last], c_embed)
+            if self._modulations and self.precision.uniform:
+                entries = fill(entry.unsqueeze(-1)).squeeze(-1)
+                layers = [layer[:, entries, last] for layer in self._modulations]
+            else:
+                layers = self.head.modulations(self._t_embed[last], c_embed)
             eps, v = evaluate_filled(self.head, x, self.head.split(layers), scale)
         mean = x * s.mean_x[last] + eps * s.mean_eps[last]
         log_sigma = s.log_sigma_base[last] + temperature.log() + s.log_sigma_slope[last] * v

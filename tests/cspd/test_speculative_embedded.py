@@ -98,7 +98,7 @@ def test_images_do_not_depend_on_the_batch(max_batch, order, engine, requests, a
     assert all(torch.equal(a.image, b.image) for a, b in zip(alone, outputs))
 
 
-@pytest.mark.parametrize("window, cfg, iterations", [(4, 1.0, [8] * 8), (3, 3.0, [2, 8, 5, 13, 3, 16, 7, 64])])
+@pytest.mark.parametrize("window, cfg, iterations", [(4, 1.0, [8] * 8), (3, 3.0, [2, 8, 5, 13, 3, 16, 7, 4])])
 def test_few_steps_are_rounded_alike_in_every_batch(window, cfg, iterations, engine):
     """To the last bit, at T = 8, whose first step multiplies rounding by 4,500; also at different iterations."""
     settings = SETTINGS | {"cfg": cfg, "num_sampling_steps": 8, "window": window, "draft": "frozen"}
