@@ -184,15 +184,11 @@ class Chains:
     def _first_step(
         self, x: Tensor, eps_t: Tensor, c_embed: Tensor, entry: Tensor, scale: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """State [N, 4, d] and log sigma [N, d] of step T - 1, ancestral and in float32: its gain is 316 at T = 100.
-
-        `c_embed` is of the rows filled up.
-        """
+        """State [N, 4, d] and log sigma [N, d] of step T - 1, ancestral, in float32; c_embed is of rows filled up."""
         s, last = schedule(self.num_steps), self.num_steps - 1
         with self.precision.full():
             if self._modulations and self.precision.uniform:
-                entries = fill(entry.unsqueeze(-1)).squeeze(-1)
-                layers = [layer[:, entries, last] for layer in self._modulations]
+                layers = [fill(layer[:, entry, last]) for layer in self._modulations]
             else:
                 layers = self.head.modulations(self._t_embed[last], c_embed)
             eps, v = evaluate_filled(self.head, x, self.head.split(layers), scale)
