@@ -18,6 +18,13 @@ def method_names(families: Collection[str] = tuple(methods.COMMON)) -> list[str]
     return list(dict.fromkeys(method.name for method in methods.METHODS if method.family in families))
 
 
+def option_order() -> list[str]:
+    """The names of all options: those that all methods of a family have, then the others, as the methods are listed."""
+    common = [option.name for options in methods.COMMON.values() for option in options]
+    special = [option.name for method in methods.METHODS for option in method.options]
+    return list(dict.fromkeys([*common, *special]))
+
+
 def find(name: str | None, family: str | None) -> Method:
     """The method of a name for a family. Raises ValueError where there is none."""
     return _named(str(name), [str(family)], [method for method in methods.METHODS if method.family == family])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Number
@@ -16,7 +17,7 @@ from typing import Any
 from cspd.parsing import shortened
 
 LARGEST = 3e38  # that any number may be: float32 holds it
-_NAMES: dict[str, None] = {}  # of all options there are, as declared, so that a request can tell a misspelt one
+_NAMES: set[str] = set()  # of all options there are, so that a request can tell a misspelt one
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Option:
     metavar: str | None = None
 
     def __post_init__(self) -> None:
-        _NAMES[self.name] = None
+        _NAMES.add(self.name)
 
     def but(self, **changes: Any) -> Option:
         """The same option but for some attributes, such as its default."""
@@ -101,6 +102,7 @@ class Option:
 
 def option_names() -> Collection[str]:
     """The names of all options that methods and families of models have declared."""
+    importlib.import_module("cspd.methods")  # where they are declared: who asks may have imported little yet
     return _NAMES
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import yaml
 
 from cspd.engine import Engine
-from cspd.lookup import method_names, parse_method, with_method
+from cspd.lookup import method_names, option_order, parse_method, with_method
 from cspd.methods import EMBEDDED
-from cspd.option import check_integer, option_names
+from cspd.option import check_integer
 from cspd.parsing import LARGEST_SEED, MOST, choice, number_list, shortened
 from cspd.sequence import Request
 
 TARGET = ("checkpoint", "arch", "vae")
 MODELS = (*TARGET, "draft_checkpoint")
 RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole; a configuration can have a seed of its own
-REQUEST = ("method", *option_names(), "family")  # in the order of declaration, which rows are named in
+REQUEST = ("method", *option_order(), "family")  # rows are named in this order
 TEXTS = ("name", *MODELS)
 OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"

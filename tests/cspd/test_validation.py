@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import re
+import subprocess
+import sys
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
@@ -302,3 +304,10 @@ def test_engine_takes_its_targets_defaults(engine):
     """An official size would sample at temperature 0.95 without guidance, the embedded ones at 1."""
     output = engine.generate([Request(1, cfg=1, **QUICK)])[0]
     assert output.request == Request(1, cfg=1, cfg_schedule="linear", temperature=1.0, family="MAR", **QUICK)
+
+
+@pytest.mark.parametrize("where", ["cspd", "cspd.sequence"])
+def test_a_request_knows_its_settings_before_anything_else_is_imported(where):
+    code = f"from {where} import Request; print(Request(3, cfg=2.0).cfg)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "2.0\n", ran.stderr
