@@ -113,15 +113,16 @@ class MAR(nn.Module):
         buffer = self.config.buffer_size
         length = math.ceil((buffer + max(num_known)) / PAD_TO) * PAD_TO
         known = order[:, : length - buffer]
+        lengths = torch.tensor(num_known, device=tokens.device).unsqueeze(-1) + buffer
+        mask = torch.arange(buffer + known.shape[1], device=tokens.device) < lengths
+        # nobody looks at the padding, but NaN in it would spread: a mask multiplies values by 0
         known_tokens = tokens.gather(1, _expand(known, tokens.shape[-1]))
+        known_tokens = known_tokens.where(mask[:, buffer:, None], 0)
         position = self.encoder_pos_embed_learned
         x = self.z_proj(known_tokens) + position[0, buffer:][known]
         start = class_embedding.unsqueeze(1) + position[:, :buffer]
         x = self.z_proj_ln(torch.cat([start, x], dim=1))
 
-        # nobody looks at the padding
-        lengths = torch.tensor(num_known, device=x.device).unsqueeze(-1) + buffer
-        mask = torch.arange(x.shape[1], device=x.device) < lengths
         mask = mask[:, None, None]
         for block in self.encoder_blocks:
             x = block(x, attn_mask=mask)
