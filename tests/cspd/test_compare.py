@@ -199,6 +199,7 @@ def test_images_are_those_of_their_seeds(comparison, digits):
             assert np.abs(made[i] - (output.image.permute(1, 2, 0).numpy() * 255).round()).max() <= 1
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
     def colder(host, batch, watch):
         asked = [sequence.request for sequence in batch]

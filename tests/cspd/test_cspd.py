@@ -526,7 +526,7 @@ def flipped(outputs: list, expected: list) -> int:
     return sum(differ)
 
 
-@pytest.mark.parametrize("max_batch", [3, 7])
+@pytest.mark.parametrize("max_batch", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_images_do_not_depend_on_the_batch(max_batch, target, draft, alone):
     assert flipped(generate(target, draft, *mixed_requests(), max_batch=max_batch), alone) <= 1
 

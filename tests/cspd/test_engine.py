@@ -49,7 +49,7 @@ def alone(small_mar, vae):
     return [engine.generate([request])[0] for request in mixed_requests(64)]
 
 
-@pytest.mark.parametrize("max_batch", [1, 7, 64])
+@pytest.mark.parametrize("max_batch", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 64))])
 def test_images_do_not_depend_on_the_batch(max_batch, small_mar, vae, alone):
     engine = Engine(MARModels(small_mar, vae=vae), max_batch=max_batch)
     outputs = engine.generate(mixed_requests(64))

@@ -43,6 +43,7 @@ def test_configurations_take_turns(digits, tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path):
     """What it ends with is what a run that nothing happened to has."""
     rows, num, seed = 3, 4, 3

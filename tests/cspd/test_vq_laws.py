@@ -51,8 +51,22 @@ def test_exact(kind, num, models):
     assert all(s.bound < 1e-5 for s in statistics)
 
 
-@pytest.mark.parametrize("changes", [{"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.6, "cfg": 1.0}], ids=str)
-@pytest.mark.parametrize("kind", ["chain", "static tree", "jacobi PD AC"])
+FILTERS = [{"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.6, "cfg": 1.0}]
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("chain", FILTERS[0]),
+        ("jacobi PD AC", FILTERS[1]),
+        *[
+            pytest.param(kind, changes, marks=pytest.mark.slow)
+            for kind in ("chain", "static tree", "jacobi PD AC")
+            for changes in FILTERS
+        ],
+    ],
+    ids=str,
+)
 def test_exact_where_codes_are_filtered(kind, changes, models):
     method, options = EXACT[kind]
     assert test(models, method, **options, **changes)[0] > SAME
@@ -67,8 +81,19 @@ RELAXED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["chain", "static tree", "dynamic tree", "jacobi PD AC"])
-@pytest.mark.parametrize("rule", RELAXED)
+@pytest.mark.parametrize(
+    "kind, rule",
+    [
+        ("chain", "uniform-rsd"),
+        ("dynamic tree", "lantern"),
+        ("jacobi PD AC", "cool-sd"),
+        *[
+            pytest.param(kind, rule, marks=pytest.mark.slow)
+            for kind in ("chain", "static tree", "dynamic tree", "jacobi PD AC")
+            for rule in RELAXED
+        ],
+    ],
+)
 def test_a_relaxed_rule_is_within_its_bound(rule, kind, models):
     num, (method, changes) = 10_000, EXACT[kind]
     _, distance, statistics = test(models, method, num, **changes | RELAXED[rule])
