@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import socket
+import stat
 import sys
 import time
 import warnings
@@ -41,6 +42,8 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):  # a pipe would be waited for
+            raise ValueError(f"{path} is not a file: give another --out")
         said = os.read(file, SHOWN).decode(errors="replace")
         if said and not said.startswith(SIGN):
             raise ValueError(f"{path} is not a file of cspd: give another --out")

@@ -109,7 +109,7 @@ class Store:
             )
         foreign = [name for name in files if name in entries and name not in own]
         if foreign:
-            why = f"without a {self.name}" if record is None else f"which {self.name} does not list"
+            why = f"and no {self.name}" if record is None else f"which {self.name} does not list"
             raise ValueError(
                 f"{self.folder} holds {_several(foreign)}, {why}, so that this command may not write there:"
                 f" {REMEDY}, or move the files away"

@@ -295,7 +295,6 @@ class VQHost:
             return None
         with self.precision.full():
             images = decoded(tokenizer.decode, codes.clamp(min=0))
-        size = self.defaults.image_size
-        if images.shape[-1] > size:
-            images = functional.interpolate(images, (size, size), mode="bicubic")
+        if images.shape[-1] > self.image_size:
+            images = functional.interpolate(images, (self.image_size, self.image_size), mode="bicubic")
         return to_unit(images)

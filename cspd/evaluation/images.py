@@ -103,6 +103,8 @@ def beginning(path: Path) -> str:
 def _opened(path: Path) -> Iterator[Image.Image]:
     """A PNG or JPEG, its pixels not read yet. Raises ValueError, which names the file, for all that goes wrong."""
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise OSError("not a file, or a link that leads nowhere")
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(path, formats=FORMATS)

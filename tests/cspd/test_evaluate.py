@@ -398,7 +398,7 @@ def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):
     assert len(Shards(tmp_path, 3).labels()) == 3 and (tmp_path / "00001.npz").read_text() == "somebody's"
     (tmp_path / "manifest.json").unlink()
     assert evaluate(tmp_path, num=4) == 2
-    assert "00000.npz, evaluation.json, grid.png, without a manifest.json" in capsys.readouterr().err
+    assert "00000.npz, evaluation.json, grid.png, and no manifest.json" in capsys.readouterr().err
     assert evaluate(tmp_path, "--overwrite", num=4) == 2
     (tmp_path / "manifest.json").write_text("{")
     assert evaluate(tmp_path, num=3) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 
 import numpy as np
@@ -213,6 +214,10 @@ def test_damaged_images_are_refused_by_name(tmp_path, name):
     path.unlink()
     path.symlink_to(path)
     with pytest.raises(ValueError, match=rf"{name}: "):
+        ImageFolder(folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=rf"{name}: .*not a file"):
         ImageFolder(folder)
 
 

@@ -178,7 +178,7 @@ def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path, capsys):
         with pytest.raises(ValueError, match=told):
             again(3, cfg=2.0)
     record.unlink()
-    with pytest.raises(ValueError, match=r"holds chunks/00-00000\.npz, chunks/01-00000\.npz, without a run\.json"):
+    with pytest.raises(ValueError, match=r"holds chunks/00-00000\.npz, chunks/01-00000\.npz, and no run\.json"):
         again(3, cfg=2.0)
     assert len(stamps()) == 2 and not record.exists()
 

@@ -228,6 +228,10 @@ def test_a_lock_file_that_is_not_ours_is_left_alone(tmp_path):
     with pytest.raises(OSError, match="give another --out"):
         begun(tmp_path)
     assert (tmp_path / "elsewhere").read_text() == ""
+    (tmp_path / LOCK).unlink()
+    os.mkfifo(tmp_path / LOCK)
+    with pytest.raises(ValueError, match="is not a file"):
+        begun(tmp_path)
 
 
 # what is replaced
@@ -238,7 +242,7 @@ def test_a_lock_file_that_is_not_ours_is_left_alone(tmp_path):
 def test_a_file_that_no_record_lists_is_in_the_way(tmp_path, name, overwrite):
     (tmp_path / "parts").mkdir()
     (tmp_path / name).write_text("somebody's")
-    with pytest.raises(ValueError, match=rf"holds {name}, without a record\.json.*: give another --out"):
+    with pytest.raises(ValueError, match=rf"holds {name}, and no record\.json.*: give another --out"):
         begun(tmp_path, overwrite=overwrite)
     assert content(tmp_path) == {name: b"somebody's"} and not (tmp_path / LOCK).exists()
     (tmp_path / name).unlink()
