@@ -331,6 +331,6 @@ def test_images_are_decoded_and_resized():
     assert (
         output.image.shape == (3, 8, 8) and 0 <= output.image.min() <= output.image.max() <= 1
     )  # 4 x 4 codes, stride 2
-    engine.host.defaults = dataclasses.replace(engine.host.defaults, image_size=6)
+    engine.host.image_size = 6
     assert engine.generate([Request(0, method="ar")])[0].image.shape == (3, 6, 6)
     assert Engine(VQModels(toys["target"]), max_batch=1, device="cpu").generate([Request(0)])[0].image is None
