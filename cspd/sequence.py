@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import difflib
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cspd.option import option_names, plain
+from cspd.parsing import choice
 
 PHASES = ("backbone", "head", "draft", "decode", "other")
 
@@ -56,9 +56,7 @@ class Request:
         known = option_names()
         for name in given:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
-                raise TypeError(f"a request has no setting {name!r}: {hint}")
+                raise TypeError(f"a request has no setting {name!r}: {choice(name, sorted(known))}")
         own = {"label": label, "seed": seed, "method": method, "family": family}
         for name, value in own.items():
             object.__setattr__(self, name, plain(value))

@@ -20,9 +20,7 @@ DRAFTS = {
     "frozen": "eps~ = eps', the last evaluated one: needs no fit, is right less often",
 }
 WINDOWS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
-LARGEST = (
-    1e6  # of coefficients, and of what a window makes of them; fits stay below 400, and the chain's gain is 20,300
-)
+LARGEST = 1e6  # of coefficients (fits stay below 400) and of what a window makes of them (below 21,000)
 RIDGE = 1e-7  # of the mean diagonal: at the noisiest steps eps' and x' are nearly the same
 
 
