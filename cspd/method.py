@@ -21,17 +21,19 @@ from cspd.sequence import Request, Sequence
 GUARANTEES = {
     "exact": "The images have the distribution of plain sampling with the same settings, to floating-point accuracy:"
     " proved and tested.",
+    "measured": "Near plain sampling's distribution, and how near is measured: the distance of a token from the one"
+    " that plain sampling makes of the same noise, and the divergence of its path.",
     "bounded": "The total variation from plain sampling's distribution is at most the measured bound.",
     "heuristic": "No proof: only the images say how good it is.",
 }
 RunRound = Callable[["Host", list[Sequence], Stopwatch], list[Sequence]]
 
 
-def _nothing_more(request: Request, host: Host) -> None:
+def nothing_more(request: Request, host: Host) -> None:
     """A check of a method that has none of its own."""
 
 
-def _as_it_is(request: Request, host: Host) -> Request:
+def as_it_is(request: Request, host: Host) -> Request:
     """The request, where a method leaves nothing to be decided."""
     return request
 
@@ -47,7 +49,7 @@ class Method:
         run_round: runs one batched round, (host, sequences, stopwatch) -> those that are finished.
         needs: what it needs beside the target: "draft model", "EAGLE drafter", "calibration", or nothing ("-").
         options: settings that only some methods have; an option follows those it depends on (`only_with`).
-        mixed: settings that may differ between the sequences of one round.
+        mixed: settings that may differ between the sequences of one round, beside a resolved request.
         check: raises ValueError on a bad request whose options are good one by one.
         resolve: decides what a checked request leaves open.
         of_request: the guarantee of a resolved request, where settings change it.
@@ -63,9 +65,9 @@ class Method:
     run_round: RunRound
     needs: str = "-"
     options: tuple[Option, ...] = ()
-    mixed: tuple[str, ...] = ()
-    check: Callable[[Request, Host], None] = _nothing_more
-    resolve: Callable[[Request, Host], Request] = _as_it_is
+    mixed: Callable[[Request], tuple[str, ...]] = lambda request: ()
+    check: Callable[[Request, Host], None] = nothing_more
+    resolve: Callable[[Request, Host], Request] = as_it_is
     of_request: Callable[[Request], str] | None = None
     uses: Callable[[Request], set[str]] = lambda request: set()
     heat: str = "accepted"
@@ -93,7 +95,7 @@ class Method:
 
     def round_key(self, request: Request) -> Hashable:
         """Requests with equal keys can share a round, whatever else differs."""
-        alike = request.but(label=0, seed=0, **dict.fromkeys(self.mixed))
+        alike = request.but(label=0, seed=0, **dict.fromkeys(self.mixed(request)))
         return alike, request.guided, request.temperature == 0
 
 

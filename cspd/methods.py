@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import cspd.discrete.ar
-from cspd.continuous import ar, cspd_method, speculative
+from cspd.continuous import ar, cspd_method
+from cspd.continuous import published as samplers
 from cspd.continuous.host import MAR_OPTIONS
 from cspd.discrete import jacobi, published
 from cspd.discrete.host import VQ_OPTIONS
@@ -12,7 +13,7 @@ from cspd.option import Option
 
 METHODS: list[Method] = [
     ar.METHOD,
-    speculative.METHOD,
+    samplers.SPECULATIVE,
     cspd_method.METHOD,
     cspd.discrete.ar.METHOD,
     published.SD,

@@ -95,7 +95,7 @@ class RoundStats:
     """What a request cost. Counts are of the calls it took part in, alone or with others.
 
     Attributes:
-        guarantee: of the method: "exact", "bounded" or "heuristic".
+        guarantee: of the request, a key of `cspd.method.GUARANTEES`.
         iterations: autoregressive iterations; rounds of draft and verification count as one.
         backbone_calls: the target's backbone forwards, conditional and null class in one.
         head_calls: sequential calls of the target's head; head_calls_per_token: of one token's chain, their mean.
@@ -105,6 +105,11 @@ class RoundStats:
             chain, by denoising step or, if tokens, by rank in the generation order.
         committed: how many rounds committed 1 VQ code, 2, ... bound: the rule's local bounds, summed: over requests its
             mean bounds the total variation of an image's codes from the target's.
+        difference, divergence: of a "measured" request, how its tokens compare with the full chain's on held-out ones,
+            from the same z and noise: r.m.s. difference in standard deviations of a token's channels, and KL divergence
+            of the sampler's path from the chain, nats per token. None of others.
+        audit, audit_error: the same divergence of this image's own tokens, estimated where asked for, and the standard
+            error of that; nats per token.
         resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
         seconds: wall time of the rounds it took part in, by phase; each sequence is charged the full time of the round.
             "decode" is the time of the images that finished with it; on a GPU that overlaps other rounds.
@@ -123,6 +128,10 @@ class RoundStats:
     by_rank: list[list[int]] = field(default_factory=lambda: [[], []])
     committed: dict[int, int] = field(default_factory=dict)
     bound: float = 0.0
+    difference: float | None = None
+    divergence: float | None = None
+    audit: float | None = None
+    audit_error: float | None = None
     resample_tries: int = 0
     fallbacks: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

@@ -3,13 +3,12 @@
 T falls from `upper` in the first iteration to `lower` in the last. Its line in cspd/methods.py: `own_denoiser.METHOD`.
 """
 
-import functools
-
+import numpy as np
 import torch
 
-from cspd.continuous import ancestral, ar
-from cspd.continuous.denoiser import Denoised
-from cspd.method import Method
+from cspd.continuous import ancestral
+from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.sampling import sampling
 from cspd.option import Option
 
 OPTIONS = (
@@ -18,21 +17,19 @@ OPTIONS = (
 )
 
 
-def denoise(host, model, rows, z):
-    """T_k = lower + floor((K - 1 - k)/(K - 1) (upper - lower)) at iteration k of each sequence."""
-    steps = []
-    for s in rows.sequences:
-        left = (s.request.num_iter - 1 - s.iteration) / max(1, s.request.num_iter - 1)
-        steps.append(s.request.lower + int(left * (s.request.upper - s.request.lower)))
-    of_row = torch.tensor(steps, device=z.device)[rows.sequence]
-    tokens = torch.empty(len(of_row), host.config.token_dim, device=z.device)
-    for num_steps in sorted(set(steps)):  # sequences of one length of chain together
-        which = (of_row == num_steps).nonzero().squeeze(1)
-        tokens[which] = ancestral.denoise(host, model, rows.at(which), z[:, which], num_steps=num_steps).tokens
-    return Denoised(tokens, of_row.cpu().numpy(), max(steps))
+@denoiser("annealed", options=OPTIONS)
+def denoise(host, model, rows, z, *, index=0, densities=False):
+    """T_k = lower + floor((K - 1 - k)/(K - 1) (upper - lower)) for the tokens of iteration k."""
+    request = rows.sequences[0].request
+    last = np.array([s.request.num_iter - 1 for s in rows.sequences])[rows.sequence.cpu()]
+    left = (last - rows.iteration) / np.maximum(last, 1)
+    steps = request.lower + (left * (request.upper - request.lower)).astype(int)
+    tokens = torch.empty(len(steps), host.config.token_dim, device=z.device)
+    for num_steps in np.unique(steps):  # tokens of one length of chain together
+        which = np.flatnonzero(steps == num_steps)
+        made = ancestral.denoise(host, model, rows.at(which), z[:, which], index=index, num_steps=int(num_steps))
+        tokens[which] = made.tokens
+    return Denoised(tokens, steps, int(steps.max()), evaluations=steps * len(z))
 
 
-run_round = functools.partial(ar.run_round, denoise=denoise)
-METHOD = Method(
-    "annealed", "MAR", "heuristic", "fewer steps later", {}, run_round, options=OPTIONS, mixed=ar.MIXED, heat="calls"
-)
+METHOD = sampling("annealed", "fewer steps later", {}, denoiser="annealed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,11 +11,23 @@ from torch import Tensor
 
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
+from cspd.option import Option, check_integer
 from cspd.precision import Precision
-from mar.diffusion import schedule
+from cspd.sequence import Request
+from mar.diffusion import TRAIN_STEPS, schedule
 from mar.head import Head
 
 MODULATION_BYTES = 16 * 2**20  # of one table of modulations; longer chains take several
+MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of a chain
+FIRST_TIMESTEP = Option(
+    "first_timestep",
+    int,
+    "the noisiest timestep of the 1000 that a chain visits: 999 as in MAR's code, about 950 for short chains",
+    low=1,
+    high=TRAIN_STEPS - 1,
+    metavar="N",
+)
+OPTIONS = (FIRST_TIMESTEP,)
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
@@ -44,12 +57,12 @@ def ancestral(
     num_steps: int,
     precision: Precision,
     trace: Trace | None = None,
+    first_timestep: int = TRAIN_STEPS - 1,
 ) -> Tensor:
     """Samples a token a row by the full chain; T sequential head calls.
 
-    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 at the last. Timesteps do not depend on the state, so
-    the head's modulations are computed for many steps at once. The first step, whose gain is 316 at T = 100, is in
-    float32.
+    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 at the last. The first step, whose gain is 316 at
+    T = 100, is in float32.
 
     Args:
         head: the diffusion head.
@@ -60,27 +73,20 @@ def ancestral(
         noise: maps steps t [n] to eps_t [n, R, d].
         num_steps: T.
         trace: is told every step's (t, x_t, guided eps, v), the last three [R, d].
+        first_timestep: of the 1000, where the chain begins.
 
     Returns:
         Tokens [R, d], float32.
     """
-    s = schedule(num_steps)
-    width = (3 * len(head.res_blocks) + 2) * head.width
-    chunk = max(1, MODULATION_BYTES // (4 * width * z.shape[0] * z.shape[1]))
-    with precision.full():
-        c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(torch.as_tensor(s.timestep_map, device=z.device))
+    s = schedule(num_steps, first_timestep)
     sigma = torch.as_tensor(s.log_sigma_base, dtype=torch.float32, device=z.device).exp()
     sigma[0] = 0  # the last step adds no noise
-    first = num_steps - 1
-    later = [range(i, max(i - chunk, -1), -1) for i in range(first - 1, -1, -chunk)]
-    for steps in [range(first, first - 1, -1), *later]:
+    for calls, by_call in modulated(head, z, s.timestep_map[::-1], precision):
+        steps = [num_steps - 1 - call for call in calls]
         t = torch.tensor(steps, device=z.device)
-        with precision.full() if steps[0] == first else precision.fast():
+        with precision.full() if calls[0] == 0 else precision.fast():
             eps_t = noise(t) * (sigma[t].reshape(-1, 1, 1) * temperature)
-            layers = head.split(head.modulations(t_embed[t][:, None, None], c_embed))
-            by_step = zip(*(zip(*(m.unbind(0) for m in layer)) for layer in layers))
-            for step, modulations, step_noise in zip(steps, by_step, eps_t):
+            for step, modulations, step_noise in zip(steps, by_call, eps_t):
                 eps, v = evaluate(head, x, modulations, scale)
                 if trace:
                     trace(step, x, eps, v)
@@ -89,7 +95,37 @@ def ancestral(
     return x
 
 
-@denoiser("ancestral")
+def modulated(head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision) -> Iterator[tuple[range, Iterator]]:
+    """The head's modulations at one timestep after another, many at once, since they do not depend on the noisy token.
+
+    Args:
+        z: conditions [G, R, D]. timesteps: int64 [N], of the 1000, in the order of the calls.
+
+    Yields:
+        (which calls, the modulations of each as `evaluate` takes them). The first call, where errors grow most, is
+        alone and in float32; its evaluation should be so too.
+    """
+    width = (3 * len(head.res_blocks) + 2) * head.width
+    chunk = max(1, MODULATION_BYTES // (4 * width * z.shape[0] * z.shape[1]))
+    num_calls = len(timesteps)
+    with precision.full():
+        c_embed = head.cond_embed(z)
+        t_embed = head.time_embed(torch.tensor(timesteps.tolist(), device=z.device))
+    for calls in [range(1), *(range(i, min(i + chunk, num_calls)) for i in range(1, num_calls, chunk))]:
+        with precision.full() if calls[0] == 0 else precision.fast():
+            own = t_embed[calls.start : calls.stop]
+            layers = head.split(head.modulations(own[:, None, None], c_embed))
+        yield calls, zip(*(zip(*(m.unbind(0) for m in layer)) for layer in layers))
+
+
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where a chain has more steps than timesteps to visit."""
+    if request.first_timestep is not None:
+        why = f"it begins a chain of {request.num_sampling_steps} steps"
+        check_integer("first_timestep", request.first_timestep, request.num_sampling_steps - 1, TRAIN_STEPS - 1, why)
+
+
+@denoiser("ancestral", "exact", options=OPTIONS, mixed=MIXED, check=check)
 def denoise(
     host: MARHost,
     model: str,
@@ -106,9 +142,11 @@ def denoise(
     Args:
         num_steps: T; by default the requests'. trace: is told every step, as in `ancestral`.
     """
-    num_steps = num_steps or rows.sequences[0].request.num_sampling_steps
+    request = rows.sequences[0].request
+    num_steps = num_steps or request.num_sampling_steps
+    first_timestep = request.first_timestep or TRAIN_STEPS - 1
     head, channels = host.models[model].head, host.config.token_dim
-    s, log_sigmas = schedule(num_steps), []
+    s, log_sigmas = schedule(num_steps, first_timestep), []
 
     def keep_sigma(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
         log_sigmas.append(s.log_sigma_base[t] + rows.temperature.log() + s.log_sigma_slope[t] * v)
@@ -123,9 +161,11 @@ def denoise(
         num_steps,
         host.precision,
         keep_sigma if densities else trace,
+        first_timestep,
     )
     calls = np.full(len(tokens), num_steps)
+    made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
     if not densities:
-        return Denoised(tokens, calls, num_steps)
+        return made
     *path, last = log_sigmas
-    return Denoised(tokens, calls, num_steps, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)
+    return dataclasses.replace(made, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)

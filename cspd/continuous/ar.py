@@ -1,8 +1,4 @@
-"""Plain MAR: one autoregressive iteration a round. It has three axes, and a method is a choice on each of them.
-
-* schedule: which tokens when, `cspd.continuous.schedule`.
-* backbone: how their conditions z are computed; `MARHost.conditions` evaluates the whole transformer.
-* denoiser: how a token is drawn from z, `cspd.continuous.denoiser`.
+"""Plain MAR: one autoregressive iteration a round, by any backbone and denoiser.
 
 `ar` itself, by the full ancestral chain of every token, is what all others are measured against. Guarantee: exact.
 """
@@ -12,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from cspd.continuous import ancestral
-from cspd.continuous.denoiser import Denoiser
+from cspd.continuous.backbone import Conditions
+from cspd.continuous.denoiser import Denoised
 from cspd.continuous.host import MARHost, Rows
-from cspd.continuous.schedule import Schedule, cosine
 from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
-
-Backbone = Callable[[MARHost, list[Sequence], Rows], Tensor]
-MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of an ancestral chain
 
 
 def run_round(
@@ -31,12 +23,11 @@ def run_round(
     batch: list[Sequence],
     watch: Stopwatch,
     *,
-    schedule: Schedule = cosine,
-    backbone: Backbone = MARHost.conditions,
-    denoise: Denoiser = ancestral.denoise,
+    backbone: Conditions = MARHost.conditions,
+    denoise: Callable[..., Denoised] = ancestral.denoise,
 ) -> list[Sequence]:
     """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3)."""
-    advance(host, batch, host.next_rows(batch, schedule), watch, backbone, denoise)
+    advance(host, batch, host.next_rows(batch), watch, backbone, denoise)
     return [s for s in batch if s.num_known == host.seq_len]
 
 
@@ -45,8 +36,8 @@ def advance(
     batch: list[Sequence],
     rows: Rows,
     watch: Stopwatch,
-    backbone: Backbone = MARHost.conditions,
-    denoise: Denoiser = ancestral.denoise,
+    backbone: Conditions = MARHost.conditions,
+    denoise: Callable[..., Denoised] = ancestral.denoise,
 ) -> None:
     """Predicts some rows of every sequence with the target alone and commits them; an iteration."""
     watch.start("backbone")
@@ -68,7 +59,7 @@ def advance(
         stats.backbone_calls += 1
         stats.head_calls += made.head_calls
         stats.head_calls_per_token += made.calls[own].sum().item() / host.seq_len
-        stats.head_evaluations += made.evaluations[own].sum().item() * len(z)
+        stats.head_evaluations += made.evaluations[own].sum().item()
 
 
 METHOD = Method(
@@ -78,6 +69,8 @@ METHOD = Method(
     summary="plain sampling: every token by the full denoising chain",
     papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
     run_round=run_round,
-    mixed=MIXED,
+    options=ancestral.OPTIONS,
+    mixed=lambda request: ancestral.MIXED,
+    check=ancestral.check,
     heat="calls",
 )

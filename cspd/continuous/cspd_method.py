@@ -8,7 +8,6 @@ two models' tokens. The authors' code divides that step's z-scores by 42, which 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -16,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous import ar, speculative
+from cspd.continuous import ar, denoisers  # noqa: F401 - names the denoisers
 from cspd.continuous.denoiser import DENOISERS, Denoised
 from cspd.continuous.gaussian import first_kept
 from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.sampling import choices
 from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
@@ -45,9 +45,7 @@ OPTIONS = (
     Option(
         "prefill", float, "share of the tokens that the target makes alone, at first", default=0.05, high=1, metavar="P"
     ),
-    Option("chains", DENOISERS, "how both models denoise a token", default="ancestral"),
-    speculative.WINDOW.but(only_with=("chains", ("speculative",))),
-    speculative.DRAFT,
+    *choices("chains", DENOISERS, "how both models denoise a token", default="ancestral"),
 )
 MAX_TRIES = 100
 
@@ -72,7 +70,7 @@ def _denoise(
     host: MARHost, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
 ) -> tuple[Paths, Denoised]:
     """Rows by a model's head, as the request's chains are: their paths, and what they cost."""
-    made = DENOISERS[request.chains](host, model, rows, z, index=index, densities=True)
+    made = DENOISERS[request.chains].denoise(host, model, rows, z, index=index, densities=True)
     return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
 
 
@@ -252,8 +250,7 @@ def _account(
     tries: np.ndarray,
 ) -> None:
     """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
-    running, copies = _running(host, batch[0]), 2 if batch[0].request.guided else 1
-    evaluations = made.evaluations * copies
+    running = _running(host, batch[0])
     first = 0
     for sequence, count, num_committed in zip(batch, rows.counts, committed):
         drafted, decided = slice(first, first + count), slice(first, first + num_committed)
@@ -264,7 +261,7 @@ def _account(
         stats.backbone_calls += 1
         stats.head_calls += made.head_calls
         stats.head_calls_per_token += made.calls[decided].sum().item() / running.length
-        stats.head_evaluations += evaluations[drafted].sum().item()
+        stats.head_evaluations += made.evaluations[drafted].sum().item()
         stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
         stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())
 
@@ -274,14 +271,12 @@ def check(request: Request, host: MARHost) -> None:
     check_integer("gamma", request.gamma, 1, host.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
         raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
-    speculative.check(request, host)
+    DENOISERS[request.chains].check(request, host)
 
 
 def resolve(request: Request, host: MARHost) -> Request:
-    """The request with the window of its chains, where they have one."""
-    if request.chains != "speculative":
-        return dataclasses.replace(request, window=0)
-    return speculative.resolve(request, host)
+    """The request with what its chains decide."""
+    return DENOISERS[request.chains].resolve(request, host)
 
 
 METHOD = Method(
@@ -293,7 +288,7 @@ METHOD = Method(
     run_round=run_round,
     needs="draft model",
     options=OPTIONS,
-    mixed=("num_iter",),
+    mixed=lambda request: ("num_iter",),
     check=check,
     resolve=resolve,
     uses=lambda request: {"draft"},

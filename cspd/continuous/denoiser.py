@@ -1,22 +1,27 @@
 """How a token is drawn from its condition z: what a denoiser is given, and what it gives back.
 
-A denoiser is a function
+A denoiser draws by a function
 
     denoise(host, model, rows, z, *, index=0, densities=False) -> Denoised
 
 of the rows to draw (`Rows`), their conditions z [G, R, D] (G = 2 where guided, the null class second), the model whose
 head draws them ("target" or "draft"), and the index of their noise (`cspd.noise.initial`). Where `densities` is asked
-for, it also gives the Gaussians of its chains, which CSpD compares. CSpD's `chains` can be any denoiser that does so,
-once it has a name (`@denoiser`); plain autoregression takes any at all, and asks for no densities.
+for, it also gives the Gaussians of its chains, which CSpD compares. Under a name (`@denoiser`) any sampler of MAR can
+take it, and CSpD's `chains`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from cspd.method import as_it_is, nothing_more
+from cspd.option import Option
+from cspd.sequence import Request
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Denoised:
     Attributes:
         tokens: float32 [R, d].
         calls: int64 [R], on the host: head calls of each token's chain. head_calls: sequential ones, of all together.
-        window: states of a token that a call evaluates, after the first; 1 where a chain goes step by step.
+        evaluations: int64 [R], on the host: how often the head was evaluated on each row, the null class included.
         log_sigma: [R], summed over channels and all steps but the last; None where no densities were asked for.
         log_sigma_last: [R, d], of the last step, where sampling adds no noise but a sigma exists; None as above.
     """
@@ -34,25 +39,42 @@ class Denoised:
     tokens: Tensor
     calls: np.ndarray
     head_calls: int
-    window: int = 1
+    evaluations: np.ndarray
     log_sigma: Tensor | None = None
     log_sigma_last: Tensor | None = None
 
-    @property
-    def evaluations(self) -> np.ndarray:
-        """States of each row that the head was evaluated on, int64 [R]; twice as many rows where guided."""
-        return 1 + (self.calls - 1) * self.window
+
+@dataclass(frozen=True)
+class Denoiser:
+    """A way to draw tokens.
+
+    Attributes:
+        denoise: see above. guarantee: a key of `cspd.method.GUARANTEES`, where z is computed in full.
+        options: settings of its own. needs: "calibration" or nothing ("-").
+        mixed: settings that may differ between the rows of one call.
+        check: raises ValueError on a bad request. resolve: decides what a checked request leaves open.
+        run_round: a round of its own, (host, batch, stopwatch, backbone) -> those that are finished, for one whose
+            sequences do not wait for each other's chains.
+    """
+
+    denoise: Callable[..., Denoised]
+    guarantee: str
+    options: tuple[Option, ...] = ()
+    needs: str = "-"
+    mixed: tuple[str, ...] = ("num_iter",)
+    check: Callable[[Request, Any], None] = nothing_more
+    resolve: Callable[[Request, Any], Request] = as_it_is
+    run_round: Callable[..., list] | None = None
 
 
-Denoiser = Callable[..., Denoised]
-DENOISERS: dict[str, Denoiser] = {}  # by name: those that CSpD's chains can take
+DENOISERS: dict[str, Denoiser] = {}  # by name
 
 
-def denoiser(name: str) -> Callable[[Denoiser], Denoiser]:
-    """Names a denoiser that gives densities, so that CSpD's `chains` can take it."""
+def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Callable[[Callable], Callable]:
+    """Names a function as a denoiser that a request can ask for; attributes as in `Denoiser`."""
 
-    def named(function: Denoiser) -> Denoiser:
-        DENOISERS[name] = function
-        return function
+    def named(denoise: Callable[..., Denoised]) -> Callable[..., Denoised]:
+        DENOISERS[name] = Denoiser(denoise, guarantee, **attributes)
+        return denoise
 
     return named

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cspd import noise as philox_noise
 from cspd.continuous.memory import check_memory
-from cspd.continuous.schedule import GUIDANCE, Schedule, cosine, guidance_scales
+from cspd.continuous.schedule import GUIDANCE, ORDERS, timetable
 from cspd.method import Method, complete
 from cspd.option import Option
 from cspd.pixels import decoded, to_unit
@@ -27,8 +27,7 @@ from mar.model import MAR
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
 
-PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows`
-
+PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows` on the device
 
 NUM_ITER = Option(
     "num_iter",
@@ -62,6 +61,7 @@ class Rows:
         sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
+        iteration: int64 [R], on the host: the iteration that the timetable predicts it in, from 0.
     """
 
     sequences: list[Sequence]
@@ -74,10 +74,13 @@ class Rows:
     seed: Tensor
     scale: Tensor
     temperature: Tensor
+    iteration: np.ndarray
 
-    def at(self, which: Tensor) -> Rows:
-        """Some of the rows, int64 [n]."""
-        return replace(self, **{name: getattr(self, name)[which] for name in PER_ROW})
+    def at(self, which: np.ndarray) -> Rows:
+        """Some of the rows, int64 [n] on the host."""
+        index = torch.as_tensor(which, device=self.slot.device)
+        on_device = {name: getattr(self, name)[index] for name in PER_ROW}
+        return replace(self, iteration=self.iteration[which], **on_device)
 
 
 class MARHost:
@@ -176,26 +179,33 @@ class MARHost:
         slots = self._tensor([s.slot for s in sequences])
         self.label[slots] = self._tensor([s.request.label for s in sequences])
         seeds = self._tensor([s.request.seed for s in sequences])
-        self.order[slots] = self.noise.order(seeds, self.config.seq_len)
+        order = self.noise.order(seeds, self.config.seq_len)
+        names = np.array([s.request.settings.get("order", "random") for s in sequences])
+        for name in set(names):
+            own = self._tensor(np.flatnonzero(names == name))
+            order[own] = ORDERS[name].arrange(order[own], self.config.grid_size)
+        self.order[slots] = order
         self.tokens[slots] = 0
 
-    def next_rows(self, batch: list[Sequence], schedule: Schedule = cosine, limit: int | None = None) -> Rows:
+    def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts; up to `limit` known tokens in all."""
         length = self.seq_len
         counts = []
         for sequence in batch:
-            after, _ = schedule(sequence.request.num_iter, length)
-            known = length - int(after[sequence.iteration])
+            masked = timetable(sequence.request, length).masked
+            known = length - int(masked[sequence.iteration])
             counts.append(min(known, length if limit is None else limit) - sequence.num_known)
-        return self.rows(batch, [s.num_known for s in batch], counts, schedule)
+        return self.rows(batch, [s.num_known for s in batch], counts)
 
-    def rows(self, batch: list[Sequence], known: list[int], counts: list[int], schedule: Schedule = cosine) -> Rows:
+    def rows(self, batch: list[Sequence], known: list[int], counts: list[int]) -> Rows:
         """The rows of the next counts[i] tokens of batch[i] after known[i]; a sequence may be there more than once."""
         owner = np.repeat(np.arange(len(batch)), counts)
         offset = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         rank = offset + np.asarray(known)[owner]
         requests = [sequence.request for sequence in batch]
-        scales = [guidance_scales(schedule, r.num_iter, self.seq_len, r.cfg, r.cfg_schedule) for r in requests]
+        timetables = [timetable(request, self.seq_len) for request in requests]
+        scales = np.stack([each.scale for each in timetables])
+        iterations = np.stack([each.iteration for each in timetables])
 
         def per_row(values: list, dtype: torch.dtype) -> Tensor:
             return self._tensor(np.asarray(values)[owner], dtype)
@@ -210,8 +220,9 @@ class MARHost:
             slot=slot,
             position=self.order[slot, self._tensor(rank)],
             seed=per_row([s.request.seed for s in batch], torch.int64),
-            scale=self._tensor(np.stack(scales)[owner, rank], torch.float32).unsqueeze(-1),
+            scale=self._tensor(scales[owner, rank], torch.float32).unsqueeze(-1),
             temperature=per_row([s.request.temperature for s in batch], torch.float32).unsqueeze(-1),
+            iteration=iterations[owner, rank],
         )
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from cspd.continuous import ancestral, ar
+from cspd.continuous.backbone import Conditions
 from cspd.continuous.calibration import DRAFTS, WINDOWS, frozen
 from cspd.continuous.chains import Chains, acceptance
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.draft_verify import draft_table
 from cspd.continuous.host import MARHost, Rows
-from cspd.continuous.schedule import Schedule, cosine
-from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
@@ -102,9 +101,7 @@ def run_round(
     host: MARHost,
     batch: list[Sequence],
     watch: Stopwatch,
-    *,
-    schedule: Schedule = cosine,
-    backbone: ar.Backbone = MARHost.conditions,
+    backbone: Conditions = MARHost.conditions,
 ) -> list[Sequence]:
     """Runs head calls until three in four sequences have ended their iteration, and returns those that are finished.
 
@@ -115,14 +112,14 @@ def run_round(
     """
     request = batch[0].request
     if request.window == 0:
-        return ar.run_round(host, batch, watch, schedule=schedule, backbone=backbone)
+        return ar.run_round(host, batch, watch, backbone=backbone)
     kept = host.kept[batch[0].key]
     if "running" not in kept:
         kept["running"] = _Running(host, request)
     running = kept["running"]
     idle = [s for s in batch if s not in running.left]
     if idle:
-        rows = host.next_rows(idle, schedule)
+        rows = host.next_rows(idle)
         watch.start("backbone")
         z = backbone(host, idle, rows)
         watch.start("head")
@@ -142,7 +139,31 @@ def run_round(
     return finished
 
 
-@denoiser("speculative")
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where a window does not fit the denoising steps, or there is no noise to speculate on."""
+    if request.window is not None:
+        most = min(WINDOWS[-1], request.num_sampling_steps)
+        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
+        if request.window and request.temperature == 0:
+            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
+
+
+def resolve(request: Request, host: MARHost) -> Request:
+    """The request with the window that is fastest for it on this device, where it leaves that open."""
+    if request.window is not None:
+        return request
+    return dataclasses.replace(request, window=host.tuning.window(request, host.num_slots))
+
+
+@denoiser(
+    "speculative",
+    "exact",
+    options=(WINDOW, DRAFT),
+    needs="calibration",
+    check=check,
+    resolve=resolve,
+    run_round=run_round,
+)
 def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
     """Speculative chains of all rows, run until the last one has ended; arguments as in `cspd.continuous.denoiser`."""
     request = rows.sequences[0].request
@@ -162,36 +183,6 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     by_row = torch.tensor(np.argsort([owner for part in parts for owner in part.owners]), device=z.device)
     fields = ("tokens", "record", "log_sigma", "log_sigma_last")
     tokens, record, log_sigma, last = (torch.cat([getattr(part, name) for part in parts])[by_row] for name in fields)
-    return Denoised(tokens, (record != 0).sum(1).cpu().numpy(), calls, chains.window, log_sigma, last)
-
-
-def check(request: Request, host: MARHost) -> None:
-    """Raises ValueError where a window does not fit the denoising steps, or there is no noise to speculate on."""
-    if request.window is not None:
-        most = min(WINDOWS[-1], request.num_sampling_steps)
-        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
-        if request.window and request.temperature == 0:
-            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
-
-
-def resolve(request: Request, host: MARHost) -> Request:
-    """The request with the window that is fastest for it on this device, where it leaves that open."""
-    if request.window is not None:
-        return request
-    return dataclasses.replace(request, window=host.tuning.window(request, host.num_slots))
-
-
-METHOD = Method(
-    name="speculative",
-    family="MAR",
-    guarantee="exact",
-    summary="speculation inside the diffusion head, no draft model",
-    papers={"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
-    run_round=run_round,
-    needs="calibration",
-    options=(WINDOW, DRAFT),
-    mixed=("num_iter",),
-    check=check,
-    resolve=resolve,
-    heat="calls",
-)
+    own_calls = (record != 0).sum(1).cpu().numpy()
+    evaluations = (1 + (own_calls - 1) * chains.window) * len(z)
+    return Denoised(tokens, own_calls, calls, evaluations, log_sigma, last)

@@ -32,5 +32,5 @@ METHOD = Method(
     summary="plain sampling: one code a forward",
     papers={"2406.06525": "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation"},
     run_round=run_round,
-    mixed=MIXED,
+    mixed=lambda request: MIXED,
 )

@@ -142,7 +142,7 @@ def drafting(
         run_round=run_round,
         needs=NEEDS[DRAFTS[draft].needs],
         options=(DRAFT.but(default=draft), GAMMA.but(default=gamma), *rule_options(rule, **parameters)),
-        mixed=MIXED,
+        mixed=lambda request: MIXED,
         check=check,
         of_request=lambda request: rule_of(request).guarantee,
         uses=lambda request: {DRAFTS[request.draft].needs} - {None},

@@ -270,7 +270,7 @@ def jacobi(name: str, summary: str, papers: dict[str, str], **defaults: object) 
         papers=papers,
         run_round=run_round,
         options=(*options, *rule_options()),
-        mixed=MIXED,
+        mixed=lambda request: MIXED,
         check=check,
         of_request=lambda request: rule_of(request).guarantee,
     )

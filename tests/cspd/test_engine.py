@@ -13,7 +13,7 @@ import torch
 from conftest import relative_error
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.schedule import cosine, guidance_scales
+from cspd.continuous.schedule import cosine, timetable
 from cspd.precision import Precision
 from mar import reference
 from mar.model import MAR, MARConfig
@@ -133,8 +133,9 @@ def test_every_iteration_predicts_and_the_last_one_ends(num_iter):
 
 
 def test_guidance_of_the_last_iteration_is_as_published():
-    assert guidance_scales(cosine, 64, 64, 3.0, "linear")[-1] == pytest.approx(1 + 2 * 63 / 64)
-    assert (guidance_scales(cosine, 64, 64, 3.0, "constant") == 3.0).all()
+    linear = Request(0, num_iter=64, cfg=3.0, cfg_schedule="linear")
+    assert timetable(linear, 64).scale[-1] == pytest.approx(1 + 2 * 63 / 64)
+    assert (timetable(linear.but(cfg_schedule="constant"), 64).scale == 3.0).all()
 
 
 def test_agrees_with_the_published_sampler(small_mar):

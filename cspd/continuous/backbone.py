@@ -1,0 +1,46 @@
+"""How the conditions z of an iteration's tokens are computed.
+
+A backbone is a function (host, batch, rows) -> z float32 [G, R, D], G = 2 with the null class second where the batch is
+guided. `MARHost.conditions` evaluates the whole transformer. Under a name (`@backbone`) any sampler of MAR can take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cspd.continuous.host import MARHost, Rows
+from cspd.method import nothing_more
+from cspd.option import Option
+from cspd.sequence import Request, Sequence
+
+Conditions = Callable[[MARHost, list[Sequence], Rows], Tensor]
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A way to compute conditions. All but the full one are heuristic.
+
+    Attributes:
+        conditions: see above. options: settings of its own. check: raises ValueError on a bad request.
+    """
+
+    conditions: Conditions
+    options: tuple[Option, ...] = ()
+    check: Callable[[Request, Any], None] = nothing_more
+
+
+BACKBONES: dict[str, Backbone] = {"full": Backbone(MARHost.conditions)}  # by name
+
+
+def backbone(name: str, **attributes: Any) -> Callable[[Conditions], Conditions]:
+    """Names a function as a backbone that a request can ask for; attributes as in `Backbone`."""
+
+    def named(conditions: Conditions) -> Conditions:
+        BACKBONES[name] = Backbone(conditions, **attributes)
+        return conditions
+
+    return named

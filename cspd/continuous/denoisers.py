@@ -1,0 +1,7 @@
+"""All denoisers: importing them gives them their names, in this order."""
+
+from __future__ import annotations
+
+from cspd.continuous import ancestral, speculative
+
+__all__ = ["ancestral", "speculative"]
