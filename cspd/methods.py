@@ -14,6 +14,7 @@ from cspd.option import Option
 METHODS: list[Method] = [
     ar.METHOD,
     samplers.SPECULATIVE,
+    samplers.CALIBRATED,
     cspd_method.METHOD,
     cspd.discrete.ar.METHOD,
     published.SD,

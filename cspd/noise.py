@@ -208,6 +208,11 @@ def candidates(
     return _candidates((Purpose.CANDIDATE, Purpose.CANDIDATE_COIN), seed, position, step, first + offset, num, channels)
 
 
+def step_coins(seed: Tensor, position: Tensor, num_steps: int) -> Tensor:
+    """A uniform draw for each step of tokens, as in `chain`: seed, position [R] to [R, T]."""
+    return uniform(seed, Purpose.COIN, position, num=num_steps)
+
+
 def token_candidates(seed: Tensor, position: Tensor, first: int, num: int, channels: int) -> tuple[Tensor, Tensor]:
     """As `candidates`, for whole tokens that were rejected."""
     purposes = (Purpose.TOKEN_CANDIDATE, Purpose.TOKEN_CANDIDATE_COIN)

@@ -95,6 +95,11 @@ def ancestral(
     return x
 
 
+def modulation_size(head: Head) -> int:
+    """Bytes of a row's modulations at one timestep."""
+    return 4 * (3 * len(head.res_blocks) + 2) * head.width
+
+
 def modulated(head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision) -> Iterator[tuple[range, Iterator]]:
     """The head's modulations at one timestep after another, many at once, since they do not depend on the noisy token.
 
@@ -105,8 +110,7 @@ def modulated(head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision
         (which calls, the modulations of each as `evaluate` takes them). The first call, where errors grow most, is
         alone and in float32; its evaluation should be so too.
     """
-    width = (3 * len(head.res_blocks) + 2) * head.width
-    chunk = max(1, MODULATION_BYTES // (4 * width * z.shape[0] * z.shape[1]))
+    chunk = max(1, MODULATION_BYTES // (modulation_size(head) * z.shape[0] * z.shape[1]))
     num_calls = len(timesteps)
     with precision.full():
         c_embed = head.cond_embed(z)

@@ -47,6 +47,8 @@ def advance(
     watch.start("other")
     host.commit(rows, made.tokens)
     host.heat[rows.slot, rows.position] = torch.as_tensor(made.calls, dtype=torch.float32, device=host.device)
+    if made.measured and made.measured.audit is not None:
+        host.audit[rows.slot, rows.position] = made.measured.audit
 
     first = 0
     for sequence, count in zip(batch, rows.counts):
@@ -60,6 +62,12 @@ def advance(
         stats.head_calls += made.head_calls
         stats.head_calls_per_token += made.calls[own].sum().item() / host.seq_len
         stats.head_evaluations += made.evaluations[own].sum().item()
+        if made.measured:
+            stats.difference, stats.divergence = made.measured.difference, made.measured.divergence
+            if made.measured.audit is not None and sequence.num_known == host.seq_len:
+                audit = host.audit[sequence.slot]
+                stats.audit = audit.mean().item()
+                stats.audit_error = (audit.std() / host.seq_len**0.5).item()
 
 
 METHOD = Method(

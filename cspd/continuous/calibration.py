@@ -6,6 +6,7 @@ A calibration changes the speed, and which image a seed gives, but never the dis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,22 +47,27 @@ class Calibration:
             "drift": (np.float32, (num_steps, lags), -LARGEST, LARGEST),
             "calls": (np.int16, (len(WINDOWS), max(1, self.calls.shape[-1])), 1, num_steps),
         }
-        for name, (dtype, shape, low, high) in wanted.items():
-            values = getattr(self, name)
-            if values.dtype != dtype or values.shape != shape:
-                kinds = f"{values.dtype} {list(values.shape)}, not {np.dtype(dtype)} {list(shape)}"
-                raise ValueError(f"a calibration's {name} are {kinds}")
-            if not ((values >= low) & (values <= high)).all():  # NaN is in no range
-                raise ValueError(f"a calibration's {name} are not all in {low:g}..{high:g}")
+        check_arrays("a calibration", vars(self), wanted)
         with np.errstate(over="ignore"):
             table = draft_table(self.coefficients, self.drift, num_steps, lags, temperature=1.0)
         if not np.abs(table).max() <= LARGEST:
             raise ValueError(f"a calibration's drafts grow beyond {LARGEST:g}")
 
 
-def frozen(num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+def check_arrays(owner: str, arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple]) -> None:
+    """Raises ValueError where arrays are not of the (dtype, shape, least, most) that is `wanted` of their names."""
+    for name, (dtype, shape, low, high) in wanted.items():
+        values = arrays[name]
+        if values.dtype != dtype or values.shape != shape:
+            kinds = f"{values.dtype} {list(values.shape)}, not {np.dtype(dtype)} {list(shape)}"
+            raise ValueError(f"{owner}'s {name} are {kinds}")
+        if not ((values >= low) & (values <= high)).all():  # NaN is in no range
+            raise ValueError(f"{owner}'s {name} are not all in {low:g}..{high:g}")
+
+
+def frozen(num_steps: int, most_lags: int = WINDOWS[-1]) -> tuple[np.ndarray, np.ndarray]:
     """Coefficients [T, lags, 3] and drift [T, lags] of the frozen draft, which needs no fit."""
-    lags = min(WINDOWS[-1], num_steps)
+    lags = min(most_lags, num_steps)
     coefficients = np.tile(np.float32([0, 1, 0]), (num_steps, lags, 1))
     return coefficients, np.zeros((num_steps, lags), np.float32)
 
@@ -91,7 +97,7 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
         anchor_x, anchor_eps, anchor_v = x[anchors], eps[anchors], v[anchors]
         slope = s.log_sigma_slope[k]
         if not is_frozen:
-            coefficients[k, :num_lags] = _least_squares(fitted_x, fitted_eps, fitted_v, k, anchors, slope)
+            coefficients[k, :num_lags] = least_squares(fitted_x, fitted_eps, fitted_v, k, anchors, slope)
             drift[k, :num_lags] = (fitted_v[k] - fitted_v[anchors]).mean((1, 2))
 
         # would these drafts be accepted on the very chains they are fitted to?
@@ -118,7 +124,7 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
     return made
 
 
-def _least_squares(x: Tensor, eps: Tensor, v: Tensor, k: int, anchors: slice, slope: float) -> Tensor:
+def least_squares(x: Tensor, eps: Tensor, v: Tensor, k: int, anchors: slice, slope: float) -> Tensor:
     """c [lags, 3] for eps_k on (x_k, eps and x of the anchors), weighted by 1/variance; x, eps, v [T, N, d]."""
     anchor_x, anchor_eps, x, eps, v = x[anchors], eps[anchors], x[k], eps[k], v[k]
     features = torch.stack([x.expand_as(anchor_x), anchor_eps, anchor_x], dim=1)

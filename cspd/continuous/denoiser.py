@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +22,14 @@ from torch import Tensor
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
 from cspd.sequence import Request
+
+
+class Measured(NamedTuple):
+    """How near tokens are to the full chain's, see `cspd.sequence.RoundStats`; `audit`: [R], where asked for."""
+
+    difference: float
+    divergence: float
+    audit: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Denoised:
         tokens: float32 [R, d].
         calls: int64 [R], on the host: head calls of each token's chain. head_calls: sequential ones, of all together.
         evaluations: int64 [R], on the host: how often the head was evaluated on each row, the null class included.
+        measured: how near the tokens are to the full chain's; None of a denoiser that cannot tell.
         log_sigma: [R], summed over channels and all steps but the last; None where no densities were asked for.
         log_sigma_last: [R, d], of the last step, where sampling adds no noise but a sigma exists; None as above.
     """
@@ -42,6 +51,7 @@ class Denoised:
     evaluations: np.ndarray
     log_sigma: Tensor | None = None
     log_sigma_last: Tensor | None = None
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)

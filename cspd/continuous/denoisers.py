@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cspd.continuous import ancestral, speculative
+from cspd.continuous import ancestral, calibrated, speculative
 
-__all__ = ["ancestral", "speculative"]
+__all__ = ["ancestral", "calibrated", "speculative"]

@@ -26,6 +26,14 @@ def log_ratio(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
     return (log_sigma_q - log_sigma_p + 0.5 * (z_q - z_p) * (z_q + z_p)).sum(-1)
 
 
+def divergence(p: Gaussian, q: Gaussian) -> Tensor:
+    """KL(p || q), nats summed over the channels: [...]."""
+    (mean_p, log_sigma_p), (mean_q, log_sigma_q) = p, q
+    log_ratio = log_sigma_p - log_sigma_q
+    distance = (mean_p - mean_q) * torch.exp(-log_sigma_q)
+    return (0.5 * (torch.expm1(2 * log_ratio) + distance.square()) - log_ratio).sum(-1)
+
+
 def reflect(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
     """Maps a draw of q to a draw of p: standardised under q, mirrored along the line between the means, put under p.
 

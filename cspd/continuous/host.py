@@ -94,6 +94,7 @@ class MARHost:
 
     Attributes:
         heat: float32 [slots, L], what each token cost, for pictures; a method says what it means.
+        audit: float32 [slots, L], nats, what an audit found of each token, where one is asked for.
         kept: what methods keep between rounds, by the sequences' key.
     """
 
@@ -123,6 +124,7 @@ class MARHost:
         self.order = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.label = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, length, device=device)
+        self.audit = torch.zeros(num_slots, length, device=device)
         self.kept: dict[Hashable, dict] = defaultdict(dict)
 
     def adopt(self, other: MARHost) -> None:

@@ -8,36 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import platform
-import warnings
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
-from torch import Tensor
-from tqdm import tqdm
 
-from cspd.continuous import ancestral, ar
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
-from cspd.continuous.host import MARHost
-from cspd.precision import Precision, Stopwatch
+from cspd.continuous.kept import Kept, remember
+from cspd.continuous.plan import Predictor, fit_predictor, plan_of
+from cspd.continuous.shortcut import Shortcut, fit_shortcut
+from cspd.continuous.tracing import TRACE_SEED, Trace, trace
+from cspd.precision import Precision
 from cspd.records import publishing
-from cspd.sequence import Request, Sequence
+from cspd.sequence import Request
 from mar.head import Head
 from mar.model import MAR
 
-CALIBRATION_SCHEMA, COSTS_SCHEMA = "cspd.calibration/1", "cspd.costs/2"
-REMEMBERED = 64  # settings whose windows and calibrations are in memory
-TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what the fit sees: the sampler's own tokens
+CALIBRATION_SCHEMA, PLAN_SCHEMA, COSTS_SCHEMA = "cspd.calibration/1", "cspd.plan/1", "cspd.costs/2"
 
 
 def user_cache() -> Path:
@@ -84,7 +77,7 @@ class Tuning:
         """The fastest window for what is known of the request and the engine, whatever else is in flight."""
         kind = dataclasses.replace(request, label=0, seed=0), num_slots
         if kind not in self._windows:
-            _remember(self._windows, kind, self._window(request, num_slots))
+            remember(self._windows, kind, self._window(request, num_slots))
         return self._windows[kind]
 
     def _window(self, request: Request, num_slots: int) -> int:
@@ -96,7 +89,7 @@ class Tuning:
 
 
 class Calibrations:
-    """The calibrations of one model, kept in memory and on disk.
+    """The calibrations of one model, made on first use and kept.
 
     Args:
         model, device, precision: whose, and how it computes.
@@ -104,28 +97,39 @@ class Calibrations:
     """
 
     def __init__(self, model: MAR, device: torch.device, precision: Precision, folders: list[Path]) -> None:
-        self.model, self.device, self.precision, self.folders = model, device, precision, folders
-        self._known: dict[str, Calibration] = {}
+        self.model, self.device, self.precision = model, device, precision
+        self._kept = Kept(folders)
         self._weights: str | None = None
+        self._traces: dict[object, Any] = {}  # of the settings last asked for
 
     def get(self, request: Request) -> Calibration:
         """The calibration for a resolved request's guidance, temperature, T and draft."""
-        settings = self._settings(request)
-        if settings not in self._known:
-            _remember(self._known, settings, self._read(settings) or self._make(request, settings))
-        return self._known[settings]
+        return self._kept.get(Calibration, self._of_calibration(request), lambda: self._fit(request))
 
     def folder_of(self, request: Request) -> Path | None:
         """The folder that keeps a request's calibration; None if there is none on disk."""
-        name = _file_name(self._settings(request))
-        return next((folder for folder in self.folders if (folder / name).is_file()), None)
+        return self._kept.folder_of(Calibration, self._of_calibration(request))
 
-    def _settings(self, request: Request) -> str:
-        """All that a calibration depends on, as text."""
+    def predictor(self, request: Request) -> Predictor:
+        """The predictor for a request's guidance, temperature and T."""
+        settings = self._settings(request) | {"schema": PLAN_SCHEMA}
+        return self._kept.get(Predictor, settings, lambda: self._fit_predictor(request))
+
+    def shortcut(self, request: Request) -> Shortcut:
+        """The shortcut for a resolved request's guidance, temperature, T, head calls and null class."""
+        calls = {"head_calls": request.head_calls, "null_every": request.null_every if request.guided else None}
+        settings = self._settings(request) | calls | {"schema": PLAN_SCHEMA}
+        return self._kept.get(Shortcut, settings, lambda: self._fit_shortcut(request))
+
+    def _of_calibration(self, request: Request) -> dict:
+        """All that a calibration depends on."""
+        return self._settings(request) | {"schema": CALIBRATION_SCHEMA, "draft": request.draft}
+
+    def _settings(self, request: Request) -> dict:
+        """All that chains depend on."""
         if self._weights is None:
             self._weights = content_hash(self.model)
-        settings = {
-            "schema": CALIBRATION_SCHEMA,
+        return {
             "weights": self._weights,
             "cfg": float(request.cfg),
             "cfg_schedule": request.cfg_schedule if request.guided else None,
@@ -133,54 +137,33 @@ class Calibrations:
             "num_sampling_steps": request.num_sampling_steps,
             "precision": self.precision.policy,
             "seed": TRACE_SEED,
-            "draft": request.draft,
         }
-        return json.dumps(settings, sort_keys=True)
 
     @torch.inference_mode()
-    def _make(self, request: Request, settings: str) -> Calibration:
-        x, eps, v = trace(self.model, request, self.device, self.precision)
-        made = fit(x, eps, v, request.temperature, request.draft == "frozen")
-        if not self._keep(made, settings):
-            places = ", ".join(map(str, self.folders)) or "none given"
-            warnings.warn(
-                f"the calibration cannot be kept for the next run: no folder is writable ({places})", stacklevel=2
-            )
-        return made
+    def _fit(self, request: Request) -> Calibration:
+        chains = self._trace(request, held_out=False).chains
+        return fit(*chains, request.temperature, request.draft == "frozen")
 
-    def _read(self, settings: str) -> Calibration | None:
-        fields = dataclasses.fields(Calibration)
-        for folder in self.folders:
-            # absent or damaged: it is looked for elsewhere, or made again
-            with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
-                with safe_open(folder / _file_name(settings), "np") as file:
-                    if file.metadata()["settings"] == settings:
-                        read = Calibration(**{field.name: file.get_tensor(field.name) for field in fields})
-                        read.check(json.loads(settings)["num_sampling_steps"])
-                        return read
-        return None
+    @torch.inference_mode()
+    def _fit_predictor(self, request: Request) -> Predictor:
+        seen, held_out = (self._trace(request, held_out).chains for held_out in (False, True))
+        return fit_predictor(seen, held_out, request.temperature)
 
-    def _keep(self, made: Calibration, settings: str) -> bool:
-        """Writes a calibration to the first folder that can be written to; returns whether there was one."""
-        for folder in self.folders:
-            with contextlib.suppress(OSError, SafetensorError):
-                folder.mkdir(parents=True, exist_ok=True)
-                with publishing(folder / _file_name(settings)) as temporary:
-                    save_file(vars(made), temporary, metadata={"settings": settings})
-                    temporary.chmod(0o644)
-                return True
-        return False
+    @torch.inference_mode()
+    def _fit_shortcut(self, request: Request) -> Shortcut:
+        predictor = self.predictor(request)
+        steps = plan_of(predictor.skip_cost, request.head_calls).steps
+        seen, held_out = (self._trace(request, held_out).to(self.device) for held_out in (False, True))
+        return fit_shortcut(self.model.head, seen, held_out, predictor, steps, request.null_every, self.precision)
 
-
-def _remember(known: dict[Any, Any], key: Hashable, value: object) -> None:
-    """Adds an entry; of too many the first goes, which can be read or computed again."""
-    if len(known) >= REMEMBERED:
-        del known[next(iter(known))]
-    known[key] = value
-
-
-def _file_name(settings: str) -> str:
-    return f"calibration-{hashlib.blake2b(settings.encode(), digest_size=10).hexdigest()}.safetensors"
+    def _trace(self, request: Request, held_out: bool) -> Trace:
+        """Chains of the sampler's own; the last ones are remembered, since several fits take the same."""
+        settings = self._settings(request)
+        if self._traces.get("of") != settings:
+            self._traces = {"of": settings}
+        if held_out not in self._traces:
+            self._traces[held_out] = trace(self.model, request, self.device, self.precision, held_out)
+        return self._traces[held_out]
 
 
 def content_hash(model: MAR) -> str:
@@ -190,32 +173,6 @@ def content_hash(model: MAR) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def trace(model: MAR, request: Request, device: torch.device, precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
-    """(x, eps, v) [T, N, d] of N tokens of the sampler's own, labels and iterations mixed; on the CPU."""
-    length, num_classes = model.config.seq_len, model.config.class_num
-    num_images = max(2, -(-TRACE_TOKENS // length))
-    spread = max(1, num_classes // num_images)  # between the labels
-    request = dataclasses.replace(request, method="ar", num_iter=min(TRACE_ITERATIONS, length))
-    batch = []
-    for i in range(num_images):
-        own = dataclasses.replace(request, label=i * spread % num_classes, seed=TRACE_SEED + i)
-        batch.append(Sequence(own, ticket=i, slot=i))
-    host, watch = MARHost(model, num_images, device, precision), Stopwatch(device)
-    host.admit(batch)
-    iterations = []
-    for _ in tqdm(range(request.num_iter), desc="calibrating", unit="iteration", leave=False, delay=2):
-        steps = []
-
-        def keep(t: int, x: Tensor, eps: Tensor, v: Tensor, steps: list[Tensor] = steps) -> None:
-            steps.append(torch.stack([x, eps, v]))
-
-        ar.run_round(host, batch, watch, denoise=functools.partial(ancestral.denoise, trace=keep))
-        steps.reverse()  # they ran from T - 1 down to 0
-        iterations.append(torch.stack(steps).cpu())
-    x, eps, v = torch.cat(iterations, dim=2).unbind(1)
-    return x, eps, v
 
 
 def measured_costs(

@@ -19,11 +19,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from cspd import Request
-from cspd.continuous import tuning
+from cspd.continuous import kept, tuning
 from cspd.continuous.calibration import WINDOWS, Calibration, fit
 from cspd.continuous.costs import GAIN, Costs, measure
 from cspd.continuous.draft_verify import move
-from cspd.continuous.tuning import Calibrations, content_hash, measured_costs, trace, user_cache
+from cspd.continuous.tracing import trace
+from cspd.continuous.tuning import Calibrations, content_hash, measured_costs, user_cache
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -133,14 +134,14 @@ def calibrations(small_mar, tmp_path):
 
 def test_traces_are_the_samplers_own(small_mar):
     """256 tokens, 8 iterations of 4 images; a step's states follow from the one before."""
-    x, eps, v = trace(small_mar, REQUEST, CPU, FP32)
+    x, eps, v = trace(small_mar, REQUEST, CPU, FP32).chains
     assert x.shape == eps.shape == v.shape == (6, 256, 16) and len(x[5].unique(dim=0)) == 256
     s = schedule(6)
     for t in range(1, 6):
         sigma = 0.9 * torch.exp(s.log_sigma_base[t] + s.log_sigma_slope[t] * v[t])
         noise = (x[t - 1] - s.mean_x[t] * x[t] - s.mean_eps[t] * eps[t]) / sigma
         assert abs(noise.mean()) < 4 / noise.numel() ** 0.5 and abs(noise.std() - 1) < 4 / noise.numel() ** 0.5
-    assert not torch.equal(x, trace(small_mar, dataclasses.replace(REQUEST, cfg=1.0), CPU, FP32)[0])
+    assert not torch.equal(x, trace(small_mar, dataclasses.replace(REQUEST, cfg=1.0), CPU, FP32).x)
 
 
 def test_made_once_and_read_by_others(calibrations, made, tmp_path):
@@ -267,12 +268,12 @@ def test_no_fit_is_frozen(value):
 
 
 def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
-    monkeypatch.setattr(tuning, "REMEMBERED", 2)
-    kept = calibrations()
+    monkeypatch.setattr(kept, "REMEMBERED", 2)
+    ours = calibrations()
     for cfg in (1.0, 2.0, 3.0, 1.0):
         request = dataclasses.replace(REQUEST, draft="frozen", num_sampling_steps=3, cfg=cfg)
-        assert kept.get(request) is kept.get(request)
-        assert len(kept._known) <= 2
+        assert ours.get(request) is ours.get(request)
+        assert len(ours._kept._known) <= 2
 
 
 def test_a_round_that_decides_no_step_is_an_error(mixture):

@@ -1,0 +1,133 @@
+"""The calibrated sampler: N head calls a token, and predictions between them. Guarantee: measured.
+
+It keeps the chain's T steps and its noise. Where `speculative` drafts with a fitted prediction of the head and judges
+it, this takes the prediction as it is: a token is nearly the one that `ar` makes of the same noise. How nearly is
+measured when the prediction is fitted, on other tokens, and if asked for on the tokens of the run itself (`audit`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cspd.continuous.denoiser import Denoised, Measured, denoiser
+from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.plan import plan_of
+from cspd.continuous.windows import Audit, sample
+from cspd.option import Option, check_integer
+from cspd.sequence import Request
+from mar.diffusion import TRAIN_STEPS
+
+HEAD_CALLS = 10
+OPTIONS = (
+    Option(
+        "head_calls",
+        int,
+        f"head calls per token; fewer are faster and less exact; {HEAD_CALLS} where nothing else is asked for",
+        low=2,
+        high=TRAIN_STEPS,
+        metavar="N",
+    ),
+    Option(
+        "divergence",
+        float,
+        "in place of head_calls: the fewest whose path is predicted to diverge by at most D nats per token",
+        above=0,
+        metavar="D",
+    ),
+    Option(
+        "null_every",
+        int,
+        "at every so-manieth head call the null class is evaluated, at others its last difference taken",
+        default=2,
+        low=1,
+        high=TRAIN_STEPS,
+        metavar="N",
+    ),
+    Option(
+        "audit",
+        float,
+        "share of the skipped steps at which the head is evaluated all the same, to measure this run's divergence",
+        default=0.0,
+        implied=True,
+        high=1,
+        metavar="SHARE",
+    ),
+)
+
+
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where the calls do not fit the steps, or what is asked for needs noise."""
+    if request.head_calls is not None:
+        most = request.num_sampling_steps
+        check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps")
+        if request.divergence is not None:
+            raise ValueError(f"head_calls={request.head_calls}, divergence={request.divergence}: give one of the two")
+    for name in ("divergence", "audit"):
+        if getattr(request, name) and request.temperature == 0:
+            raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
+
+
+def resolve(request: Request, host: MARHost) -> Request:
+    """The request with its number of head calls; raises ValueError where there is no plan of so few."""
+    predictor = host.tuning.calibrations["target"].predictor(request)
+    calls = request.head_calls or min(HEAD_CALLS, request.num_sampling_steps)
+    plan = plan_of(predictor.skip_cost, None if request.divergence else calls, request.divergence)
+    return request.but(head_calls=len(plan.steps), divergence=None)
+
+
+class _Running:
+    """What the sequences of one kind share while they run: a model's windows, and what is known of their tokens."""
+
+    def __init__(self, host: MARHost, model: str, request: Request) -> None:
+        calibrations = host.tuning.calibrations[model]
+        shortcut = calibrations.shortcut(request)
+        self.plan = shortcut.windows(calibrations.predictor(request), request.null_every, host.device)
+        self.difference, self.divergence = shortcut.difference.item(), shortcut.divergence.item()
+        self.num_full = sum(window.is_full for window in self.plan)
+
+
+@denoiser("calibrated", "measured", options=OPTIONS, needs="calibration", check=check, resolve=resolve)
+def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+    """Every token by N head calls; arguments as in `cspd.continuous.denoiser`. An audit's calls are not counted."""
+    request = rows.sequences[0].request
+    kept = host.kept[rows.sequences[0].key]
+    if ("calibrated", model) not in kept:
+        kept["calibrated", model] = _Running(host, model, request)
+    running: _Running = kept["calibrated", model]
+    head, channels, plan = host.models[model].head, host.config.token_dim, running.plan
+    num_steps = request.num_sampling_steps
+    log_sigmas: list[Tensor] = []
+
+    def keep_sigma(i: int, sources: Tensor, v: Tensor) -> None:
+        log_sigma = torch.addcmul(plan[i].base, plan[i].slope, v) + rows.temperature.log()
+        log_sigmas.append(log_sigma if i == len(plan) - 1 else log_sigma.sum((0, 2)))
+
+    audit = None
+    if request.audit:
+        coins = host.noise.step_coins(rows.seed, rows.position, num_steps)
+        chosen = coins < request.audit
+        audit = Audit(head, z, rows.scale, rows.temperature, plan, host.precision, chosen, request.audit)
+    tokens = sample(
+        head,
+        z,
+        rows.scale,
+        rows.temperature,
+        host.noise.initial(rows.seed, rows.position, channels, index),
+        lambda t: host.noise.steps(rows.seed, rows.position, t, channels, index),
+        plan,
+        num_steps,
+        host.precision,
+        keep_sigma if densities else audit,
+    )
+    calls = np.full(len(tokens), len(plan))
+    evaluations = calls + running.num_full * (len(z) - 1)
+    measured = Measured(running.difference, running.divergence, audit and audit.total)
+    made = Denoised(tokens, calls, len(plan), evaluations, measured=measured)
+    if not densities:
+        return made
+    *path, last = log_sigmas
+    return dataclasses.replace(made, log_sigma=torch.stack(path).sum(0), log_sigma_last=last.squeeze(0))

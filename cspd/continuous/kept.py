@@ -1,0 +1,96 @@
+"""What takes long to fit and is kept: in memory and on disk, found again by all that it depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from cspd.records import publishing
+
+REMEMBERED = 64  # entries in memory
+
+
+class Arrays(Protocol):
+    """A dataclass of arrays that can tell whether they are right."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def check(self, num_steps: int) -> None:
+        """Raises ValueError, saying what is wrong, where they are none for T = `num_steps` denoising steps."""
+
+
+Kind = TypeVar("Kind", bound=Arrays)
+
+
+def remember(known: dict[Any, Any], key: Hashable, value: object) -> None:
+    """Adds an entry; of too many the first goes, which can be read or computed again."""
+    if len(known) >= REMEMBERED:
+        del known[next(iter(known))]
+    known[key] = value
+
+
+class Kept:
+    """Arrays by their settings.
+
+    Args:
+        folders: where they are looked for, in this order; new ones are kept in the first that can be written to.
+    """
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self._known: dict[str, Any] = {}
+
+    def get(self, kind: type[Kind], settings: Mapping, make: Callable[[], Kind]) -> Kind:
+        """The arrays of some settings, which have T as "num_sampling_steps": remembered, read, or made and kept."""
+        text = json.dumps(settings, sort_keys=True)
+        if text not in self._known:
+            remember(self._known, text, self._read(kind, text) or self._make(kind, text, make))
+        return self._known[text]
+
+    def folder_of(self, kind: type[Kind], settings: Mapping) -> Path | None:
+        """The folder that keeps some settings' arrays; None if there are none on disk."""
+        name = _file_name(kind, json.dumps(settings, sort_keys=True))
+        return next((folder for folder in self.folders if (folder / name).is_file()), None)
+
+    def _make(self, kind: type[Kind], text: str, make: Callable[[], Kind]) -> Kind:
+        made = make()
+        if not self._write(made, text):
+            places = ", ".join(map(str, self.folders)) or "none given"
+            what = kind.__name__.lower()
+            warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({places})", stacklevel=2)
+        return made
+
+    def _read(self, kind: type[Kind], text: str) -> Kind | None:
+        for folder in self.folders:
+            # absent or damaged: it is looked for elsewhere, or made again
+            with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
+                with safe_open(folder / _file_name(kind, text), "np") as file:
+                    if file.metadata()["settings"] == text:
+                        read = kind(**{field.name: file.get_tensor(field.name) for field in dataclasses.fields(kind)})
+                        read.check(json.loads(text)["num_sampling_steps"])
+                        return read
+        return None
+
+    def _write(self, made: Arrays, text: str) -> bool:
+        """Writes to the first folder that can be written to; returns whether there was one."""
+        for folder in self.folders:
+            with contextlib.suppress(OSError, SafetensorError):
+                folder.mkdir(parents=True, exist_ok=True)
+                with publishing(folder / _file_name(type(made), text)) as temporary:
+                    save_file(vars(made), temporary, metadata={"settings": text})
+                    temporary.chmod(0o644)
+                return True
+        return False
+
+
+def _file_name(kind: type, text: str) -> str:
+    return f"{kind.__name__.lower()}-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}.safetensors"

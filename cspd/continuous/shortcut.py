@@ -1,0 +1,119 @@
+"""A plan fitted to a model: where the head is called, how the states between are corrected, and how near that comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cspd import noise
+from cspd.continuous.calibration import LARGEST, check_arrays
+from cspd.continuous.plan import Predictor, Window, windows
+from cspd.continuous.tracing import Trace
+from cspd.continuous.windows import Audit, sample, weighted
+from cspd.precision import Precision
+from mar.head import Head
+
+RIDGE = 1e-6  # of the mean diagonal
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """Where the head is called, and what is known of the tokens that come out.
+
+    Attributes:
+        steps: int16 [N], S from T - 1 down to 0.
+        corrections: float32 [N, 2], added to the weights of the next call's state on this call's x and eps.
+        difference: float32 [1], on held-out tokens, from the same z and noise: r.m.s. difference from the full chain's,
+            in standard deviations of a token's channels.
+        divergence: float32 [1], there, KL(q || p) of the path from the full chain's, nats per token; infinite without
+            noise.
+    """
+
+    steps: np.ndarray
+    corrections: np.ndarray
+    difference: np.ndarray
+    divergence: np.ndarray
+
+    def check(self, num_steps: int) -> None:
+        """Raises ValueError, saying what is wrong, where it is none for T = `num_steps` denoising steps."""
+        num_calls = self.steps.size
+        wanted = {
+            "steps": (np.int16, (num_calls,), 0, num_steps - 1),
+            "corrections": (np.float32, (num_calls, 2), -LARGEST, LARGEST),
+            "difference": (np.float32, (1,), 0, LARGEST),
+            "divergence": (np.float32, (1,), 0, np.inf),
+        }
+        check_arrays("a shortcut", vars(self), wanted)
+        if num_calls < 2 or self.steps[0] != num_steps - 1 or self.steps[-1] or (np.diff(self.steps) >= 0).any():
+            raise ValueError(f"a shortcut's steps do not fall from {num_steps - 1} to 0")
+
+    def windows(self, predictor: Predictor, null_every: int, device: torch.device) -> list[Window]:
+        """What follows each of its calls."""
+        return windows(tuple(self.steps.tolist()), predictor, self.corrections, null_every, device)
+
+
+def fit_shortcut(
+    head: Head,
+    seen: Trace,
+    held_out: Trace,
+    predictor: Predictor,
+    steps: tuple[int, ...],
+    null_every: int,
+    precision: Precision,
+) -> Shortcut:
+    """Corrects the windows of a plan on chains that really take them, and measures other tokens.
+
+    The predictor was fitted with each call on the full chain's path. Chains that take shortcuts leave that path, so the
+    state at the end of each window is fitted again, by least squares, to the full chain's of the same noise. That also
+    gives the tokens back the 1 to 2 % of their standard deviation that predictions lose.
+
+    Args:
+        seen, held_out: on the head's device. steps: S. The others are as in `plan.windows`.
+    """
+    num_steps, device = len(seen.x), seen.x.device
+    plan = windows(steps, predictor, np.zeros((len(steps), 2)), null_every, device)
+    corrections = torch.zeros(len(steps), 2, dtype=torch.float64)
+
+    def correct(i: int, sources: Tensor, v: Tensor) -> Tensor | None:
+        """The state after the i-th window, put right; the first call's gain is too high, and no step may be skipped."""
+        predicted = weighted(plan[i].mix[-1], sources)
+        if i == 0 or len(plan[i].steps) == 1:
+            return None
+        missing = seen.x[steps[i + 1]] - predicted
+        corrections[i] = _least_squares(sources[:2], missing)
+        return predicted + weighted(corrections[i].float().to(device), sources[:2])
+
+    _run(head, seen, plan, num_steps, precision, correct)
+    corrected = windows(steps, predictor, corrections.numpy(), null_every, device)
+    everywhere = torch.ones(len(held_out.seed), num_steps, dtype=torch.bool, device=device)
+    audit = Audit(head, held_out.z, held_out.scale, held_out.temperature, corrected, precision, everywhere, rate=1.0)
+    tokens = _run(head, held_out, corrected, num_steps, precision, audit)
+    error, width = (tokens - held_out.tokens).square().mean(), held_out.tokens.var(0).mean()
+    has_noise = bool((held_out.temperature > 0).all())
+    return Shortcut(
+        steps=np.array(steps, np.int16),
+        corrections=corrections.float().numpy(),
+        difference=(error / width).sqrt().reshape(1).cpu().numpy(),
+        divergence=np.float32([audit.total.mean().item() if has_noise else np.inf]),
+    )
+
+
+def _run(head: Head, chains: Trace, plan: list[Window], num_steps: int, precision: Precision, visit) -> Tensor:
+    """Tokens of the same z and noise as a trace's."""
+    channels = chains.tokens.shape[1]
+    x = noise.initial(chains.seed, chains.position, channels)
+    eps_of = lambda t: noise.steps(chains.seed, chains.position, t, channels)  # noqa: E731
+    return sample(head, chains.z, chains.scale, chains.temperature, x, eps_of, plan, num_steps, precision, visit)
+
+
+def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
+    """float64 [2], on the CPU: the weights of features [2, N, d] whose sum is nearest to wanted [N, d]."""
+    features, wanted = features.flatten(1).double().cpu(), wanted.flatten().double().cpu()
+    finite = features.isfinite().all(0) & wanted.isfinite()
+    features, wanted = features[:, finite], wanted[finite]
+    gram = features @ features.T
+    ridge = RIDGE * gram.diagonal().mean() * torch.eye(2, dtype=torch.float64)
+    return torch.linalg.lstsq(gram + ridge, features @ wanted).solution

@@ -1,0 +1,77 @@
+"""Chains of the sampler's own, which predictions of the head are fitted to and measured on."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cspd.continuous import ancestral, ar
+from cspd.continuous.denoiser import Denoised
+from cspd.continuous.host import MARHost, Rows
+from cspd.precision import Precision, Stopwatch
+from cspd.sequence import Request, Sequence
+from mar.model import MAR
+
+TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what a fit sees: the sampler's own tokens
+
+
+class Trace(NamedTuple):
+    """Ancestral chains of N tokens, on the CPU.
+
+    Attributes:
+        x, eps, v: [T, N, d], by step, inputs, guided noise predictions and variance channels. tokens: [N, d].
+        z: [G, N, D]. seed, position: int64 [N], of their noise. scale, temperature: [N, 1].
+    """
+
+    x: Tensor
+    eps: Tensor
+    v: Tensor
+    tokens: Tensor
+    z: Tensor
+    seed: Tensor
+    position: Tensor
+    scale: Tensor
+    temperature: Tensor
+
+    @property
+    def chains(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.eps, self.v
+
+    def to(self, device: torch.device) -> Trace:
+        return Trace(*(values.to(device) for values in self))
+
+
+def trace(model: MAR, request: Request, device: torch.device, precision: Precision, held_out: bool = False) -> Trace:
+    """256 tokens of the sampler's own, labels and iterations mixed; `held_out`: others, of other labels and seeds."""
+    length, num_classes = model.config.seq_len, model.config.class_num
+    num_images = max(2, -(-TRACE_TOKENS // length))
+    spread = max(1, num_classes // num_images)  # between the labels
+    first = num_images if held_out else 0
+    common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
+    common |= {"temperature": request.temperature, "num_sampling_steps": request.num_sampling_steps}
+    batch = []
+    for i in range(num_images):
+        label = (i * spread + bool(first)) % num_classes
+        batch.append(Sequence(Request(label, TRACE_SEED + first + i, "ar", family="MAR", **common), ticket=i, slot=i))
+    host, watch = MARHost(model, num_images, device, precision), Stopwatch(device)
+    host.admit(batch)
+    parts: list[Trace] = []
+    for _ in tqdm(range(common["num_iter"]), desc="calibrating", unit="iteration", leave=False, delay=2):
+        ar.run_round(host, batch, watch, denoise=functools.partial(_traced, parts))
+    return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
+
+
+def _traced(parts: list[Trace], host: MARHost, model: str, rows: Rows, z: Tensor) -> Denoised:
+    """The ancestral chains of an iteration's rows, which are added to `parts`."""
+    steps: list[Tensor] = []
+    keep = lambda t, x, eps, v: steps.append(torch.stack([x, eps, v]))  # noqa: E731
+    made = ancestral.denoise(host, model, rows, z, trace=keep)
+    steps.reverse()  # they ran from T - 1 down to 0
+    x, eps, v = torch.stack(steps, dim=1)
+    whole = Trace(x, eps, v, made.tokens, z, rows.seed, rows.position, rows.scale, rows.temperature)
+    parts.append(whole.to(torch.device("cpu")))
+    return made

@@ -1,0 +1,130 @@
+"""Chains that call the head at the steps of a plan only, and how far their paths are from the full chain's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cspd.continuous.ancestral import MODULATION_BYTES, evaluate, modulation_size
+from cspd.continuous.gaussian import divergence
+from cspd.continuous.plan import Window
+from cspd.precision import Precision
+from mar.diffusion import schedule
+from mar.head import Head
+
+# is told (number of the window, sources [2 + n, R, d] as `Window.mix` takes them, v [R, d]); may give the next state
+Visit = Callable[[int, Tensor, Tensor], Tensor | None]
+
+
+def sample(
+    head: Head,
+    z: Tensor,
+    scale: Tensor,
+    temperature: Tensor,
+    x: Tensor,
+    noise: Callable[[Tensor], Tensor],
+    plan: list[Window],
+    num_steps: int,
+    precision: Precision,
+    visit: Visit | None = None,
+) -> Tensor:
+    """Tokens [R, d] by a head call a window, the first in float32; arguments as in `ancestral.ancestral`.
+
+    Where a call leaves out the null class, the difference of the two classes' predictions is the last one seen.
+    """
+    with precision.full():
+        c_embed = head.cond_embed(z)
+        t_embed = head.time_embed(torch.as_tensor(schedule(num_steps).timestep_map, device=z.device))
+    difference = None
+    for i, window in enumerate(plan):
+        with precision.full() if i == 0 else precision.fast():
+            own = c_embed if window.is_full else c_embed[:1]
+            modulations = head.split(head.modulations(t_embed[window.steps[:1]], own))
+            eps, v = head.denoise(x, modulations).float().chunk(2, dim=-1)
+        if len(eps) == 2:
+            difference = (scale - 1) * (eps[0] - eps[1])
+        guided = eps[0] if difference is None else eps[0] + difference
+        sigma = torch.exp(torch.addcmul(window.base, window.slope, v[0])) * temperature
+        sources = torch.cat([x[None], guided[None], sigma * noise(window.steps)])
+        following = visit(i, sources, v[0]) if visit else None
+        x = weighted(window.mix[-1], sources) if following is None else following
+    return x
+
+
+def weighted(weights: Tensor, sources: Tensor) -> Tensor:
+    """[R, d], the sum of sources [m, R, d] by weights [m]; no matrix product, which low precision would round."""
+    return (weights[:, None, None] * sources).sum(0)
+
+
+class Audit:
+    """Measures a chain's path: KL(q || p), nats, q being the path measure of `sample` and p the full chain's.
+
+    By the chain rule it is the sum over the steps of the divergence of their Gaussians at the states that q visits. The
+    head is evaluated at those that are `chosen`, each with a probability of `rate`, so that the sum over `rate` is
+    unbiased. Steps whose call evaluated both classes are p's own. Each window waits for the device once.
+
+    Args:
+        chosen: bool [R, T], which steps of which rows. The others are as in `sample`.
+
+    Attributes:
+        total: float32 [R], the sums over `rate`.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        z: Tensor,
+        scale: Tensor,
+        temperature: Tensor,
+        plan: list[Window],
+        precision: Precision,
+        chosen: Tensor,
+        rate: float,
+    ) -> None:
+        self.head, self.scale, self.log_temperature, self.plan = head, scale, temperature.log(), plan
+        self.precision, self.chosen, self.rate = precision, chosen, rate
+        s = schedule(chosen.shape[1])
+        columns = np.stack([s.mean_x, s.mean_eps, s.log_sigma_base, s.log_sigma_slope], axis=-1)[:, None]
+        self._columns = torch.as_tensor(columns, dtype=torch.float32, device=z.device)  # [T, 1, 4]
+        with precision.full():
+            self._c_embed = head.cond_embed(z)
+            self._t_embed = head.time_embed(torch.as_tensor(s.timestep_map, device=z.device))
+        self.total = torch.zeros(len(chosen), device=z.device)
+
+    def __call__(self, i: int, sources: Tensor, v: Tensor) -> None:
+        """Adds a window's steps."""
+        window = self.plan[i]
+        is_skipped = window.steps > 0
+        is_skipped[0] &= not window.is_full
+        rows, places = (self.chosen[:, window.steps] & is_skipped).nonzero().unbind(1)
+        if not len(rows):
+            return
+        for some_rows, some_places in zip(self._chunks(rows), self._chunks(places)):
+            q, x = self._of_window(window, sources, v, some_rows, some_places)
+            p = self._of_head(window.steps[some_places], x, some_rows)
+            self.total.index_add_(0, some_rows, divergence(q, p) / self.rate)
+
+    def _chunks(self, which: Tensor) -> Iterator[Tensor]:
+        """Parts of some rows that modulations are made for at once."""
+        return iter(which.split(max(1, MODULATION_BYTES // (modulation_size(self.head) * len(self._c_embed)))))
+
+    def _of_window(self, window: Window, sources: Tensor, v: Tensor, rows: Tensor, places: Tensor) -> tuple:
+        """q of some rows at some places of a window, and the states [m, d] there."""
+        own = sources[:, rows].transpose(0, 1)
+        x = (window.mix[places].unsqueeze(-1) * own).sum(1)
+        weights = window.mix[places + 1].clone()
+        weights.scatter_(1, (2 + places).unsqueeze(1), 0)  # the mean is the state after the step, without its noise
+        mean = (weights.unsqueeze(-1) * own).sum(1)
+        log_sigma = torch.addcmul(window.base[places, 0], window.slope[places, 0], v[rows])
+        return (mean, log_sigma + self.log_temperature[rows]), x
+
+    def _of_head(self, steps: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """p at states x [m, d] of some rows before steps [m]."""
+        with self.precision.fast():
+            modulations = self.head.split(self.head.modulations(self._t_embed[steps], self._c_embed[:, rows]))
+            eps, v = evaluate(self.head, x, modulations, self.scale[rows])
+        mean_x, mean_eps, base, slope = self._columns[steps].unbind(-1)
+        return mean_x * x + mean_eps * eps, base + slope * v + self.log_temperature[rows]
