@@ -14,6 +14,8 @@ from cspd.continuous.ancestral import ancestral
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.chains import Chains, Finished
 from cspd.continuous.draft_verify import draft_table
+from cspd.continuous.plan import Predictor, fit_predictor
+from cspd.continuous.tracing import Trace
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -90,6 +92,15 @@ class Case:
         steps = []
         self.ancestral(rows, seed, lambda t, *values: steps.append(torch.stack(values)))
         return torch.stack(steps[::-1], dim=1)
+
+    def trace(self, rows: int, seed: int) -> Trace:
+        """Ancestral chains with all that made them."""
+        seeds, position, z, scale, temperature = self._rows(rows, seed)
+        tokens = self.ancestral(rows, seed)
+        return Trace(*self.traces(rows, seed), tokens, z, seeds, position, scale, temperature)
+
+    def predictor(self) -> Predictor:
+        return fit_predictor(self.trace(256, 2**40).chains, self.trace(256, 2**41).chains, self.temperature)
 
     def path(self, rows: int, seed: int) -> Tensor:
         """[rows, d + 1]: tokens of ancestral chains, and log sigma summed over channels and steps T - 1 .. 1."""

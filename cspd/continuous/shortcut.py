@@ -67,38 +67,45 @@ def fit_shortcut(
     """Corrects the windows of a plan on chains that really take them, and measures other tokens.
 
     The predictor was fitted with each call on the full chain's path. Chains that take shortcuts leave that path, so the
-    state at the end of each window is fitted again, by least squares, to the full chain's of the same noise. That also
-    gives the tokens back the 1 to 2 % of their standard deviation that predictions lose.
+    state at the end of each window is fitted again, by least squares, to the full chain's of the same noise. This is
+    kept where it brings other tokens nearer to the full chain's.
 
     Args:
         seen, held_out: on the head's device. steps: S. The others are as in `plan.windows`.
     """
     num_steps, device = len(seen.x), seen.x.device
-    plan = windows(steps, predictor, np.zeros((len(steps), 2)), null_every, device)
-    corrections = torch.zeros(len(steps), 2, dtype=torch.float64)
+    none = np.zeros((len(steps), 2), np.float32)
+    best = Shortcut(np.array(steps, np.int16), none, np.float32([np.inf]), np.float32([np.inf]))
+    for corrections in (none, _corrections(head, seen, windows(steps, predictor, none, null_every, device), precision)):
+        plan = windows(steps, predictor, corrections, null_every, device)
+        everywhere = torch.ones(len(held_out.seed), num_steps, dtype=torch.bool, device=device)
+        rows = held_out.z, held_out.scale, held_out.temperature
+        audit = Audit(head, *rows, plan, precision, everywhere, rate=1.0)
+        tokens = _run(head, held_out, plan, num_steps, precision, audit)
+        error, width = (tokens - held_out.tokens).square().mean(), held_out.tokens.var(0).mean()
+        difference = (error / width).sqrt().reshape(1).cpu().numpy()
+        if difference < best.difference:
+            has_noise = bool((held_out.temperature > 0).all())
+            divergence = np.float32([audit.total.mean().item() if has_noise else np.inf])
+            best = Shortcut(best.steps, corrections, difference, divergence)
+    return best
+
+
+def _corrections(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> np.ndarray:
+    """float32 [N, 2], see `Shortcut`, of a plan without any: a window is fitted on what those before it gave."""
+    corrections = torch.zeros(len(plan), 2, dtype=torch.float64)
 
     def correct(i: int, sources: Tensor, v: Tensor) -> Tensor | None:
         """The state after the i-th window, put right; the first call's gain is too high, and no step may be skipped."""
-        predicted = weighted(plan[i].mix[-1], sources)
         if i == 0 or len(plan[i].steps) == 1:
             return None
-        missing = seen.x[steps[i + 1]] - predicted
-        corrections[i] = _least_squares(sources[:2], missing)
-        return predicted + weighted(corrections[i].float().to(device), sources[:2])
+        predicted = weighted(plan[i].mix[-1], sources)
+        wanted = chains.x[plan[i + 1].steps[0]]
+        corrections[i] = _least_squares(sources[:2], wanted - predicted)
+        return predicted + weighted(corrections[i].to(predicted), sources[:2])
 
-    _run(head, seen, plan, num_steps, precision, correct)
-    corrected = windows(steps, predictor, corrections.numpy(), null_every, device)
-    everywhere = torch.ones(len(held_out.seed), num_steps, dtype=torch.bool, device=device)
-    audit = Audit(head, held_out.z, held_out.scale, held_out.temperature, corrected, precision, everywhere, rate=1.0)
-    tokens = _run(head, held_out, corrected, num_steps, precision, audit)
-    error, width = (tokens - held_out.tokens).square().mean(), held_out.tokens.var(0).mean()
-    has_noise = bool((held_out.temperature > 0).all())
-    return Shortcut(
-        steps=np.array(steps, np.int16),
-        corrections=corrections.float().numpy(),
-        difference=(error / width).sqrt().reshape(1).cpu().numpy(),
-        divergence=np.float32([audit.total.mean().item() if has_noise else np.inf]),
-    )
+    _run(head, chains, plan, len(chains.x), precision, correct)
+    return corrections.float().numpy()
 
 
 def _run(head: Head, chains: Trace, plan: list[Window], num_steps: int, precision: Precision, visit) -> Tensor:
