@@ -1,21 +1,37 @@
-"""`cspd calibrate`: what `speculative` does on first use, ahead of time."""
+"""`cspd calibrate`: what `speculative` and `calibrated` do on first use, ahead of time."""
 
 from __future__ import annotations
 
 import argparse
 
-from cspd.commands.options import add_model_options, add_request_options, check_method, load_engine, request_of
-from cspd.continuous.calibration import WINDOWS
+from cspd.commands.options import (
+    add_method_option,
+    add_model_options,
+    add_request_options,
+    check_method,
+    load_engine,
+    request_of,
+)
+from cspd.continuous.calibration import WINDOWS, Calibration
+from cspd.continuous.plan import plans
+from cspd.continuous.shortcut import Shortcut
 from cspd.continuous.tuning import user_cache
-from cspd.lookup import method_of
+from cspd.engine import Engine
+from cspd.sequence import Request
+
+SHOWN = (4, 6, 8, 10, 12, 16, 20, 25, 32, 50)  # head calls per token
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
-    text = "Fits the drafts of `speculative` for these settings, measures this device, and shows what both give."
-    calibrate = commands.add_parser("calibrate", help="prepare `speculative` ahead of time", description=text)
+    text = (
+        "Fits what `speculative` or `calibrated` (--method) needs for these settings, and shows what it gives: of"
+        " `speculative` the windows that this device is fastest with, of `calibrated` how near its tokens are."
+    )
+    calibrate = commands.add_parser("calibrate", help="prepare a method ahead of time", description=text)
     calibrate.set_defaults(run=run)
     add_model_options(calibrate)
+    add_method_option(calibrate)
     add_request_options(calibrate)
     calibrate.add_argument("--force", action="store_true", help="measure this device again")
 
@@ -24,8 +40,29 @@ def run(args: argparse.Namespace) -> None:
     check_method(args)
     engine = load_engine(args, 1)
     request = engine.check(request_of(args))
-    if method_of(request).needs != "calibration":
-        raise ValueError(f"{args.checkpoint}: {request.method!r} needs no calibration; it is of MAR's `speculative`")
+    shown = {"speculative": _show_speculative, "calibrated": _show_calibrated}
+    if request.method not in shown:
+        raise ValueError(f"{args.checkpoint}: {request.method!r} needs no calibration; MAR's {' and '.join(shown)} do")
+    shown[request.method](engine, request, args.force)
+
+
+def _show_calibrated(engine: Engine, request: Request, force: bool) -> None:
+    """Fits the windows of a request's head calls, and tells what other numbers of calls would cost."""
+    request = engine.resolve(request)
+    calibrations = engine.host.tuning.calibrations["target"]
+    shortcut = calibrations.shortcut(request)
+    print(f"head calls per token, and the divergence predicted for them (all {request.num_sampling_steps}: 0):")
+    for plan in plans(calibrations.predictor(request).skip_cost):
+        if len(plan.steps) in SHOWN:
+            print(f"  {len(plan.steps):>3}: {plan.cost:7.3f} nats per token")
+    print(f"taken: {request.head_calls}, at the steps {', '.join(map(str, shortcut.steps))}")
+    print(f"  r.m.s. difference from the full chain's tokens: {shortcut.difference.item():.4f} standard deviations")
+    print(f"  divergence of the path, measured on held-out tokens: {shortcut.divergence.item():.3f} nats per token")
+    print(f"kept in {calibrations.folder_of(request, Shortcut)}")
+
+
+def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
+    """Fits the drafts, measures this device, and tells what windows they give."""
     if request.temperature == 0 or request.num_sampling_steps < 3:
         raise ValueError(
             f"temperature={request.temperature}, num_sampling_steps={request.num_sampling_steps}: there is nothing to"
@@ -33,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         )
     tuning = engine.host.tuning
     calibrations = tuning.calibrations["target"]
-    costs, calibration = tuning.costs(request.guided, args.force), calibrations.get(request)
+    costs, calibration = tuning.costs(request.guided, force), calibrations.get(request)
     print(f"head calls a token, simulated on the fit's own chains (ancestral: {request.num_sampling_steps}):")
     for window, calls in zip(WINDOWS, calibration.calls):
         if window > request.num_sampling_steps:
@@ -47,4 +84,4 @@ def run(args: argparse.Namespace) -> None:
             costs.head_seconds(request.num_sampling_steps, rows, w, c) / rows for w, c in ((0, None), (window, calls))
         ]
         print(f"  {rows:>3}: ancestral {seconds[0]:.5f}, speculative {seconds[1]:.5f}, window {window}")
-    print(f"kept in {calibrations.folder_of(request)} and {user_cache()}")
+    print(f"kept in {calibrations.folder_of(request, Calibration)} and {user_cache()}")

@@ -30,7 +30,8 @@ from cspd.sequence import Request
 from mar.head import Head
 from mar.model import MAR
 
-CALIBRATION_SCHEMA, PLAN_SCHEMA, COSTS_SCHEMA = "cspd.calibration/1", "cspd.plan/1", "cspd.costs/2"
+COSTS_SCHEMA = "cspd.costs/2"
+SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
 
 
 def user_cache() -> Path:
@@ -104,28 +105,29 @@ class Calibrations:
 
     def get(self, request: Request) -> Calibration:
         """The calibration for a resolved request's guidance, temperature, T and draft."""
-        return self._kept.get(Calibration, self._of_calibration(request), lambda: self._fit(request))
-
-    def folder_of(self, request: Request) -> Path | None:
-        """The folder that keeps a request's calibration; None if there is none on disk."""
-        return self._kept.folder_of(Calibration, self._of_calibration(request))
+        return self._kept.get(Calibration, self._settings(request, Calibration), lambda: self._fit(request))
 
     def predictor(self, request: Request) -> Predictor:
         """The predictor for a request's guidance, temperature and T."""
-        settings = self._settings(request) | {"schema": PLAN_SCHEMA}
-        return self._kept.get(Predictor, settings, lambda: self._fit_predictor(request))
+        return self._kept.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
 
     def shortcut(self, request: Request) -> Shortcut:
         """The shortcut for a resolved request's guidance, temperature, T, head calls and null class."""
-        calls = {"head_calls": request.head_calls, "null_every": request.null_every if request.guided else None}
-        settings = self._settings(request) | calls | {"schema": PLAN_SCHEMA}
-        return self._kept.get(Shortcut, settings, lambda: self._fit_shortcut(request))
+        return self._kept.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
 
-    def _of_calibration(self, request: Request) -> dict:
-        """All that a calibration depends on."""
-        return self._settings(request) | {"schema": CALIBRATION_SCHEMA, "draft": request.draft}
+    def folder_of(self, request: Request, kind: type = Calibration) -> Path | None:
+        """The folder that keeps what is of a request and a kind; None if there is none on disk."""
+        return self._kept.folder_of(kind, self._settings(request, kind))
 
-    def _settings(self, request: Request) -> dict:
+    def _settings(self, request: Request, kind: type) -> dict:
+        """All that the arrays of a kind depend on."""
+        own: dict[type, dict] = {
+            Calibration: {"draft": request.draft},
+            Shortcut: {"head_calls": request.head_calls, "null_every": request.null_every if request.guided else None},
+        }
+        return self._of_chains(request) | {"schema": SCHEMAS[kind]} | own.get(kind, {})
+
+    def _of_chains(self, request: Request) -> dict:
         """All that chains depend on."""
         if self._weights is None:
             self._weights = content_hash(self.model)
@@ -158,7 +160,7 @@ class Calibrations:
 
     def _trace(self, request: Request, held_out: bool) -> Trace:
         """Chains of the sampler's own; the last ones are remembered, since several fits take the same."""
-        settings = self._settings(request)
+        settings = self._of_chains(request)
         if self._traces.get("of") != settings:
             self._traces = {"of": settings}
         if held_out not in self._traces:
