@@ -100,26 +100,31 @@ def modulation_size(head: Head) -> int:
     return 4 * (3 * len(head.res_blocks) + 2) * head.width
 
 
-def modulated(head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision) -> Iterator[tuple[range, Iterator]]:
+def modulated(
+    head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision, classes: Sequence[int] | None = None
+) -> Iterator[tuple[range, Iterator]]:
     """The head's modulations at one timestep after another, many at once, since they do not depend on the noisy token.
 
     Args:
         z: conditions [G, R, D]. timesteps: int64 [N], of the 1000, in the order of the calls.
+        classes: of each call, how many of z's G classes it evaluates, the first ones; by default all.
 
     Yields:
         (which calls, the modulations of each as `evaluate` takes them). The first call, where errors grow most, is
         alone and in float32; its evaluation should be so too.
     """
+    num_calls, classes = len(timesteps), classes or [len(z)] * len(timesteps)
     chunk = max(1, MODULATION_BYTES // (modulation_size(head) * z.shape[0] * z.shape[1]))
-    num_calls = len(timesteps)
     with precision.full():
         c_embed = head.cond_embed(z)
         t_embed = head.time_embed(torch.tensor(timesteps.tolist(), device=z.device))
     for calls in [range(1), *(range(i, min(i + chunk, num_calls)) for i in range(1, num_calls, chunk))]:
+        own = [classes[call] for call in calls]
+        call = torch.tensor(np.repeat(calls, own), device=z.device)
+        of_class = torch.tensor(np.concatenate([np.arange(num) for num in own]), device=z.device)
         with precision.full() if calls[0] == 0 else precision.fast():
-            own = t_embed[calls.start : calls.stop]
-            layers = head.split(head.modulations(own[:, None, None], c_embed))
-        yield calls, zip(*(zip(*(m.unbind(0) for m in layer)) for layer in layers))
+            layers = head.split(head.modulations(t_embed[call].unsqueeze(1), c_embed[of_class]))
+        yield calls, zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
 
 
 def check(request: Request, host: MARHost) -> None:

@@ -152,13 +152,14 @@ class Window(NamedTuple):
     """From a call at x_a to the next one at x_b, over the steps k = a .. b + 1.
 
     Attributes:
-        steps: int64 [n], the k.
+        first: a. steps: int64 [n], the k.
         base, slope: float32 [n, 1, 1], log sigma_k = base_k + slope_k v_a, without temperature.
         mix: float32 [n + 1, 2 + n], the states that the steps begin with, and x_b: their weights on x_a, eps_a and the
             noise sigma_k eps_k of each step. Step 0 adds no noise.
         is_full: whether the call evaluates the null class too.
     """
 
+    first: int
     steps: Tensor
     base: Tensor
     slope: Tensor
@@ -184,7 +185,7 @@ def windows(
         base, slope, mix = tables
         is_full = i < 2 or i == len(steps) - 1 or i % null_every == 0
         column = (len(k), 1, 1)
-        made.append(Window(torch.as_tensor(k, device=device), base.view(column), slope.view(column), mix, is_full))
+        made.append(Window(a, torch.as_tensor(k, device=device), base.view(column), slope.view(column), mix, is_full))
     return made
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.ancestral import MODULATION_BYTES, evaluate, modulation_size
+from cspd.continuous.ancestral import MODULATION_BYTES, evaluate, modulated, modulation_size
 from cspd.continuous.gaussian import divergence
 from cspd.continuous.plan import Window
 from cspd.precision import Precision
@@ -35,22 +35,22 @@ def sample(
 
     Where a call leaves out the null class, the difference of the two classes' predictions is the last one seen.
     """
-    with precision.full():
-        c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(torch.as_tensor(schedule(num_steps).timestep_map, device=z.device))
+    timesteps = schedule(num_steps).timestep_map[[window.first for window in plan]]
+    classes = [len(z) if window.is_full else 1 for window in plan]
     difference = None
-    for i, window in enumerate(plan):
-        with precision.full() if i == 0 else precision.fast():
-            own = c_embed if window.is_full else c_embed[:1]
-            modulations = head.split(head.modulations(t_embed[window.steps[:1]], own))
-            eps, v = head.denoise(x, modulations).float().chunk(2, dim=-1)
-        if len(eps) == 2:
-            difference = (scale - 1) * (eps[0] - eps[1])
-        guided = eps[0] if difference is None else eps[0] + difference
-        sigma = torch.exp(torch.addcmul(window.base, window.slope, v[0])) * temperature
-        sources = torch.cat([x[None], guided[None], sigma * noise(window.steps)])
-        following = visit(i, sources, v[0]) if visit else None
-        x = weighted(window.mix[-1], sources) if following is None else following
+    for calls, by_call in modulated(head, z, timesteps, precision, classes):
+        some = plan[calls.start : calls.stop]
+        eps_t = noise(torch.cat([window.steps for window in some])).split([len(window.steps) for window in some])
+        with precision.full() if calls[0] == 0 else precision.fast():
+            for i, window, modulations, own_eps in zip(calls, some, by_call, eps_t):
+                eps, v = head.denoise(x, modulations).float().chunk(2, dim=-1)
+                if len(eps) == 2:
+                    difference = (scale - 1) * (eps[0] - eps[1])
+                guided = eps[0] if difference is None else eps[0] + difference
+                sigma = torch.exp(torch.addcmul(window.base, window.slope, v[0])) * temperature
+                sources = torch.cat([x[None], guided[None], sigma * own_eps])
+                following = visit(i, sources, v[0]) if visit else None
+                x = weighted(window.mix[-1], sources) if following is None else following
     return x
 
 
