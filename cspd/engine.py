@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
@@ -109,10 +110,16 @@ class Engine:
     def resolve(self, request: Request) -> Request:
         """The request with every default filled in, checked. Raises ValueError on a bad one.
 
-        The window of `speculative` is chosen here, which calibrates the draft where that was not done before.
+        The window of `speculative` is chosen here, which calibrates the draft where that was not done before. Warns of
+        settings that are seldom meant.
         """
         request, method = self._checked(request)
-        return self.hosts[method.family].resolve(request, method)
+        request = self.hosts[method.family].resolve(request, method)
+        advice = method.advice(request)
+        if advice is not None:
+            # always from here, so that Python says it once
+            warnings.warn(advice, stacklevel=1)
+        return request
 
     def _checked(self, request: Request) -> tuple[Request, Method]:
         if not isinstance(request, Request):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cspd.lookup import method_of
 from cspd.method import Host
 from cspd.precision import Stopwatch
 from cspd.sequence import Output, Sequence
@@ -87,7 +88,9 @@ def _error(sequence: Sequence, finite: Tensor, image: Tensor | None) -> str | No
     if not finite.all():
         rank = int(finite.int().argmin())
         where = f"token {rank + 1} of {len(finite)} in generation order, in iteration {sequence.iteration_of(rank)}"
-        return f"{sequence.request!r} left the numbers of float32 at {where}: look at cfg, temperature and the weights"
+        error = f"{sequence.request!r} left the numbers of float32 at {where}: look at cfg, temperature and the weights"
+        advice = method_of(sequence.request).advice(sequence.request)
+        return f"{error}; {advice}" if advice else error
     if image is not None and not image.isfinite().all():
         return f"{sequence.request!r}: the tokens are finite but not the image: look at the autoencoder's weights"
     return None

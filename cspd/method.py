@@ -53,6 +53,8 @@ class Method:
         check: raises ValueError on a bad request whose options are good one by one.
         resolve: decides what a checked request leaves open.
         of_request: the guarantee of a resolved request, where settings change it.
+        advice: what is wrong with the settings of a resolved request that may be meant all the same, and what to give;
+            None where nothing is. It is a warning, and part of the error where tokens are not finite.
         uses: which models beside the target a resolved request needs, "draft" or "eagle".
         heat: what `Output.heat` shows of its tokens: head "calls", or which drafts were "accepted".
     """
@@ -69,6 +71,7 @@ class Method:
     check: Callable[[Request, Host], None] = nothing_more
     resolve: Callable[[Request, Host], Request] = as_it_is
     of_request: Callable[[Request], str] | None = None
+    advice: Callable[[Request], str | None] = lambda request: None
     uses: Callable[[Request], set[str]] = lambda request: set()
     heat: str = "accepted"
 

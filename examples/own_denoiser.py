@@ -1,35 +1,40 @@
-"""A denoiser of one's own: fewer denoising steps in later iterations, after DiSA (arXiv 2505.20297).
+"""A denoiser of one's own: guidance in the noisiest steps only, after arXiv 2404.07724.
 
-T falls from `upper` in the first iteration to `lower` in the last. Its line in cspd/methods.py: `own_denoiser.METHOD`.
+The null class is not evaluated in the others. Its line in cspd/methods.py: `own_denoiser.METHOD`.
 """
 
 import numpy as np
 import torch
 
-from cspd.continuous import ancestral
+from cspd.continuous.ancestral import evaluate, modulated
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.sampling import sampling
 from cspd.option import Option
+from mar.diffusion import schedule
 
-OPTIONS = (
-    Option("upper", int, "denoising steps in the first iteration", default=50, low=2, high=1000),
-    Option("lower", int, "denoising steps in the last iteration", default=25, low=2, high=1000),
-)
+SHARE = Option("guided_share", float, "share of the steps, the noisiest, that are guided", default=0.5, high=1)
 
 
-@denoiser("annealed", options=OPTIONS)
+@denoiser("early-guidance", options=(SHARE,))
 def denoise(host, model, rows, z, *, index=0, densities=False):
-    """T_k = lower + floor((K - 1 - k)/(K - 1) (upper - lower)) for the tokens of iteration k."""
-    request = rows.sequences[0].request
-    last = np.array([s.request.num_iter - 1 for s in rows.sequences])[rows.sequence.cpu()]
-    left = (last - rows.iteration) / np.maximum(last, 1)
-    steps = request.lower + (left * (request.upper - request.lower)).astype(int)
-    tokens = torch.empty(len(steps), host.config.token_dim, device=z.device)
-    for num_steps in np.unique(steps):  # tokens of one length of chain together
-        which = np.flatnonzero(steps == num_steps)
-        made = ancestral.denoise(host, model, rows.at(which), z[:, which], index=index, num_steps=int(num_steps))
-        tokens[which] = made.tokens
-    return Denoised(tokens, steps, int(steps.max()), evaluations=steps * len(z))
+    """The ancestral chain, its first steps with the null class and the others without."""
+    request, head = rows.sequences[0].request, host.models[model].head
+    s = schedule(request.num_sampling_steps)
+    steps, num_guided = np.arange(len(s))[::-1], round(request.guided_share * len(s))
+    x = host.noise.initial(rows.seed, rows.position, host.config.token_dim, index)
+    parts = [(z, steps[:num_guided]), (z[:1], steps[num_guided:])]
+    for own_z, own_steps in [part for part in parts if len(part[1])]:
+        for calls, by_call in modulated(head, own_z, s.timestep_map[own_steps], host.precision):
+            for step, modulations in zip(own_steps[calls].tolist(), by_call):
+                eps, v = evaluate(head, x, modulations, rows.scale)
+                x = s.mean_x[step] * x + s.mean_eps[step] * eps
+                if step > 0:
+                    t = torch.tensor([step], device=x.device)
+                    noise = host.noise.steps(rows.seed, rows.position, t, x.shape[1], index)[0]
+                    sigma = torch.exp(s.log_sigma_base[step] + s.log_sigma_slope[step] * v)
+                    x = x + rows.temperature * sigma * noise
+    calls = np.full(len(x), len(s))
+    return Denoised(x, calls, len(s), evaluations=calls + num_guided * (len(z) - 1))
 
 
-METHOD = sampling("annealed", "fewer steps later", {}, denoiser="annealed")
+METHOD = sampling("early-guidance", "guidance in the noisiest steps only", {}, denoiser="early-guidance")

@@ -81,11 +81,14 @@ def schedule(num_steps: int, first_timestep: int = TRAIN_STEPS - 1) -> Schedule:
         raise ValueError(
             f"first_timestep={first_timestep} is outside {num_steps - 1}..{TRAIN_STEPS - 1}, of {num_steps} steps"
         )
+    stride = first_timestep / (num_steps - 1)
+    return respaced(np.round(np.arange(num_steps) * stride).astype(np.int64))
+
+
+def respaced(timestep_map: np.ndarray) -> Schedule:
+    """The cosine schedule of a chain that visits these of the 1000 timesteps, int64 [T], rising."""
     edges = _alpha_bar(np.arange(TRAIN_STEPS + 1) / TRAIN_STEPS)
     train_alphas_cumprod = np.cumprod(1 - np.minimum(1 - edges[1:] / edges[:-1], MAX_BETA))
-
-    stride = first_timestep / (num_steps - 1)
-    timestep_map = np.round(np.arange(num_steps) * stride).astype(np.int64)
     alphas_cumprod = train_alphas_cumprod[timestep_map]
     previous = np.append(1.0, alphas_cumprod[:-1])
     betas = 1 - alphas_cumprod / previous

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from conftest import relative_error
 from toys import counts, distribution, draw, p_value, request_of, toy_models
 
 from cspd import Engine, MARModels, Request, methods
@@ -49,27 +49,23 @@ def test_the_draft_is_exact(added):
     assert 0 < accepted < judged  # it does draft, and is not always right
 
 
-def test_the_denoiser_is_ar_where_nothing_is_annealed(added, small_mar):
+@pytest.mark.parametrize("share, plain", [(1.0, {"cfg": 2.0}), (0.0, {"cfg": 1.0})])
+def test_the_denoiser_is_ar_where_all_or_none_of_the_steps_are_guided(share, plain, added, small_mar):
     added("own_denoiser")
     engine = Engine(MARModels(small_mar), max_batch=2, device="cpu")
-    settings = {"num_iter": 6, "cfg": 2.0}
-    same = [Request(i, seed=i, method="annealed", upper=9, lower=9, **settings) for i in range(3)]
-    plain = [Request(i, seed=i, method="ar", num_sampling_steps=9, **settings) for i in range(3)]
-    for own, other in zip(engine.generate(same), engine.generate(plain)):
-        assert torch.equal(own.tokens, other.tokens)
-        assert own.stats.head_calls == other.stats.head_calls == 54
+    settings = {"num_iter": 3, "num_sampling_steps": 30, "temperature": 1.0}
+    own = [Request(i, seed=i, method="early-guidance", guided_share=share, cfg=2.0, **settings) for i in range(2)]
+    ar = [Request(i, seed=i, method="ar", **settings, **plain) for i in range(2)]
+    for output, expected in zip(engine.generate(own), engine.generate(ar)):
+        assert relative_error(output.tokens, expected.tokens) < 1e-3
+        assert output.stats.head_evaluations == expected.stats.head_evaluations
 
 
-def test_the_denoiser_takes_fewer_steps_in_later_iterations(added, small_mar):
-    """Also where sequences of one batch are at different iterations: as each alone."""
+def test_the_denoiser_evaluates_the_null_class_where_it_is_guided(added, small_mar):
     added("own_denoiser")
-    requests = [Request(i, seed=i, method="annealed", upper=10, lower=4, num_iter=k) for i, k in enumerate((4, 7, 3))]
-    together = Engine(MARModels(small_mar), max_batch=2, device="cpu").generate(requests)
-    for request, output in zip(requests, together):
-        alone = Engine(MARModels(small_mar), max_batch=1, device="cpu").generate([request])[0]
-        assert (output.tokens - alone.tokens).abs().max() < 1e-4 * alone.tokens.abs().max()
-        last = request.num_iter - 1
-        assert alone.stats.head_calls == sum(4 + int((last - k) / last * 6) for k in range(last + 1))
+    request = Request(1, method="early-guidance", guided_share=0.4, cfg=2.0, num_iter=6, num_sampling_steps=30)
+    stats = Engine(MARModels(small_mar), max_batch=1, device="cpu").generate(request)[0].stats
+    assert (stats.head_calls, stats.head_evaluations) == (6 * 30, 64 * (30 + 12))
 
 
 @pytest.mark.slow  # calibrates and measures this machine

@@ -14,7 +14,7 @@ from cspd.continuous.host import MARHost, Rows
 from cspd.option import Option, check_integer
 from cspd.precision import Precision
 from cspd.sequence import Request
-from mar.diffusion import TRAIN_STEPS, schedule
+from mar.diffusion import TRAIN_STEPS, Schedule, schedule
 from mar.head import Head
 
 MODULATION_BYTES = 16 * 2**20  # of one table of modulations; longer chains take several
@@ -28,6 +28,7 @@ FIRST_TIMESTEP = Option(
     metavar="N",
 )
 OPTIONS = (FIRST_TIMESTEP,)
+SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
@@ -127,14 +128,42 @@ def modulated(
         yield calls, zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
 
 
-def check(request: Request, host: MARHost) -> None:
+def sigma_trace(s: Schedule, temperature: Tensor, log_sigmas: list[Tensor]) -> Trace:
+    """A trace that appends the log sigma [R, d] of every step of a schedule."""
+
+    def keep(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
+        log_sigmas.append(s.log_sigma_base[t] + temperature.log() + s.log_sigma_slope[t] * v)
+
+    return keep
+
+
+def with_densities(made: Denoised, log_sigmas: list[Tensor]) -> Denoised:
+    """Tokens with the Gaussians of their chains, of the log sigma of every step, T - 1 .. 0."""
+    *path, last = log_sigmas
+    return dataclasses.replace(made, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)
+
+
+def check_first(request: Request, num_steps: int) -> None:
     """Raises ValueError where a chain has more steps than timesteps to visit."""
     if request.first_timestep is not None:
-        why = f"it begins a chain of {request.num_sampling_steps} steps"
-        check_integer("first_timestep", request.first_timestep, request.num_sampling_steps - 1, TRAIN_STEPS - 1, why)
+        why = f"it begins a chain of {num_steps} steps"
+        check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
 
 
-@denoiser("ancestral", "exact", options=OPTIONS, mixed=MIXED, check=check)
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where a chain has more steps than timesteps to visit."""
+    check_first(request, request.num_sampling_steps)
+
+
+def advice(request: Request) -> str | None:
+    """To begin a short chain later, since from timestep 999 its first step multiplies errors by thousands."""
+    num_steps = request.num_sampling_steps
+    if num_steps >= SHORT or request.first_timestep is not None:
+        return None
+    return f"a chain of {num_steps} denoising steps overshoots in its first one: give first_timestep={SHORT_FIRST}"
+
+
+@denoiser("ancestral", "exact", options=OPTIONS, mixed=MIXED, check=check, advice=advice)
 def denoise(
     host: MARHost,
     model: str,
@@ -155,11 +184,9 @@ def denoise(
     num_steps = num_steps or request.num_sampling_steps
     first_timestep = request.first_timestep or TRAIN_STEPS - 1
     head, channels = host.models[model].head, host.config.token_dim
-    s, log_sigmas = schedule(num_steps, first_timestep), []
-
-    def keep_sigma(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
-        log_sigmas.append(s.log_sigma_base[t] + rows.temperature.log() + s.log_sigma_slope[t] * v)
-
+    log_sigmas: list[Tensor] = []
+    if densities:
+        trace = sigma_trace(schedule(num_steps, first_timestep), rows.temperature, log_sigmas)
     tokens = ancestral(
         head,
         z,
@@ -169,12 +196,43 @@ def denoise(
         lambda t: host.noise.steps(rows.seed, rows.position, t, channels, index),
         num_steps,
         host.precision,
-        keep_sigma if densities else trace,
+        trace,
         first_timestep,
     )
     calls = np.full(len(tokens), num_steps)
     made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
-    if not densities:
-        return made
-    *path, last = log_sigmas
-    return dataclasses.replace(made, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)
+    return with_densities(made, log_sigmas) if densities else made
+
+
+def by_length(
+    host: MARHost,
+    model: str,
+    rows: Rows,
+    z: Tensor,
+    lengths: np.ndarray,
+    *,
+    index: int = 0,
+    densities: bool = False,
+) -> Denoised:
+    """Every token by an ancestral chain of a length of its own; those of one length together, one after another.
+
+    Args:
+        lengths: T of each row, int64 [R] on the host.
+    """
+    parts = []
+    for num_steps in np.unique(lengths).tolist():
+        which = np.flatnonzero(lengths == num_steps)
+        own_z = z[:, torch.as_tensor(which, device=z.device)]
+        own_rows = rows.at(which)
+        parts.append(denoise(host, model, own_rows, own_z, index=index, densities=densities, num_steps=num_steps))
+    sorted_by_length = np.argsort(lengths, kind="stable")
+    back = torch.as_tensor(np.argsort(sorted_by_length), device=z.device)
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])[back]
+
+    head_calls = sum(part.head_calls for part in parts)
+    made = Denoised(joined("tokens"), lengths, head_calls, evaluations=lengths * len(z))
+    if densities:
+        made = dataclasses.replace(made, log_sigma=joined("log_sigma"), log_sigma_last=joined("log_sigma_last"))
+    return made

@@ -80,5 +80,6 @@ METHOD = Method(
     options=ancestral.OPTIONS,
     mixed=lambda request: ancestral.MIXED,
     check=ancestral.check,
+    advice=ancestral.advice,
     heat="calls",
 )

@@ -291,5 +291,6 @@ METHOD = Method(
     mixed=lambda request: ("num_iter",),
     check=check,
     resolve=resolve,
+    advice=lambda request: DENOISERS[request.chains].advice(request),
     uses=lambda request: {"draft"},
 )

@@ -63,6 +63,7 @@ class Denoiser:
         options: settings of its own. needs: "calibration" or nothing ("-").
         mixed: settings that may differ between the rows of one call.
         check: raises ValueError on a bad request. resolve: decides what a checked request leaves open.
+        advice: as in `cspd.method.Method`.
         run_round: a round of its own, (host, batch, stopwatch, backbone) -> those that are finished, for one whose
             sequences do not wait for each other's chains.
     """
@@ -74,6 +75,7 @@ class Denoiser:
     mixed: tuple[str, ...] = ("num_iter",)
     check: Callable[[Request, Any], None] = nothing_more
     resolve: Callable[[Request, Any], Request] = as_it_is
+    advice: Callable[[Request], str | None] = lambda request: None
     run_round: Callable[..., list] | None = None
 
 

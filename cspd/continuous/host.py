@@ -61,7 +61,8 @@ class Rows:
         sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
-        iteration: int64 [R], on the host: the iteration that the timetable predicts it in, from 0.
+        iteration, num_iter: int64 [R], on the host: the iteration that the timetable predicts it in, from 0, and how
+            many there are.
     """
 
     sequences: list[Sequence]
@@ -75,12 +76,13 @@ class Rows:
     scale: Tensor
     temperature: Tensor
     iteration: np.ndarray
+    num_iter: np.ndarray
 
     def at(self, which: np.ndarray) -> Rows:
         """Some of the rows, int64 [n] on the host."""
         index = torch.as_tensor(which, device=self.slot.device)
         on_device = {name: getattr(self, name)[index] for name in PER_ROW}
-        return replace(self, iteration=self.iteration[which], **on_device)
+        return replace(self, iteration=self.iteration[which], num_iter=self.num_iter[which], **on_device)
 
 
 class MARHost:
@@ -225,6 +227,7 @@ class MARHost:
             scale=self._tensor(scales[owner, rank], torch.float32).unsqueeze(-1),
             temperature=per_row([s.request.temperature for s in batch], torch.float32).unsqueeze(-1),
             iteration=iterations[owner, rank],
+            num_iter=np.array([request.num_iter for request in requests])[owner],
         )
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:

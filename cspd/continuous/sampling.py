@@ -126,5 +126,6 @@ def sampling(
         check=functools.partial(check, usual),
         resolve=functools.partial(resolve, usual),
         of_request=lambda request: usual.of(request).guarantee,
+        advice=lambda request: DENOISERS[usual.of(request).denoiser].advice(request),
         heat="calls",
     )

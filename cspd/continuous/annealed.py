@@ -1,0 +1,62 @@
+"""DiSA: fewer denoising steps for tokens of later iterations (arXiv 2505.20297). Guarantee: heuristic.
+
+The more tokens are known, the less is open about the next one. Each number of steps is a respaced chain of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from cspd.continuous import ancestral
+from cspd.continuous.ancestral import FIRST_TIMESTEP, MIXED, SHORT_FIRST, check_first
+from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.host import MARHost, Rows
+from cspd.option import Option, check_integer
+from cspd.sequence import Request
+from mar.diffusion import TRAIN_STEPS
+
+# how much of the way from `lower` to `upper` is left, of what is left of the way through the iterations, both 1 .. 0
+SCHEDULES = {
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - np.cos(np.pi * left)) / 2,
+    "two-stage": lambda left: (left > 0.5).astype(float),
+}
+OPTIONS = (
+    Option("upper", int, "denoising steps in the first iteration", default=50, low=2, high=TRAIN_STEPS, metavar="T"),
+    Option("lower", int, "denoising steps in the last iteration", default=5, low=2, high=TRAIN_STEPS, metavar="T"),
+    Option("anneal", tuple(SCHEDULES), "how the steps fall over the iterations", default="linear"),
+    FIRST_TIMESTEP.but(default=SHORT_FIRST),
+)
+
+
+def chain_lengths(iteration: np.ndarray, num_iter: np.ndarray, upper: int, lower: int, anneal: str) -> np.ndarray:
+    """T of tokens by their iterations k of K: lower + floor(f (upper - lower)), int64 [R].
+
+    f is (K - 1 - k)/(K - 1), or (1 + cos(pi k/(K - 1)))/2, or 1 in the first half of the iterations, k < (K - 1)/2, and
+    0 in the second, as in the authors' code. A single iteration, which that code does not have, takes `upper` steps.
+
+    Args:
+        iteration, num_iter: k, from 0, and K; int64 [R]. upper, lower, anneal: see the options.
+    """
+    last = np.maximum(num_iter - 1, 1)
+    left = (last - iteration) / last
+    return lower + (SCHEDULES[anneal](left) * (upper - lower)).astype(np.int64)
+
+
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where the steps would grow, or are more than there are timesteps to visit."""
+    check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
+    check_first(request, request.upper)
+
+
+@denoiser("annealed", options=OPTIONS, mixed=(*MIXED, "num_sampling_steps"), check=check)
+def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+    """Every token by an ancestral chain as long as its iteration asks for; arguments as in `cspd.continuous.denoiser`.
+
+    The log sigmas of a token are summed over its own chain's steps. CSpD compares them between two models, whose chains
+    of one token are equally long.
+    """
+    request = rows.sequences[0].request
+    lengths = chain_lengths(rows.iteration, rows.num_iter, request.upper, request.lower, request.anneal)
+    return ancestral.by_length(host, model, rows, z, lengths, index=index, densities=densities)
