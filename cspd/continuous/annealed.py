@@ -16,11 +16,11 @@ from cspd.option import Option, check_integer
 from cspd.sequence import Request
 from mar.diffusion import TRAIN_STEPS
 
-# how much of the way from `lower` to `upper` is left, of what is left of the way through the iterations, both 1 .. 0
+# how far above `lower` iteration k of 0 .. last is, 1 .. 0 of the way to `upper`
 SCHEDULES = {
-    "linear": lambda left: left,
-    "cosine": lambda left: (1 - np.cos(np.pi * left)) / 2,
-    "two-stage": lambda left: (left > 0.5).astype(float),
+    "linear": lambda k, last: (last - k) / last,
+    "cosine": lambda k, last: (np.cos(np.pi * k / last) + 1) / 2,
+    "two-stage": lambda k, last: k < last / 2,
 }
 OPTIONS = (
     Option("upper", int, "denoising steps in the first iteration", default=50, low=2, high=TRAIN_STEPS, metavar="T"),
@@ -33,15 +33,16 @@ OPTIONS = (
 def chain_lengths(iteration: np.ndarray, num_iter: np.ndarray, upper: int, lower: int, anneal: str) -> np.ndarray:
     """T of tokens by their iterations k of K: lower + floor(f (upper - lower)), int64 [R].
 
-    f is (K - 1 - k)/(K - 1), or (1 + cos(pi k/(K - 1)))/2, or 1 in the first half of the iterations, k < (K - 1)/2, and
-    0 in the second, as in the authors' code. A single iteration, which that code does not have, takes `upper` steps.
+    f is (K - 1 - k)/(K - 1), or (cos(pi k/(K - 1)) + 1)/2, or 1 in the first half of the iterations, k < (K - 1)/2, and
+    0 in the second: the paper names these three, the formulas are those of the authors' code. A single iteration, for
+    which it has none, takes `upper` steps.
 
     Args:
         iteration, num_iter: k, from 0, and K; int64 [R]. upper, lower, anneal: see the options.
     """
     last = np.maximum(num_iter - 1, 1)
-    left = (last - iteration) / last
-    return lower + (SCHEDULES[anneal](left) * (upper - lower)).astype(np.int64)
+    share = SCHEDULES[anneal](iteration, last)
+    return lower + (share * (upper - lower)).astype(np.int64)
 
 
 def check(request: Request, host: MARHost) -> None:
