@@ -17,21 +17,18 @@ CALIBRATED = sampling(
     {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
     denoiser="calibrated",
 )
-
 DISA = sampling(
     "disa",
     "fewer denoising steps in later iterations",
     {"2505.20297": "DiSA: Diffusion Step Annealing in Autoregressive Image Generation"},
     denoiser="annealed",
 )
-
 DDIM = sampling(
     "ddim",
     "the head's chain by a deterministic solver of order 1",
     {"2010.02502": "Denoising Diffusion Implicit Models"},
     denoiser="ddim",
 )
-
 DPM_SOLVER = sampling(
     "dpm-solver++",
     "the same of order 2",

@@ -17,15 +17,22 @@ from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate, modulated
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
-from cspd.option import Option
+from cspd.continuous.plan import plan_of
+from cspd.option import Option, check_integer
 from cspd.precision import Precision
 from cspd.sequence import Request
-from mar.diffusion import TRAIN_STEPS, Schedule, schedule
+from mar.diffusion import TRAIN_STEPS, Schedule, respaced, schedule
 from mar.head import Head
 
 OPTIONS = (
     Option("head_calls", int, "head calls per token", default=10, low=2, high=TRAIN_STEPS, metavar="N"),
     FIRST_TIMESTEP.but(default=SHORT_FIRST),
+    Option(
+        "grid",
+        ("uniform", "planned"),
+        "timesteps of the head calls: evenly spaced, or where `calibrated` has them",
+        default="uniform",
+    ),
 )
 
 
@@ -94,9 +101,33 @@ def solve(
     return x
 
 
+def grid_of(request: Request, host: MARHost) -> Schedule:
+    """The schedule over the timesteps that a request's chains visit, of both models: CSpD compares chains of one grid.
+
+    Raises:
+        ValueError: there is no plan of so few head calls.
+    """
+    if request.grid == "uniform":
+        return schedule(request.head_calls, request.first_timestep)
+    predictor = host.tuning.calibrations["target"].predictor(request)
+    plan = plan_of(predictor.skip_cost, request.head_calls)
+    planned = schedule(request.num_sampling_steps).timestep_map[list(plan.steps)]
+    highest = request.first_timestep - np.arange(len(planned))  # clipped, they still fall
+    return respaced(np.minimum(planned, highest)[::-1])
+
+
 def check(request: Request, host: MARHost) -> None:
-    """Raises ValueError where there are more head calls than timesteps to visit."""
+    """Raises ValueError where there are more head calls than timesteps to visit, or steps to plan them at."""
     check_first(request, request.head_calls)
+    if request.grid == "planned":
+        most = request.num_sampling_steps
+        check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps, at which they are planned")
+
+
+def resolve(request: Request, host: MARHost) -> Request:
+    """The request as it is, its grid planned; raises ValueError where that cannot be."""
+    grid_of(request, host)
+    return request
 
 
 def _denoise(
@@ -115,7 +146,10 @@ def _denoise(
     timesteps has at the states that were visited.
     """
     request = rows.sequences[0].request
-    s = schedule(request.head_calls, request.first_timestep)
+    kept = host.kept[rows.sequences[0].key]
+    if "grid" not in kept:
+        kept["grid"] = grid_of(request, host)
+    s: Schedule = kept["grid"]
     log_sigmas: list[Tensor] = []
     trace = ancestral.sigma_trace(s, rows.temperature, log_sigmas) if densities else None
     noise = host.noise.initial(rows.seed, rows.position, host.config.token_dim, index)
@@ -125,5 +159,5 @@ def _denoise(
     return ancestral.with_densities(made, log_sigmas) if densities else made
 
 
-ddim = denoiser("ddim", options=OPTIONS, check=check)(functools.partial(_denoise, 1))
-dpm_solver = denoiser("dpm-solver++", options=OPTIONS, check=check)(functools.partial(_denoise, 2))
+ddim = denoiser("ddim", options=OPTIONS, check=check, resolve=resolve)(functools.partial(_denoise, 1))
+dpm_solver = denoiser("dpm-solver++", options=OPTIONS, check=check, resolve=resolve)(functools.partial(_denoise, 2))

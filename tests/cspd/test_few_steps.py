@@ -15,6 +15,7 @@ from cspd import Engine, MARModels, Request, noise
 from cspd.continuous.ancestral import ancestral
 from cspd.continuous.annealed import chain_lengths
 from cspd.continuous.denoiser import DENOISERS
+from cspd.continuous.plan import plan_of
 from cspd.continuous.schedule import cosine
 from cspd.continuous.solvers import solve
 from cspd.sequence import Sequence
@@ -197,6 +198,24 @@ def test_requests_are_solved_with_guidance(name, order, engine):
     assert relative_error(first.tokens[rows.position], expected.float()) < 1e-3
 
 
+@pytest.mark.parametrize("num_calls", [4, 7])
+def test_the_planned_grid_is_that_of_calibrated(num_calls, engine):
+    """Only what lies above the first timestep is moved, so that all timesteps still differ."""
+    settings = {"num_iter": 1, "num_sampling_steps": 7, "cfg": 1.0, "head_calls": num_calls}
+    request = engine.resolve(Request(2, 1, method="ddim", grid="planned", first_timestep=800, **settings))
+    steps = plan_of(engine.host.tuning.calibrations["target"].predictor(request).skip_cost, num_calls).steps
+    timesteps = [round(999 / 6 * step) for step in steps]
+    assert len(timesteps) == num_calls and timesteps[0] == 999
+    timesteps = [min(800 - i, timestep) for i, timestep in enumerate(timesteps)]
+
+    host, batch = engine.host, [Sequence(request, 0, 0)]
+    host.admit(batch)
+    rows = host.next_rows(batch)
+    z, x = host.conditions(batch, rows), noise.initial(rows.seed, rows.position, host.config.token_dim)
+    expected = solve(host.target.head, z, rows.scale, x, respaced(np.array(timesteps[::-1])), 1, FP32)
+    assert relative_error(engine.generate(request)[0].tokens[rows.position], expected) < 1e-4
+
+
 # all of them
 
 
@@ -240,6 +259,11 @@ def test_densities_are_the_ancestral_chains(name, order, engine):
 @pytest.mark.parametrize(
     "method, settings, message",
     [
+        (
+            "ddim",
+            {"head_calls": 9, "grid": "planned", "num_sampling_steps": 8},
+            r"head_calls=9 does not fit: .* 2\.\.8",
+        ),
         ("disa", {"upper": 4}, r"lower=5 does not fit: give a whole number, 2\.\.4"),
         ("disa", {"lower": 60}, r"lower=60 does not fit: give a whole number, 2\.\.50"),
         ("disa", {"lower": 1}, "lower=1 does not fit"),
