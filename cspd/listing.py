@@ -46,7 +46,8 @@ class Use:
         if len(values) > FEW:
             return "the method's own"
         usual, *others = values
-        return "; ".join(filter(None, [usual, *(f"{value} of {_few(self.defaults[value])}" for value in others)]))
+        exceptions = [f"{value or 'none'} of {_few(self.defaults[value])}" for value in others]
+        return "; ".join(filter(None, [usual, *exceptions]))
 
 
 def _few(owners: list[str]) -> str:

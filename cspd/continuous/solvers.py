@@ -25,7 +25,15 @@ from mar.diffusion import TRAIN_STEPS, Schedule, respaced, schedule
 from mar.head import Head
 
 OPTIONS = (
-    Option("head_calls", int, "head calls per token", default=10, low=2, high=TRAIN_STEPS, metavar="N"),
+    Option(
+        "head_calls",
+        int,
+        "head calls per token; the temperature does nothing",
+        default=10,
+        low=2,
+        high=TRAIN_STEPS,
+        metavar="N",
+    ),
     FIRST_TIMESTEP.but(default=SHORT_FIRST),
     Option(
         "grid",
