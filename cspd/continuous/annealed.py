@@ -51,7 +51,7 @@ def check(request: Request, host: MARHost) -> None:
     check_first(request, request.upper)
 
 
-@denoiser("annealed", options=OPTIONS, mixed=(*MIXED, "num_sampling_steps"), check=check)
+@denoiser("annealed", options=OPTIONS, mixed=MIXED, check=check)
 def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
     """Every token by an ancestral chain as long as its iteration asks for; arguments as in `cspd.continuous.denoiser`.
 
