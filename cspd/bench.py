@@ -16,6 +16,7 @@ from cspd.lookup import find, parse_method, with_method
 from cspd.machine import peak_bytes, reset_peak, spread
 from cspd.methods import COMMON
 from cspd.sequence import Output, Request
+from cspd.summary import measured
 
 SCHEMA = "cspd.bench/2"
 PUBLISHED = "published"  # MAR's or LlamaGen's sampler as published, `mar.reference` and `cspd.vq.reference`
@@ -101,9 +102,9 @@ def bench(
             timed: dict[str, list[dict]] = {name: [] for name in plan}
             for i in range(runs + 1):  # the first warms up
                 for name, contender in plan.items():
-                    measured = _timed(engine, contender, request, batch, i, accuracy)
+                    made = _timed(engine, contender, request, batch, i, accuracy)
                     if i:
-                        timed[name].append(measured)
+                        timed[name].append(made)
                     bar.update()
             rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
     report = {"schema": SCHEMA, "family": first.host.family, "machine": first.describe(), "runs": runs}
@@ -140,8 +141,9 @@ def _timed(
         return {"seconds": time.perf_counter() - start} | _judge(images, requests, accuracy)
     outputs = engine.generate(requests)
     _synchronize(engine.device)
-    measured = {"seconds": time.perf_counter() - start, "window": outputs[0].request.window}
-    return measured | _mean_stats(outputs) | _judge([o.image for o in outputs], requests, accuracy)
+    timed = {"seconds": time.perf_counter() - start}
+    timed |= {name: getattr(outputs[0].request, name) for name in ("first_timestep", "window")}
+    return timed | _mean_stats(outputs) | _judge([o.image for o in outputs], requests, accuracy)
 
 
 def _mean_stats(outputs: list[Output]) -> dict:
@@ -150,6 +152,7 @@ def _mean_stats(outputs: list[Output]) -> dict:
     names = ("head_calls_per_token", "backbone_calls", "head_calls", "draft_backbone_calls", "draft_head_calls")
     mean = {name: statistics.mean(getattr(s, name) for s in stats) for name in names}
     mean |= {"alpha": accepted / judged if judged else None, "guarantee": stats[0].guarantee}
+    mean |= {"stats": [vars(s) for s in stats]}
     if stats[0].committed:  # VQ codes
         spent = {phase: sum(s.seconds[phase] for s in stats) for phase in ("backbone", "draft", "other")}
         bound = min(1.0, statistics.mean(s.bound for s in stats))
@@ -182,7 +185,8 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], base: list[
     row = {"name": name, "batch": batch, "num_iter": request.num_iter, "cfg": request.cfg}
     row |= {"seconds": spread(seconds), "speed_up": spread(speed_up)}
     row["images_per_second"] = batch / row["seconds"]["median"]
-    for key in timed[0].keys() - {"seconds"}:
+    row |= measured([image for t in timed for image in t.get("stats", [])])
+    for key in timed[0].keys() - {"seconds", "stats"}:
         values = [t[key] for t in timed]
         row[key] = values[0] if key == "guarantee" or None in values else statistics.mean(values)
     return row
@@ -210,6 +214,7 @@ COLUMNS = [
     ("K", 3, "num_iter", ".0f"),
     ("cfg", 4, "cfg", "g"),
     ("batch", 5, "batch", "d"),
+    ("first t", 7, "first_timestep", ".0f"),
     ("W", 3, "window", ".0f"),
     ("seconds", 8, "seconds", ".3f"),
     ("images/s", 8, "images_per_second", ".2f"),
@@ -219,6 +224,10 @@ COLUMNS = [
     ("draft calls", 11, "draft_backbone_calls", ".1f"),
     ("alpha", 5, "alpha", ".3f"),
     ("bound", 6, "bound", ".3f"),
+    ("token r.m.s.", 12, "difference", ".3f"),
+    ("path KL", 7, "divergence", ".3f"),
+    ("audit", 6, "audit", ".3f"),
+    ("+- s.e.", 7, "audit_error", ".3f"),
     ("overhead", 8, "overhead", ".0%"),
     ("class acc.", 10, "accuracy", ".3f"),
 ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cspd.method import GUARANTEES
 from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import Option
 
+WIDTH = 120  # of what a guarantee means
 FEW = 4  # methods that are named one by one; of more it is said whose models they decode
 
 
@@ -68,13 +71,19 @@ def uses() -> list[Use]:
 
 
 def format_table() -> str:
-    """The methods as text, and the papers they are from."""
+    """The methods as text, what their guarantees mean, and the papers they are from."""
     lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
     for method in METHODS:
         columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
         lines.append(f"{columns} {method.summary} (arXiv {', '.join(method.papers)})")
     titles = {number: title for method in METHODS for number, title in method.papers.items()}
-    return "\n".join([*lines, "", *(f"arXiv {number}  {title}" for number, title in titles.items())])
+    given = {method.guarantee for method in METHODS}
+    meanings = [_indented(f"{name:<10} {meaning}") for name, meaning in GUARANTEES.items() if name in given]
+    return "\n".join([*lines, "", *meanings, "", *(f"arXiv {number}  {title}" for number, title in titles.items())])
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * 11)
 
 
 def markdown_table() -> str:

@@ -16,11 +16,13 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 from matplotlib.typing import ColorType
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+MARKS = {"exact": "o", "measured": "D", "bounded": "s", "heuristic": "^"}  # a point's, by its guarantee
 MARGIN = 4
 LINE = 18  # height of a heat map's legend, in pixels
 # where a point's label may be, in points from it; the first that is free is taken
@@ -106,7 +108,10 @@ def _lines(text: str) -> int:
 
 
 class Point(NamedTuple):
-    """A measured point: what it is called, the line it is on, and how sure it is: a range and half an interval."""
+    """A measured point: what it is called, the line it is on, how sure it is, and its guarantee, a key of `MARKS`.
+
+    How sure: a range of the speed, and half an interval of the quality.
+    """
 
     label: str
     speed: float
@@ -114,6 +119,7 @@ class Point(NamedTuple):
     line: str
     speed_range: tuple[float, float] | None = None
     quality_half: float | None = None
+    guarantee: str = "exact"
 
 
 @contextlib.contextmanager
@@ -128,7 +134,7 @@ def _any_text() -> Iterator[None]:
 def speed_quality(
     panels: Sequence[tuple[str, str, Sequence[Point]]], file: Path | IO[bytes], image_format: str = "png"
 ) -> None:
-    """Writes scatters of quality against speed, a colour for every line.
+    """Writes scatters of quality against speed, a colour for every line and a mark for every guarantee.
 
     Args:
         panels: the name of the speed, the name of the quality, and the points. A speed of 1 is plain sampling's. The
@@ -156,9 +162,13 @@ def speed_quality(
         axes.spines[["top", "right"]].set_visible(False)
 
     unnamed = {point.line for point in all_points if point.label != point.line}
-    if unnamed:  # lines that their points' labels do not name
-        shown = [name for name in names if name in unnamed]
-        figure.axes[0].legend([handles[name] for name in shown], shown, fontsize=8)
+    entries = [(handles[name], name) for name in names if name in unnamed]  # that no point's label names
+    given = {point.guarantee for point in all_points}
+    if len(given) > 1:
+        grey = {"color": "grey", "linestyle": ""}
+        entries += [(Line2D([], [], marker=mark, **grey), name) for name, mark in MARKS.items() if name in given]
+    if entries:
+        figure.axes[0].legend(*zip(*entries), fontsize=8)
     figure.canvas.draw()
     for axes, (_, _, points) in zip(figure.axes, panels):
         _label_points(axes, points, colours)
@@ -174,12 +184,13 @@ def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, Colo
     for name, colour in colours.items():
         line = sorted((point.speed, point.quality) for point in points if point.line == name)
         if line:
-            (drawn[name],) = axes.plot(*zip(*line), "o-", label=name, color=colour, alpha=0.8)
+            (drawn[name],) = axes.plot(*zip(*line), "-", label=name, color=colour, alpha=0.8)
     for point in points:
         low, high = point.speed_range or (point.speed, point.speed)
         speed_bar = [[max(0, point.speed - low)], [max(0, high - point.speed)]]
         style: dict[str, Any] = {"color": colours[point.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
         axes.errorbar(point.speed, point.quality, xerr=speed_bar, yerr=point.quality_half, **style)
+        axes.plot(point.speed, point.quality, MARKS[point.guarantee], color=colours[point.line], alpha=0.8)
     axes.axvline(1, color="lightgrey", zorder=0)
     return drawn
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cspd.records import MAYBE, NUMBER
 from cspd.sequence import PHASES
 
 COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
+MEASURED = ("difference", "divergence", "audit", "audit_error")  # of a "measured" sampler
+MEASURES = {f"{name}?": MAYBE for name in MEASURED}  # older versions' files have none
 STATS = {  # what is read of them, see `misfit`
     **dict.fromkeys((*COUNTS, "head_calls_per_token"), NUMBER),
     **dict.fromkeys(("alpha", "step_compression"), MAYBE),
+    **MEASURES,
     "guarantee": str,
     "committed": {str: int},
     "seconds": dict.fromkeys(PHASES, NUMBER),
@@ -43,4 +46,32 @@ def summary_of(stats: Sequence[dict], made: int, seconds: float) -> dict:
     alphas = [s["alpha"] for s in stats if s["alpha"] is not None]
     summary |= {"alpha": mean(alphas) if alphas else None}
     summary["head_calls_per_token"] = mean([s["head_calls_per_token"] for s in stats])
+    summary |= measured(stats)
     return summary | {"seconds_by_phase": {p: mean([s["seconds"][p] for s in stats]) for p in PHASES}}
+
+
+def measured(stats: Sequence[Mapping]) -> dict[str, float | None]:
+    """Means over images of what was measured of their sampler, `MEASURED`; None of what was not.
+
+    `audit_error` is the standard error of the mean audit: by the images' spread, which has all that differs between
+    them, or of a single image its own.
+    """
+    values = {name: [each[name] for each in stats if each.get(name) is not None] for name in MEASURED}
+    means = {name: statistics.fmean(found) if found else None for name, found in values.items()}
+    audits = values["audit"]
+    if len(audits) > 1:
+        means["audit_error"] = statistics.stdev(audits) / len(audits) ** 0.5
+    return means
+
+
+def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
+    """What a summary says was measured of a sampler, for people: (title, value, what it is) each."""
+    meanings = {
+        "difference": "standard deviations of a token (r.m.s.) from plain sampling's of the same noise, held-out",
+        "divergence": "nats a token, of its path from plain sampling's, held-out",
+        "audit": "nats a token, the divergence estimated on these images",
+    }
+    if summary.get("audit_error") is not None:
+        meanings["audit"] = f"+- {summary['audit_error']:.3f} {meanings['audit']}, and its standard error"
+    known = [name for name in meanings if summary.get(name) is not None]
+    return [(name, f"{summary[name]:.3f}", meanings[name]) for name in known]

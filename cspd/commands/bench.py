@@ -32,7 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--methods",
         type=name_list,
         help="against ar: any of `cspd methods`, options after colons (cool-sd:delta=1.5:gamma=4), and published, the"
-        " authors' sampler (default: speculative,published; of VQ models all methods)",
+        " authors' sampler (default: all methods but heuristic ones, and published)",
     )
     group.add_argument(
         "--vq",
@@ -76,8 +76,8 @@ def _is_embedded(checkpoint: str) -> bool:
 def run(args: argparse.Namespace) -> None:
     _check_files(args)
     family = family_of(args.checkpoint)
-    proved = [m.name for m in METHODS if m.family == family and m.guarantee != "heuristic" and m.name != "ar"]
-    names = args.methods or [*proved, PUBLISHED]
+    known = [m.name for m in METHODS if m.family == family and m.guarantee != "heuristic" and m.name != "ar"]
+    names = args.methods or [*known, PUBLISHED]
     if "cspd" not in method_names([family]) and (args.gamma or args.verify):
         raise ValueError("--gamma, --verify: here of cspd; options of others follow their name, --methods sd:gamma=4")
     for name in names:
@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> None:
             case = f", batch {row['batch']}, cfg {row['cfg']:g}" if several else ""
             speed = row["speed_up"]
             limits = speed["min"], speed["max"]
-            points.append(Point(options, speed["median"], row["accuracy"], method + case, limits))
+            line, guarantee = method + case, row.get("guarantee", "exact")  # the published sampler is
+            points.append(Point(options, speed["median"], row["accuracy"], line, limits, guarantee=guarantee))
         panels = [("speed-up over plain sampling", "share recognised by the classifier", points)]
         with publishing(args.plot) as temporary:
             speed_quality(panels, temporary, _image_format(args.plot))

@@ -34,11 +34,17 @@ from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.store import Store
+from cspd.summary import MEASURES, measured_lines
 
 SCHEMA = "cspd.evaluation/1"
 SPEEDS = ("images_made", "processes", "seconds", "images_per_second")
 COSTS = ("bound_per_image", "head_calls_per_image", "head_calls_per_token")
-SAMPLING = {"guarantee": str, **dict.fromkeys((*SPEEDS, *COSTS), NUMBER), "step_compression?": NUMBER}  # what is shown
+SAMPLING = {  # what is shown
+    "guarantee": str,
+    **dict.fromkeys((*SPEEDS, *COSTS), NUMBER),
+    "step_compression?": NUMBER,
+    **MEASURES,
+}
 SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURING = {"command", "run", "images", "out", "ref", "space", "weights", "npz", "device"}  # not of sampling
 DESCRIPTION = (
@@ -221,7 +227,9 @@ def format_evaluation(report: dict) -> str:
         lines.append(("largest token", f"{report['largest_token']:.2f}", exploded))
     if sampling:
         request = report["settings"]["request"]
-        lines.append(("method", request["method"], sampling["guarantee"]))
+        start = request.get("first_timestep")
+        chains = f", chains from timestep {start}" if start is not None else ""
+        lines.append(("method", request["method"], sampling["guarantee"] + chains))
         if "step_compression" in sampling:
             lines.append(("codes a forward", f"{sampling['step_compression']:.2f}", ""))
         else:
@@ -230,6 +238,7 @@ def format_evaluation(report: dict) -> str:
         if sampling["bound_per_image"] > 0:
             bound = f"{min(sampling['bound_per_image'], 1):.3f}"
             lines.append(("TV bound", bound, "of an image's codes, from the target's (docs/bounds.md)"))
+        lines += measured_lines(sampling)
         if sampling["images_made"]:
             made = f"{sampling['images_made']} images in {sampling['seconds']:.1f} s"
             made += f" by {sampling['processes']} processes" if sampling["processes"] > 1 else ""

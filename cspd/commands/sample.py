@@ -17,6 +17,7 @@ from cspd.commands.options import (
 from cspd.commands.sample_folder import RECORD, sample_to_folder
 from cspd.parsing import count, number_list, place, seed
 from cspd.stopping import if_stopped
+from cspd.summary import measured_lines
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"window {summary['window']}: --window {summary['window']} gives these images on any machine")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")
+    for title, value, meaning in measured_lines(summary):
+        print(f"{title} {value} {meaning}")
     if args.heatmap:
         print(f"wrote {args.out / 'heatmap.png'} (what each token cost)")
     print(f"wrote {args.out / 'grid.png'} (all images), {args.out / RECORD} (settings, statistics), {num} PNGs")

@@ -15,7 +15,7 @@ from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
 from cspd.comparison.runs import Chunk, run_turns, settings_of
-from cspd.comparison.study import Configuration, baseline
+from cspd.comparison.study import Configuration, baselines
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import Reference
 from cspd.evaluation.two_sample import LEAST_PAIRS, energy_test
@@ -23,9 +23,11 @@ from cspd.lookup import guarantee_of
 from cspd.machine import spread
 from cspd.sequence import Request
 from cspd.store import Store
+from cspd.summary import measured
 from cspd.version import __version__
 
-SCHEMA = "cspd.compare/4"
+SCHEMA = "cspd.compare/5"
+TESTS = (("p_value", "law_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
 QUALITIES = ("fid", "inception_score", "accuracy")
 PARTS = 25  # that the jackknife splits a row's images into, at most
 LEAST_INTERVAL = 20  # images that the jackknife needs
@@ -89,8 +91,18 @@ def compare(
         seeds = {} if row.seed is None else {"seed": row.seed}
         entry = speed_of(row, plan, made, chunks[0])
         report["rows"].append(entry | {"settings": settings_of(plan) | seeds})
-    _judge(report, rows, images, space, weights, reference, progress)
+    against = [baselines(row, rows, seed) for row in rows]
+    for entry, (same, _), made in zip(report["rows"], against, images):
+        other = None if same is None else images[rows.index(same)]
+        entry["pixel_difference"] = None if other is None else _pixel_difference(made, other)
+    _judge(report, rows, images, against, space, weights, reference, progress)
     return report, images
+
+
+def _pixel_difference(images: np.ndarray, others: np.ndarray) -> float:
+    """Root mean square, in 0..255, of images uint8 [N, H, W, 3]."""
+    squares = [np.square(image.astype(np.float32) - other).mean() for image, other in zip(images, others)]
+    return float(np.mean(squares) ** 0.5)
 
 
 def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
@@ -103,6 +115,8 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
     judged = sum(cost["judged"] for cost in costs)
     accepted = sum(cost["accepted"] for cost in costs)
     bound, bound_half = _mean_bound(costs) if guarantee == "bounded" else (None, None)
+    near = measured(costs)
+    audit_error = near.pop("audit_error")
 
     def mean(name: str) -> float:
         return sum(cost[name] for cost in costs) / len(costs)
@@ -114,6 +128,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "seconds": [own.seconds for own, _ in turns],
         "images_per_second": spread([size / own.seconds for own, _ in turns]),
         "speed_up": spread([base.seconds / own.seconds for own, base in turns]),
+        "first_timestep": plan.first_timestep,
         "window": plan.window,
         "head_calls_per_token": mean("head_calls_per_token") or None,
         "backbone_calls": mean("backbone_calls"),
@@ -122,6 +137,8 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "step_compression": mean("step_compression") if has_codes else None,
         "bound": bound,
         "bound_ci95": bound_half,
+        **near,
+        "audit_ci95": None if audit_error is None else _half(audit_error),
         "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
     }
 
@@ -141,16 +158,20 @@ def _judge(
     report: dict,
     rows: Sequence[Configuration],
     images: Sequence[np.ndarray],
+    against: Sequence[tuple[Configuration | None, Configuration | None]],
     space: str | None,
     weights: Path | None,
     reference: Reference | None,
     progress: bool,
 ) -> None:
-    """Adds quality and p-values to the report's rows, and to `missing` the reason for each that is not there."""
+    """Adds quality and p-values to the report's rows, and to `missing` the reason for each that is not there.
+
+    `against`: what each row is tested against, of the same seeds and of others.
+    """
     missing = report["missing"] = {}
     intervals = [f"{name}_ci95" for name in QUALITIES]
     for entry in report["rows"]:
-        entry |= dict.fromkeys([*QUALITIES, *intervals, "p_value", "law_baseline"])
+        entry |= dict.fromkeys([*QUALITIES, *intervals, *(key for test in TESTS for key in test)])
     if space is None:
         reason = "these models have no judge of their own: give Inception's file, --weights"
         missing |= dict.fromkeys([*QUALITIES, "p_value"], reason)
@@ -170,11 +191,10 @@ def _judge(
     if report["images"] < LEAST_PAIRS:
         missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
         return
-    for i, row in enumerate(rows):
-        base = rows.index(baseline(row, rows))
-        if base != i:
-            p_value = energy_test(features[base], features[i])
-            report["rows"][i] |= {"p_value": p_value, "law_baseline": rows[base].name}
+    for entry, bases, found in zip(report["rows"], against, features):
+        for (p_value, base_name), base in zip(TESTS, bases):
+            if base is not None:
+                entry |= {p_value: energy_test(features[rows.index(base)], found), base_name: base.name}
 
 
 def _quality(

@@ -43,7 +43,10 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     pictures = {}
     panels = _panels(report)
     if panels:
-        caption = "Up and to the right is better. Bars: middle half of the turns, 95 % interval of a quality."
+        caption = (
+            "Up and to the right is better. Bars: middle half of the turns, 95 % interval of a quality. A point's shape"
+            " is its guarantee."
+        )
         plot = io.BytesIO()
         speed_quality(panels, plot)
         pictures["speed_quality.png"] = Picture("Speed and quality", caption, plot.getvalue())
@@ -106,7 +109,8 @@ def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Po
     if speed == "speed_up":
         ratios = [base / own for base, own in zip(base_seconds, row["seconds"])]
         speed_range = tuple(np.percentile(ratios, [25, 75]).tolist())
-    return Point(label, value_of(row, speed), row[quality], line, speed_range, row[f"{quality}_ci95"])
+    interval = row[f"{quality}_ci95"]
+    return Point(label, value_of(row, speed), row[quality], line, speed_range, interval, row["guarantee"])
 
 
 def _label(row: dict) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from cspd.plots import to_pil
 from cspd.records import MAYBE, NUMBER, misfit, parse_json
 from cspd.sequence import Output, Request
 from cspd.store import Store, kept_window
+from cspd.summary import MEASURED, MEASURES
 
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
@@ -31,7 +32,7 @@ COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone
 REST = {  # of a chunk, as JSON
     "seconds": NUMBER,
     "peak_bytes": int,
-    "costs": [dict.fromkeys(COSTS, NUMBER) | {"step_compression": MAYBE, "judged": int, "accepted": int}],
+    "costs": [dict.fromkeys(COSTS, NUMBER) | MEASURES | {"step_compression": MAYBE, "judged": int, "accepted": int}],
 }
 
 
@@ -66,13 +67,14 @@ def run_turns(
         raise ValueError(f"{num} images compare nothing: give 1 or more")
     for row in rows:  # all, before anything is made
         for label in sorted(set(labels)):
-            row.engine.check(dataclasses.replace(row.request, label=label, seed=_first(row, seed)))
-        row.engine.check(dataclasses.replace(row.request, seed=_first(row, seed) + num - 1))
-    _check_seeds({_first(row, seed): row.name for row in rows}, num)
+            row.engine.check(dataclasses.replace(row.request, label=label, seed=row.first_seed(seed)))
+        row.engine.check(dataclasses.replace(row.request, seed=row.first_seed(seed) + num - 1))
+    _check_seeds({row.first_seed(seed): row.name for row in rows}, num)
     size = rows[0].engine.num_slots
     settings = {"machine": rows[0].engine.describe(), "max_batch": size, "labels": list(labels), "seed": seed}
     asked = {
-        row.name: {"request": settings_of(row.request), "files": row.files, "seed": _first(row, seed)} for row in rows
+        row.name: {"request": settings_of(row.request), "files": row.files, "seed": row.first_seed(seed)}
+        for row in rows
     }
     settings |= {"order": [row.name for row in rows], "configurations": asked}
     record = {"schema": SCHEMA, "settings": settings, "windows": {}}
@@ -86,7 +88,7 @@ def run_turns(
     record["windows"] = {row.name: {"window": plan.window} for row, plan in zip(rows, plans)}
     store.begin(record)
     requests = [
-        [dataclasses.replace(plan, label=labels[i % len(labels)], seed=_first(row, seed) + i) for i in range(num)]
+        [dataclasses.replace(plan, label=labels[i % len(labels)], seed=row.first_seed(seed) + i) for i in range(num)]
         for row, plan in zip(rows, plans)
     ]
     parts = [[of_row[i : i + size] for i in range(0, num, size)] for of_row in requests]
@@ -102,11 +104,6 @@ def store_of(out: Path) -> Store:
 
 def _file(row: int, turn: int) -> str:
     return f"{CHUNKS}/{row:02d}-{turn:05d}.npz"
-
-
-def _first(row: Configuration, seed: int) -> int:
-    """The seed of a row's first image."""
-    return seed if row.seed is None else row.seed
 
 
 def _check_seeds(names: dict[int, str], num: int) -> None:
@@ -172,7 +169,8 @@ def _timed(row: Configuration, requests: list[Request]) -> Chunk:
 
 def _cost(output: Output) -> dict:
     judged, accepted = map(sum, output.stats.by_lag)
-    return {name: getattr(output.stats, name) for name in COSTS} | {"judged": judged, "accepted": accepted}
+    costs = {name: getattr(output.stats, name) for name in (*COSTS, *MEASURED)}
+    return costs | {"judged": judged, "accepted": accepted}
 
 
 def _write(path: Path, chunk: Chunk, made_of: dict) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from cspd.engine import Engine
-from cspd.lookup import method_names, option_order, parse_method, with_method
+from cspd.lookup import find, guarantee_of, method_names, option_order, parse_method, with_method
 from cspd.methods import EMBEDDED
 from cspd.option import check_integer
 from cspd.parsing import LARGEST_SEED, MOST, choice, number_list, shortened
@@ -29,6 +29,7 @@ TEXTS = ("name", *MODELS)
 OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
 MOST_ROWS = 1000  # that lists of values may stand for
+CHAIN = ("num_sampling_steps", "first_timestep")  # settings of plain sampling that make it an approximation too
 USUAL_ITERATIONS = 64  # what MAR's users run, whatever the length
 FORMAT = """\
 a study's file (YAML): settings of all at the top, then the configurations; a list of values stands for one
@@ -69,11 +70,25 @@ class Configuration:
     files: Mapping[str, object] = field(default_factory=dict)
     seed: int | None = None
 
+    def first_seed(self, seed: int) -> int:
+        """The seed of its first image, in a comparison whose own is `seed`."""
+        return seed if self.seed is None else self.seed
+
+    def plain(self) -> Request:
+        """Plain sampling as it is approximated: with its settings, as far as `ar` has them.
+
+        Of a heuristic one with those of the whole family only: where its chains begin is part of what it changes.
+        """
+        request = self.engine.check(self.request)
+        plain = with_method(request, "ar")
+        if guarantee_of(request) == "heuristic":
+            own = find("ar", request.family).options
+            plain = plain.but(**dict.fromkeys(option.name for option in own))
+        return self.engine.check(plain)
+
     def key(self) -> tuple:
-        """Equal for configurations that sample alike if plainly: by their settings and the target's files."""
-        plain = with_method(self.engine.check(self.request), "ar")
-        files = tuple(str(self.models.get(name)) for name in TARGET)
-        return self.engine.check(plain), files
+        """Equal for configurations that approximate the same plain sampling, of the same files."""
+        return self.plain(), tuple(str(self.models.get(name)) for name in TARGET)
 
 
 def named_entries(names: Sequence[str]) -> list[dict]:
@@ -248,7 +263,7 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
 
 def _plain(row: Configuration, common: Configuration) -> Configuration:
     """Plain sampling by a row's settings, named by what the common ones do not have."""
-    request = row.engine.check(with_method(row.engine.check(row.request), "ar"))
+    request = row.plain()
     usual = common.engine.check(common.request)
     other = {key: getattr(request, key) for key in REQUEST if getattr(request, key) != getattr(usual, key)}
     other |= {key: row.models.get(key) for key in TARGET if row.models.get(key) != common.models.get(key)}
@@ -260,8 +275,25 @@ def _is_baseline(row: Configuration) -> bool:
     return row.request.method == "ar" and row.seed is None
 
 
-def baseline(row: Configuration, rows: Sequence[Configuration]) -> Configuration:
-    """The row that samples plainly by a row's own settings, and seeds if there is one: what it is compared with."""
-    plain = [other for other in rows if other.request.method == "ar" and other.key() == row.key()]
-    paired = [other for other in plain if other.seed == row.seed and row.request.method != "ar"]
-    return next(iter(paired), next(other for other in plain if other.seed is None))
+def baselines(
+    row: Configuration, rows: Sequence[Configuration], seed: int
+) -> tuple[Configuration | None, Configuration | None]:
+    """What a row is compared with: plain sampling of the same seeds, and of other seeds; None where there is none.
+
+    That has the settings of `Configuration.plain`. A row that is plain itself is compared with the first row's chain
+    (`CHAIN`), if some row has it.
+
+    Args:
+        seed: of the comparison's first image.
+    """
+    request, files = row.key()
+    chain = {name: getattr(rows[0].plain(), name) for name in CHAIN}
+    keys = [(request.but(**chain), files)] if row.request.method == "ar" else []
+    keys.append((request, files))
+
+    plain = [other for other in rows if other.request.method == "ar" and other is not row]
+    found = {key: [other for other in plain if other.key() == key] for key in keys}
+    chosen = next(filter(None, found.values()), [])
+    same = [other for other in chosen if other.first_seed(seed) == row.first_seed(seed)]
+    others = [other for other in chosen if other.first_seed(seed) != row.first_seed(seed)]
+    return next(iter(same), None), next(iter(others), None)

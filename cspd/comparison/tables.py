@@ -26,6 +26,12 @@ COLUMNS = [
     Column("guarantee", "guarantee", "", "What is known about the distribution of its images, see below."),
     Column("images_per_second", "images/s", ".2f", "Median over the turns (least..most), decoding included."),
     Column("speed_up", "speed-up", ".2f", "Against {baseline}, turn by turn: median (least..most)."),
+    Column(
+        "first_timestep",
+        "first timestep",
+        "d",
+        "The noisiest of the 1000 timesteps that its chains visit, where it is given; MAR's own chains begin at 999.",
+    ),
     Column("head_calls_per_token", "head calls/token", ".1f", "Sequential calls of the diffusion head for one token."),
     Column("window", "W", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."),
     Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
@@ -44,16 +50,36 @@ COLUMNS = [
         "Upper bound of the total variation from the target's distribution{interval}; 1 promises nothing.",
     ),
     Column(
+        "difference",
+        "token r.m.s.",
+        ".3f",
+        "Root mean square difference of held-out tokens from those that plain sampling makes of the same noise, in"
+        " standard deviations of a token.",
+    ),
+    Column("divergence", "path KL", ".3f", "Of its chains from plain sampling's, nats a token, on held-out tokens."),
+    Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
+    Column(
+        "pixel_difference",
+        "pixel r.m.s.",
+        ".1f",
+        "Root mean square difference of pixels, of 0 to 255, from plain sampling of the same seeds. A small one: nearly"
+        " the same images. A large one says nothing: an exact method may draw other images of the same distribution.",
+    ),
+    Column(
         "peak_bytes",
         "peak MiB",
         ".0f",
         "Peak memory while it ran, of the GPU or else of this process; the models of all configurations are loaded.",
     ),
     Column(
-        "p_value", "p", ".3f", "Two-sample test of the images' features against plain sampling with the same settings."
+        "p_value",
+        "p",
+        ".3f",
+        "Two-sample test of the images' features against plain sampling with the same settings and seeds.",
     ),
+    Column("p_unpaired", "p unpaired", ".3f", "The same test against plain sampling of other seeds."),
 ]
-INTERVALS = ("accuracy", "fid", "inception_score", "bound")  # columns that have one, as {key}_ci95
+INTERVALS = ("accuracy", "fid", "inception_score", "bound", "audit")  # columns that have one, as {key}_ci95
 HALF = " (± half of a 95 % interval)"
 WIDTH = 120  # of the notes in a terminal
 
@@ -109,11 +135,15 @@ def notes(report: dict, short: bool = False) -> list[str]:
     size = _counted(min(images, report["max_batch"]), "image")
     told = [f"speed-up: against {report['baseline']!r}, median of {turns} of {size}"]
     if any(row["p_value"] is not None for row in rows):
-        pairs = "number" if own_seeds(report) else "seed"
         told.append(
             "p: two-sample test of the images' features against plain sampling (ar) with the same settings, paired by"
-            f" class and {pairs}. A small p (0.01) says that the distributions differ; a large one, that {images}"
+            f" class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
             " images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
+        )
+    if any(row["p_unpaired"] is not None for row in rows):
+        told.append(
+            "p unpaired: the same test against plain sampling of other seeds. Where images of one seed are nearly equal,"
+            " p finds differences that are too small to be seen among images of any seeds; this p does not"
         )
     if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
         told.append("±: half of a 95 % interval; of FID and IS by the jackknife (none for FID by Inception)")

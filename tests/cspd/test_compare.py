@@ -190,6 +190,21 @@ def test_p_is_of_the_features_against_ar_with_the_same_settings(comparison):
             assert row["law_baseline"] == NAMES[base]
 
 
+def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_path):
+    names = ["ar", "ar:seed=8", "ar:num_sampling_steps=3"]
+    quick = {"num_iter": 2, "num_sampling_steps": 2, "cfg": 1.0}
+    rows = configurations(named_entries(names), quick, lambda models: digits)
+    rows = [row for row in rows if row.name in names]  # not those of 64 iterations
+    report, images = compare(rows, range(10), 8, tmp_path, space="digits", progress=False)
+    tests = {"p_value": ("law_baseline", [None, None, 0]), "p_unpaired": ("unpaired_baseline", [1, 0, 1])}
+    for p_value, (name, bases) in tests.items():
+        for made, row, base in zip(images, report["rows"], bases):
+            expected = None if base is None else energy_test(features(images[base]), features(made))
+            assert (row[p_value], row[name]) == (expected, None if base is None else names[base])
+    pixels = np.sqrt(np.mean((images[0].astype(float) - images[2]) ** 2))
+    assert [row["pixel_difference"] for row in report["rows"]] == [None, None, pytest.approx(pixels)]
+
+
 def test_images_are_those_of_their_seeds(comparison, digits):
     out, _ = comparison
     for row, more in ((0, {"method": "ar"}), (3, {"method": "speculative", "window": 3})):

@@ -22,6 +22,7 @@ from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
 from cspd.cli import main
+from cspd.commands.evaluate import format_evaluation
 from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.shards import EXPLODED, SIZE, Shards, arrays_of
@@ -123,6 +124,13 @@ def test_the_report_says_all_that_was_measured(whole, capsys):
     for line in ("FID", "inception score", "KID", "precision", "recall", "accuracy", "largest token", "exact"):
         assert line in out
     assert Image.open(whole / "grid.png").width > 600
+
+    assert "exact\n" in out and "divergence" not in out
+    sampling |= {"guarantee": "measured", "difference": 0.0461, "divergence": 0.5, "audit": 0.25, "audit_error": 0.125}
+    request["first_timestep"] = 950
+    text = format_evaluation(report)
+    for told in ("measured, chains from timestep 950\n", "0.046  standard deviations", "0.250  +- 0.125 nats"):
+        assert told in text
 
 
 def test_measuring_again_keeps_the_speed_of_the_run_that_made_the_images(whole, tmp_path, capsys):

@@ -12,7 +12,7 @@ from toys import toy_models
 import cspd
 from cspd import VQModels
 from cspd.cli import main
-from cspd.comparison.study import REQUEST, baseline, configurations, expand, named_entries, read_study
+from cspd.comparison.study import REQUEST, baselines, configurations, expand, named_entries, read_study
 from cspd.discrete.rules import rule_of
 from cspd.loading import checkpoint_files
 
@@ -47,14 +47,36 @@ def rows_of(text, digits, **common):
 def test_plain_sampling_is_added_for_all_settings(asked, common, names, digits):
     rows = rows_of(asked, digits, **common)
     assert [row.name for row in rows] == names
-    seeds = [row.seed for row in rows if row.request.method == "ar"]
     for row in rows:
-        base = baseline(row, rows)
-        assert base.request.method == "ar"
-        assert base.seed == (row.seed if row.request.method != "ar" and row.seed in seeds else None)
-        settings = [dataclasses.replace(digits.check(r.request), method=None) for r in (base, row)]
-        for field in ("num_iter", "cfg", "temperature", "num_sampling_steps"):
-            assert getattr(settings[0], field) == getattr(settings[1], field)
+        found = [base for base in baselines(row, rows, 0) if base is not None]
+        assert found or row.request.method == "ar"
+        for base in found:
+            settings = [dataclasses.replace(digits.check(r.request), method=None) for r in (base, row)]
+            assert base.request.method == "ar" and base is not row
+            for field in ("num_iter", "cfg", "temperature", "num_sampling_steps"):
+                assert getattr(settings[0], field) == getattr(settings[1], field)
+
+
+def test_rows_are_compared_with_plain_sampling_of_the_same_seeds_and_of_others(digits):
+    against = {
+        "ar": (None, "ar:seed=1000"),
+        "ar:seed=1000": (None, "ar"),
+        "speculative": ("ar", "ar:seed=1000"),
+        "speculative:seed=0": ("ar", "ar:seed=1000"),  # the study's own
+        "speculative:seed=1000": ("ar:seed=1000", "ar"),
+        "speculative:seed=2000": (None, "ar"),
+        "speculative:num_sampling_steps=25": ("ar:num_sampling_steps=25", None),  # exact for that chain
+        "ar:num_sampling_steps=25": ("ar", "ar:seed=1000"),  # which stands for the whole one
+        "ar:num_sampling_steps=10:first_timestep=950": ("ar", "ar:seed=1000"),
+        "ar:num_iter=16": (None, None),  # no shorter chain, but another order
+        "ar:num_iter=16:num_sampling_steps=25": ("ar:num_iter=16", None),
+        "ar:num_iter=8:num_sampling_steps=25": (None, None),
+        "speculative:cfg=4:seed=1000": (None, "ar:cfg=4"),
+    }
+    rows = rows_of(",".join(against), digits)
+    found = {row.name: [base and base.name for base in baselines(row, rows, 0)] for row in rows}
+    assert {name: tuple(found[name]) for name in against} == against
+    assert found.keys() - against.keys() == {"ar:cfg=4"}  # which only that row wants
 
 
 def test_models_of_a_row_are_its_own(digits):
@@ -76,7 +98,7 @@ def test_models_of_a_row_are_its_own(digits):
         "speculative:checkpoint=small",
     ]
     assert [row.engine is other for row in rows] == [False, False, True, False, True]
-    assert baseline(rows[4], rows) is rows[2]  # not the large model's
+    assert baselines(rows[4], rows, 0) == (rows[2], None)  # not the large model's
     assert loaded == [{"checkpoint": "digits32"}, {"checkpoint": "small"}]
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from cspd.comparison import page, tables
-from cspd.plots import MARGIN, Point, speed_quality
+from cspd.plots import MARGIN, MARKS, Point, speed_quality
 
 SIDE = 64  # of a picture in the grid, in pixels
 
@@ -25,9 +25,8 @@ def spread(*values):
 
 
 def row(name, **values):
-    empty = dict.fromkeys(column.key for column in tables.COLUMNS) | dict.fromkeys(
-        f"{key}_ci95" for key in ("bound", "accuracy", "fid", "inception_score")
-    )
+    intervals = [f"{key}_ci95" for key in tables.INTERVALS]
+    empty = dict.fromkeys([*(column.key for column in tables.COLUMNS), *intervals])
     speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
     own = {"name": name, "method": name.split(":")[0], "guarantee": "exact", "seconds": [1.0, 2.0, 3.0]}
     return empty | own | speeds | {"settings": {"cfg": 3.0}, "peak_bytes": 3 * 2**20, "backbone_calls": 8.0} | values
@@ -180,8 +179,33 @@ def test_the_page_needs_no_other(made, tmp_path):
 
 
 def test_a_small_p_stands_out(made):
+    made[0]["rows"][2]["p_unpaired"] = 0.001
     text = page.html_page(made[0], [])
-    assert text.count('class="small-p"') == 1 and '<span class="small-p">0.004</span>' in text
+    assert text.count('class="small-p"') == 2
+    assert all(f'<span class="small-p">{p}</span>' in text for p in ("0.004", "0.001"))
+
+
+def test_what_was_measured_stands_beside_the_guarantee(made):
+    content, _ = made
+    content["rows"][1] |= {
+        "guarantee": "measured",
+        "difference": 0.0461,
+        "divergence": 0.5375,
+        "pixel_difference": 3.25,
+    }
+    content["rows"][1] |= {"audit": 0.52, "audit_ci95": 0.1}
+    content["rows"][3]["first_timestep"] = 950
+    html = page.html_page(content, [])
+    assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
+    assert "how near is measured" in html  # what the guarantee means
+    titles, *lines = Page(html).rows
+    cells = [dict(zip(titles, line)) for line in lines]
+    shown = {"token r.m.s.": "0.046", "path KL": "0.537", "audit": "0.520 ±0.100", "pixel r.m.s.": "3.2"}
+    assert {title: cells[1][title] for title in shown} == shown
+    assert all(cells[0][title] == cells[2][title] == "" for title in shown)
+    assert [line["first timestep"] for line in cells] == ["", "", "", "950"]
+    (_, measured, *_) = csv.DictReader(io.StringIO(tables.csv_table(content)))
+    assert (measured["difference"], measured["audit_ci95"]) == ("0.0461", "0.1")
 
 
 def test_the_grid_has_a_row_a_configuration_and_a_column_a_seed(made, tmp_path):
@@ -215,10 +239,10 @@ def test_points_are_where_they_were_measured(made):
         ("speed-up over ar", "FID-12"),
     ]
     assert panels[0][2] == [
-        ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None),
-        ("speculative", 2.25, 0.75, "speculative", (2.5, 3.5), None),  # quartiles of 2, 4, 3
-        ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None),
-        ("a|b <i>&", 1.0, 0.25, "a|b <i>&", (1.0, 1.0), None),
+        ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None, "exact"),
+        ("speculative", 2.25, 0.75, "speculative", (2.5, 3.5), None, "exact"),  # quartiles of 2, 4, 3
+        ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None, "bounded"),
+        ("a|b <i>&", 1.0, 0.25, "a|b <i>&", (1.0, 1.0), None, "heuristic"),
     ]
     assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_half == 0.125
     for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):
@@ -263,6 +287,17 @@ def test_labels_of_points_do_not_cover_each_other(plotted):
     assert all(box.width > 20 and box.height > 4 for box in boxes)
     for i, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[:i]) and not any(box.contains(*at) for at in places)
+
+
+def test_the_mark_of_a_point_is_its_guarantee(plotted):
+    points = [Point(name, 1.0 + i, 0.5, name, guarantee=name) for i, name in enumerate(MARKS)]
+    (axes,) = plotted(("speed-up", "share", points))
+    marked = {line.get_xdata()[0]: line.get_marker() for line in axes.lines if line.get_marker() in MARKS.values()}
+    assert marked == {point.speed: MARKS[point.guarantee] for point in points} and len(set(marked.values())) == 4
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["exact", "measured", "bounded", "heuristic"]
+    (axes,) = plotted(("speed-up", "share", points[:1]))
+    assert axes.get_legend() is None  # all are exact
 
 
 def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
@@ -327,10 +362,12 @@ def test_other_seeds_are_said_and_are_no_sweep(made, tmp_path):
     content, images = made
     page.write(content, images, tmp_path)
     assert "The same classes and seeds by" in (tmp_path / "report.html").read_text()
-    assert "paired by class and seed." in (tmp_path / "comparison.md").read_text()
-    content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}}
+    assert "p unpaired" not in (tmp_path / "comparison.md").read_text()
+    content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}, "p_unpaired": 0.25}
     page.write(content, images, tmp_path)
     assert "The same classes by" in (tmp_path / "report.html").read_text()
-    assert "paired by class and number." in (tmp_path / "comparison.md").read_text()
+    assert "p unpaired: the same test against plain sampling of other seeds." in (
+        (tmp_path / "comparison.md").read_text()
+    )
     point = page._panels(content)[0][2][0]
     assert point.label == point.line == "ar:seed=1000"

@@ -1,0 +1,108 @@
+"""What was measured of a sampler: kept with its images, averaged over them, and told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import cspd
+from cspd import bench
+from cspd.commands.evaluate import SAMPLING
+from cspd.comparison import runs
+from cspd.comparison.compare import speed_of
+from cspd.comparison.study import Configuration
+from cspd.evaluation.shards import SIZE, Shards, arrays_of
+from cspd.records import misfit
+from cspd.sequence import Output, RoundStats
+from cspd.summary import MEASURED, STATS, measured, measured_lines, summary_of
+
+NUM, SEED = 20, 5  # images: a file of 16, and one of 4
+AUDITS = np.linspace(0.4, 0.6, NUM)
+ERROR = AUDITS.std(ddof=1) / NUM**0.5
+KNOWN = {"difference": 0.046, "divergence": 0.54}
+TITLES = {"token r.m.s.": "0.046", "path KL": "0.540", "audit": "0.500", "+- s.e.": f"{ERROR:.3f}"}  # of the benchmark
+HELD_OUT = RoundStats(guarantee="measured", **KNOWN)
+
+
+def stats_of(num):
+    """Of images, each with an audit of its own and the error of that."""
+    return [dataclasses.replace(HELD_OUT, audit=audit, audit_error=0.3) for audit in AUDITS[:num]]
+
+
+def outputs(num=NUM):
+    made = []
+    for i, stats in enumerate(stats_of(num)):
+        request = cspd.Request(0, SEED + i, "speculative", family="MAR")
+        made.append(Output(request, torch.zeros(4, 2), torch.zeros(3, 4, 4), torch.zeros(4), stats))
+    return made
+
+
+@pytest.mark.parametrize(
+    "stats, means",
+    [
+        (stats_of(NUM), KNOWN | {"audit": 0.5, "audit_error": ERROR}),  # which has what differs between the images
+        (stats_of(1), KNOWN | {"audit": 0.4, "audit_error": 0.3}),
+        ([HELD_OUT] * 3, KNOWN | {"audit": None, "audit_error": None}),
+        ([RoundStats()] * 3, dict.fromkeys(MEASURED)),
+        ([RoundStats(), *stats_of(1)], KNOWN | {"audit": 0.4, "audit_error": 0.3}),
+    ],
+)
+def test_what_was_measured_is_averaged_over_the_images(stats, means):
+    assert measured([each.to_dict() for each in stats]) == pytest.approx(means)
+
+
+def test_images_of_older_versions_have_nothing_measured():
+    older = {name: value for name, value in RoundStats().to_dict().items() if name not in MEASURED}
+    assert misfit(older, STATS) is None
+    assert measured([older]) == dict.fromkeys(MEASURED)
+    assert measured_lines({}) == []
+    assert misfit(HELD_OUT.to_dict() | {"audit": "much"}, STATS) == "audit"
+
+
+def test_shards_keep_it(tmp_path):
+    manifest = {"labels": [0], "seed": SEED}
+    shards = Shards(tmp_path, NUM, manifest)
+    made = outputs()
+    for shard in (1, 0):  # of two processes
+        shards.write(shard, arrays_of(made[shard * SIZE : (shard + 1) * SIZE]))
+    assert shards.missing(4) == []
+    summary = json.loads(json.dumps(summary_of(list(shards.stats()), NUM, 2.0))) | {"processes": 2}
+    assert {name: summary[name] for name in MEASURED} == pytest.approx(KNOWN | {"audit": 0.5, "audit_error": ERROR})
+    assert summary["guarantee"] == "measured" and misfit(summary, SAMPLING) is None
+    assert [line[:2] for line in measured_lines(summary)] == [
+        ("difference", "0.046"),
+        ("divergence", "0.540"),
+        ("audit", "0.500"),
+    ]
+    assert f"+- {ERROR:.3f} nats a token" in measured_lines(summary)[2][2]
+
+
+def test_chunks_of_a_comparison_keep_it(digits, tmp_path):
+    made = outputs()
+    row = Configuration("made up", made[0].request, digits)
+    images, made_of = np.zeros((NUM, 4, 4, 3), np.uint8), {"requests": [{}] * NUM}
+    runs._write(tmp_path / "chunk.npz", runs.Chunk(images, 1.0, 7, [runs._cost(output) for output in made]), made_of)
+    chunk = runs._read(tmp_path / "chunk.npz", made_of, 4)
+    told = speed_of(row, made[0].request, [chunk], [chunk])
+    wanted = KNOWN | {"audit": 0.5, "audit_ci95": 1.96 * ERROR}
+    assert {name: told[name] for name in wanted} == pytest.approx(wanted) and "audit_error" not in told
+
+
+def test_bench_tells_it_of_all_runs():
+    request = cspd.Request(0, num_iter=4, cfg=1.0)
+    audited = [vars(stats) for stats in stats_of(NUM)]
+    runs = [{"seconds": 1.0, "guarantee": "measured", "stats": some} for some in (audited[:8], audited[8:])]
+    plain = [{"seconds": 2.0, "guarantee": "exact", "first_timestep": 950, "stats": [vars(RoundStats())]}] * 2
+    rows = [bench._row("ar", 8, request, plain, plain), bench._row("calibrated", 8, request, runs, plain)]
+    assert {name: rows[1][name] for name in MEASURED} == pytest.approx(KNOWN | {"audit": 0.5, "audit_error": ERROR})
+    machine = dict.fromkeys(("device", "threads", "torch", "precision"), "")
+    text = bench.format_report({"machine": machine, "runs": 2, "rows": json.loads(json.dumps(rows)), "memory": []})
+    titles, first, second = text.splitlines()[2:5]
+    assert "first t" in titles and "950" in first and "950" not in second
+    place = {title: slice(titles.index(title), titles.index(title) + len(title)) for title in TITLES}
+    assert {title: second[where].strip() for title, where in place.items()} == TITLES
+    assert not any(first[where].strip() for where in place.values())
