@@ -51,16 +51,21 @@ COLUMNS = [
     ),
     Column(
         "difference",
-        "token r.m.s.",
+        "difference",
         ".3f",
         "Root mean square difference of held-out tokens from those that plain sampling makes of the same noise, in"
         " standard deviations of a token.",
     ),
-    Column("divergence", "path KL", ".3f", "Of its chains from plain sampling's, nats a token, on held-out tokens."),
+    Column(
+        "divergence",
+        "divergence",
+        ".3f",
+        "KL divergence of its chains from plain sampling's, nats a token, on held-out tokens.",
+    ),
     Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
     Column(
         "pixel_difference",
-        "pixel r.m.s.",
+        "pixel difference",
         ".1f",
         "Root mean square difference of pixels, of 0 to 255, from plain sampling of the same seeds. A small one: nearly"
         " the same images. A large one says nothing: an exact method may draw other images of the same distribution.",
@@ -142,8 +147,8 @@ def notes(report: dict, short: bool = False) -> list[str]:
         )
     if any(row["p_unpaired"] is not None for row in rows):
         told.append(
-            "p unpaired: the same test against plain sampling of other seeds. Where images of one seed are nearly equal,"
-            " p finds differences that are too small to be seen among images of any seeds; this p does not"
+            "p unpaired: the same test against plain sampling of other seeds. Where images of one seed are nearly"
+            " equal, p finds differences that are too small to be seen among images of any seeds; this one does not"
         )
     if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
         told.append("±: half of a 95 % interval; of FID and IS by the jackknife (none for FID by Inception)")

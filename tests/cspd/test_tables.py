@@ -200,7 +200,7 @@ def test_what_was_measured_stands_beside_the_guarantee(made):
     assert "how near is measured" in html  # what the guarantee means
     titles, *lines = Page(html).rows
     cells = [dict(zip(titles, line)) for line in lines]
-    shown = {"token r.m.s.": "0.046", "path KL": "0.537", "audit": "0.520 ±0.100", "pixel r.m.s.": "3.2"}
+    shown = {"difference": "0.046", "divergence": "0.537", "audit": "0.520 ±0.100", "pixel difference": "3.2"}
     assert {title: cells[1][title] for title in shown} == shown
     assert all(cells[0][title] == cells[2][title] == "" for title in shown)
     assert [line["first timestep"] for line in cells] == ["", "", "", "950"]
