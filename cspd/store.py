@@ -13,6 +13,7 @@ from pathlib import Path
 from cspd.lock import LOCK, locked
 from cspd.records import make_folder, misfit, read_json, write_json
 
+DECIDED = ("window", "head_calls")  # settings that a method decides where they are left open
 REMEDY = "give another --out"
 SHOWN = 5  # differences, or files, that an error names, at most
 LONGEST = 1000  # characters of a value that it shows whole: of a path the end tells
@@ -54,7 +55,7 @@ class Store:
         """Holds the folder for this run alone, until the `with` ends, and returns the record of the run to go on from.
 
         Args:
-            asked: the record of this run. A window that it leaves open fits any.
+            asked: the record of this run. What it leaves a method to decide (`DECIDED`) fits any.
             files: names of all that it will write beside the record, relative to the folder.
             overwrite: replace another run, once this one begins.
 
@@ -189,23 +190,23 @@ def _several(names: Sequence[str], between: str = ", ") -> str:
     return between.join(names[:SHOWN]) + more
 
 
-def kept_window(window: int | None, earlier: Mapping | None) -> int | None:
-    """A request's window; one that is left open, None, is that of an `earlier` run of the same settings, if any.
+def kept_choices(settings: Mapping, earlier: Mapping | None) -> dict:
+    """What was decided in an `earlier` run of the same settings, if any, and is left open in these.
 
-    Measuring again might choose another, and a seed's image depends on it.
+    Deciding again might come to something else, and a seed's image depends on it.
     """
-    return earlier.get("window") if window is None and earlier is not None else window
+    return {name: (earlier or {}).get(name) for name in DECIDED if settings.get(name) is None}
 
 
 def differences(old: Mapping, new: Mapping, where: str = "") -> list[str]:
     """What differs between two nested settings, in words: ["request.cfg was 1.0, now 2.0"].
 
-    What only one of them has differs too, unless it is None. A window that is None in `new`, left open, fits any.
+    What only one of them has differs too, unless it is None. What is None in `new` for a method to decide fits any.
     """
     found = []
     for key in [*old, *(key for key in new if key not in old)]:
         before, now, place = old.get(key), new.get(key), f"{where}{key}"
-        is_open = key == "window" and key in new and now is None
+        is_open = key in DECIDED and key in new and now is None
         if isinstance(before, dict) and isinstance(now, dict):
             found += differences(before, now, f"{place}.")
         elif before != now and not is_open:

@@ -21,7 +21,7 @@ from cspd.lookup import method_of
 from cspd.plots import grid, heat_grid, to_pil
 from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, read_text, write_bytes, write_png
 from cspd.sequence import Request
-from cspd.store import Store, differences, kept_window
+from cspd.store import Store, differences, kept_choices
 from cspd.summary import STATS, summary_of
 
 SCHEMA = "cspd.samples/1"
@@ -108,7 +108,7 @@ def _resolved(engine: Engine, requests: Sequence[Request], store: Store, images:
     for image in images:  # the first that differs is named: mostly all differ alike
         store.refuse(differences(image["request"], requests[image["index"]].to_dict()))
     settings = images[0]["request"] if images else None
-    return [engine.resolve(r.but(window=kept_window(r.window, settings))) for r in requests]
+    return [engine.resolve(r.but(**kept_choices(r.settings, settings))) for r in requests]
 
 
 def _is_there(path: Path, image: dict) -> bool:

@@ -21,7 +21,7 @@ from cspd.machine import peak_bytes, reset_peak
 from cspd.plots import to_pil
 from cspd.records import MAYBE, NUMBER, misfit, parse_json
 from cspd.sequence import Output, Request
-from cspd.store import Store, kept_window
+from cspd.store import DECIDED, Store, kept_choices
 from cspd.summary import MEASURED, MEASURES
 
 SCHEMA = "cspd.rounds/3"
@@ -83,9 +83,10 @@ def run_turns(
     earlier_windows = earlier["windows"] if earlier else {}
     plans = []
     for row in rows:
-        window = kept_window(row.request.window, earlier_windows.get(row.name))
-        plans.append(row.engine.resolve(row.request.but(window=window)))
-    record["windows"] = {row.name: {"window": plan.window} for row, plan in zip(rows, plans)}
+        choices = kept_choices(row.request.settings, earlier_windows.get(row.name))
+        plans.append(row.engine.resolve(row.request.but(**choices)))
+    for row, plan in zip(rows, plans):
+        record["windows"][row.name] = {name: getattr(plan, name) for name in DECIDED}
     store.begin(record)
     requests = [
         [dataclasses.replace(plan, label=labels[i % len(labels)], seed=row.first_seed(seed) + i) for i in range(num)]
@@ -97,7 +98,7 @@ def run_turns(
 
 def store_of(out: Path) -> Store:
     """The folder of a comparison."""
-    shape = {"settings": dict, "windows": {str: {"window": (int, NoneType)}}}
+    shape = {"settings": dict, "windows": {str: {str: (int, NoneType)}}}
     names = rf"{CHUNKS}/\d+-\d+\.npz|{'|'.join(map(re.escape, WRITTEN))}"
     return Store(out, RECORD, SCHEMA, shape, names, compared=("settings",))
 

@@ -64,19 +64,26 @@ def check(request: Request, host: MARHost) -> None:
     if request.head_calls is not None:
         most = request.num_sampling_steps
         check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps")
-        if request.divergence is not None:
-            raise ValueError(f"head_calls={request.head_calls}, divergence={request.divergence}: give one of the two")
     for name in ("divergence", "audit"):
         if getattr(request, name) and request.temperature == 0:
             raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
 
 
 def resolve(request: Request, host: MARHost) -> Request:
-    """The request with its number of head calls; raises ValueError where there is no plan of so few."""
+    """The request with its number of head calls.
+
+    Raises ValueError where there is no plan of so few, or they diverge by more than `divergence`.
+    """
     predictor = host.tuning.calibrations["target"].predictor(request)
-    calls = request.head_calls or min(HEAD_CALLS, request.num_sampling_steps)
-    plan = plan_of(predictor.skip_cost, None if request.divergence else calls, request.divergence)
-    return request.but(head_calls=len(plan.steps), divergence=None)
+    calls, most = request.head_calls, request.divergence
+    if calls is None and most is None:
+        calls = min(HEAD_CALLS, request.num_sampling_steps)
+    plan = plan_of(predictor.skip_cost, calls, most if calls is None else None)
+    if most is not None and plan.cost > most:
+        raise ValueError(
+            f"head_calls={calls} diverges by {plan.cost:.3g}, more than divergence={most}: give one of them"
+        )
+    return request.but(head_calls=len(plan.steps))
 
 
 class _Running:

@@ -17,7 +17,7 @@ from cspd.evaluation.images import GRID
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.shards import RECORD, SCHEMA, SIZE, Shards, arrays_of
 from cspd.sequence import Output, Request
-from cspd.store import Store, kept_window
+from cspd.store import Store, kept_choices
 from cspd.summary import summary_of
 
 WRITING = 2  # shards that may wait for the disk, before sampling does
@@ -89,8 +89,8 @@ def _plan(
     manifest |= {"images_a_shard": SIZE, "request": _common(checked), **settings}
     shards = Shards(store.folder, num, manifest)
     earlier = store.claim(manifest, [*map(shards.name, range(shards.count)), RECORD, GRID], overwrite)
-    window = kept_window(checked.window, earlier and earlier["request"])
-    manifest["request"] = _common(engine.resolve(checked.but(window=window)))
+    choices = kept_choices(checked.settings, earlier and earlier["request"])
+    manifest["request"] = _common(engine.resolve(checked.but(**choices)))
     store.begin(manifest)
     return manifest, shards.missing(engine.host.image_size)
 

@@ -8,9 +8,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from stores import small_checkpoint
 
 import cspd
 from cspd import bench
+from cspd.cli import main
 from cspd.commands.evaluate import SAMPLING
 from cspd.comparison import runs
 from cspd.comparison.compare import speed_of
@@ -106,3 +108,46 @@ def test_bench_tells_it_of_all_runs():
     place = {title: slice(titles.index(title), titles.index(title) + len(title)) for title in TITLES}
     assert {title: second[where].strip() for title, where in place.items()} == TITLES
     assert not any(first[where].strip() for where in place.values())
+
+
+def run(command, out, *more):
+    options = ["--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--num", "2", "--labels", "3,4"]
+    assert main([command, "--checkpoint", small_checkpoint(), *options, *more, "--out", str(out)]) == 0
+
+
+def test_samples_go_on_with_the_head_calls_that_were_chosen(tmp_path, capsys):
+    for lost in (None, tmp_path / "00001_label4_seed1.png"):
+        if lost:
+            before = lost.read_bytes()
+            lost.unlink()
+        run("sample", tmp_path, "--method", "calibrated", "--divergence", "0.3", "--audit", "0.5")
+        assert not lost or lost.read_bytes() == before
+    record = json.loads((tmp_path / "samples.json").read_text())
+    assert record["summary"]["images_made"] == 1 and record["summary"]["guarantee"] == "measured"
+    told = measured_lines(record["summary"])
+    assert [title for title, _, _ in told] == ["difference", "divergence", "audit"]
+    text = capsys.readouterr().out
+    assert all(f"{title} {value} {meaning}" in text for title, value, meaning in told)
+
+
+def test_evaluations_go_on_with_the_head_calls_that_were_chosen(tmp_path, capsys):
+    for _ in range(2):
+        run("evaluate", tmp_path, "--method", "calibrated")
+        report = json.loads((tmp_path / "evaluation.json").read_text())
+        assert report["sampling"]["images_made"] == 2 and report["sampling"]["divergence"] is not None
+        assert "difference " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_comparisons_tell_what_was_measured(tmp_path):
+    methods = "calibrated:divergence=0.3:audit=0.5,calibrated:seed=10"
+    run("compare", tmp_path, "--methods", methods)
+    written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "chunks").iterdir()}
+    run("compare", tmp_path, "--methods", methods)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "chunks").iterdir()} == written
+    rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
+    plain, audited, other = (row for row in rows if row["settings"]["num_iter"] == 2)
+    assert [row["guarantee"] for row in (plain, audited, other)] == ["exact", "measured", "measured"]
+    assert plain["difference"] is None and audited["difference"] > 0
+    assert audited["audit"] > 0 and other["audit"] is None
+    assert audited["pixel_difference"] >= 0 and other["pixel_difference"] is None  # of other seeds

@@ -18,7 +18,7 @@ from PIL import Image
 from cspd.items import DIGEST, read_item, write_item
 from cspd.lock import LOCK
 from cspd.records import NUMBER, append_json, misfit, parse_json, publishing, write_json, write_png
-from cspd.store import Store, differences, kept_window
+from cspd.store import DECIDED, Store, differences, kept_choices
 
 SCHEMA = "tests/1"
 NAMES = r"\d+\.npz|parts/\d+\.npz|report\.md"
@@ -149,13 +149,14 @@ def test_a_run_goes_on_with_what_it_has_and_more_files(tmp_path):
     assert json.loads((tmp_path / RECORD).read_text())["files"] == [*FILES, "2.npz"]
 
 
-def test_a_window_left_open_is_that_of_the_earlier_run():
-    assert differences({"window": 5}, {"window": None}) == []
-    assert differences({"window": 5}, {"window": 4}) == ["window was 5, now 4"]
-    assert differences({"window": 5}, {}) == ["window was 5, now nothing"]
-    assert kept_window(None, {"window": 5}) == 5
-    assert kept_window(4, {"window": 5}) == kept_window(4, None) == 4
-    assert kept_window(None, None) is None
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_is_left_open_is_as_the_earlier_run_decided_it(name):
+    assert differences({name: 5}, {name: None}) == []
+    assert differences({name: 5}, {name: 4}) == [f"{name} was 5, now 4"]
+    assert differences({name: 5}, {}) == [f"{name} was 5, now nothing"]
+    assert kept_choices({}, {name: 5})[name] == kept_choices({name: None}, {name: 5})[name] == 5
+    assert name not in kept_choices({name: 4}, {name: 5}) and name not in kept_choices({name: 4}, None)
+    assert kept_choices({}, None)[name] is kept_choices({}, {})[name] is None
 
 
 def test_of_two_runs_at_once_one_has_the_folder_and_is_named(tmp_path):

@@ -296,8 +296,6 @@ def test_the_mark_of_a_point_is_its_guarantee(plotted):
     assert marked == {point.speed: MARKS[point.guarantee] for point in points} and len(set(marked.values())) == 4
     legend = axes.get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["exact", "measured", "bounded", "heuristic"]
-    (axes,) = plotted(("speed-up", "share", points[:1]))
-    assert axes.get_legend() is None  # all are exact
 
 
 def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
