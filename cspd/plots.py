@@ -165,8 +165,10 @@ def speed_quality(
     entries = [(handles[name], name) for name in names if name in unnamed]  # that no point's label names
     given = {point.guarantee for point in all_points}
     if len(given) > 1:
-        grey = {"color": "grey", "linestyle": ""}
-        entries += [(Line2D([], [], marker=mark, **grey), name) for name, mark in MARKS.items() if name in given]
+        marks = {
+            name: Line2D([], [], marker=mark, color="grey", ls="") for name, mark in MARKS.items() if name in given
+        }
+        entries += [(mark, name) for name, mark in marks.items()]
     if entries:
         figure.axes[0].legend(*zip(*entries), fontsize=8)
     figure.canvas.draw()

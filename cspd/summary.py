@@ -67,9 +67,9 @@ def measured(stats: Sequence[Mapping]) -> dict[str, float | None]:
 def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
     """What a summary says was measured of a sampler, for people: (title, value, what it is) each."""
     meanings = {
-        "difference": "standard deviations of a token (r.m.s.) from plain sampling's of the same noise, held-out",
-        "divergence": "nats a token, of its path from plain sampling's, held-out",
-        "audit": "nats a token, the divergence estimated on these images",
+        "difference": "standard deviations of a token (r.m.s.) from the full chain's of the same noise, held-out",
+        "divergence": "nats per token, of its chain from the full one, held-out",
+        "audit": "nats per token, the divergence estimated on these images",
     }
     if summary.get("audit_error") is not None:
         meanings["audit"] = f"+- {summary['audit_error']:.3f} {meanings['audit']}, and its standard error"

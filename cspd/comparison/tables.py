@@ -53,14 +53,14 @@ COLUMNS = [
         "difference",
         "difference",
         ".3f",
-        "Root mean square difference of held-out tokens from those that plain sampling makes of the same noise, in"
-        " standard deviations of a token.",
+        "Root mean square difference of held-out tokens from those that the full chain makes of the same condition and"
+        " noise, in standard deviations of a token.",
     ),
     Column(
         "divergence",
         "divergence",
         ".3f",
-        "KL divergence of its chains from plain sampling's, nats a token, on held-out tokens.",
+        "KL divergence of its chains from the full ones of the same conditions, nats per token, on held-out tokens.",
     ),
     Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
     Column(

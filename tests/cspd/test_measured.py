@@ -80,7 +80,7 @@ def test_shards_keep_it(tmp_path):
         ("divergence", "0.540"),
         ("audit", "0.500"),
     ]
-    assert f"+- {ERROR:.3f} nats a token" in measured_lines(summary)[2][2]
+    assert f"+- {ERROR:.3f} nats per token" in measured_lines(summary)[2][2]
 
 
 def test_chunks_of_a_comparison_keep_it(digits, tmp_path):
