@@ -72,7 +72,7 @@ def check(request: Request, host: MARHost) -> None:
 def resolve(request: Request, host: MARHost) -> Request:
     """The request with its number of head calls.
 
-    Raises ValueError where there is no plan of so few, or they diverge by more than `divergence`.
+    Raises ValueError where there is no plan of so few, or it is predicted to diverge by more than `divergence`.
     """
     predictor = host.tuning.calibrations["target"].predictor(request)
     calls, most = request.head_calls, request.divergence
@@ -80,9 +80,8 @@ def resolve(request: Request, host: MARHost) -> Request:
         calls = min(HEAD_CALLS, request.num_sampling_steps)
     plan = plan_of(predictor.skip_cost, calls, most if calls is None else None)
     if most is not None and plan.cost > most:
-        raise ValueError(
-            f"head_calls={calls} diverges by {plan.cost:.3g}, more than divergence={most}: give one of them"
-        )
+        predicted = f"head_calls={calls} is predicted to diverge by {plan.cost:.3g} nats per token"
+        raise ValueError(f"{predicted}, more than divergence={most}: give one of the two")
     return request.but(head_calls=len(plan.steps))
 
 
@@ -93,7 +92,8 @@ class _Running:
         calibrations = host.tuning.calibrations[model]
         shortcut = calibrations.shortcut(request)
         self.plan = shortcut.windows(calibrations.predictor(request), request.null_every, host.device)
-        self.difference, self.divergence = shortcut.difference.item(), shortcut.divergence.item()
+        self.difference = shortcut.difference.item()
+        self.divergence = shortcut.divergence.item() if request.temperature > 0 else None  # infinite without noise
         self.num_full = sum(window.is_full for window in self.plan)
 
 

@@ -28,7 +28,7 @@ class Measured(NamedTuple):
     """How near tokens are to the full chain's, see `cspd.sequence.RoundStats`; `audit`: [R], where asked for."""
 
     difference: float
-    divergence: float
+    divergence: float | None
     audit: Tensor | None = None
 
 
