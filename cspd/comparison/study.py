@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 
 from cspd.engine import Engine
-from cspd.lookup import find, guarantee_of, method_names, option_order, parse_method, with_method
-from cspd.methods import EMBEDDED
+from cspd.lookup import method_names, option_order, parse_method, with_method
+from cspd.methods import COMMON, EMBEDDED
 from cspd.option import check_integer
 from cspd.parsing import LARGEST_SEED, MOST, choice, number_list, shortened
 from cspd.sequence import Request
@@ -75,16 +75,13 @@ class Configuration:
         return seed if self.seed is None else self.seed
 
     def plain(self) -> Request:
-        """Plain sampling as it is approximated: with its settings, as far as `ar` has them.
-
-        Of a heuristic one with those of the whole family only: where its chains begin is part of what it changes.
-        """
+        """Plain sampling by its settings, those that all methods of its family have; what is plain is so already."""
         request = self.engine.check(self.request)
-        plain = with_method(request, "ar")
-        if guarantee_of(request) == "heuristic":
-            own = find("ar", request.family).options
-            plain = plain.but(**dict.fromkeys(option.name for option in own))
-        return self.engine.check(plain)
+        if request.method == "ar":
+            return request
+        common = {option.name for option in COMMON[request.family]}
+        own = request.settings.keys() - common
+        return self.engine.check(request.but(method="ar", **dict.fromkeys(own)))
 
     def key(self) -> tuple:
         """Equal for configurations that approximate the same plain sampling, of the same files."""
@@ -280,8 +277,8 @@ def baselines(
 ) -> tuple[Configuration | None, Configuration | None]:
     """What a row is compared with: plain sampling of the same seeds, and of other seeds; None where there is none.
 
-    That has the settings of `Configuration.plain`. A row that is plain itself is compared with the first row's chain
-    (`CHAIN`), if some row has it.
+    That has the settings of `Configuration.plain`; of a row that is plain itself the first row's chain (`CHAIN`), if
+    some row has it.
 
     Args:
         seed: of the comparison's first image.

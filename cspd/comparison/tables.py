@@ -147,8 +147,9 @@ def notes(report: dict, short: bool = False) -> list[str]:
         )
     if any(row["p_unpaired"] is not None for row in rows):
         told.append(
-            "p unpaired: the same test against plain sampling of other seeds. Where images of one seed are nearly"
-            " equal, p finds differences that are too small to be seen among images of any seeds; this one does not"
+            "p unpaired: the same test against plain sampling of other seeds. It does not find what is too small to be"
+            " seen among images of any seeds, as p does where those of one seed are nearly equal. Rows of nearly equal"
+            " images share their luck: compare theirs with that of plain sampling itself"
         )
     if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
         told.append("±: half of a 95 % interval; of FID and IS by the jackknife (none for FID by Inception)")

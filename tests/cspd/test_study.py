@@ -68,6 +68,9 @@ def test_rows_are_compared_with_plain_sampling_of_the_same_seeds_and_of_others(d
         "speculative:num_sampling_steps=25": ("ar:num_sampling_steps=25", None),  # exact for that chain
         "ar:num_sampling_steps=25": ("ar", "ar:seed=1000"),  # which stands for the whole one
         "ar:num_sampling_steps=10:first_timestep=950": ("ar", "ar:seed=1000"),
+        "calibrated": ("ar", "ar:seed=1000"),
+        "ddim": ("ar", "ar:seed=1000"),  # from timestep 950, which is part of what it changes
+        "disa:num_iter=16": ("ar:num_iter=16", None),
         "ar:num_iter=16": (None, None),  # no shorter chain, but another order
         "ar:num_iter=16:num_sampling_steps=25": ("ar:num_iter=16", None),
         "ar:num_iter=8:num_sampling_steps=25": (None, None),
@@ -77,6 +80,11 @@ def test_rows_are_compared_with_plain_sampling_of_the_same_seeds_and_of_others(d
     found = {row.name: [base and base.name for base in baselines(row, rows, 0)] for row in rows}
     assert {name: tuple(found[name]) for name in against} == against
     assert found.keys() - against.keys() == {"ar:cfg=4"}  # which only that row wants
+
+    rows = rows_of("calibrated,ddim", digits, first_timestep=950)  # of all that have it
+    names = ["ar", "ar:first_timestep=null", "calibrated", "ddim"]
+    assert [row.name for row in rows] == names and rows[0].request.first_timestep == 950
+    assert [baselines(row, rows, 0) for row in rows] == [(None, None), (rows[0], None), *[(rows[1], None)] * 2]
 
 
 def test_models_of_a_row_are_its_own(digits):
