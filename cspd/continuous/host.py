@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cspd import noise as philox_noise
-from cspd.continuous.memory import check_memory
-from cspd.continuous.schedule import GUIDANCE, ORDERS, timetable
+from cspd.continuous.memory import check_memory, usual_tokens
+from cspd.continuous.schedule import GUIDANCE, ORDERS, largest, timetable
 from cspd.method import Method, complete
 from cspd.option import Option
 from cspd.pixels import decoded, to_unit
@@ -118,7 +118,7 @@ class MARHost:
         self.seq_len, self.num_classes = target.config.seq_len, target.config.class_num
         self.image_size = target.config.img_size
         self.defaults = defaults_of(target.config)
-        self._least_iter = self.defaults.num_iter
+        self._largest = usual_tokens(target)
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
         self.config, self.num_slots = target.config, num_slots
         length = self.config.seq_len
@@ -168,9 +168,10 @@ class MARHost:
 
     def resolve(self, request: Request, method: Method) -> Request:
         """A checked request with what the method decides for this device. Raises ValueError on too little memory."""
-        if request.num_iter < self._least_iter:  # more tokens an iteration than memory was checked for
-            check_memory(self.target, self.num_slots, request.num_iter, self.device)
-            self._least_iter = request.num_iter
+        tokens = largest(timetable(request, self.seq_len).masked, self.seq_len)
+        if tokens > self._largest:  # in an iteration, than memory was checked for
+            check_memory(self.target, self.num_slots, tokens, self.device)
+            self._largest = tokens
         return method.resolve(request, self)
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from cspd.continuous.schedule import cosine, largest
 from cspd.machine import check_fits
 from mar.model import MAR
+from mar.registry import defaults_of
 
 
-def bytes_per_slot(target: MAR, num_iter: int) -> int:
-    """Estimated peak bytes a slot adds: state, and the largest activations of one guided round."""
+def usual_tokens(target: MAR) -> int:
+    """The tokens of the largest iteration by the published settings."""
+    length = target.config.seq_len
+    masked, _ = cosine(min(defaults_of(target.config).num_iter, length), length)
+    return largest(masked, length)
+
+
+def bytes_per_slot(target: MAR, tokens: int) -> int:
+    """Estimated peak bytes a slot adds: state, and the activations of a guided round that predicts so many tokens."""
     config = target.config
     state = config.seq_len * (4 * config.token_dim + 8)
     activations = 14  # of a transformer's layer: norm, qkv, attention, hidden layer twice, residual
     backbone = 2 * 4 * (config.buffer_size + config.seq_len) * config.embed_dim * activations
-    rows = 2 * math.ceil(math.pi / 2 * config.seq_len / num_iter + 1)
-    head = 4 * rows * config.diffloss_w * (3 * config.diffloss_d + 2 + 8)
+    head = 4 * 2 * tokens * config.diffloss_w * (3 * config.diffloss_d + 2 + 8)
     return state + max(backbone, head)
 
 
-def check_memory(target: MAR, max_batch: int, num_iter: int, device: torch.device) -> None:
-    """Raises ValueError, before allocating, where `max_batch` slots at K = `num_iter` would not fit into memory."""
+def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device) -> None:
+    """Raises ValueError, before allocating, where `max_batch` slots would not fit into memory.
+
+    Args:
+        tokens: of the largest iteration of a sequence.
+    """
     fix = "use a larger num_iter, a smaller model or another device"
-    check_fits(bytes_per_slot(target, num_iter), max_batch, f" at num_iter={num_iter}", fix, device)
+    check_fits(bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device)

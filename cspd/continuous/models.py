@@ -10,11 +10,10 @@ from typing import ClassVar
 import torch
 
 from cspd.continuous.host import MARHost
-from cspd.continuous.memory import check_memory
+from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.tuning import Tuning
 from cspd.precision import Precision
 from mar.model import MAR
-from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
 
 
@@ -53,7 +52,7 @@ class MARModels:
         Raises:
             ValueError: too little memory.
         """
-        check_memory(self.target, num_slots, defaults_of(self.target.config).num_iter, device)
+        check_memory(self.target, num_slots, usual_tokens(self.target), device)
         tuning = Tuning(self.target, self.draft, device, precision, compiled, cache)
         return MARHost(self.target, num_slots, device, precision, noise, draft=self.draft, vae=self.vae, tuning=tuning)
 

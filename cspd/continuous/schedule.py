@@ -8,13 +8,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cspd.method import nothing_more
-from cspd.option import Option
+from cspd.option import Option, check_integer
 from cspd.sequence import Request
 
 GUIDANCE = ("linear", "constant")
+RECONSTRUCTION = Option(
+    "reconstruction",
+    int,
+    "iterations for the second colour of the checkerboard, at least; the first colour takes the others",
+    default=2,
+    low=1,
+    metavar="N",
+)
 
 
 @dataclass(frozen=True)
@@ -87,4 +96,62 @@ def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     return after, left
 
 
-ORDERS: dict[str, Order] = {"random": Order(cosine)}  # by name
+def largest(masked: np.ndarray, seq_len: int) -> int:
+    """The tokens of the largest iteration, of how many are masked after each, int64 [K]."""
+    return -int(np.diff(masked, prepend=seq_len).min())
+
+
+def two_stages(num_iter: int, seq_len: int, reconstruction: int) -> tuple[np.ndarray, np.ndarray]:
+    """The schedule of GtR (arXiv 2510.17171): half of the tokens in most iterations, the other half in very few.
+
+    The paper gives tokens per iteration for one K of 256 tokens only: 2.67, 10.67 and 64 for a quarter, a quarter and
+    a half of them, that is 24, 6 and 2 iterations. So that any K will do, the first half goes by MAR's cosine here. The
+    second goes evenly. It takes more iterations where the first has fewer tokens than there are iterations. Guidance
+    goes by what is masked, as in MAR.
+
+    Args:
+        num_iter: K, reconstruction + 1 .. L. seq_len: L, even. reconstruction: 1 .. L/2.
+
+    Returns:
+        As of `cosine`.
+    """
+    half = seq_len // 2
+    num_late = max(reconstruction, num_iter - half)
+    early, _ = cosine(num_iter - num_late, half)
+    late = half - half * np.arange(1, num_late + 1) // num_late
+    masked = np.concatenate([half + early, late])
+    return masked, np.maximum(masked, 1)
+
+
+def checkerboard(order: Tensor, side: int) -> Tensor:
+    """Random orders [B, L] rearranged in the stages of GtR's Algorithm 1, each as random as it was.
+
+    First come the positions whose row and column add up to a multiple of four, then to other even numbers, then to odd
+    ones: the first quarter is spread over the whole image, and nothing of the first half has its like beside it. Which
+    of the two quarters is first is our choice.
+    """
+    diagonal = order // side + order % side
+    stage = torch.where(diagonal % 2 == 1, 2, diagonal % 4 // 2)
+    return order.gather(1, stage.argsort(dim=1, stable=True))
+
+
+def check_checkerboard(request: Request, host: Any) -> None:
+    """Raises ValueError where the grid has no halves, or the iterations do not do for two stages."""
+    side, half = host.config.grid_size, host.seq_len // 2
+    if side % 2:
+        raise ValueError(
+            f"order='checkerboard' needs a grid of an even side, and this model's is {side} by {side}: the colours of"
+            " an odd one are not equally many, so they are no halves; take order='random'"
+        )
+    check_integer("reconstruction", request.reconstruction, 1, half, "an iteration predicts a token at least")
+    if request.num_iter <= request.reconstruction:
+        raise ValueError(
+            f"num_iter={request.num_iter} leaves no iteration for the checkerboard's first colour, since"
+            f" reconstruction={request.reconstruction}: give more, or a smaller reconstruction"
+        )
+
+
+ORDERS: dict[str, Order] = {  # by name
+    "random": Order(cosine),
+    "checkerboard": Order(two_stages, checkerboard, (RECONSTRUCTION,), check_checkerboard),
+}

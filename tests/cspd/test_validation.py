@@ -16,7 +16,7 @@ import torch
 
 from cspd import Engine, MARModels, Request
 from cspd.continuous.host import MARHost
-from cspd.continuous.memory import bytes_per_slot, check_memory
+from cspd.continuous.memory import bytes_per_slot, check_memory, usual_tokens
 from cspd.lookup import choose, find, method_names
 from cspd.machine import free_bytes, pick_device
 from cspd.parsing import shortened
@@ -266,14 +266,15 @@ def test_too_many_slots():
     """A million slots of this model's tokens alone are 4 TB: to allocate them first would be another error."""
     model = MAR(MARConfig(img_size=256, vae_stride=1, **TINY))
     with pytest.raises(
-        ValueError, match=r"max_batch=1000000 at num_iter=64 needs about [\d.]+ GiB and cpu has [\d.]+ GiB"
+        ValueError,
+        match=r"max_batch=1000000 at \d+ tokens in an iteration needs about [\d.]+ GiB and cpu has [\d.]+ GiB",
     ) as caught:
         Engine(MARModels(model), max_batch=10**6, device="cpu")
     fits = int(re.search(r"use max_batch <= (\d+)", str(caught.value))[1])
-    per_slot = bytes_per_slot(model, SPEC.defaults.num_iter)
+    per_slot = bytes_per_slot(model, usual_tokens(model))
     assert 1 <= fits <= 1.5 * free_bytes(torch.device("cpu")) / per_slot  # others use memory meanwhile
     assert per_slot > model.config.seq_len * model.config.token_dim * 4
-    check_memory(model, -(-fits // 2), SPEC.defaults.num_iter, torch.device("cpu"))
+    check_memory(model, -(-fits // 2), usual_tokens(model), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name, cfg", [("mar_base", 2.9), ("mar_large", 3.0), ("mar_huge", 3.2)])
