@@ -18,6 +18,7 @@ METHODS: list[Method] = [
     samplers.DISA,
     samplers.DDIM,
     samplers.DPM_SOLVER,
+    samplers.GTR,
     cspd_method.METHOD,
     cspd.discrete.ar.METHOD,
     published.SD,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cspd.continuous import ancestral, annealed, calibrated, solvers, speculative
+from cspd.continuous import ancestral, annealed, calibrated, frequency_weighted, solvers, speculative
 
-__all__ = ["ancestral", "annealed", "calibrated", "solvers", "speculative"]
+__all__ = ["ancestral", "annealed", "calibrated", "frequency_weighted", "solvers", "speculative"]

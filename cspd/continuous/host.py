@@ -28,6 +28,7 @@ from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
 
 PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows` on the device
+PER_ROW_ON_HOST = ("owner", "iteration", "num_iter")
 
 NUM_ITER = Option(
     "num_iter",
@@ -61,8 +62,8 @@ class Rows:
         sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
-        iteration, num_iter: int64 [R], on the host: the iteration that the timetable predicts it in, from 0, and how
-            many there are.
+        owner, iteration, num_iter: int64 [R], on the host: `sequence`, the iteration that the timetable predicts the row
+            in, from 0, and how many there are.
     """
 
     sequences: list[Sequence]
@@ -75,6 +76,7 @@ class Rows:
     seed: Tensor
     scale: Tensor
     temperature: Tensor
+    owner: np.ndarray
     iteration: np.ndarray
     num_iter: np.ndarray
 
@@ -82,7 +84,8 @@ class Rows:
         """Some of the rows, int64 [n] on the host."""
         index = torch.as_tensor(which, device=self.slot.device)
         on_device = {name: getattr(self, name)[index] for name in PER_ROW}
-        return replace(self, iteration=self.iteration[which], num_iter=self.num_iter[which], **on_device)
+        on_host = {name: getattr(self, name)[which] for name in PER_ROW_ON_HOST}
+        return replace(self, **on_device, **on_host)
 
 
 class MARHost:
@@ -227,6 +230,7 @@ class MARHost:
             seed=per_row([s.request.seed for s in batch], torch.int64),
             scale=self._tensor(scales[owner, rank], torch.float32).unsqueeze(-1),
             temperature=per_row([s.request.temperature for s in batch], torch.float32).unsqueeze(-1),
+            owner=owner,
             iteration=iterations[owner, rank],
             num_iter=np.array([request.num_iter for request in requests])[owner],
         )

@@ -23,6 +23,7 @@ DISA = sampling(
     {"2505.20297": "DiSA: Diffusion Step Annealing in Autoregressive Image Generation"},
     denoiser="annealed",
 )
+
 DDIM = sampling(
     "ddim",
     "the head's chain by a deterministic solver of order 1",
@@ -34,4 +35,13 @@ DPM_SOLVER = sampling(
     "the same of order 2",
     {"2211.01095": "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models"},
     denoiser="dpm-solver++",
+)
+
+GTR = sampling(
+    "gtr",
+    "one colour of a checkerboard in most iterations, then the other in few; more steps for detail",
+    {"2510.17171": "Generation then Reconstruction: Accelerating Masked Autoregressive Models via Two-Stage Sampling"},
+    order="checkerboard",
+    denoiser="frequency-weighted",
+    any_denoiser=True,
 )
