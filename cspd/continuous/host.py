@@ -62,8 +62,8 @@ class Rows:
         sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
-        owner, iteration, num_iter: int64 [R], on the host: `sequence`, the iteration that the timetable predicts the row
-            in, from 0, and how many there are.
+        owner, iteration, num_iter: int64 [R], on the host: `sequence`; the iteration that the timetable predicts the
+            row in, from 0; and how many there are.
     """
 
     sequences: list[Sequence]
