@@ -1,0 +1,115 @@
+"""Every order goes with every backbone and every denoiser: whole images, equal in any batch, counted and named right.
+
+The cases are read from the registries: a new name is tested without a line here.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cspd import Engine, MARModels, Output, Request
+from cspd.continuous.backbone import BACKBONES
+from cspd.continuous.denoiser import DENOISERS
+from cspd.continuous.schedule import ORDERS
+from cspd.methods import METHODS
+from mar.model import MAR
+
+SMALL = {  # of options that some choices have: quick, and decided without a measurement
+    "first_timestep": 950,
+    "upper": 5,
+    "lower": 3,
+    "head_calls": 3,
+    "window": 3,
+    "draft": "frozen",
+    "warmup": 1,
+    "refresh": 2,
+}
+ROUNDING = 1e-3  # of the largest token
+EXACT, MEASURED = {"ancestral", "speculative"}, {"calibrated"}  # denoisers, in MAR's order and by the full backbone
+
+SAMPLERS = {m.name: m for m in METHODS if m.family == "MAR" and any(option.name == "order" for option in m.options)}
+ANY = [name for name, m in SAMPLERS.items() if any(option.name == "denoiser" for option in m.options)]
+FAR = {"order": "checkerboard", "backbone": "cached"}  # nothing is as in `ar`
+POINTS = [
+    {"order": order, "backbone": backbone, "denoiser": denoiser}
+    for order, backbone, denoiser in itertools.product(ORDERS, BACKBONES, DENOISERS)
+]
+
+
+def cases() -> list:
+    """All points; those with only one or two things changed take their time."""
+    return [pytest.param(each, marks=() if FAR.items() <= each.items() else pytest.mark.slow) for each in POINTS]
+
+
+def requests_of(method: str, choices: dict[str, str]) -> list[Request]:
+    """Three quick requests of a method, of unequal K, that make these choices on the axes."""
+    settings = {"method": method, "family": "MAR", "cfg": 2.0, "num_sampling_steps": 5, **choices}
+    applied = {name: SMALL[name] for name in SMALL if SAMPLERS[method].option(name, Request(0, **settings))}
+    return [Request(i, i, num_iter=num_iter, **settings, **applied) for i, num_iter in enumerate((5, 3, 4))]
+
+
+def staggered(engine: Engine, requests: list[Request]) -> list[Output]:
+    """Outputs of requests that join one step after the other, so that they are at different iterations."""
+    outputs, tickets = {}, []
+    for request in requests:
+        tickets.append(engine.add_request(request))
+        outputs |= engine.step()
+    while len(outputs) < len(requests):
+        outputs |= engine.step()
+    return [outputs[ticket] for ticket in tickets]
+
+
+@pytest.fixture(scope="module")
+def engines(small_mar: MAR) -> tuple[Engine, Engine]:
+    """With three slots and with one; they share calibrations."""
+    several = Engine(MARModels(small_mar), max_batch=3, device="cpu")
+    return several, several.with_slots(1)
+
+
+@pytest.fixture
+def rows(small_mar: MAR):
+    """The number of rows of every call of the head while the test runs."""
+    numbers = []
+    hook = small_mar.head.final_layer.register_forward_hook(
+        lambda module, args, output: numbers.append(output.shape[:-1].numel())
+    )
+    yield numbers
+    hook.remove()
+
+
+def check(requests: list[Request], guarantee: str, engines: tuple[Engine, Engine], rows: list[int]) -> None:
+    several, single = engines
+    resolved = [several.resolve(request) for request in requests]  # calibrates
+    for output, request in zip(staggered(several, requests), resolved):
+        rows.clear()
+        (alone,) = single.generate([request])
+        assert output.error is None and output.tokens.isfinite().all()
+        assert (output.tokens != 0).all(), "a token was not predicted"
+        assert (output.tokens - alone.tokens).abs().max() < ROUNDING * alone.tokens.abs().max()
+        assert torch.equal(output.heat, alone.heat)
+
+        assert output.stats.guarantee == alone.stats.guarantee == guarantee
+        assert output.stats.iterations == output.stats.backbone_calls == request.num_iter
+        assert alone.stats.head_calls == len(rows) <= output.stats.head_calls
+        assert output.stats.head_evaluations == alone.stats.head_evaluations
+        assert 0.9 * sum(rows) < alone.stats.head_evaluations <= sum(rows)  # speculation rounds its rows up
+        assert output.stats.head_calls_per_token == pytest.approx(output.heat.mean().item())
+
+
+@pytest.mark.parametrize("choices", cases(), ids=lambda choices: "-".join(choices.values()))
+def test_every_point(choices, engines, rows):
+    """By a method that takes any denoiser: another from one point to the next."""
+    order, backbone, denoiser = choices.values()
+    guarantee = "exact" if denoiser in EXACT else "measured" if denoiser in MEASURED else "heuristic"
+    if (order, backbone) != ("random", "full"):
+        guarantee = "heuristic"
+    method = ANY[POINTS.index(choices) % len(ANY)]
+    check(requests_of(method, choices), guarantee, engines, rows)
+
+
+@pytest.mark.parametrize("method", [name for name in SAMPLERS if name not in ANY])
+def test_methods_that_are_named_for_a_denoiser_take_any_order_and_backbone(method, engines, rows):
+    check(requests_of(method, FAR), "heuristic", engines, rows)
