@@ -1,0 +1,82 @@
+"""CSpD's chains by any denoiser: drafted tokens are judged by its densities, on both models, and its costs counted."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from cspd import Engine, MARModels, Request
+from cspd.continuous.cspd_method import METHOD
+from cspd.continuous.denoiser import DENOISERS
+from mar.model import MAR
+
+SMALL = {"first_timestep": 950, "upper": 6, "lower": 4, "head_calls": 4, "window": 3, "draft": "frozen"}
+SETTINGS = {"method": "cspd", "cfg": 2.0, "num_iter": 4, "num_sampling_steps": 25, "gamma": 4, "prefill": 0.875}
+DRAFTED, ROUNDS = 8, 2  # tokens of 64
+
+
+def request(chains: str, **changes) -> Request:
+    settings = SETTINGS | {"chains": chains} | changes
+    applied = {name: SMALL[name] for name in SMALL if METHOD.option(name, Request(0, **settings))}
+    return Request(3, 5, **applied | settings)
+
+
+@pytest.fixture(scope="module")
+def draft(small_mar: MAR) -> MAR:
+    """Right about few tokens, if any: the weights of its head are a little off."""
+    model = copy.deepcopy(small_mar)
+    noise = torch.Generator().manual_seed(0)
+    for weights in model.head.parameters():
+        weights += 0.03 * weights.std() * torch.randn(weights.shape, generator=noise) if weights.numel() > 1 else 0
+    return model
+
+
+def calls(model: MAR) -> list:
+    """Calls of a model's head, from now on."""
+    seen = []
+    model.head.final_layer.register_forward_hook(lambda *call: seen.append(1))
+    return seen
+
+
+@pytest.mark.parametrize("chains", DENOISERS)
+def test_drafted_tokens_are_judged(chains, small_mar, draft):
+    target, draft = copy.deepcopy(small_mar), copy.deepcopy(draft)
+    engine = Engine(MARModels(target, draft), max_batch=1, device="cpu")
+    engine.resolve(request(chains))  # calibrates
+    by_target, by_draft = calls(target), calls(draft)
+    (output,) = engine.generate([request(chains)])
+    stats = output.stats
+    assert stats.by_lag[0] == [ROUNDS] * 4 and stats.alpha < 1 <= stats.resample_tries
+    assert (stats.head_calls, stats.draft_head_calls) == (len(by_target), len(by_draft))
+    assert stats.draft_backbone_calls == DRAFTED and stats.guarantee == "heuristic"
+
+
+@pytest.mark.parametrize("chains", DENOISERS)
+def test_a_draft_that_is_the_target_is_accepted(chains, small_mar):
+    """With the same noise, and from the same tokens. What `speculative` draws beside that is each model's own."""
+    window = {"window": 0} if chains == "speculative" else {}
+    engine = Engine(MARModels(small_mar, small_mar), max_batch=1, device="cpu")
+    (output,) = engine.generate([request(chains, verify="sequential", **window)])
+    assert output.stats.by_lag == [[ROUNDS] * 4] * 2
+    assert output.stats.resample_tries == output.stats.fallbacks == 0
+
+
+@pytest.mark.parametrize("chains", DENOISERS)
+def test_a_denoiser_checks_and_resolves_requests_for_its_chains(chains, small_mar, monkeypatch):
+    own, seen = DENOISERS[chains], []
+
+    def check(*args):
+        seen.append("check")
+        own.check(*args)
+
+    def resolve(*args):
+        seen.append("resolve")
+        return own.resolve(*args)
+
+    monkeypatch.setitem(DENOISERS, chains, dataclasses.replace(own, check=check, resolve=resolve))
+    engine = Engine(MARModels(small_mar, small_mar), max_batch=1, device="cpu")
+    engine.resolve(request(chains))
+    assert seen == ["check", "resolve"]
