@@ -71,11 +71,10 @@ def engines(small_mar: MAR) -> tuple[Engine, Engine]:
 
 @pytest.fixture
 def rows(small_mar: MAR):
-    """The number of rows of every call of the head while the test runs."""
+    """The number of rows of every call of the head while the test runs, by its first block."""
     numbers = []
-    hook = small_mar.head.final_layer.register_forward_hook(
-        lambda module, args, output: numbers.append(output.shape[:-1].numel())
-    )
+    block = small_mar.head.res_blocks[0]
+    hook = block.register_forward_hook(lambda module, args, output: numbers.append(output.shape[:-1].numel()))
     yield numbers
     hook.remove()
 

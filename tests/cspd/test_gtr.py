@@ -98,7 +98,7 @@ def test_the_highest_of_each_image_are_chosen():
 
 @pytest.mark.parametrize("order, early", [("checkerboard", 6), ("random", 6)])
 def test_steps_fall_over_the_first_half_and_then_go_by_frequency(order, early, small_mar):
-    """Of 8 iterations, in both orders 6 begin with less than half known: 7, 6, 5, 5, 4, 4 steps; then 4, a quarter 7."""
+    """Of 8 iterations, 6 begin with less than half known: 7, 6, 5, 5, 4, 4 steps; then 4, a quarter 7."""
     request = engine(small_mar).check(Request(3, 1, **QUICK, order=order))
     assert num_early(request, 64) == early
     (output,) = engine(small_mar).generate([request])
