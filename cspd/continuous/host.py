@@ -188,7 +188,7 @@ class MARHost:
         self.label[slots] = self._tensor([s.request.label for s in sequences])
         seeds = self._tensor([s.request.seed for s in sequences])
         order = self.noise.order(seeds, self.config.seq_len)
-        names = np.array([s.request.settings.get("order", "random") for s in sequences])
+        names = np.array([s.request.order or "random" for s in sequences])
         for name in set(names):
             own = self._tensor(np.flatnonzero(names == name))
             order[own] = ORDERS[name].arrange(order[own], self.config.grid_size)

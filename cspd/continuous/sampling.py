@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
     def of(self, request: Request) -> Point:
         """What a request chooses, and this where it leaves that open."""
-        return Point(*(request.settings.get(axis) or usual for axis, usual in self._asdict().items()))
+        return Point(*(getattr(request, axis) or usual for axis, usual in self._asdict().items()))
 
     @property
     def parts(self) -> tuple[Order, Backbone, Denoiser]:

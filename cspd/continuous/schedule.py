@@ -59,7 +59,7 @@ class Timetable(NamedTuple):
 
 def timetable(request: Request, seq_len: int) -> Timetable:
     """The timetable of a resolved request; a request that names no order has MAR's."""
-    name = request.settings.get("order", "random")
+    name = request.order or "random"
     parameters = tuple(getattr(request, option.name) for option in ORDERS[name].options)
     return _timetable(name, parameters, request.num_iter, seq_len, request.cfg, request.cfg_schedule)
 

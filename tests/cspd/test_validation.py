@@ -80,7 +80,7 @@ def engine(model):
 def resolve(request, config):
     """As a host of a model of these sizes would check it; no model is needed for that."""
     sizes = SimpleNamespace(seq_len=config.seq_len, num_classes=config.class_num, defaults=defaults_of(config))
-    sizes.models = {"draft": config}
+    sizes.models, sizes.config = {"draft": config}, config
     return MARHost.check(sizes, *choose(request, ["MAR"]))
 
 
