@@ -32,7 +32,7 @@ EXACT, MEASURED = {"ancestral", "speculative"}, {"calibrated"}  # denoisers, in 
 
 SAMPLERS = {m.name: m for m in METHODS if m.family == "MAR" and any(option.name == "order" for option in m.options)}
 ANY = [name for name, m in SAMPLERS.items() if any(option.name == "denoiser" for option in m.options)]
-FAR = {"order": "checkerboard", "backbone": "cached"}  # nothing is as in `ar`
+FAR = {"order": [*ORDERS][-1], "backbone": [*BACKBONES][-1]}  # far from `ar`
 POINTS = [
     {"order": order, "backbone": backbone, "denoiser": denoiser}
     for order, backbone, denoiser in itertools.product(ORDERS, BACKBONES, DENOISERS)
