@@ -40,8 +40,9 @@ POINTS = [
 
 
 def cases() -> list:
-    """All points; those with only one or two things changed take their time."""
-    return [pytest.param(each, marks=() if FAR.items() <= each.items() else pytest.mark.slow) for each in POINTS]
+    """All points; quick are those far from `ar` whose denoiser needs no calibration."""
+    quick = [FAR.items() <= each.items() and DENOISERS[each["denoiser"]].needs == "-" for each in POINTS]
+    return [pytest.param(each, marks=() if is_quick else pytest.mark.slow) for each, is_quick in zip(POINTS, quick)]
 
 
 def requests_of(method: str, choices: dict[str, str]) -> list[Request]:
@@ -109,6 +110,7 @@ def test_every_point(choices, engines, rows):
     check(requests_of(method, choices), guarantee, engines, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in SAMPLERS if name not in ANY])
 def test_methods_that_are_named_for_a_denoiser_take_any_order_and_backbone(method, engines, rows):
     check(requests_of(method, FAR), "heuristic", engines, rows)

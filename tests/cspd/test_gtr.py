@@ -121,17 +121,10 @@ def test_equal_seeds_make_equal_images_and_others_do_not(small_mar):
 
 def test_orders_share_an_engine(small_mar):
     """Requests of both orders in flight together, which join one after the other, are as each alone."""
+    kinds = [(7, "checkerboard", 2), (4, "random", None), (5, "checkerboard", 1), (4, "checkerboard", 2)]
     requests = [
-        Request(i, i, **(QUICK | {"num_iter": k, "order": order, "reconstruction": r}))
-        for i, (k, order, r) in enumerate(
-            [
-                (8, "checkerboard", 2),
-                (5, "random", None),
-                (6, "checkerboard", 1),
-                (4, "checkerboard", 2),
-                (9, "random", None),
-            ]
-        )
+        Request(i, i, **(QUICK | {"num_iter": num_iter, "order": order, "reconstruction": reconstruction}))
+        for i, (num_iter, order, reconstruction) in enumerate(kinds)
     ]
     together, outputs, tickets = engine(small_mar, 3), {}, []
     for request in requests:
