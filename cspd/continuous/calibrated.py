@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cspd.continuous.denoiser import Denoised, Measured, denoiser
 from cspd.continuous.host import MARHost, Rows
-from cspd.continuous.plan import plan_of
 from cspd.continuous.windows import Audit, sample
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
@@ -74,11 +73,10 @@ def resolve(request: Request, host: MARHost) -> Request:
 
     Raises ValueError where there is no plan of so few, or it is predicted to diverge by more than `divergence`.
     """
-    predictor = host.tuning.calibrations["target"].predictor(request)
     calls, most = request.head_calls, request.divergence
     if calls is None and most is None:
         calls = min(HEAD_CALLS, request.num_sampling_steps)
-    plan = plan_of(predictor.skip_cost, calls, most if calls is None else None)
+    plan = host.tuning.calibrations["target"].plan(request, calls, most if calls is None else None)
     if most is not None and plan.cost > most:
         predicted = f"head_calls={calls} is predicted to diverge by {plan.cost:.3g} nats per token"
         raise ValueError(f"{predicted}, more than divergence={most}: give one of the two")

@@ -17,7 +17,6 @@ from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate, modulated
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
-from cspd.continuous.plan import plan_of
 from cspd.option import Option, check_integer
 from cspd.precision import Precision
 from cspd.sequence import Request
@@ -117,8 +116,7 @@ def grid_of(request: Request, host: MARHost) -> Schedule:
     """
     if request.grid == "uniform":
         return schedule(request.head_calls, request.first_timestep)
-    predictor = host.tuning.calibrations["target"].predictor(request)
-    plan = plan_of(predictor.skip_cost, request.head_calls)
+    plan = host.tuning.calibrations["target"].plan(request, request.head_calls)
     planned = schedule(request.num_sampling_steps).timestep_map[list(plan.steps)]
     highest = request.first_timestep - np.arange(len(planned))  # clipped, they still fall
     return respaced(np.minimum(planned, highest)[::-1])

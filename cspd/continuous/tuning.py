@@ -21,7 +21,7 @@ import torch
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
 from cspd.continuous.kept import Kept, remember
-from cspd.continuous.plan import Predictor, fit_predictor, plan_of
+from cspd.continuous.plan import Plan, Predictor, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
 from cspd.continuous.tracing import TRACE_SEED, Trace, trace
 from cspd.precision import Precision
@@ -101,6 +101,7 @@ class Calibrations:
         self.model, self.device, self.precision = model, device, precision
         self._kept = Kept(folders)
         self._weights: str | None = None
+        self._plans: dict[tuple, Plan] = {}
         self._traces: dict[object, Any] = {}  # of the settings last asked for
 
     def get(self, request: Request) -> Calibration:
@@ -110,6 +111,13 @@ class Calibrations:
     def predictor(self, request: Request) -> Predictor:
         """The predictor for a request's guidance, temperature and T."""
         return self._kept.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
+
+    def plan(self, request: Request, head_calls: int | None, most: float | None = None) -> Plan:
+        """The plan of so many head calls, or of a divergence, for a request's chains; arguments as in `plan_of`."""
+        settings = json.dumps(self._settings(request, Predictor)), head_calls, most
+        if settings not in self._plans:
+            remember(self._plans, settings, plan_of(self.predictor(request).skip_cost, head_calls, most))
+        return self._plans[settings]
 
     def shortcut(self, request: Request) -> Shortcut:
         """The shortcut for a resolved request's guidance, temperature, T, head calls and null class."""
@@ -153,8 +161,7 @@ class Calibrations:
 
     @torch.inference_mode()
     def _fit_shortcut(self, request: Request) -> Shortcut:
-        predictor = self.predictor(request)
-        steps = plan_of(predictor.skip_cost, request.head_calls).steps
+        predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
         seen, held_out = (self._trace(request, held_out).to(self.device) for held_out in (False, True))
         return fit_shortcut(self.model.head, seen, held_out, predictor, steps, request.null_every, self.precision)
 
