@@ -115,23 +115,37 @@ class MAR(nn.Module):
         known = order[:, : length - buffer]
         lengths = torch.tensor(num_known, device=tokens.device).unsqueeze(-1) + buffer
         mask = torch.arange(buffer + known.shape[1], device=tokens.device) < lengths
-        # nobody looks at the padding, but NaN in it would spread: a mask multiplies values by 0
-        known_tokens = tokens.gather(1, _expand(known, tokens.shape[-1]))
-        known_tokens = known_tokens.where(mask[:, buffer:, None], 0)
-        position = self.encoder_pos_embed_learned
-        x = self.z_proj(known_tokens) + position[0, buffer:][known]
-        start = class_embedding.unsqueeze(1) + position[:, :buffer]
-        x = self.z_proj_ln(torch.cat([start, x], dim=1))
+        x = self.embed(tokens, known, mask[:, buffer:], class_embedding)
 
         mask = mask[:, None, None]
         for block in self.encoder_blocks:
             x = block(x, attn_mask=mask)
         return self.encoder_norm(x)
 
+    def embed(self, tokens: Tensor, positions: Tensor, is_known: Tensor, class_embedding: Tensor) -> Tensor:
+        """The encoder's input [B, buffer + N, D]: buffer, then tokens at positions [B, N], the unknown ones as 0."""
+        buffer, position = self.config.buffer_size, self.encoder_pos_embed_learned
+        # nobody looks at the padding, but NaN in it would spread: a mask multiplies values by 0
+        known = tokens.gather(1, _expand(positions, tokens.shape[-1])).where(is_known.unsqueeze(-1), 0)
+        x = self.z_proj(known) + position[0, buffer:][positions]
+        start = class_embedding.unsqueeze(1) + position[:, :buffer]
+        return self.z_proj_ln(torch.cat([start, x], dim=1))
+
     def decode(
         self, encoded: Tensor, order: Tensor, num_known: Sequence[int], positions: Tensor | None = None
     ) -> Tensor:
         """z [B, L, D] at every position in raster order, or [B, M, D] at `positions`, from the encoder's output."""
+        buffer = self.config.buffer_size
+        x = self.arrange(encoded, order, num_known)
+        *blocks, last = self.decoder_blocks
+        for block in blocks:
+            x = block(x)
+        if positions is None:
+            return self.decoder_norm(last(x))[:, buffer:] + self.diffusion_pos_embed_learned
+        return self.condition(block_at(last, x, positions + buffer), positions)
+
+    def arrange(self, encoded: Tensor, order: Tensor, num_known: Sequence[int]) -> Tensor:
+        """The decoder's input [B, buffer + L, D]: buffer, then all positions in raster order."""
         buffer = self.config.buffer_size
         x = self.decoder_embed(encoded)
         mask_token = self.mask_token.to(x.dtype)
@@ -143,14 +157,10 @@ class MAR(nn.Module):
         known = torch.where(is_known.unsqueeze(-1), x[:, buffer:], mask_token)
         full = mask_token.repeat(x.shape[0], self.config.seq_len, 1)
         full = full.scatter(1, _expand(order[:, :padded], x.shape[-1]), known)
+        return torch.cat([x[:, :buffer], full], dim=1) + self.decoder_pos_embed_learned
 
-        x = torch.cat([x[:, :buffer], full], dim=1) + self.decoder_pos_embed_learned
-        *blocks, last = self.decoder_blocks
-        for block in blocks:
-            x = block(x)
-        if positions is None:
-            return self.decoder_norm(last(x))[:, buffer:] + self.diffusion_pos_embed_learned
-        x = _block_at(last, x, positions + buffer)
+    def condition(self, x: Tensor, positions: Tensor) -> Tensor:
+        """z [B, M, D] at positions [B, M], of the last block's output there."""
         return self.decoder_norm(x) + self.diffusion_pos_embed_learned[0, positions]
 
     def forward(
@@ -182,18 +192,27 @@ class MAR(nn.Module):
         return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
 
 
-def _block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
+def block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
     """A transformer block's output [B, M, D] at some positions [B, M] of x [B, N, D]: their queries over all keys."""
-    attn, dim = block.attn, x.shape[-1]
     normed = block.norm1(x)
-    index = _expand(positions, dim)
-    q_weight, kv_weight = attn.qkv.weight.split([dim, 2 * dim])
-    q_bias, kv_bias = attn.qkv.bias.split([dim, 2 * dim])
-    q = F.linear(normed.gather(1, index), q_weight, q_bias)
-    k, v = F.linear(normed, kv_weight, kv_bias).chunk(2, dim=-1)
+    index = _expand(positions, x.shape[-1])
+    return attend(block, x.gather(1, index), normed.gather(1, index), keys_values(block, normed))
+
+
+def keys_values(block: Block, normed: Tensor) -> Tensor:
+    """Keys and values [B, N, 2D] of a block's input, normed [B, N, D]."""
+    qkv, dim = block.attn.qkv, normed.shape[-1]
+    return F.linear(normed, qkv.weight[dim:], qkv.bias[dim:])
+
+
+def attend(block: Block, x: Tensor, normed: Tensor, keys_values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """A block's output [B, M, D] of some of its inputs x [B, M, D], normed too, over keys and values [B, N, 2D]."""
+    attn, dim = block.attn, x.shape[-1]
+    q = F.linear(normed, attn.qkv.weight[:dim], attn.qkv.bias[:dim])
+    k, v = keys_values.chunk(2, dim=-1)
     q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=attn.num_heads) for t in (q, k, v))
-    h = rearrange(F.scaled_dot_product_attention(q, k, v), "b h n d -> b n (h d)")
-    x = x.gather(1, index) + attn.proj(h)
+    h = rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "b h n d -> b n (h d)")
+    x = x + attn.proj(h)
     return x + block.mlp(block.norm2(x))
 
 

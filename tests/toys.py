@@ -18,6 +18,7 @@ from cspd.sequence import Request, RoundStats, Sequence
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.tokenizer import VQConfig, VQModel
+from mar.model import MAR, MARConfig
 
 CPU = torch.device("cpu")
 LEAST_EXPECTED = 10  # draws a cell of a chi-square test; rarer sequences are pooled
@@ -34,6 +35,17 @@ def toy_gpt(seed: int, scale: float = 0.7, codes: int = CODES, length: int = LEN
         if parameter.dim() == 2:
             parameter.copy_(scale * torch.randn(parameter.shape, generator=g))
     return model
+
+
+def toy_mar(depth: int = 3) -> MAR:
+    """A MAR of 16 tokens with random weights, larger than a new one's so that tokens and positions differ."""
+    sizes = dict(embed_dim=12, num_heads=2, class_num=4, buffer_size=3, diffloss_w=16, diffloss_d=2)
+    torch.manual_seed(depth)
+    model = MAR(MARConfig(img_size=16, vae_stride=4, vae_embed_dim=3, depth=depth, **sizes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    torch.nn.init.normal_(model.head.final_layer.linear.weight, std=0.05)  # or chains explode
+    return model.eval().requires_grad_(False)
 
 
 def toy_models(codes: int = CODES, length: int = LENGTH) -> dict:
