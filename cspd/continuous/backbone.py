@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from cspd.continuous.host import MARHost, Rows
-from cspd.method import nothing_more
+from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
 from cspd.sequence import Request, Sequence
 
@@ -26,11 +26,13 @@ class Backbone:
 
     Attributes:
         conditions: see above. options: settings of its own. check: raises ValueError on a bad request.
+        resolve: decides what a checked request leaves open; raises ValueError on too little memory.
     """
 
     conditions: Conditions
     options: tuple[Option, ...] = ()
     check: Callable[[Request, Any], None] = nothing_more
+    resolve: Callable[[Request, Any], Request] = as_it_is
 
 
 BACKBONES: dict[str, Backbone] = {"full": Backbone(MARHost.conditions)}  # by name

@@ -83,8 +83,9 @@ def check(usual: Point, request: Request, host: MARHost) -> None:
 
 
 def resolve(usual: Point, request: Request, host: MARHost) -> Request:
-    """The request with what its denoiser decides."""
-    return DENOISERS[usual.of(request).denoiser].resolve(request, host)
+    """The request with what its backbone and its denoiser decide."""
+    _, backbone, denoiser = usual.of(request).parts
+    return denoiser.resolve(backbone.resolve(request, host), host)
 
 
 def sampling(

@@ -1,0 +1,210 @@
+"""The cached backbone of LazyMAR (arXiv 2503.12450): most iterations compute a part of the transformer. Heuristic."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cspd.continuous.backbone import backbone
+from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.schedule import timetable
+from cspd.machine import check_fits
+from cspd.option import Option
+from cspd.sequence import Request, Sequence
+from mar.cached import Kept, bytes_kept, lazy, refresh, stretch
+from mar.head import filled
+
+REFRESH = Option(
+    "refresh",
+    int,
+    "from the end of the warm-up on, one iteration of so many evaluates the whole transformer; 1: all do",
+    default=9,
+    low=1,
+    metavar="N",
+)
+WARMUP = Option(
+    "warmup",
+    int,
+    "iterations at the beginning that evaluate the whole transformer",
+    default=5,
+    metavar="N",
+)
+RETAIN = Option(
+    "retain",
+    float,
+    "share of the positions that the deeper decoder layers compute at first; it falls with the iterations",
+    default=1.0,
+    high=1,
+    metavar="SHARE",
+)
+REUSE_NULL = Option(
+    "reuse_null",
+    bool,
+    "evaluate the null class only where the whole transformer is, and reuse its distance from the class",
+    default=True,
+)
+OPTIONS = (REFRESH, WARMUP, RETAIN, REUSE_NULL)
+RUNS = [(1, 20), (0.6, 1), (0.5, 4), (0.4, 5), (0.15, 5), (0.12, 5), (0.05, 24)]  # shares, in how many of 64 iterations
+SHARES = np.repeat(*zip(*RUNS))
+SPARE = 15 / 320  # of the positions: at least so many are chosen beside those that always are
+
+
+class Caches:
+    """What one kind of request keeps, in slots.
+
+    Attributes:
+        copies: 2 where the null class has caches of its own. kept: of the transformer, copies x slots.
+        distance: float32 [slots, L + 1, D], the null class's last hidden state minus the class's, by position, with a
+            place for padding; None where it is not reused.
+        known: int64 [slots], on the host: how many tokens of each sequence the last evaluation knew.
+    """
+
+    def __init__(self, host: MARHost, request: Request) -> None:
+        model, slots = host.target, host.num_slots
+        self.copies = _copies(request)
+        self.kept = Kept.empty(model, self.copies * slots, _dtype(host), host.device)
+        self.distance = None
+        if request.guided and request.reuse_null:
+            self.distance = torch.zeros(slots, host.seq_len + 1, model.config.embed_dim, device=host.device)
+        self.known = np.zeros(slots, dtype=np.int64)
+
+    def slots(self, slots: Tensor) -> Tensor:
+        """Where `kept` has sequences of these slots, the null class second."""
+        return torch.cat([slots + copy * len(self.known) for copy in range(self.copies)])
+
+
+def _copies(request: Request) -> int:
+    return 2 if request.guided and not request.reuse_null else 1
+
+
+def _dtype(host: MARHost) -> torch.dtype:
+    """What keys and values are computed in."""
+    return torch.bfloat16 if host.precision.policy == "bf16" else torch.float32
+
+
+def bytes_per_slot(host: MARHost, request: Request) -> int:
+    """Bytes of the caches that a slot adds."""
+    kept = _copies(request) * bytes_kept(host.target, _dtype(host))
+    distance = 4 * (host.seq_len + 1) * host.config.embed_dim
+    return kept + distance * (request.guided and request.reuse_null)
+
+
+def resolve(request: Request, host: MARHost) -> Request:
+    """The request as it is; raises ValueError where there are no caches yet, and they would not fit into memory."""
+    if not any("caches" in kept for kept in host.kept.values()):
+        what, fix = " with backbone='cached'", "use backbone='full'"
+        check_fits(bytes_per_slot(host, request), host.num_slots, what, fix, host.device)
+    return request
+
+
+def kind(sequence: Sequence) -> str:
+    """How the next iteration of a sequence is evaluated: "full", "refresh" (full, and kept), or "lazy"."""
+    request = sequence.request
+    since = sequence.iteration - request.warmup
+    if since >= 0 and since % request.refresh:
+        return "lazy"
+    is_last = sequence.iteration + 1 == request.num_iter
+    return "full" if since < 0 or request.refresh == 1 or is_last else "refresh"
+
+
+@backbone("cached", options=OPTIONS, resolve=resolve)
+def conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+    """z of the rows [G, R, D] as `MARHost.conditions` gives it, or near it (arXiv 2503.12450, sections 4.1 to 4.3).
+
+    Sequences that are to be evaluated in different ways are evaluated one kind after the other.
+    """
+    kinds = np.array([kind(sequence) for sequence in batch])
+    if (kinds == kinds[0]).all():
+        return EVALUATIONS[kinds[0]](host, batch, rows)
+    of_row = np.repeat(kinds, rows.counts)
+    parts, which = [], []
+    for name in np.unique(kinds):
+        members = np.flatnonzero(kinds == name)
+        own, known, counts = ([each[i] for i in members] for each in (batch, rows.known, rows.counts))
+        parts.append(EVALUATIONS[name](host, own, host.rows(own, known, counts)))
+        which.append(np.flatnonzero(of_row == name))
+    back = torch.as_tensor(np.argsort(np.concatenate(which)), device=host.device)
+    return torch.cat(parts, dim=1)[:, back]
+
+
+def _refreshed(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+    """By a full evaluation that keeps what later iterations need."""
+    caches, size = _caches(host, batch), len(batch)
+    copies = 2 if batch[0].request.guided else 1
+    tokens, order, slots, embedding = _inputs(host, batch, copies)
+    # the null class's distance is wanted wherever a token is predicted before the next refresh
+    until = [_known_after(s, s.request.refresh if caches.distance is not None else 1, host.seq_len) for s in batch]
+    num_ahead = np.array(until) - rows.known
+    known, ahead = torch.as_tensor(np.stack([rows.known, num_ahead]), device=host.device)
+    positions, is_padding = stretch(order[:size], known, ahead, filled(num_ahead.max()))
+    everywhere = positions.repeat(copies, 1)
+    kept_slots = caches.slots(slots)
+    with host.precision.fast():
+        x = refresh(host.target, caches.kept, kept_slots, tokens, order, rows.known * copies, embedding, everywhere)
+    if caches.distance is not None:
+        where = positions.masked_fill(is_padding, host.seq_len)
+        caches.distance[slots.unsqueeze(-1), where] = (x[size:] - x[:size]).float()
+    caches.known[[s.slot for s in batch]] = rows.known
+    return _conditions(host, x, positions, rows)
+
+
+def _lazy(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+    """By an evaluation of what is new or has changed most."""
+    caches = _caches(host, batch)
+    tokens, order, slots, embedding = _inputs(host, batch, caches.copies)
+    counts = planned(host, batch, rows, caches.known[[s.slot for s in batch]]) * caches.copies
+    with host.precision.fast():
+        x, positions = lazy(host.target, caches.kept, caches.slots(slots), tokens, order, counts, embedding)
+    positions = positions[: len(batch)]
+    if caches.distance is not None:
+        x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
+    caches.known[[s.slot for s in batch]] = rows.known
+    return _conditions(host, x, positions, rows)
+
+
+EVALUATIONS = {"full": MARHost.conditions, "refresh": _refreshed, "lazy": _lazy}
+
+
+def _caches(host: MARHost, batch: list[Sequence]) -> Caches:
+    kept = host.kept[batch[0].key]
+    if "caches" not in kept:
+        kept["caches"] = Caches(host, batch[0].request)
+    return kept["caches"]
+
+
+def _known_after(sequence: Sequence, iterations: int, seq_len: int) -> int:
+    """Tokens known after so many more iterations, or at the end."""
+    masked = timetable(sequence.request, seq_len).masked
+    return seq_len - int(masked[min(sequence.iteration + iterations, len(masked)) - 1])
+
+
+def planned(host: MARHost, batch: list[Sequence], rows: Rows, known_before: np.ndarray) -> list[list[int]]:
+    """What `mar.cached.lazy` is told to compute of each sequence, of which so many tokens were known before."""
+    request = batch[0].request
+    places = host.config.buffer_size + host.seq_len
+    known, predicted = np.array(rows.known), np.array(rows.counts)
+    new = known - known_before
+    progress = [len(SHARES) * s.iteration // s.request.num_iter for s in batch]
+    retained = np.floor(request.retain * SHARES[progress] * places).astype(np.int64)
+    others = np.maximum(retained - predicted, new + math.ceil(SPARE * places))
+    others = np.minimum(others, places - predicted)
+    return np.stack([known, new, predicted, others], axis=1).tolist()
+
+
+def _inputs(host: MARHost, batch: list[Sequence], copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(tokens, order, slots, class embedding) of sequences; `copies` of all but the slots, the null class second."""
+    slots = torch.tensor([s.slot for s in batch], device=host.device)
+    embedding = host.target.class_emb(host.label[slots])
+    if copies == 2:
+        embedding = torch.cat([embedding, host.target.fake_latent.expand_as(embedding)])
+    return host.tokens[slots].repeat(copies, 1, 1), host.order[slots].repeat(copies, 1), slots, embedding
+
+
+def _conditions(host: MARHost, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    """z [G, R, D] of the rows, of hidden states [G x B, M, D] at positions [B, M] that begin with theirs."""
+    x = x.unflatten(0, (-1, len(positions)))[:, rows.sequence, rows.offset]
+    with host.precision.fast():
+        return host.target.condition(x, positions[rows.sequence, rows.offset]).float()
