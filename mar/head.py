@@ -105,15 +105,16 @@ class Head(nn.Module):
             nn.init.zeros_(layer.adaLN_modulation[1].weight)
         nn.init.zeros_(self.final_layer.linear.weight)
 
-    def modulations(self, t_embed: Tensor, c_embed: Tensor) -> list[Tensor]:
+    def modulations(self, t_embed: Tensor, c_embed: Tensor, with_blocks: bool = True) -> list[Tensor]:
         """(shift, 1 + scale, gate) of every block and (shift, 1 + scale) of the last layer, each one [..., 3|2 width].
 
         Args:
             t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].
+            with_blocks: otherwise of the last layer alone.
         """
         y = F.silu(t_embed + c_embed)
         modulations = []
-        for layer in [*self.res_blocks, self.final_layer]:
+        for layer in [*(self.res_blocks if with_blocks else []), self.final_layer]:
             modulation = layer.adaLN_modulation[1](y)
             modulation[..., self.width : 2 * self.width] += 1
             modulations.append(modulation)
@@ -125,10 +126,13 @@ class Head(nn.Module):
 
     def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """(eps, v) [..., 2d] of noisy tokens x [..., d] under split modulations."""
-        x = self.input_proj(x)
+        return self.final_layer(self.through_blocks(self.input_proj(x), modulations), *modulations[-1])
+
+    def through_blocks(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
+        """The last block's output [..., width] of the first's input x [..., width]."""
         for block, modulation in zip(self.res_blocks, modulations):
             x = block(x, *modulation)
-        return self.final_layer(x, *modulations[-1])
+        return x
 
     def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
         """(eps, v) [N, 2d] of noisy tokens x [N, d] at timesteps t [N] (0..999) under conditions c [N, D]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ FIRST_TIMESTEP = Option(
 OPTIONS = (FIRST_TIMESTEP,)
 SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
+Outputs = Callable[[Head, Tensor, np.ndarray, Precision], Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]]
 
 
 def evaluate(head: Head, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,14 @@ def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return (eps[0] if len(eps) == 1 else torch.lerp(eps[1], eps[0], scale)), v[0]
 
 
+def every_output(
+    head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision
+) -> Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]:
+    """The head's outputs at one timestep after another, as functions of the noisy tokens; otherwise as `modulated`."""
+    for calls, by_call in modulated(head, z, timesteps, precision):
+        yield calls, (functools.partial(head.denoise, modulations=modulations) for modulations in by_call)
+
+
 def ancestral(
     head: Head,
     z: Tensor,
@@ -59,6 +69,7 @@ def ancestral(
     precision: Precision,
     trace: Trace | None = None,
     first_timestep: int = TRAIN_STEPS - 1,
+    outputs: Outputs = every_output,
 ) -> Tensor:
     """Samples a token a row by the full chain; T sequential head calls.
 
@@ -75,6 +86,7 @@ def ancestral(
         num_steps: T.
         trace: is told every step's (t, x_t, guided eps, v), the last three [R, d].
         first_timestep: of the 1000, where the chain begins.
+        outputs: how the head's outputs are computed.
 
     Returns:
         Tokens [R, d], float32.
@@ -82,13 +94,13 @@ def ancestral(
     s = schedule(num_steps, first_timestep)
     sigma = torch.as_tensor(s.log_sigma_base, dtype=torch.float32, device=z.device).exp()
     sigma[0] = 0  # the last step adds no noise
-    for calls, by_call in modulated(head, z, s.timestep_map[::-1], precision):
+    for calls, by_call in outputs(head, z, s.timestep_map[::-1], precision):
         steps = [num_steps - 1 - call for call in calls]
         t = torch.tensor(steps, device=z.device)
         with precision.full() if calls[0] == 0 else precision.fast():
             eps_t = noise(t) * (sigma[t].reshape(-1, 1, 1) * temperature)
-            for step, modulations, step_noise in zip(steps, by_call, eps_t):
-                eps, v = evaluate(head, x, modulations, scale)
+            for step, output, step_noise in zip(steps, by_call, eps_t):
+                eps, v = guided(output(x), scale)
                 if trace:
                     trace(step, x, eps, v)
                 mean = torch.add(x * s.mean_x[step], eps, alpha=s.mean_eps[step])
@@ -174,11 +186,13 @@ def denoise(
     densities: bool = False,
     num_steps: int | None = None,
     trace: Trace | None = None,
+    outputs: Outputs = every_output,
 ) -> Denoised:
     """Every token by the full chain (arXiv 2406.11838), a head call a step; arguments as in `cspd.continuous.denoiser`.
 
     Args:
-        num_steps: T; by default the requests'. trace: is told every step, as in `ancestral`.
+        num_steps: T; by default the requests'. trace: is told every step, and outputs: how the head's are computed, as
+            in `ancestral`.
     """
     request = rows.sequences[0].request
     num_steps = num_steps or request.num_sampling_steps
@@ -198,6 +212,7 @@ def denoise(
         host.precision,
         trace,
         first_timestep,
+        outputs,
     )
     calls = np.full(len(tokens), num_steps)
     made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))

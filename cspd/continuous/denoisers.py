@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from cspd.continuous import ancestral, annealed, calibrated, frequency_weighted, solvers, speculative
+from cspd.continuous import ancestral, annealed, cached_head, calibrated, frequency_weighted, solvers, speculative
 
-__all__ = ["ancestral", "annealed", "calibrated", "frequency_weighted", "solvers", "speculative"]
+__all__ = ["ancestral", "annealed", "cached_head", "calibrated", "frequency_weighted", "solvers", "speculative"]
