@@ -19,6 +19,7 @@ METHODS: list[Method] = [
     samplers.DDIM,
     samplers.DPM_SOLVER,
     samplers.GTR,
+    samplers.LAZYMAR,
     cspd_method.METHOD,
     cspd.discrete.ar.METHOD,
     published.SD,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cspd.continuous import denoisers  # noqa: F401 - names the denoisers
+from cspd.continuous import cached_backbone, denoisers  # noqa: F401 - names backbones and denoisers
 from cspd.continuous.sampling import sampling
 
 SPECULATIVE = sampling(
@@ -43,5 +43,14 @@ GTR = sampling(
     {"2510.17171": "Generation then Reconstruction: Accelerating Masked Autoregressive Models via Two-Stage Sampling"},
     order="checkerboard",
     denoiser="frequency-weighted",
+    any_denoiser=True,
+)
+
+LAZYMAR = sampling(
+    "lazymar",
+    "keeps most of the transformer's and the head's work from one iteration, and step, to the next",
+    {"2503.12450": "LazyMAR: Accelerating Masked Autoregressive Models via Feature Caching"},
+    backbone="cached",
+    denoiser="cached",
     any_denoiser=True,
 )

@@ -1,0 +1,343 @@
+"""LazyMAR: the cached backbone and the cached head do what they say, and with nothing cached they are the full ones."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from conftest import relative_error
+from toys import toy_mar
+
+from cspd import Engine, MARModels, Request, machine
+from cspd.continuous import ancestral, cached_head
+from cspd.continuous.cached_backbone import Caches, bytes_per_slot, conditions, kind, planned
+from cspd.continuous.host import MARHost
+from cspd.precision import Precision
+from cspd.sequence import Sequence
+from mar.diffusion import schedule
+
+CPU = torch.device("cpu")
+QUICK = {"method": "lazymar", "num_sampling_steps": 4, "first_timestep": 950, "cfg": 2.0, "warmup": 1, "refresh": 4}
+KEY = "lazymar"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_mar()
+
+
+def engine(model, max_batch=3, **settings):
+    return Engine(MARModels(model), max_batch=max_batch, device="cpu", **settings)
+
+
+def tokens_of(model, requests, max_batch=3):
+    return [output.tokens for output in engine(model, max_batch).generate(requests)]
+
+
+def started(model, requests):
+    """A host, and the requests' sequences in its slots, about to run."""
+    host = MARHost(model, len(requests), CPU, Precision("fp32", CPU))
+    resolver = engine(model)
+    batch = [Sequence(resolver.resolve(request), i, slot=i, key=KEY) for i, request in enumerate(requests)]
+    host.admit(batch)
+    return host, batch
+
+
+def advance(host, batch, rows, z):
+    """An iteration whose tokens are its conditions, more or less: their draws are no matter here."""
+    host.commit(rows, z[0, :, : host.config.token_dim])
+    for sequence, count in zip(batch, rows.counts):
+        sequence.iteration += 1
+        sequence.num_known += count
+
+
+# ---- the backbone
+
+
+def test_the_iterations_that_are_full():
+    """LazyMAR's: the first five, and every ninth from there on. Only what is followed by a lazy one keeps anything."""
+    sequence = Sequence(Request(0, num_iter=64, warmup=5, refresh=9), 0)
+    kinds = [kind(sequence) for sequence.iteration in range(64)]
+    assert [i for i, name in enumerate(kinds) if name != "lazy"] == [0, 1, 2, 3, 4, 5, 14, 23, 32, 41, 50, 59]
+    assert kinds[:6] == ["full"] * 5 + ["refresh"] and kinds[14] == "refresh"
+    sequence.request = sequence.request.but(num_iter=15)
+    assert kind(Sequence(sequence.request, 0, iteration=14)) == "full"
+
+
+@pytest.mark.parametrize("settings", [{"refresh": 1}, {"warmup": 16}, {"num_iter": 1}, {"num_iter": 2}])
+def test_nothing_lazy_is_the_full_backbone(settings, model):
+    request = Request(3, seed=5, **QUICK).but(denoiser="ancestral", **settings)
+    plain = Request(3, seed=5, method="ar", num_iter=request.num_iter)
+    plain = plain.but(**{name: QUICK[name] for name in ("cfg", "num_sampling_steps", "first_timestep")})
+    (cached,), (full,) = (tokens_of(model, [each]) for each in (request, plain))
+    assert relative_error(cached, full) < 1e-4
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.0])
+@pytest.mark.parametrize("reuse_null", [True, False])
+def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
+    """Each kind of iteration against the full backbone of the same tokens; the sequences begin one after the other."""
+    settings = QUICK | {"cfg": cfg, "reuse_null": reuse_null}
+    host, everyone = started(model, [Request(i, seed=i, **settings).but(num_iter=8 + 4 * i) for i in range(3)])
+    kinds_together = set()
+    with torch.inference_mode():
+        for step in range(8):
+            batch = everyone[: step + 1]
+            rows = host.next_rows(batch)
+            kinds = [kind(sequence) for sequence in batch]
+            kinds_together.add(len(set(kinds)))
+            z, full = conditions(host, batch, rows), host.conditions(batch, rows)
+            assert z.shape == full.shape and z.dtype == torch.float32
+            for row, name in enumerate(np.repeat(kinds, rows.counts)):
+                error = relative_error(z[:, row], full[:, row])
+                assert 1e-4 < error < 1 if name == "lazy" else error < 1e-4
+            if "refresh" in kinds or "lazy" in kinds:
+                known = host.kept[KEY]["caches"].known
+                assert all(known[s.slot] == s.num_known for s, name in zip(batch, kinds) if name != "full")
+            advance(host, batch, rows, full)
+    assert kinds_together == {1, 2, 3}
+
+
+def test_the_null_class_keeps_its_distance(model):
+    """What goes into the decoder's last norm: of the null class, the class's plus the difference at the refresh."""
+    host, batch = started(model, [Request(i, seed=i, **QUICK).but(warmup=0) for i in range(2)])
+    hidden = []
+    hook = model.decoder_norm.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+    try:
+        with torch.inference_mode():
+            rows = host.next_rows(batch)
+            embedding = torch.cat([model.class_emb(host.label), model.fake_latent.expand(2, -1)])
+            model(host.tokens.repeat(2, 1, 1), host.order.repeat(2, 1), [0] * 4, embedding)
+            class_then, null_then = hidden.pop()[:, host.config.buffer_size :].chunk(2)
+            advance(host, batch, rows, conditions(host, batch, rows))
+            hidden.clear()
+            for _ in range(3):
+                rows = host.next_rows(batch)
+                assert {kind(sequence) for sequence in batch} == {"lazy"}
+                z = conditions(host, batch, rows)
+                class_now, null_now = hidden.pop()
+                distance = (null_then - class_then)[rows.sequence, rows.position]
+                assert relative_error(null_now - class_now, distance) < 1e-4
+                advance(host, batch, rows, z)
+    finally:
+        hook.remove()
+
+
+def test_each_class_has_caches_of_its_own(model):
+    """The class's conditions are those without guidance; the null class's, where it has caches, those of a model that
+    knows no other class."""
+    null_model = copy.deepcopy(model)
+    null_model.class_emb.weight.copy_(model.fake_latent.expand_as(model.class_emb.weight))
+    runs = [(model, {"reuse_null": False}), (model, {}), (model, {"cfg": 1.0}), (null_model, {"cfg": 1.0})]
+    runs = [started(each, [Request(i, seed=i, **(QUICK | own)) for i in range(2)]) for each, own in runs]
+    with torch.inference_mode():
+        for _ in range(8):
+            both, reused, alone, null = (conditions(*run, run[0].next_rows(run[1])) for run in runs)
+            assert relative_error(both, torch.cat([alone, null])) < 1e-4
+            assert relative_error(reused[:1], alone) < 1e-4
+            for host, batch in runs:
+                advance(host, batch, host.next_rows(batch), alone)
+
+
+@pytest.mark.parametrize(
+    "iteration, retain, others",
+    [  # of 72 places: at least the 2 new ones and 4, which are 15/320
+        (19, 1.0, 69),
+        (20, 1.0, 40),  # 0.6 x 72 = 43.2, 3 of which are predicted
+        (21, 1.0, 33),
+        (25, 1.0, 25),
+        (30, 1.0, 7),
+        (35, 1.0, 6),
+        (63, 1.0, 6),
+        (20, 0.5, 18),
+        (6, 0.0, 6),
+    ],
+)
+def test_the_positions_that_are_computed(iteration, retain, others, small_mar):
+    request = Request(0, method="lazymar", num_iter=64, retain=retain)
+    host, (sequence,) = started(small_mar, [request])
+    sequence.iteration = iteration
+    rows = host.rows([sequence], [20], [3])
+    assert planned(host, [sequence], rows, np.array([18])) == [[20, 2, 3, others]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.0},
+        {"cfg": 1.0},
+        {"cfg": 1.0, "temperature": 0.0, "num_iter": 16},
+        {"reuse_null": False},
+        {"num_iter": 1},
+        {"retain": 0.0, "refresh": 16, "warmup": 0},
+    ],
+    ids=str,
+)
+def test_an_image_does_not_depend_on_the_batch(changes, model):
+    """Three requests of unequal iterations in two slots, one of which is used again."""
+    requests = [Request(i, seed=i, **({"num_iter": 6 + 2 * i} | QUICK | changes)) for i in range(3)]
+    together = tokens_of(model, requests, max_batch=2)
+    assert all(tokens.isfinite().all() for tokens in together)
+    assert relative_error(tokens_of(model, requests[2:], max_batch=1)[0], together[2]) < 1e-3
+
+
+def test_seeds_reproduce(model):
+    requests = [Request(i, seed=seed, num_iter=6, **QUICK) for i, seed in enumerate((3, 4))]
+    first, again, other = (tokens_of(model, each) for each in (requests, requests, [requests[0].but(seed=4)]))
+    assert all(map(torch.equal, first, again))
+    assert relative_error(first[0], other[0]) > 1e-2
+
+
+def test_a_slot_keeps_nothing_of_the_sequence_before(model):
+    """Caches that a damaged sequence left full of NaN change nothing."""
+    requests = [Request(i, seed=i, **QUICK) for i in range(2)]
+    outcomes = []
+    for damage in (False, True):
+        host, batch = started(model, requests)
+        caches = host.kept[KEY]["caches"] = Caches(host, batch[0].request)
+        if damage:
+            for tensor in (caches.kept.encoder, caches.kept.decoder, caches.kept.inputs, caches.distance):
+                tensor.fill_(torch.nan)
+        with torch.inference_mode():
+            for _ in range(12):
+                rows = host.next_rows(batch)
+                advance(host, batch, rows, conditions(host, batch, rows))
+        outcomes.append(host.tokens)
+    assert torch.equal(*outcomes)
+
+
+def test_caches_are_allocated_once(model):
+    for settings in ({}, {"cfg": 1.0}, {"reuse_null": False}):
+        request = Request(0, **(QUICK | settings))
+        host, batch = started(model, [request] * 3)
+        places = set()
+        with torch.inference_mode():
+            for _ in range(12):
+                rows = host.next_rows(batch)
+                advance(host, batch, rows, conditions(host, batch, rows))
+                if "caches" in host.kept[KEY]:
+                    caches = host.kept[KEY]["caches"]
+                    tensors = [caches.kept.encoder, caches.kept.decoder, caches.kept.inputs, caches.distance]
+                    tensors = [tensor for tensor in tensors if tensor is not None]
+                    places.add(tuple(tensor.data_ptr() for tensor in tensors))
+        assert len(places) == 1
+        assert sum(tensor.nbytes for tensor in tensors) == 3 * bytes_per_slot(host, batch[0].request)
+
+
+def test_caches_that_do_not_fit_are_an_error(model, monkeypatch):
+    served = engine(model)
+    free = 1.5 * bytes_per_slot(served.host, served.resolve(Request(0, **QUICK)))
+    monkeypatch.setattr(machine, "free_bytes", lambda device: int(free))
+    with pytest.raises(ValueError, match=r"max_batch=3 with backbone='cached' needs about .* use max_batch <= 1"):
+        served.resolve(Request(0, **QUICK))
+    assert served.resolve(Request(0, **QUICK).but(method="ar", warmup=None, refresh=None)).method == "ar"
+
+
+@pytest.mark.parametrize("name, value", [("refresh", 0), ("warmup", -1), ("retain", 1.5), ("reuse", 0)])
+def test_bad_settings(name, value, model):
+    with pytest.raises(ValueError, match=f"{name}={value} does not fit"):
+        engine(model).resolve(Request(0, **QUICK).but(**{name: value}))
+
+
+def test_options_need_what_they_are_of(model):
+    with pytest.raises(ValueError, match="needs backbone='cached'"):
+        engine(model).resolve(Request(0, method="lazymar", backbone="full", refresh=9))
+    with pytest.raises(ValueError, match="needs denoiser='cached'"):
+        engine(model).resolve(Request(0, method="lazymar", denoiser="ancestral", reuse=8))
+
+
+# ---- the head
+
+
+def test_the_steps_that_evaluate_the_blocks():
+    """Of 100 the first 10, then every eighth; of few, the first alone is before that."""
+    expected = [*range(10), 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98]
+    assert cached_head.evaluated_calls(100, 8).tolist() == expected
+    assert cached_head.evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
+    assert cached_head.evaluated_calls(2, 8).tolist() == [0, 1]
+
+
+def chains(model, cfg=2.0, steps=23, **settings):
+    """A host, rows of three sequences, and their conditions."""
+    request = Request(0, **(QUICK | {"cfg": cfg, "num_sampling_steps": steps}), **settings)
+    host, batch = started(model, [request.but(label=i, seed=i) for i in range(3)])
+    rows = host.rows(batch, [5, 0, 11], [3, 1, 4])
+    with torch.inference_mode():
+        return host, rows, host.conditions(batch, rows)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.0])
+@pytest.mark.parametrize("per_table", [1, 4, None])
+def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
+    """Each step by the head's parts; between evaluations updates and the null class's distance stay as they are."""
+    host, rows, z = chains(model, cfg, reuse=5)
+    if per_table:
+        size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
+        monkeypatch.setattr(ancestral, "MODULATION_BYTES", per_table * size)
+    made = cached_head.denoise(host, "target", rows, z, densities=True)
+    head, s = model.head, schedule(23, 950)
+    x = host.noise.initial(rows.seed, rows.position, head.channels)
+    log_sigma = torch.zeros(len(x))
+    with torch.inference_mode():
+        for call, t in enumerate(reversed(range(23))):
+            t_embed = head.time_embed(torch.tensor([s.timestep_map[t]]))
+            outputs = []
+            for each in z:
+                y = torch.nn.functional.silu(t_embed + head.cond_embed(each))
+                h = head.input_proj(x)
+                if call in (0, 1, 2, 3, 8, 13, 18):
+                    for block in head.res_blocks:
+                        shift, scale, gate = block.adaLN_modulation[1](y).chunk(3, dim=-1)
+                        h = h + gate * block.mlp(block.in_ln(h) * (1 + scale) + shift)
+                    if not outputs:
+                        kept = h - head.input_proj(x)
+                else:
+                    h = h + kept
+                shift, scale = head.final_layer.adaLN_modulation[1](y).chunk(2, dim=-1)
+                normed = torch.nn.functional.layer_norm(h, h.shape[-1:], eps=1e-6)
+                outputs.append(head.final_layer.linear(normed * (1 + scale) + shift))
+            if call in (0, 1, 2, 3, 8, 13, 18):
+                distance = outputs[-1] - outputs[0]
+            (eps, v), away = outputs[0].chunk(2, dim=-1), distance[:, : head.channels]
+            eps = eps + (1 - rows.scale) * away
+            log = (1 + v) / 2 * np.log(s.betas[t]) / 2 + (1 - v) / 2 * s.posterior_log_variance_clipped[t] / 2
+            x = s.mean_x[t] * x + s.mean_eps[t] * eps
+            if t:
+                x = x + rows.temperature * log.exp() * host.noise.steps(
+                    rows.seed, rows.position, torch.tensor([t]), head.channels, 0
+                ).squeeze(0)
+                log_sigma += (log + rows.temperature.log()).sum(-1)
+    assert relative_error(made.tokens, x) < 1e-4
+    assert relative_error(made.log_sigma, log_sigma) < 1e-4
+    assert made.head_calls == 7 and made.calls.tolist() == [7] * 8
+    assert made.evaluations.tolist() == [7 * len(z)] * 8
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.0])
+def test_nothing_reused_is_the_ancestral_chain(cfg, model):
+    host, rows, z = chains(model, cfg, reuse=1)
+    cached = cached_head.denoise(host, "target", rows, z, densities=True)
+    full = ancestral.denoise(host, "target", rows, z, densities=True)
+    for name in ("tokens", "log_sigma", "log_sigma_last"):
+        assert relative_error(getattr(cached, name), getattr(full, name)) < 1e-4
+    assert (cached.head_calls, cached.calls.tolist()) == (full.head_calls, full.calls.tolist())
+    assert cached.evaluations.tolist() == full.evaluations.tolist()
+
+
+def test_blocks_are_evaluated_as_often_as_is_said(model, monkeypatch):
+    calls = []
+    through_blocks = model.head.through_blocks
+    monkeypatch.setattr(model.head, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))
+    (output,) = engine(model).generate([Request(0, **QUICK)])
+    assert len(calls) == output.stats.head_calls == 16 * len(cached_head.evaluated_calls(4, 8))
+    assert output.stats.guarantee == "heuristic"
+
+
+def test_bf16(model):
+    """Caches are of what keys and values are computed in; a first step in float32 keeps the tokens near."""
+    request = Request(0, **QUICK)
+    halved, whole = (engine(model, precision=precision).generate([request])[0].tokens for precision in ("bf16", "fp32"))
+    assert 0 < relative_error(halved, whole) < 0.2
