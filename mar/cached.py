@@ -7,8 +7,7 @@ A refresh evaluates everything and keeps it. A lazy evaluation computes, after t
   whose values changed most since the evaluation before. From there on only these are computed, with those newly known
   and those to be predicted, over the kept keys and values of all.
 
-Neither is an approximation of the other's arithmetic: where every token is fresh and every position is chosen, a lazy
-evaluation is the full one.
+Where every known token is new and every position is chosen, a lazy evaluation is the full one.
 """
 
 from __future__ import annotations

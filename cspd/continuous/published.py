@@ -48,7 +48,7 @@ GTR = sampling(
 
 LAZYMAR = sampling(
     "lazymar",
-    "keeps most of the transformer's and the head's work from one iteration, and step, to the next",
+    "reuses most of the transformer's work from iteration to iteration, and of the head's from step to step",
     {"2503.12450": "LazyMAR: Accelerating Masked Autoregressive Models via Feature Caching"},
     backbone="cached",
     denoiser="cached",
