@@ -112,7 +112,7 @@ def kind(sequence: Sequence) -> str:
 
 @backbone("cached", options=OPTIONS, resolve=resolve)
 def conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
-    """z of the rows [G, R, D] as `MARHost.conditions` gives it, or near it (arXiv 2503.12450, sections 4.1 to 4.3).
+    """z of the rows [G, R, D] as `MARHost.conditions` gives it, or near it (arXiv 2503.12450).
 
     Sequences that are to be evaluated in different ways are evaluated one kind after the other.
     """
