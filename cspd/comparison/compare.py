@@ -14,7 +14,8 @@ from torch import Tensor
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
-from cspd.comparison.runs import Chunk, run_turns, settings_of
+from cspd.comparison.jackknife import half, intervals, jackknife
+from cspd.comparison.runs import Chunk, settings_of, taking_turns
 from cspd.comparison.study import Configuration, baselines
 from cspd.evaluation import metrics
 from cspd.evaluation.reference import Reference
@@ -29,11 +30,6 @@ from cspd.version import __version__
 SCHEMA = "cspd.compare/5"
 TESTS = (("p_value", "law_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
 QUALITIES = ("fid", "inception_score", "accuracy")
-PARTS = 25  # that the jackknife splits a row's images into, at most
-LEAST_INTERVAL = 20  # images that the jackknife needs
-LEAST_CYCLES = 4  # cycles through the classes that make class-balanced parts possible
-QUICK_FEATURES = 256  # a FID of Inception's 2,048 features takes many seconds: it gets no interval
-NORMAL = 1.96  # standard errors in half of a 95 % interval
 LIBRARIES = ("torch", "torch-fidelity", "numpy")
 
 
@@ -71,11 +67,30 @@ def compare(
     Raises:
         ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
     """
-    plans, chunks = run_turns(rows, labels, num, seed, store, overwrite=overwrite, progress=progress)
+    with taking_turns(rows, labels, [num], seed, store, overwrite=overwrite, progress=progress) as turns:
+        chunks = turns.make(num)
+    judge = {"space": space, "weights": weights, "reference": reference}
+    report, images, _ = report_of(rows, turns.plans, chunks, labels, seed, **judge, progress=progress)
+    return report, images
+
+
+def report_of(
+    rows: Sequence[Configuration],
+    plans: Sequence[Request],
+    chunks: Sequence[list[Chunk]],
+    labels: Sequence[int],
+    seed: int,
+    *,
+    space: str | None = None,
+    weights: Path | None = None,
+    reference: Reference | None = None,
+    progress: bool = True,
+) -> tuple[dict, list[np.ndarray], list[dict]]:
+    """The report on chunks that rows have made by their plans, the images of each row, and what `jackknife` gave."""
     images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
     report = {
         "schema": SCHEMA,
-        "images": num,
+        "images": len(images[0]),
         "first_seed": seed,
         "labels": list(labels),
         "max_batch": rows[0].engine.num_slots,
@@ -95,8 +110,8 @@ def compare(
     for entry, (same, _), made in zip(report["rows"], against, images):
         other = None if same is None else images[rows.index(same)]
         entry["pixel_difference"] = None if other is None else _pixel_difference(made, other)
-    _judge(report, rows, images, against, space, weights, reference, progress)
-    return report, images
+    left_out = _judge(report, rows, images, against, space, weights, reference, progress)
+    return report, images, left_out
 
 
 def _pixel_difference(images: np.ndarray, others: np.ndarray) -> float:
@@ -106,8 +121,8 @@ def _pixel_difference(images: np.ndarray, others: np.ndarray) -> float:
 
 
 def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
-    """Speed, turn by turn with its spread, and cost; turns of fewer images than the first do not count for speed."""
-    size = len(chunks[0].images)
+    """Speed, turn by turn with its spread, and cost; turns of fewer images than others do not count for speed."""
+    size = max(len(chunk.images) for chunk in chunks)
     turns = [(own, base) for own, base in zip(chunks, base_chunks) if len(own.images) == size]
     guarantee = guarantee_of(plan)
     costs = [cost for chunk in chunks for cost in chunk.costs]
@@ -138,7 +153,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "bound": bound,
         "bound_ci95": bound_half,
         **near,
-        "audit_ci95": None if audit_error is None else _half(audit_error),
+        "audit_ci95": None if audit_error is None else half(audit_error),
         "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
     }
 
@@ -151,7 +166,7 @@ def _mean_bound(costs: list[dict]) -> tuple[float, float | None]:
         return 1.0, None
     if len(bounds) == 1:
         return mean, None
-    return mean, _half(bounds.std() / len(bounds) ** 0.5)
+    return mean, half(bounds.std() / len(bounds) ** 0.5)
 
 
 def _judge(
@@ -163,38 +178,42 @@ def _judge(
     weights: Path | None,
     reference: Reference | None,
     progress: bool,
-) -> None:
+) -> list[dict]:
     """Adds quality and p-values to the report's rows, and to `missing` the reason for each that is not there.
 
-    `against`: what each row is tested against, of the same seeds and of others.
+    `against`: what each row is tested against, of the same seeds and of others. Returns what `jackknife` gave of each.
     """
     missing = report["missing"] = {}
-    intervals = [f"{name}_ci95" for name in QUALITIES]
+    halves = [f"{name}_ci95" for name in QUALITIES]
     for entry in report["rows"]:
-        entry |= dict.fromkeys([*QUALITIES, *intervals, *(key for test in TESTS for key in test)])
+        entry |= dict.fromkeys([*QUALITIES, *halves, *(key for test in TESTS for key in test)])
     if space is None:
         reason = "these models have no judge of their own: give Inception's file, --weights"
         missing |= dict.fromkeys([*QUALITIES, "p_value"], reason)
-        return
+        return [{} for _ in rows]
     judge = {"space": space, "weights": weights, "device": rows[0].engine.device}
     if reference is not None:
         reference = _with_statistics(reference, judge)
 
-    features = []
+    features, left_out = [], []
     pairs = list(zip(report["rows"], images))
     for entry, made in tqdm(pairs, desc="judging", unit="row", disable=not progress):
         pictures = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
         extracted = metrics.extract(pictures, **judge)
         features.append(extracted[0])
         entry |= _quality(pictures, extracted, report["labels"], reference, judge, missing)
+        names = [name for name in ("fid", "inception_score") if entry[name] is not None]
+        left_out.append(jackknife(*extracted, names, reference, len(report["labels"])))
+        entry |= intervals(left_out[-1])
 
     if report["images"] < LEAST_PAIRS:
         missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
-        return
+        return left_out
     for entry, bases, found in zip(report["rows"], against, features):
         for (p_value, base_name), base in zip(TESTS, bases):
             if base is not None:
                 entry |= {p_value: energy_test(features[rows.index(base)], found), base_name: base.name}
+    return left_out
 
 
 def _quality(
@@ -205,7 +224,7 @@ def _quality(
     judge: dict,
     missing: dict[str, str],
 ) -> dict[str, float | None]:
-    """A row's qualities and their intervals; adds to `missing` the reason for each that cannot be had."""
+    """A row's qualities; adds to `missing` the reason for each that cannot be had."""
     num = len(pictures)
     labels = list(islice(cycle(classes), num))
     measured = metrics.measure(pictures, reference=reference, labels=labels, extracted=extracted, **judge)
@@ -214,9 +233,8 @@ def _quality(
     accuracy = quality["accuracy"]
     if accuracy is not None:
         share = (accuracy * num + 1) / (num + 2)  # one hit and one miss more: 8 of 8 is no certainty
-        quality["accuracy_ci95"] = _half((share * (1 - share) / num) ** 0.5)
-    names = [name for name in ("fid", "inception_score") if quality[name] is not None]
-    return quality | _intervals(*extracted, names, reference, len(classes))
+        quality["accuracy_ci95"] = half((share * (1 - share) / num) ** 0.5)
+    return quality
 
 
 def _with_statistics(reference: Reference, judge: dict) -> Reference:
@@ -228,42 +246,6 @@ def _with_statistics(reference: Reference, judge: dict) -> Reference:
     if statistics is None:
         return reference
     return dataclasses.replace(reference, statistics=statistics, images=None)
-
-
-def _intervals(
-    features: Tensor, logits: Tensor, names: list[str], reference: Reference | None, num_classes: int
-) -> dict[str, float]:
-    """Halves of 95 % intervals of FID and Inception score, by the jackknife.
-
-    The jackknife splits the images into at most 25 class-balanced parts and leaves out one at a time. We do not use
-    the bootstrap: it draws classes unevenly, and an image that is drawn twice stands for fewer images. Both worsen the
-    numbers by themselves.
-    """
-    num = len(features)
-    if num < LEAST_INTERVAL:
-        return {}
-    if "fid" in names and (reference.statistics is None or features.shape[1] > QUICK_FEATURES):
-        names = [name for name in names if name != "fid"]
-
-    # image i has class i modulo num_classes: whole cycles keep a part balanced
-    block = num_classes if num >= LEAST_CYCLES * num_classes else 1
-    part = torch.arange(num) // block % PARTS
-    num_parts = int(part.max()) + 1
-    values = []
-    for left_out in range(num_parts):
-        kept = part != left_out
-        values.append(metrics.of_features(features[kept], logits[kept], names, reference))
-
-    halves = {}
-    for name in names:
-        variance = (num_parts - 1) * np.var([value[name] for value in values])
-        halves[f"{name}_ci95"] = _half(variance**0.5)
-    return halves
-
-
-def _half(error: float | Tensor) -> float:
-    """Half of a 95 % interval, of a standard error."""
-    return NORMAL * float(error)
 
 
 def _versions() -> dict:

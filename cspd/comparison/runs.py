@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from cspd.comparison.study import Configuration
@@ -27,6 +30,7 @@ from cspd.summary import MEASURED, MEASURES
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
 CHUNKS = "chunks"
+TUNE = "tune.json"  # of a search
 WRITTEN = ("report.html", "speed_quality.png", "comparison.png", "comparison.md", "comparison.csv", "comparison.json")
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
 REST = {  # of a chunk, as JSON
@@ -45,24 +49,99 @@ class Chunk(NamedTuple):
     costs: list[dict]
 
 
-def run_turns(
+@dataclass
+class Turns:
+    """Configurations that make their images in turn, into a folder that is claimed.
+
+    Attributes:
+        rows: the configurations. plans: the settings that each runs by. parts: the requests of each, turn by turn.
+        folder: of the images. settings: what they belong to.
+        bar: counts images, those that were there from its beginning on.
+        failed: why rows gave no images, by their numbers; None: none may fail.
+        made: the chunks that are there, by row and turn. warm: the rows that have run before.
+    """
+
+    rows: Sequence[Configuration]
+    plans: list[Request]
+    parts: list[list[list[Request]]]
+    folder: Path
+    settings: dict
+    bar: tqdm
+    failed: dict[int, str] | None = None
+    made: dict[tuple[int, int], Chunk] = field(default_factory=dict)
+    warm: set[int] = field(default_factory=set)
+
+    def make(self, num: int, chosen: Sequence[int] | None = None) -> list[list[Chunk]]:
+        """The chunks of all rows, or the `chosen`, in order, up to `num` images, where a rung ends.
+
+        Those that are there are read. Rows that have failed are left out.
+
+        Raises:
+            FloatingPointError, torch.OutOfMemoryError: a row gave no image, and none may fail.
+        """
+        chosen = range(len(self.rows)) if chosen is None else chosen
+        ends = itertools.accumulate(map(len, self.parts[0]))
+        turns = [i for i, end in enumerate(ends) if end <= num]
+        places = [(chosen[(i + k) % len(chosen)], i) for i in turns for k in range(len(chosen))]
+        todo = [place for place in places if place not in self.made and not self._find(*place)]
+        tell_damaged([_file(r, i) for r, i in todo if (self.folder / _file(r, i)).exists()])
+        for r, i in todo:
+            if r not in (self.failed or ()):
+                self.bar.set_postfix_str(self.rows[r].name)
+                with _failing(r, self.failed):
+                    self._make(r, i)
+        return [[self.made[r, i] for i in turns] for r in chosen if r not in (self.failed or ())]
+
+    def _find(self, r: int, i: int) -> bool:
+        """Whether an earlier run has made a row's chunk of a turn."""
+        side = self.rows[r].engine.hosts[self.plans[r].family].image_size
+        chunk = _read(self.folder / _file(r, i), self._made_of(r, i), side)
+        if chunk is None:
+            return False
+        self.made[r, i] = chunk
+        self.bar.initial = self.bar.n = self.bar.n + len(chunk.images)
+        return True
+
+    def _made_of(self, r: int, i: int) -> dict:
+        requests = [_given(request) for request in self.parts[r][i]]
+        return {"settings": self.settings, "configuration": self.rows[r].name, "requests": requests}
+
+    def _make(self, r: int, i: int) -> None:
+        requests = self.parts[r][i]
+        if r not in self.warm:
+            self.rows[r].engine.generate(requests)  # all: kernels are chosen for their shapes
+            self.warm.add(r)
+        self.made[r, i] = _timed(self.rows[r], requests)
+        _write(self.folder / _file(r, i), self.made[r, i], self._made_of(r, i))
+        self.bar.update(len(requests))
+
+
+@contextlib.contextmanager
+def taking_turns(
     rows: Sequence[Configuration],
     labels: Sequence[int],
-    num: int,
+    rungs: Sequence[int],
     seed: int,
     store: Store,
     *,
     overwrite: bool = False,
+    written: Sequence[str] = WRITTEN,
+    may_fail: bool = False,
     progress: bool = True,
-) -> tuple[list[Request], list[list[Chunk]]]:
-    """The settings that each configuration ran by, and its chunks, in order.
+) -> Iterator[Turns]:
+    """Claims a folder for what several configurations make, after all their requests are checked, and shows a bar.
 
     Image i has the labels' i-th in turn, and seed + i, or the configuration's own seed + i. In turn r every one makes
     its images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes every turn.
 
+    Args:
+        rungs: numbers of images, rising; turns begin anew after each, so that one may be the last for some rows.
+        written: what else will be in the folder. may_fail: a row that gives no images is no error.
+
     Raises:
         ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
     """
+    num = rungs[-1]
     if num < 1:
         raise ValueError(f"{num} images compare nothing: give 1 or more")
     for row in rows:  # all, before anything is made
@@ -78,28 +157,47 @@ def run_turns(
     }
     settings |= {"order": [row.name for row in rows], "configurations": asked}
     record = {"schema": SCHEMA, "settings": settings, "windows": {}}
-    files = [_file(r, i) for r in range(len(rows)) for i in range(-(-num // size))]
-    earlier = store.claim(record, [*files, *WRITTEN], overwrite)
-    earlier_windows = earlier["windows"] if earlier else {}
-    plans = []
-    for row in rows:
-        choices = kept_choices(row.request.settings, earlier_windows.get(row.name))
-        plans.append(row.engine.resolve(row.request.but(**choices)))
-    for row, plan in zip(rows, plans):
-        record["windows"][row.name] = {name: getattr(plan, name) for name in DECIDED}
-    store.begin(record)
-    requests = [
-        [dataclasses.replace(plan, label=labels[i % len(labels)], seed=row.first_seed(seed) + i) for i in range(num)]
-        for row, plan in zip(rows, plans)
+    turns = [
+        slice(i, min(i + size, end)) for first, end in itertools.pairwise([0, *rungs]) for i in range(first, end, size)
     ]
-    parts = [[of_row[i : i + size] for i in range(0, num, size)] for of_row in requests]
-    return plans, _run(rows, parts, store.folder, settings, progress)
+    files = [_file(r, i) for r in range(len(rows)) for i in range(len(turns))]
+    earlier = store.claim(record, [*files, *written], overwrite)
+    earlier_windows = earlier["windows"] if earlier else {}
+    with tqdm(total=num * len(rows), unit="image", disable=not progress) as bar:
+        plans = []
+        failed: dict[int, str] | None = {} if may_fail else None
+        for r, row in enumerate(rows):
+            bar.set_postfix_str(f"{row.name}: preparing")
+            choices = kept_choices(row.request.settings, earlier_windows.get(row.name))
+            plans.append(row.engine.check(row.request.but(**choices)))
+            with _failing(r, failed):
+                plans[r] = row.engine.resolve(plans[r])
+        for row, plan in zip(rows, plans):
+            record["windows"][row.name] = {name: getattr(plan, name) for name in DECIDED}
+        store.begin(record)
+        parts = []
+        for row, plan in zip(rows, plans):
+            first = row.first_seed(seed)
+            requests = [dataclasses.replace(plan, label=labels[i % len(labels)], seed=first + i) for i in range(num)]
+            parts.append([requests[turn] for turn in turns])
+        yield Turns(rows, plans, parts, store.folder, settings, bar, failed)
+
+
+@contextlib.contextmanager
+def _failing(r: int, failed: dict[int, str] | None) -> Iterator[None]:
+    """What a row raises for its own settings is written down, if rows may fail."""
+    try:
+        yield
+    except (ValueError, FloatingPointError, torch.OutOfMemoryError) as error:
+        if failed is None:
+            raise
+        failed[r] = " ".join(str(error).split())
 
 
 def store_of(out: Path) -> Store:
     """The folder of a comparison."""
     shape = {"settings": dict, "windows": {str: {str: (int, NoneType)}}}
-    names = rf"{CHUNKS}/\d+-\d+\.npz|{'|'.join(map(re.escape, WRITTEN))}"
+    names = rf"{CHUNKS}/\d+-\d+\.npz|{'|'.join(map(re.escape, (*WRITTEN, TUNE)))}"
     return Store(out, RECORD, SCHEMA, shape, names, compared=("settings",))
 
 
@@ -125,36 +223,6 @@ def settings_of(request: Request) -> dict:
 
 def _given(request: Request) -> dict:
     return {key: value for key, value in request.to_dict().items() if value is not None}
-
-
-def _run(
-    rows: Sequence[Configuration],
-    parts: Sequence[Sequence[list[Request]]],
-    out: Path,
-    settings: dict,
-    progress: bool,
-) -> list[list[Chunk]]:
-    """The chunks of each row's requests, in order; those of an earlier run are read."""
-    places = [(r, i) for i in range(len(parts[0])) for r in ((i + k) % len(rows) for k in range(len(rows)))]
-    made_of = {}
-    for r, i in places:
-        requests = [_given(request) for request in parts[r][i]]
-        made_of[r, i] = {"settings": settings, "configuration": rows[r].name, "requests": requests}
-    sides = [row.engine.hosts[of_row[0][0].family].image_size for row, of_row in zip(rows, parts)]
-    made = {(r, i): _read(out / _file(r, i), made_of[r, i], sides[r]) for r, i in places}
-    todo = [place for place in places if made[place] is None]
-    tell_damaged([_file(r, i) for r, i in todo if (out / _file(r, i)).exists()])
-    warm: set[int] = set()
-    with tqdm(total=sum(len(parts[r][i]) for r, i in todo), unit="image", disable=not progress) as bar:
-        for r, i in todo:
-            bar.set_postfix_str(rows[r].name)
-            if r not in warm:
-                rows[r].engine.generate(parts[r][i])  # all: kernels are chosen for their shapes
-                warm.add(r)
-            made[r, i] = _timed(rows[r], parts[r][i])
-            _write(out / _file(r, i), made[r, i], made_of[r, i])
-            bar.update(len(parts[r][i]))
-    return [[made[r, i] for i in range(len(parts[r]))] for r in range(len(rows))]
 
 
 def _timed(row: Configuration, requests: list[Request]) -> Chunk:

@@ -16,7 +16,8 @@ import cspd
 from cspd import lookup, methods
 from cspd.cli import main
 from cspd.comparison import page, runs
-from cspd.comparison.compare import _intervals, speed_of
+from cspd.comparison.compare import speed_of
+from cspd.comparison.jackknife import intervals, jackknife
 from cspd.comparison.study import Configuration, configurations, named_entries
 from cspd.continuous import ar
 from cspd.evaluation import metrics
@@ -143,12 +144,14 @@ def test_intervals_are_as_wide_as_numbers_vary(num, most):
     reference = Reference("", "", {"mu": training.mean(0).numpy(), "sigma": training.T.cov().numpy()})
     sets = [drawn(num) for _ in range(40)]
     values = [metrics.of_features(*each, names, reference) for each in sets]
-    halves = [_intervals(*each, names, reference, 10) for each in sets]
+    halves = [intervals(jackknife(*each, names, reference, 10)) for each in sets]
     for name in names:
         true = 1.96 * np.std([value[name] for value in values], ddof=1)
         told = np.mean([half[f"{name}_ci95"] for half in halves])
         assert 0.75 < told / true < most, name
-    apart = [_intervals(*each, names, reference, 10**6)["fid_ci95"] for each in sets]  # not by turns of the classes
+    apart = [
+        intervals(jackknife(*each, names, reference, 10**6))["fid_ci95"] for each in sets
+    ]  # not by turns of the classes
     assert np.mean(apart) > 1.5 * np.mean([half["fid_ci95"] for half in halves])
 
 

@@ -19,6 +19,7 @@ from stores import small_checkpoint
 import cspd
 from cspd.cli import main
 from cspd.comparison import runs
+from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
 from cspd.store import differences
 
@@ -197,7 +198,8 @@ def test_a_draft_and_its_file_are_told_apart(digits, tmp_path):
         request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
         row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
         with runs.store_of(tmp_path) as store:
-            runs.run_turns([row], [0], 1, 0, store, progress=False)
+            with runs.taking_turns([row], [0], [1], 0, store, progress=False) as turns:
+                turns.make(1)
 
     again("frozen")
     with pytest.raises(ValueError, match=r'a\.request\.draft was "frozen", now "calibrated"'):
@@ -262,3 +264,18 @@ def test_a_chunk_is_read_as_it_was_written(tmp_path):
 def test_a_chunk_of_others_is_none(tmp_path, changes):
     write_old(tmp_path / "chunk.npz", **changes)
     assert runs._read(tmp_path / "chunk.npz", MADE_OF, 8) is None
+
+
+def test_turns_begin_anew_after_a_rung_for_those_that_go_on(digits, tmp_path):
+    small = digits.with_slots(2)
+    request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=2, cfg=1.0)
+    rows = [Configuration(name, request.but(cfg_schedule="constant"), small) for name in "abc"]
+    with runs.store_of(tmp_path) as store, runs.taking_turns(rows, [0], [3, 6], 5, store, progress=False) as turns:
+        assert [[len(chunk.images) for chunk in made] for made in turns.make(3)] == [[2, 1]] * 3
+        chosen = turns.make(6, [0, 2])
+        assert [[len(chunk.images) for chunk in made] for made in chosen] == [[2, 1, 2, 1]] * 2
+    seeds = [[request.seed for request in part] for part in turns.parts[1]]
+    assert seeds == [[5, 6], [7], [8, 9], [10]]
+    assert len(list(tmp_path.glob("chunks/01-*.npz"))) == 2 and len(list(tmp_path.glob("chunks/*.npz"))) == 10
+    plan = [speed_of(row, turns.plans[0], made, chosen[0]) for row, made in zip(rows, chosen)]
+    assert [len(row["seconds"]) for row in plan] == [2, 2]  # turns of one image do not count for speed
