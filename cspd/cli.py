@@ -1,4 +1,4 @@
-"""The command line: `cspd sample | compare | evaluate | bench | calibrate | methods`."""
+"""The command line: `cspd sample | compare | tune | evaluate | bench | calibrate | methods`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ examples:
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
   cspd compare --methods speculative,cspd:gamma=8,cspd:gamma=16 --num 20 --out comparison/
       the same seeds by each, and by plain sampling: speed, cost, quality, whether the distributions differ, pictures
+  cspd tune --max-batch 64 --tolerance fid=2%
+      the fastest way to sample on this machine whose FID is at most 2 % worse, and what else there is to choose from
   cspd evaluate --num 500 --out evaluation/
       FID, Inception score, KID, precision, recall and class accuracy of 500 images; many GPUs: docs/evaluate.md
   cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
@@ -34,7 +36,7 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from cspd.commands import bench, calibrate, compare, evaluate, methods, sample  # takes seconds: see `main`
+    from cspd.commands import bench, calibrate, compare, evaluate, methods, sample, tune  # takes seconds: see `main`
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
@@ -45,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cspd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (sample, compare, evaluate, bench, calibrate, methods):
+    for command in (sample, compare, tune, evaluate, bench, calibrate, methods):
         command.add(commands)
     return parser
 

@@ -110,7 +110,7 @@ def _lines(text: str) -> int:
 class Point(NamedTuple):
     """A measured point: what it is called, the line it is on, how sure it is, and its guarantee, a key of `MARKS`.
 
-    How sure: a range of the speed, and half an interval of the quality.
+    How sure: a range of the speed, and half an interval of the quality. Those `on_front` are joined by a dotted line.
     """
 
     label: str
@@ -120,6 +120,7 @@ class Point(NamedTuple):
     speed_range: tuple[float, float] | None = None
     quality_half: float | None = None
     guarantee: str = "exact"
+    on_front: bool = False
 
 
 @contextlib.contextmanager
@@ -193,6 +194,8 @@ def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, Colo
         style: dict[str, Any] = {"color": colours[point.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
         axes.errorbar(point.speed, point.quality, xerr=speed_bar, yerr=point.quality_half, **style)
         axes.plot(point.speed, point.quality, MARKS[point.guarantee], color=colours[point.line], alpha=0.8)
+    front = sorted((point.speed, point.quality) for point in points if point.on_front)
+    axes.plot([speed for speed, _ in front], [quality for _, quality in front], ":", color="grey", zorder=0)
     axes.axvline(1, color="lightgrey", zorder=0)
     return drawn
 

@@ -68,11 +68,15 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument("--max-batch", type=count, help="images in flight at once, and made in a turn (default: 4)")
     group.add_argument("--out", type=place, default=Path("comparison"), help="folder (default: %(default)s/)")
     group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
-    group = comparison.add_argument_group("what to judge images by (default: of embedded models, their classifier)")
-    group.add_argument("--ref", type=place, metavar="FILE", help="statistics (.npz as ADM's) or a folder of images")
-    group.add_argument("--weights", type=place, metavar="FILE", help="Inception-v3 as torch-fidelity wants it")
+    add_judge_options(comparison)
     add_request_options(comparison)
     comparison.set_defaults(checkpoint=None)
+
+
+def add_judge_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to judge images by (default: of embedded models, their classifier)")
+    group.add_argument("--ref", type=place, metavar="FILE", help="statistics (.npz as ADM's) or a folder of images")
+    group.add_argument("--weights", type=place, metavar="FILE", help="Inception-v3 as torch-fidelity wants it")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -92,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
 
     rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))
     rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
-    judge = _judge(args, rows)
+    judge = judge_of(args, rows)
     run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
 
     def made() -> str:
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
 
 
-def _judge(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
+def judge_of(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
     """What images are judged by, checked before there are any."""
     places = {checkpoint_files(row.models["checkpoint"])["target"].parent.resolve() for row in rows}
     own = places <= set(map(Path.resolve, embedded().values()))

@@ -57,8 +57,13 @@ def add_method_option(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--method", choices=method_names(), help=f"see `cspd methods` (default: {defaults} models)")
 
 
-def add_request_options(parser: argparse.ArgumentParser, several: Collection[str] = ()) -> None:
-    """Flags of all options of a request; of those in `several` a list is taken, where settings are swept."""
+def add_request_options(
+    parser: argparse.ArgumentParser, several: Collection[str] = (), only_common: bool = False
+) -> None:
+    """Flags of all options of a request; of those in `several` a list is taken, where settings are swept.
+
+    `only_common`: those that all methods of a family have.
+    """
     common = parser.add_argument_group("decoding (default: what the model's authors published)")
     special = parser.add_argument_group(
         "options of some methods (an exact method's images depend on them, their distribution does not)"
@@ -66,7 +71,8 @@ def add_request_options(parser: argparse.ArgumentParser, several: Collection[str
     shared = {option.name for options in COMMON.values() for option in options}
     by_name: dict[str, list[Use]] = {}
     for use in uses():
-        by_name.setdefault(use.option.name, []).append(use)
+        if use.option.name in shared or not only_common:
+            by_name.setdefault(use.option.name, []).append(use)
     for name, same in by_name.items():
         group = common if name in shared else special
         group.add_argument(same[0].option.flag, help=_help(same), **_argument(same, name in several))

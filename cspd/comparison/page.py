@@ -1,4 +1,4 @@
-"""What `cspd compare` writes: tables, pictures, and one HTML file that holds all of it and needs no other."""
+"""What `cspd compare` and `cspd tune` write: tables, pictures, and one HTML file that holds all of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from cspd.comparison.tables import cell, columns, csv_table, markdown, notes, own_seeds, value_of
+from cspd.comparison.verdict import front_table
 from cspd.method import GUARANTEES
 from cspd.plots import Point, seed_grid, speed_quality
 from cspd.records import png_of, write_bytes, write_json
@@ -110,7 +111,9 @@ def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Po
         ratios = [base / own for base, own in zip(base_seconds, row["seconds"])]
         speed_range = tuple(np.percentile(ratios, [25, 75]).tolist())
     interval = row[f"{quality}_ci95"]
-    return Point(label, value_of(row, speed), row[quality], line, speed_range, interval, row["guarantee"])
+    on_front = quality == "fid" and row.get("front", False)
+    place = value_of(row, speed), row[quality], line, speed_range
+    return Point(label, *place, interval, row["guarantee"], on_front)
 
 
 def _label(row: dict) -> tuple[str, str]:
@@ -131,8 +134,12 @@ def html_page(report: dict, pictures: Sequence[Picture]) -> str:
     )
     environment.filters["json"] = json.dumps
     given = {row["guarantee"] for row in report["rows"]}
+    search = report.get("tune")
     return environment.get_template("report.html.j2").render(
         report=report,
+        command="cspd tune" if search else "cspd compare",
+        search=search,
+        front=front_table(report) if search else None,
         pictures=pictures,
         columns=columns(report),
         cell=cell,

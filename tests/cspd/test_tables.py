@@ -239,10 +239,10 @@ def test_points_are_where_they_were_measured(made):
         ("speed-up over ar", "FID-12"),
     ]
     assert panels[0][2] == [
-        ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None, "exact"),
-        ("speculative", 2.25, 0.75, "speculative", (2.5, 3.5), None, "exact"),  # quartiles of 2, 4, 3
-        ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None, "bounded"),
-        ("a|b <i>&", 1.0, 0.25, "a|b <i>&", (1.0, 1.0), None, "heuristic"),
+        ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None, "exact", False),
+        ("speculative", 2.25, 0.75, "speculative", (2.5, 3.5), None, "exact", False),  # quartiles of 2, 4, 3
+        ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None, "bounded", False),
+        ("a|b <i>&", 1.0, 0.25, "a|b <i>&", (1.0, 1.0), None, "heuristic", False),
     ]
     assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_half == 0.125
     for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):

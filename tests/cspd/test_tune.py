@@ -1,0 +1,252 @@
+"""`cspd tune`: what it tries, keeps, chooses and tells; the choice on made-up numbers is in test_halving.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import signal
+
+import numpy as np
+import pytest
+from stores import small_checkpoint
+
+import cspd
+from cspd import methods
+from cspd.cli import _parser, main
+from cspd.commands import tune as command
+from cspd.commands.options import request_of
+from cspd.comparison import candidates as searched
+from cspd.comparison import halving, runs
+from cspd.comparison.halving import Trial
+from cspd.comparison.runs import store_of
+from cspd.comparison.study import Configuration
+from cspd.comparison.tune import OTHER_SEEDS, _add_losses, tune
+from cspd.evaluation.reference import load_reference
+
+STEPS = (2, 3, 4)  # denoising steps of the candidates
+LIMITS = {"fid": 9.0}
+TINY = [{"method": "ar", "num_sampling_steps": list(STEPS)}]  # of one iteration, see `few_candidates`
+FEW = ["--num-iter", "1", "--num-sampling-steps", "8", "--num", "8", "--max-batch", "4", "--cfg", "1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_rungs():
+    """Rungs of 4 and 8 images; of three candidates one goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halving, "FEWEST", 4)
+        patch.setattr(command, "FEWEST", 4)
+        patch.setattr(halving, "LEAST_KEPT", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows(digits):
+    """Plain sampling in one iteration, and candidates of fewer steps."""
+    request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=8, cfg=1.0)
+    plain = Configuration("ar", request, digits.with_slots(4))
+    fewer = [dataclasses.replace(plain, name=f"{n}", request=plain.request.but(num_sampling_steps=n)) for n in STEPS]
+    return plain, fewer
+
+
+def search(rows, out, limits, num=8, **more):
+    judge = {"space": "digits", "reference": load_reference()}
+    with store_of(out) as store:
+        return tune(*rows, range(10), num, limits, store, **judge, progress=False, **more)
+
+
+def stamps(out):
+    return {path.name: path.stat().st_mtime_ns for path in out.glob("chunks/*.npz")}
+
+
+@pytest.fixture(scope="module")
+def done(rows, tmp_path_factory):
+    """A finished search, its folder and its report."""
+    out = tmp_path_factory.mktemp("tune")
+    report, images = search(rows, out, LIMITS)
+    return out, report, images
+
+
+def test_the_better_part_makes_more_images(done):
+    out, report, images = done
+    first, last = report["tune"]["rungs"]
+    assert [rung["images"] for rung in (first, last)] == [4, 8]
+    assert [row["name"] for row in first["rows"]] == ["ar", f"ar:seed={OTHER_SEEDS}", *map(str, STEPS)]
+    assert [row["name"] for row in last["rows"]][2:] == first["kept"] == last["kept"] and len(first["kept"]) == 1
+    trials = [Trial(row["images_per_second"]["median"], row["losses"]["fid"]["loss"]) for row in first["rows"][2:]]
+    (best,) = [str(n) for n in STEPS if str(n) in first["kept"]]
+    kept = trials[STEPS.index(int(best))]
+    assert not any(each.speed > kept.speed and each.excess < kept.excess for each in trials)
+    twice = [0, 1, 2 + STEPS.index(int(best))]
+    made = [(r, 0) for r in range(5)] + [(r, 1) for r in twice]
+    assert set(stamps(out)) == {f"{r:02d}-{i:05d}.npz" for r, i in made}
+    assert [len(of_row) for of_row in images] == [8] * 3
+
+
+def test_losses_are_against_plain_sampling(done):
+    _, report, _ = done
+    plain, other, best = report["rows"]
+    assert plain["losses"]["fid"] == {"loss": 0, "error": 0}
+    for row in (other, best):
+        assert row["losses"]["fid"]["loss"] == pytest.approx(row["fid"] / plain["fid"] - 1)
+        assert row["losses"]["fid"]["error"] == pytest.approx(abs(other["losses"]["fid"]["loss"]))  # too few for more
+        assert row["losses"]["inception_score"] is None
+    assert all(row["losses"]["divergence"] == {"loss": 0, "error": 0} for row in report["rows"])
+    assert other["settings"]["seed"] == OTHER_SEEDS and not other["front"]
+    assert best["images_per_second"]["median"] > plain["images_per_second"]["median"]
+    assert best["front"] and report["tune"]["chosen"] == best["name"]
+
+
+def test_a_finished_search_goes_on_without_making_anything_twice(done, rows):
+    out, report, _ = done
+    before = stamps(out)
+    again, _ = search(rows, out, LIMITS)
+    assert stamps(out) == before and again["tune"]["rungs"] == report["tune"]["rungs"]
+    assert again["tune"]["chosen"] == report["tune"]["chosen"]
+
+
+def test_errors_are_of_the_ratio_to_the_same_images():
+    """Plain sampling's own scatter is no error of what scatters alike."""
+    scatter = np.array([1.0, 1.2, 0.9, 1.1])
+    row = {"guarantee": "heuristic", "fid": 1.1, "fid_ci95": 0.3, "inception_score": None, "inception_score_ci95": None}
+    row |= {"accuracy": 0.9, "accuracy_ci95": 0.0196}
+    rows = [row | {"fid": 1.0, "accuracy": 1.0}, dict(row), dict(row)]
+    _add_losses(rows, [{"fid": scatter}, {"fid": scatter[::-1]}, {"fid": 1.1 * scatter}])
+    assert rows[2]["losses"]["fid"]["loss"] == pytest.approx(0.1) and rows[2]["losses"]["fid"]["error"] < 1e-12
+    ratio = scatter[::-1] / scatter
+    assert rows[1]["losses"]["fid"]["error"] == pytest.approx((3 * np.mean((ratio - ratio.mean()) ** 2)) ** 0.5)
+    assert rows[2]["losses"]["accuracy"] == pytest.approx({"loss": 0.1, "error": 0.01 * 2**0.5})
+    assert rows[2]["losses"]["inception_score"] is rows[2]["losses"]["divergence"] is None
+
+
+def test_without_intervals_other_seeds_show_the_error():
+    row = dict.fromkeys(("inception_score", "accuracy", "inception_score_ci95", "accuracy_ci95", "fid_ci95"))
+    rows = [row | {"guarantee": "exact", "fid": fid} for fid in (10.0, 9.7, 11.0)]
+    _add_losses(rows, [{}, {}, {}])
+    assert rows[2]["losses"]["fid"] == pytest.approx({"loss": 0.1, "error": 0.03})
+
+
+def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
+    timed = runs._timed
+
+    def explode(row, requests):
+        if row.name in ("3", "ar" if explode.all else "3"):
+            raise FloatingPointError("request 0 gave no image")
+        return timed(row, requests)
+
+    explode.all = False
+    monkeypatch.setattr(runs, "_timed", explode)
+    report, _ = search((rows[0], rows[1]), tmp_path, {"accuracy": 1.0}, num=4)
+    assert report["tune"]["failed"] == {"3": "request 0 gave no image"}
+    assert [row["name"] for row in report["rows"]][2:] == ["2", "4"]
+    explode.all = True
+    with pytest.raises(ValueError, match="ar: request 0 gave no image"):
+        search((rows[0], rows[1]), tmp_path, {"accuracy": 1.0}, num=4, overwrite=True)
+
+
+def test_every_candidate_fits_the_embedded_models(digits):
+    vq = cspd.load("digits32_vq", max_batch=1, device="cpu")
+    for engine, family in ((digits, "MAR"), (vq, "VQ")):
+        for divergence in (None, 0.0, 0.5):
+            plain = Configuration("ar", cspd.Request(0, method="ar"), engine)
+            found, left_out = searched.candidates(plain, divergence)
+            there = {method.name for method in methods.METHODS if method.family == family}
+            assert not {name for name in left_out if name.split(":")[0] in there}
+            assert len({row.name for row in found}) == len(found) > 3
+            given = {engine.check(row.request).num_iter for row in found}
+            assert given == ({None} if family == "VQ" else {64} if divergence is not None else {8, 16, 32, 64})
+
+
+def test_the_users_iterations_are_among_those_searched(digits):
+    plain = Configuration("ar", cspd.Request(0, method="ar", num_iter=12, cfg=2.0), digits)
+    found, _ = searched.candidates(plain, None)
+    assert {row.request.num_iter for row in found} == {8, 12, 16, 32, 64} and {row.request.cfg for row in found} == {
+        2.0
+    }
+    assert "ar:num_iter=12" not in {row.name for row in found}  # it is plain sampling itself
+
+
+def few_candidates(monkeypatch):
+    monkeypatch.setitem(searched.SEARCHED, "MAR", TINY)
+    monkeypatch.setattr(searched, "ITERATIONS", [1])
+    monkeypatch.setitem(searched.WINDOWS, "MAR", [{"method": "speculative", "window": [2, 3]}])
+
+
+def test_a_stopped_search_goes_on_and_prints_the_line_to_run(tmp_path, monkeypatch, capsys):
+    few_candidates(monkeypatch)
+    timed = runs._timed
+
+    def stop(row, requests):
+        if len(stamps(tmp_path)) == 6:  # in the middle of the second rung
+            signal.raise_signal(signal.SIGINT)
+        return timed(row, requests)
+
+    monkeypatch.setattr(runs, "_timed", stop)
+    arguments = ["tune", *FEW, "--out", str(tmp_path), "--tolerance", "fid=900%,accuracy=100%", "--seed", "5"]
+    assert main(arguments) == 130
+    assert "6 chunks of images are in" in (told := capsys.readouterr().err) and "the same command goes on" in told
+    kept = stamps(tmp_path)
+    monkeypatch.setattr(runs, "_timed", timed)
+    assert main(arguments) == 0
+    assert stamps(tmp_path).items() > kept.items() and len(stamps(tmp_path)) == 8
+
+    printed = capsys.readouterr().out
+    tuned = json.loads((tmp_path / "tune.json").read_text(), parse_constant=pytest.fail)
+    assert tuned["told"] in printed and tuned["command"] in printed and "FID against ar" in printed
+    page = (tmp_path / "report.html").read_text()
+    assert tuned["command"] in page and "cspd tune" in page and tuned["chosen"] in page
+    args = _parser().parse_args(shlex.split(tuned["command"])[1:])
+    steps = int(tuned["chosen"].rpartition("=")[2])
+    assert request_of(args) == cspd.Request(0, 0, "ar", num_iter=1, num_sampling_steps=steps, cfg=1.0)
+    assert args.max_batch == 4 and args.checkpoint == "digits32"
+
+
+def test_limits_that_nothing_keeps_are_told_after_the_report(tmp_path, monkeypatch, capsys):
+    few_candidates(monkeypatch)
+    monkeypatch.setitem(searched.SEARCHED, "MAR", [{"method": "ar", "num_sampling_steps": [2, 16]}])  # worse; slower
+    assert main(["tune", *FEW, "--num", "4", "--out", str(tmp_path), "--tolerance", "fid=0%"]) == 2
+    captured = capsys.readouterr()
+    error = captured.err.splitlines()[-1]
+    assert error.startswith("cspd: nothing that is faster than ar is within the limits (FID at most 0 % worse)")
+    assert "the nearest is ar:num_iter=1:num_sampling_steps=2, " in error and "FID +" in error
+    assert "images/s" in captured.out and "cspd sample" not in captured.out
+    assert json.loads((tmp_path / "tune.json").read_text())["chosen"] is None
+    assert (tmp_path / "report.html").exists()
+
+
+def test_models_without_a_judge_are_searched_for_exact_methods(tmp_path, monkeypatch, capsys):
+    few_candidates(monkeypatch)
+    base = ["tune", "--checkpoint", small_checkpoint(), *FEW, "--num", "4", "--out", str(tmp_path)]
+    assert main(base) == 2
+    assert "--tolerance: these models have no judge of their own" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    main([*base, "--exact"])
+    tuned = json.loads((tmp_path / "tune.json").read_text())
+    assert tuned["limits"] == {"divergence": 0} and {row["guarantee"] for row in tuned["rungs"][0]["rows"]} == {"exact"}
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--tolerance", "fid"], "'fid' is no percentage: write it like fid=2%"),
+        (["--tolerance", "fid=0.02"], "no percentage"),
+        (["--tolerance", "fid=-1%"], "no percentage"),
+        (["--tolerance", "fid=nan%"], "no percentage"),
+        (["--tolerance", "fdi=2%"], "'fdi=2%' limits nothing: did you mean fid?"),
+        (["--tolerance", ""], "'' limits nothing: choose one of fid, is, accuracy"),
+        (["--tolerance", "fid=1%,fid=2%"], "has fid twice"),
+        (["--divergence", "0"], "'0' is no divergence: give nats per token above 0"),
+        (["--divergence", "nan"], "no divergence"),
+        (["--exact", "--tolerance", "fid=2%"], "not allowed with"),
+        (["--num", "3"], "'3' is no whole number, 4.."),
+    ],
+)
+def test_bad_limits_are_errors_of_one_line(arguments, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["tune", *arguments])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and error.startswith("cspd tune: error:") and told in error
+
+
+def test_a_tolerance_is_shares_by_name():
+    assert command.tolerance("fid=2%, accuracy=0.5%,is=10%") == {"fid": 0.02, "accuracy": 0.005, "inception_score": 0.1}
