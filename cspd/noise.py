@@ -18,6 +18,7 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+MOST_AT_ONCE = 2**19  # numbers of many steps: drawing one takes ten times its memory
 INDEX_BITS = 24
 MAX_INDEX = 1 << INDEX_BITS  # every index is below it: in the counter's last word the purpose begins here
 DRAFT_OFFSET = 1 << 20  # of a draft model's residual candidates; the target's stay below it
@@ -144,7 +145,9 @@ def initial(seed: Tensor, position: Tensor, channels: int, index: int = 0) -> Te
 
 def steps(seed: Tensor, position: Tensor, step: Tensor, channels: int, index: int = 0) -> Tensor:
     """eps_t of tokens: seed, position [R] and steps t [n] to [n, R, channels]; index as in `initial`."""
-    return normal(seed, Purpose.STEP, position, step.unsqueeze(-1), index, num=channels)
+    several = max(1, MOST_AT_ONCE // (len(seed) * channels))
+    parts = step.unsqueeze(-1).split(several)
+    return torch.cat([normal(seed, Purpose.STEP, position, part, index, num=channels) for part in parts])
 
 
 def chain(

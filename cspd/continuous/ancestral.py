@@ -56,6 +56,7 @@ def every_output(
     """The head's outputs at one timestep after another, as functions of the noisy tokens; otherwise as `modulated`."""
     for calls, by_call in modulated(head, z, timesteps, precision):
         yield calls, (functools.partial(head.denoise, modulations=modulations) for modulations in by_call)
+        del by_call
 
 
 def ancestral(
@@ -105,6 +106,7 @@ def ancestral(
                     trace(step, x, eps, v)
                 mean = torch.add(x * s.mean_x[step], eps, alpha=s.mean_eps[step])
                 x = torch.addcmul(mean, torch.exp(v * s.log_sigma_slope[step]), step_noise)
+        del by_call, output  # which hold the modulations, and those are large
     return x
 
 
@@ -137,7 +139,10 @@ def modulated(
         of_class = torch.tensor(np.concatenate([np.arange(num) for num in own]), device=z.device)
         with precision.full() if calls[0] == 0 else precision.fast():
             layers = head.split(head.modulations(t_embed[call].unsqueeze(1), c_embed[of_class]))
-        yield calls, zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
+        by_call = zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
+        del layers
+        yield calls, by_call
+        del by_call  # who took them has let go of them too: the next are as large
 
 
 def sigma_trace(s: Schedule, temperature: Tensor, log_sigmas: list[Tensor]) -> Trace:
@@ -235,8 +240,10 @@ def by_length(
         lengths: T of each row, int64 [R] on the host.
     """
     parts = []
+    head_calls = np.zeros(len(rows.sequences), np.int64)
     for num_steps in np.unique(lengths).tolist():
         which = np.flatnonzero(lengths == num_steps)
+        head_calls[np.unique(rows.owner[which])] += num_steps
         own_z = z[:, torch.as_tensor(which, device=z.device)]
         own_rows = rows.at(which)
         parts.append(denoise(host, model, own_rows, own_z, index=index, densities=densities, num_steps=num_steps))
@@ -246,7 +253,6 @@ def by_length(
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in parts])[back]
 
-    head_calls = sum(part.head_calls for part in parts)
     made = Denoised(joined("tokens"), lengths, head_calls, evaluations=lengths * len(z))
     if densities:
         made = dataclasses.replace(made, log_sigma=joined("log_sigma"), log_sigma_last=joined("log_sigma_last"))

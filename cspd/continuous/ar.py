@@ -51,7 +51,8 @@ def advance(
         host.audit[rows.slot, rows.position] = made.measured.audit
 
     first = 0
-    for sequence, count in zip(batch, rows.counts):
+    head_calls = made.head_calls_by_sequence(len(batch))
+    for sequence, count, own_calls in zip(batch, rows.counts, head_calls):
         own = slice(first, first + count)
         first += count
         sequence.iteration += 1
@@ -59,7 +60,7 @@ def advance(
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
-        stats.head_calls += made.head_calls
+        stats.head_calls += own_calls
         stats.head_calls_per_token += made.calls[own].sum().item() / host.seq_len
         stats.head_evaluations += made.evaluations[own].sum().item()
         if made.measured:

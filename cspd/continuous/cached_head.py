@@ -57,6 +57,7 @@ def outputs(
         last_layers = _last_layers(head, c_embed, timesteps[others], precision)
         reusing = (itertools.islice(last_layers, ends[i] - evaluated[i] - 1) for i in some)
         yield calls, itertools.chain.from_iterable(map(_outputs, itertools.repeat(head), by_call, reusing))
+        del by_call
 
 
 def _last_layers(head: Head, c_embed: Tensor, timesteps: np.ndarray, precision: Precision) -> Iterator[tuple]:

@@ -130,9 +130,9 @@ def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopw
         where = torch.tensor(index, device=host.device)
         for values, of_step in zip(drafted, paths):
             values[where, offset] = of_step
-        for sequence in active:
+        for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
             sequence.stats.draft_backbone_calls += 1
-            sequence.stats.draft_head_calls += made.head_calls
+            sequence.stats.draft_head_calls += head_calls
     return drafted
 
 
@@ -252,14 +252,15 @@ def _account(
     """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
     running = _running(host, batch[0])
     first = 0
-    for sequence, count, num_committed in zip(batch, rows.counts, committed):
+    head_calls = made.head_calls_by_sequence(len(batch))
+    for sequence, count, num_committed, own_calls in zip(batch, rows.counts, committed, head_calls):
         drafted, decided = slice(first, first + count), slice(first, first + num_committed)
         first += count
         running.count(sequence, accepted[decided])
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
-        stats.head_calls += made.head_calls
+        stats.head_calls += own_calls
         stats.head_calls_per_token += made.calls[decided].sum().item() / running.length
         stats.head_evaluations += made.evaluations[drafted].sum().item()
         stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())

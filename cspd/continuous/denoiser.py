@@ -38,7 +38,8 @@ class Denoised:
 
     Attributes:
         tokens: float32 [R, d].
-        calls: int64 [R], on the host: head calls of each token's chain. head_calls: sequential ones, of all together.
+        calls: int64 [R], on the host: head calls of each token's chain.
+        head_calls: sequential ones; or int64 [B], on the host, those that each of the rows' sequences took part in.
         evaluations: int64 [R], on the host: how often the head was evaluated on each row, the null class included.
         measured: how near the tokens are to the full chain's; None of a denoiser that cannot tell.
         log_sigma: [R], summed over channels and all steps but the last; None where no densities were asked for.
@@ -47,11 +48,15 @@ class Denoised:
 
     tokens: Tensor
     calls: np.ndarray
-    head_calls: int
+    head_calls: int | np.ndarray
     evaluations: np.ndarray
     log_sigma: Tensor | None = None
     log_sigma_last: Tensor | None = None
     measured: Measured | None = None
+
+    def head_calls_by_sequence(self, num_sequences: int) -> list[int]:
+        """Sequential head calls that each of the rows' sequences took part in."""
+        return np.broadcast_to(self.head_calls, num_sequences).tolist()
 
 
 @dataclass(frozen=True)

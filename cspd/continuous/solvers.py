@@ -105,6 +105,7 @@ def solve(
                 data = x_0 + step.further * (x_0 - before) if step.further else x_0
                 x = step.shrink * x + step.grow * data
                 before = x_0
+        del by_call, modulations  # which are large
     return x
 
 

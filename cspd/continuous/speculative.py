@@ -175,9 +175,9 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     chains = kept[model, densities]
     num = len(rows.seed)
     chains.start(list(range(num)), rows.seed, rows.position, z, rows.scale, rows.temperature, index)
-    parts, calls = [], 1
+    parts = []
     while chains.owners:
-        finished, calls = chains.advance(), calls + 1
+        finished = chains.advance()
         if finished:
             parts.append(finished)
     by_row = torch.tensor(np.argsort([owner for part in parts for owner in part.owners]), device=z.device)
@@ -185,4 +185,6 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     tokens, record, log_sigma, last = (torch.cat([getattr(part, name) for part in parts])[by_row] for name in fields)
     own_calls = (record != 0).sum(1).cpu().numpy()
     evaluations = (1 + (own_calls - 1) * chains.window) * len(z)
-    return Denoised(tokens, own_calls, calls, evaluations, log_sigma, last)
+    head_calls = np.zeros(len(rows.sequences), np.int64)
+    np.maximum.at(head_calls, rows.owner, own_calls)
+    return Denoised(tokens, own_calls, head_calls, evaluations, log_sigma, last)

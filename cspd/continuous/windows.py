@@ -47,11 +47,17 @@ def sample(
                 if len(eps) == 2:
                     difference = (scale - 1) * (eps[0] - eps[1])
                 guided = eps[0] if difference is None else eps[0] + difference
-                sigma = torch.exp(torch.addcmul(window.base, window.slope, v[0])) * temperature
-                sources = torch.cat([x[None], guided[None], sigma * own_eps])
+                sources = _sources(window, x, guided, v[0], temperature, own_eps)
                 following = visit(i, sources, v[0]) if visit else None
                 x = weighted(window.mix[-1], sources) if following is None else following
+        del by_call, modulations  # which are large
     return x
+
+
+def _sources(window: Window, x: Tensor, eps: Tensor, v: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """[2 + n, R, d]: x_a, eps_a, and the noise sigma_k eps_k of each of a window's steps."""
+    sigma = torch.addcmul(window.base, window.slope, v).exp_().mul_(temperature)
+    return torch.cat([x[None], eps[None], sigma.mul_(noise)])
 
 
 def weighted(weights: Tensor, sources: Tensor) -> Tensor:
