@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     request = engine.check(request_of(args))
     shown = {"speculative": _show_speculative, "calibrated": _show_calibrated}
     if request.method not in shown:
-        raise ValueError(f"{args.checkpoint}: {request.method!r} needs no calibration; MAR's {' and '.join(shown)} do")
+        raise ValueError(f"{request.method!r} is not prepared by itself: give --method {' or '.join(shown)}, of MAR")
     shown[request.method](engine, request, args.force)
 
 
@@ -51,14 +51,17 @@ def _show_calibrated(engine: Engine, request: Request, force: bool) -> None:
     request = engine.resolve(request)
     calibrations = engine.host.tuning.calibrations["target"]
     shortcut = calibrations.shortcut(request)
-    print(f"head calls per token, and the divergence predicted for them (all {request.num_sampling_steps}: 0):")
+    has_noise = request.temperature > 0
+    aside = "" if has_noise else "; without noise there is none, and this is what it would be at temperature 1"
+    print(f"head calls per token, and the divergence predicted for them (all {request.num_sampling_steps}: 0{aside}):")
     for plan in plans(calibrations.predictor(request).skip_cost):
         if len(plan.steps) in SHOWN:
             print(f"  {len(plan.steps):>3}: {plan.cost:7.3f} nats per token")
     print(f"taken: {request.head_calls}, at the steps {', '.join(map(str, shortcut.steps))}")
     print(f"  r.m.s. difference from the full chain's tokens: {shortcut.difference.item():.4f} standard deviations")
-    print(f"  divergence of the path, measured on held-out tokens: {shortcut.divergence.item():.3f} nats per token")
-    print(f"kept in {calibrations.folder_of(request, Shortcut)}")
+    if has_noise:
+        print(f"  divergence of the path, measured on held-out tokens: {shortcut.divergence.item():.3f} nats per token")
+    print(f"kept in {calibrations.folder_of(request, Shortcut) or 'no folder: none can be written to'}")
 
 
 def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
@@ -84,4 +87,4 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
             costs.head_seconds(request.num_sampling_steps, rows, w, c) / rows for w, c in ((0, None), (window, calls))
         ]
         print(f"  {rows:>3}: ancestral {seconds[0]:.5f}, speculative {seconds[1]:.5f}, window {window}")
-    print(f"kept in {calibrations.folder_of(request, Calibration)} and {user_cache()}")
+    print(f"kept in {calibrations.folder_of(request, Calibration) or 'no folder'} and {user_cache()}")

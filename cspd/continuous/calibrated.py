@@ -8,6 +8,7 @@ measured when the prediction is fitted, on other tokens, and if asked for on the
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from cspd.sequence import Request
 from mar.diffusion import TRAIN_STEPS
 
 HEAD_CALLS = 10
+LEAST_AUDIT = 1e-4  # with less, most images have no step to look at, and seem to be without error
 OPTIONS = (
     Option(
         "head_calls",
@@ -33,14 +35,14 @@ OPTIONS = (
     Option(
         "divergence",
         float,
-        "in place of head_calls: the fewest whose path is predicted to diverge by at most D nats per token",
+        "in place of head_calls: as few as are predicted to diverge by at most D nats per token",
         above=0,
         metavar="D",
     ),
     Option(
         "null_every",
         int,
-        "at every so-manieth head call the null class is evaluated, at others its last difference taken",
+        "the null class is evaluated at every N-th head call only; between, its last difference is taken again",
         default=2,
         low=1,
         high=TRAIN_STEPS,
@@ -63,6 +65,8 @@ def check(request: Request, host: MARHost) -> None:
     if request.head_calls is not None:
         most = request.num_sampling_steps
         check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps")
+    if 0 < (request.audit or 0) < LEAST_AUDIT:
+        raise ValueError(f"audit={request.audit} looks at too few steps to tell anything: give 0, or {LEAST_AUDIT}..1")
     for name in ("divergence", "audit"):
         if getattr(request, name) and request.temperature == 0:
             raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
@@ -71,7 +75,8 @@ def check(request: Request, host: MARHost) -> None:
 def resolve(request: Request, host: MARHost) -> Request:
     """The request with its number of head calls.
 
-    Raises ValueError where there is no plan of so few, or it is predicted to diverge by more than `divergence`.
+    Raises ValueError where there is no plan of so few, it is predicted to diverge by more than `divergence`, or chains
+    are not finite.
     """
     calls, most = request.head_calls, request.divergence
     if calls is None and most is None:
@@ -80,7 +85,10 @@ def resolve(request: Request, host: MARHost) -> Request:
     if most is not None and plan.cost > most:
         predicted = f"head_calls={calls} is predicted to diverge by {plan.cost:.3g} nats per token"
         raise ValueError(f"{predicted}, more than divergence={most}: give one of the two")
-    return request.but(head_calls=len(plan.steps))
+    request = request.but(head_calls=len(plan.steps))
+    for model in ("target", "draft") if request.chains else ("target",):  # as chains of CSpD, those of both models
+        host.tuning.calibrations[model].shortcut(request)  # so that no round has to wait for the fit
+    return request
 
 
 class _Running:
@@ -91,7 +99,8 @@ class _Running:
         shortcut = calibrations.shortcut(request)
         self.plan = shortcut.windows(calibrations.predictor(request), request.null_every, host.device)
         self.difference = shortcut.difference.item()
-        self.divergence = shortcut.divergence.item() if request.temperature > 0 else None  # infinite without noise
+        divergence = shortcut.divergence.item()
+        self.divergence = divergence if math.isfinite(divergence) else None  # as it is without noise
         self.num_full = sum(window.is_full for window in self.plan)
 
 

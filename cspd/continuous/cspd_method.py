@@ -45,7 +45,11 @@ OPTIONS = (
     Option(
         "prefill", float, "share of the tokens that the target makes alone, at first", default=0.05, high=1, metavar="P"
     ),
-    *choices("chains", DENOISERS, "how both models denoise a token", default="ancestral"),
+    *(
+        option
+        for option in choices("chains", DENOISERS, "how both models denoise a token", default="ancestral")
+        if option.name != "audit"  # nobody is told of an audit of two models' chains
+    ),
 )
 MAX_TRIES = 100
 

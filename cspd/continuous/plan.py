@@ -56,7 +56,7 @@ def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temper
 
     Args:
         seen, held_out: (x, eps, v) [T, N, d] each, inputs, guided noise predictions and variance channels of ancestral
-            chains; on the CPU. Chains that are not finite are left out.
+            chains; on the CPU, finite.
         temperature: tau the chains ran with. At 0 there are no densities: those of 1 are compared.
     """
     num_steps = len(seen[0])
@@ -64,14 +64,14 @@ def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temper
     coefficients, drift = (torch.from_numpy(values) for values in frozen(num_steps, MOST_LAGS))
     lags = coefficients.shape[1]
     skip_cost = torch.zeros(num_steps, lags)
-    seen, held_out = _finite(seen), _finite(held_out)
     for k in range(1, num_steps - 1):
         anchors = slice(k + 1, k + 1 + lags)  # by lag; there are fewer near T
         num_lags = len(seen[0][anchors])
         slope = s.log_sigma_slope[k]
-        if seen[0].shape[1]:
-            coefficients[k, :num_lags] = least_squares(*seen, k, anchors, slope)
-            drift[k, :num_lags] = (seen[2][k] - seen[2][anchors]).mean((1, 2))
+        # what is no good costs much, so that no plan takes it
+        fitted = least_squares(*seen, k, anchors, slope).nan_to_num(0)
+        coefficients[k, :num_lags] = fitted.clamp(-LARGEST, LARGEST)
+        drift[k, :num_lags] = (seen[2][k] - seen[2][anchors]).mean((1, 2)).clamp(-LARGEST, LARGEST)
 
         x, eps, v = held_out
         c0, c1, c2 = coefficients[k, :num_lags, :, None, None].unbind(1)
@@ -82,12 +82,6 @@ def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temper
         q = s.mean_eps[k] * eps_predicted, base + slope * v_predicted
         skip_cost[k, :num_lags] = divergence(p, q).mean(1)
     return Predictor(coefficients.numpy(), drift.numpy(), skip_cost.nan_to_num(torch.inf).numpy())
-
-
-def _finite(chains: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The chains (x, eps, v) [T, N, d] that are finite throughout."""
-    finite = torch.stack(chains).isfinite().all(3).all(1).all(0)
-    return tuple(values[:, finite] for values in chains)
 
 
 class Plan(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from cspd import noise
 from cspd.continuous.calibration import LARGEST, check_arrays
 from cspd.continuous.plan import Predictor, Window, windows
 from cspd.continuous.tracing import Trace
-from cspd.continuous.windows import Audit, sample, weighted
+from cspd.continuous.windows import Audit, Visit, sample, weighted
 from cspd.precision import Precision
 from mar.head import Head
 
@@ -73,22 +74,40 @@ def fit_shortcut(
     Args:
         seen, held_out: on the head's device. steps: S. The others are as in `plan.windows`.
     """
-    num_steps, device = len(seen.x), seen.x.device
+    device = seen.x.device
     none = np.zeros((len(steps), 2), np.float32)
-    best = Shortcut(np.array(steps, np.int16), none, np.float32([np.inf]), np.float32([np.inf]))
-    for corrections in (none, _corrections(head, seen, windows(steps, predictor, none, null_every, device), precision)):
-        plan = windows(steps, predictor, corrections, null_every, device)
-        everywhere = torch.ones(len(held_out.seed), num_steps, dtype=torch.bool, device=device)
-        rows = held_out.z, held_out.scale, held_out.temperature
-        audit = Audit(head, *rows, plan, precision, everywhere, rate=1.0)
-        tokens = _run(head, held_out, plan, num_steps, precision, audit)
-        error, width = (tokens - held_out.tokens).square().mean(), held_out.tokens.var(0).mean()
-        difference = (error / width).sqrt().reshape(1).cpu().numpy()
-        if difference < best.difference:
-            has_noise = bool((held_out.temperature > 0).all())
-            divergence = np.float32([audit.total.mean().item() if has_noise else np.inf])
-            best = Shortcut(best.steps, corrections, difference, divergence)
-    return best
+    plain = windows(steps, predictor, none, null_every, device)
+    corrections = _corrections(head, seen, plain, precision)
+    corrected = windows(steps, predictor, corrections, null_every, device)
+    difference, other = (_difference(head, held_out, plan, precision) for plan in (plain, corrected))
+    plan = plain
+    if not difference <= other:  # it may not be finite
+        difference, plan = other, corrected
+    if not math.isfinite(difference):
+        raise ValueError(f"head_calls={len(steps)}: these tokens leave the numbers of float32; give more head calls")
+    return Shortcut(
+        steps=np.array(steps, np.int16),
+        corrections=none if plan is plain else corrections,
+        difference=np.float32([difference]),
+        divergence=np.float32([_divergence(head, held_out, plan, precision)]),
+    )
+
+
+def _difference(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> float:
+    """See `Shortcut`."""
+    tokens = _run(head, chains, plan, precision)
+    error, width = (tokens - chains.tokens).square().mean(), chains.tokens.var(0).mean()
+    return (error / width).sqrt().item()
+
+
+def _divergence(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> float:
+    """See `Shortcut`."""
+    if not (chains.temperature > 0).all():
+        return math.inf
+    everywhere = torch.ones(len(chains.seed), len(chains.x), dtype=torch.bool, device=chains.x.device)
+    audit = Audit(head, chains.z, chains.scale, chains.temperature, plan, precision, everywhere, rate=1.0)
+    _run(head, chains, plan, precision, audit)
+    return audit.total.mean().nan_to_num(math.inf).item()
 
 
 def _corrections(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> np.ndarray:
@@ -104,16 +123,17 @@ def _corrections(head: Head, chains: Trace, plan: list[Window], precision: Preci
         corrections[i] = _least_squares(sources[:2], wanted - predicted)
         return predicted + weighted(corrections[i].to(predicted), sources[:2])
 
-    _run(head, chains, plan, len(chains.x), precision, correct)
+    _run(head, chains, plan, precision, correct)
     return corrections.float().numpy()
 
 
-def _run(head: Head, chains: Trace, plan: list[Window], num_steps: int, precision: Precision, visit) -> Tensor:
+def _run(head: Head, chains: Trace, plan: list[Window], precision: Precision, visit: Visit | None = None) -> Tensor:
     """Tokens of the same z and noise as a trace's."""
     channels = chains.tokens.shape[1]
     x = noise.initial(chains.seed, chains.position, channels)
     eps_of = lambda t: noise.steps(chains.seed, chains.position, t, channels)  # noqa: E731
-    return sample(head, chains.z, chains.scale, chains.temperature, x, eps_of, plan, num_steps, precision, visit)
+    rows = chains.z, chains.scale, chains.temperature
+    return sample(head, *rows, x, eps_of, plan, len(chains.x), precision, visit)
 
 
 def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:

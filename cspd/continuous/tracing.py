@@ -44,6 +44,22 @@ class Trace(NamedTuple):
     def to(self, device: torch.device) -> Trace:
         return Trace(*(values.to(device) for values in self))
 
+    def finite(self) -> Trace:
+        """The tokens whose chains are finite throughout. Raises ValueError where none is."""
+        right = torch.stack([values.isfinite().all(2).all(0) for values in self.chains]).all(0)
+        which = (right & self.tokens.isfinite().all(1)).nonzero().squeeze(1)
+        if not len(which):
+            raise ValueError(
+                f"all of {len(right)} chains left the numbers of float32, so there is nothing to fit: look at cfg,"
+                f" temperature, num_sampling_steps={len(self.x)} and the weights"
+            )
+        return Trace(*(_of_tokens(values, which) for values in self))
+
+
+def _of_tokens(values: Tensor, which: Tensor) -> Tensor:
+    """Some tokens of a field of `Trace`: they are its last dimension but one, or its only one."""
+    return values.index_select(max(0, values.dim() - 2), which)
+
 
 def trace(model: MAR, request: Request, device: torch.device, precision: Precision, held_out: bool = False) -> Trace:
     """256 tokens of the sampler's own, labels and iterations mixed; `held_out`: others, of other labels and seeds."""

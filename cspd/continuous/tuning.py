@@ -156,13 +156,13 @@ class Calibrations:
 
     @torch.inference_mode()
     def _fit_predictor(self, request: Request) -> Predictor:
-        seen, held_out = (self._trace(request, held_out).chains for held_out in (False, True))
+        seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
         return fit_predictor(seen, held_out, request.temperature)
 
     @torch.inference_mode()
     def _fit_shortcut(self, request: Request) -> Shortcut:
         predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
-        seen, held_out = (self._trace(request, held_out).to(self.device) for held_out in (False, True))
+        seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
         return fit_shortcut(self.model.head, seen, held_out, predictor, steps, request.null_every, self.precision)
 
     def _trace(self, request: Request, held_out: bool) -> Trace:

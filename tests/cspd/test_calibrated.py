@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 
@@ -250,11 +251,40 @@ def test_a_plan_of_too_few_calls_is_an_error():
 
 
 def test_chains_that_are_not_finite_leave_the_fit_to_the_others():
-    chains = CASE.trace(64, 5).chains
-    beside = tuple(torch.cat([values, torch.full_like(values[:, :2], torch.nan)], dim=1) for values in chains)
-    expected, found = (fit_predictor(each, each, 0.9) for each in (chains, beside))
-    for name in ("coefficients", "drift", "skip_cost"):
-        assert np.array_equal(getattr(found, name), getattr(expected, name))
+    chains = CASE.trace(64, 5)
+    x, eps, tokens = chains.x.clone(), chains.eps.clone(), chains.tokens.clone()
+    x[3, 7, 1], eps[0, 60, 0], tokens[61, 2] = torch.nan, torch.inf, -torch.inf
+    found = chains._replace(x=x, eps=eps, tokens=tokens).finite()
+    others = [i for i in range(64) if i not in (7, 60, 61)]
+    for name in ("x", "eps", "v", "z"):
+        assert torch.equal(getattr(found, name), getattr(chains, name)[:, others])
+    for name in ("tokens", "seed", "position", "scale", "temperature"):
+        assert torch.equal(getattr(found, name), getattr(chains, name)[others])
+
+
+@pytest.mark.parametrize("at", ["noise", "variance"])
+def test_a_prediction_that_explodes_is_kept_and_never_taken(at, tmp_path):
+    """It is finite on disk, and costs so much that no plan has it."""
+    x, eps, v = (values.clone() for values in CASE.trace(64, 5).chains)
+    (eps if at == "noise" else v)[20] *= 1e12
+    found = fit_predictor((x, eps, v), (x, eps, v), 0.9)
+    found.check(STEPS)
+    assert all(20 in plan.steps for plan in plans(found.skip_cost) if plan.cost < 1e6)
+
+
+@pytest.mark.parametrize("bias", [torch.nan, 1e30])
+def test_a_model_whose_chains_are_not_finite_is_told(bias, small_mar, engine):
+    broken = copy.deepcopy(small_mar)
+    broken.head.final_layer.linear.bias += bias
+    with pytest.raises(ValueError, match="left the numbers of float32, so there is nothing to fit"):
+        engine(1, broken).resolve(Request(1, method="calibrated", **SETTINGS, head_calls=6))
+
+
+def test_too_few_calls_to_stay_finite_are_told(predictor):
+    chains = CASE.trace(64, 5)
+    huge = dataclasses.replace(predictor, coefficients=np.full_like(predictor.coefficients, 1e6))
+    with pytest.raises(ValueError, match=r"head_calls=2: these tokens leave .*; give more head calls"):
+        fit_shortcut(CASE.head, chains, chains, huge, (STEPS - 1, 0), 1, FP32)
 
 
 WRONG = {
@@ -283,7 +313,7 @@ SETTINGS = {"num_iter": 4, "cfg": 2.0, "num_sampling_steps": 12}
 @pytest.fixture
 def engine(small_mar, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return lambda slots: Engine(MARModels(small_mar), max_batch=slots, device="cpu")
+    return lambda slots, model=small_mar: Engine(MARModels(model), max_batch=slots, device="cpu")
 
 
 def test_in_an_engine(engine):
@@ -301,6 +331,14 @@ def test_in_an_engine(engine):
     plain = engine(1).generate(requests[0].but(method="ar", head_calls=None))[0]
     assert (whole.tokens - plain.tokens).abs().max() < 1e-4 * plain.tokens.abs().max()
     assert whole.stats.divergence == 0 and whole.stats.head_evaluations == 64 * 24
+
+
+def test_a_resolved_request_has_all_that_it_needs(engine):
+    """No round waits for a fit, whose time would be taken for the head's."""
+    own = engine(1)
+    request = own.resolve(Request(1, method="calibrated", **SETTINGS, head_calls=5))
+    assert own.host.tuning.calibrations["target"].folder_of(request, Shortcut)
+    assert own.resolve(request) == request
 
 
 def test_an_audit_changes_no_image(engine):
@@ -342,6 +380,7 @@ BAD = [
     ({"divergence": -1.0}, "above 0"),
     ({"audit": 1.5}, r"0\.\.1"),
     ({"audit": -0.1}, r"0\.\.1"),
+    ({"audit": 1e-9}, r"give 0, or 0\.0001\.\.1"),
     ({"null_every": 0}, r"1\.\.1000"),
     ({"audit": 0.1, "temperature": 0.0}, "audit=0.1 needs temperature > 0"),
     ({"divergence": 0.1, "temperature": 0.0}, "divergence=0.1 needs temperature > 0"),

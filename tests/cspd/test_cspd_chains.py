@@ -65,6 +65,13 @@ def test_drafted_tokens_are_judged(chains, small_mar, draft):
     assert stats.draft_backbone_calls == DRAFTED and stats.guarantee == "heuristic"
 
 
+def test_an_audit_of_chains_is_an_error(small_mar):
+    """Since nobody would be told what it found."""
+    engine = Engine(MARModels(small_mar, small_mar), max_batch=1, device="cpu")
+    with pytest.raises(ValueError, match=r"audit=0\.1 is no option of 'cspd'"):
+        engine.check(request("calibrated", audit=0.1))
+
+
 @every_denoiser
 def test_a_draft_that_is_the_target_is_accepted(chains, small_mar):
     """With the same noise, and from the same tokens."""
