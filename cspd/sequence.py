@@ -107,9 +107,10 @@ class RoundStats:
             mean bounds the total variation of an image's codes from the target's.
         difference, divergence: of a "measured" request, how its tokens compare with the full chain's on held-out ones,
             from the same z and noise: r.m.s. difference in standard deviations of a token's channels, and KL divergence
-            of the sampler's path from the chain, nats per token (None at temperature 0: infinite). None of others.
+            of the sampler's path from the chain, nats per token (None where infinite, as at temperature 0). None of
+            others.
         audit, audit_error: the same divergence of this image's own tokens, estimated where asked for, and the standard
-            error of that; nats per token.
+            error of that; nats per token; None where not finite.
         resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
         seconds: wall time of the rounds it took part in, by phase; each sequence is charged the full time of the round.
             "decode" is the time of the images that finished with it; on a GPU that overlaps other rounds.

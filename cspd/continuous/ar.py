@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -67,8 +68,9 @@ def advance(
             stats.difference, stats.divergence = made.measured.difference, made.measured.divergence
             if made.measured.audit is not None and sequence.num_known == host.seq_len:
                 audit = host.audit[sequence.slot]
-                stats.audit = audit.mean().item()
-                stats.audit_error = (audit.std() / host.seq_len**0.5).item()
+                estimate = audit.mean().item(), (audit.std() / host.seq_len**0.5).item()
+                if all(map(math.isfinite, estimate)):
+                    stats.audit, stats.audit_error = estimate
 
 
 METHOD = Method(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cspd.continuous.ancestral import SHORT
 from cspd.continuous.denoiser import Denoised, Measured, denoiser
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.windows import Audit, sample
@@ -91,6 +92,17 @@ def resolve(request: Request, host: MARHost) -> Request:
     return request
 
 
+def advice(request: Request) -> str | None:
+    """Not to shorten the chain itself, whose first step then multiplies errors by thousands."""
+    num_steps = request.num_sampling_steps
+    if num_steps >= SHORT:
+        return None
+    return (
+        f"a chain of {num_steps} denoising steps overshoots in its first one: give num_sampling_steps=100, which takes"
+        " no more head calls"
+    )
+
+
 class _Running:
     """What the sequences of one kind share while they run: a model's windows, and what is known of their tokens."""
 
@@ -104,7 +116,7 @@ class _Running:
         self.num_full = sum(window.is_full for window in self.plan)
 
 
-@denoiser("calibrated", "measured", options=OPTIONS, needs="calibration", check=check, resolve=resolve)
+@denoiser("calibrated", "measured", options=OPTIONS, needs="calibration", check=check, resolve=resolve, advice=advice)
 def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
     """Every token by N head calls; arguments as in `cspd.continuous.denoiser`. An audit's calls are not counted."""
     request = rows.sequences[0].request

@@ -23,6 +23,7 @@ from cspd.continuous.gaussian import divergence
 from mar.diffusion import schedule
 
 MOST_LAGS = 128  # steps from one call to the next, at most
+MOST_COST = torch.finfo(torch.float32).max  # where float32 ends: taken only if there is no other way
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temper
         p = s.mean_eps[k] * eps[k], base + slope * v[k]  # both means share A x_k
         q = s.mean_eps[k] * eps_predicted, base + slope * v_predicted
         skip_cost[k, :num_lags] = divergence(p, q).mean(1)
-    return Predictor(coefficients.numpy(), drift.numpy(), skip_cost.nan_to_num(torch.inf).numpy())
+    return Predictor(coefficients.numpy(), drift.numpy(), skip_cost.nan_to_num(MOST_COST).numpy())
 
 
 class Plan(NamedTuple):

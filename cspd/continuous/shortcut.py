@@ -107,7 +107,7 @@ def _divergence(head: Head, chains: Trace, plan: list[Window], precision: Precis
     everywhere = torch.ones(len(chains.seed), len(chains.x), dtype=torch.bool, device=chains.x.device)
     audit = Audit(head, chains.z, chains.scale, chains.temperature, plan, precision, everywhere, rate=1.0)
     _run(head, chains, plan, precision, audit)
-    return audit.total.mean().nan_to_num(math.inf).item()
+    return audit.total.mean().nan_to_num(math.inf, posinf=math.inf).item()
 
 
 def _corrections(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> np.ndarray:

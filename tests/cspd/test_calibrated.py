@@ -341,6 +341,16 @@ def test_a_resolved_request_has_all_that_it_needs(engine):
     assert own.resolve(request) == request
 
 
+def test_what_is_beyond_float32_is_not_reported(engine):
+    """With hardly any noise paths diverge beyond all numbers; records have room for finite ones only."""
+    with pytest.warns(UserWarning, match="12 denoising steps .* give num_sampling_steps=100, which takes no more"):
+        (output,) = engine(1).generate(
+            Request(1, 1, "calibrated", **SETTINGS, temperature=1e-30, head_calls=6, audit=0.1)
+        )
+    stats = output.stats
+    assert stats.difference > 0 and stats.divergence is stats.audit is stats.audit_error is None
+
+
 def test_an_audit_changes_no_image(engine):
     request = Request(1, 1, "calibrated", **SETTINGS, head_calls=4)
     plain, audited, again = engine(1).generate([request, request.but(audit=1.0), request.but(audit=0.5)])
