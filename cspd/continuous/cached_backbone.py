@@ -53,9 +53,10 @@ SPARE = 15 / 320  # of the positions: at least so many are chosen beside those t
 
 
 class Caches:
-    """What one kind of request keeps, in slots.
+    """What sequences keep, in slots. Kinds of requests that keep the same share them: no two have the same slots.
 
     Attributes:
+        shape: which requests they serve, see `_shape`.
         copies: 2 where the null class has caches of its own. kept: of the transformer, copies x slots.
         distance: float32 [slots, L + 1, D], the null class's last hidden state minus the class's, by position, with a
             place for padding; None where it is not reused.
@@ -64,10 +65,10 @@ class Caches:
 
     def __init__(self, host: MARHost, request: Request) -> None:
         model, slots = host.target, host.num_slots
-        self.copies = _copies(request)
+        self.shape = self.copies, has_distance = _shape(request)
         self.kept = Kept.empty(model, self.copies * slots, _dtype(host), host.device)
         self.distance = None
-        if request.guided and request.reuse_null:
+        if has_distance:
             self.distance = torch.zeros(slots, host.seq_len + 1, model.config.embed_dim, device=host.device)
         self.known = np.zeros(slots, dtype=np.int64)
 
@@ -76,8 +77,9 @@ class Caches:
         return torch.cat([slots + copy * len(self.known) for copy in range(self.copies)])
 
 
-def _copies(request: Request) -> int:
-    return 2 if request.guided and not request.reuse_null else 1
+def _shape(request: Request) -> tuple[int, bool]:
+    """(how many classes have caches of the transformer, whether the null class's distance is kept)."""
+    return (2 if request.guided and not request.reuse_null else 1), request.guided and request.reuse_null
 
 
 def _dtype(host: MARHost) -> torch.dtype:
@@ -87,14 +89,14 @@ def _dtype(host: MARHost) -> torch.dtype:
 
 def bytes_per_slot(host: MARHost, request: Request) -> int:
     """Bytes of the caches that a slot adds."""
-    kept = _copies(request) * bytes_kept(host.target, _dtype(host))
+    copies, has_distance = _shape(request)
     distance = 4 * (host.seq_len + 1) * host.config.embed_dim
-    return kept + distance * (request.guided and request.reuse_null)
+    return copies * bytes_kept(host.target, _dtype(host)) + has_distance * distance
 
 
 def resolve(request: Request, host: MARHost) -> Request:
-    """The request as it is; raises ValueError where there are no caches yet, and they would not fit into memory."""
-    if not any("caches" in kept for kept in host.kept.values()):
+    """The request as it is; raises ValueError where there are no caches for it yet, and they would not fit."""
+    if _shared(host, request) is None:
         what, fix = " with backbone='cached'", "use backbone='full'"
         check_fits(bytes_per_slot(host, request), host.num_slots, what, fix, host.device)
     return request
@@ -169,10 +171,17 @@ EVALUATIONS = {"full": MARHost.conditions, "refresh": _refreshed, "lazy": _lazy}
 
 
 def _caches(host: MARHost, batch: list[Sequence]) -> Caches:
+    """The caches of a batch's kind; they go with the last kind that has them."""
     kept = host.kept[batch[0].key]
     if "caches" not in kept:
-        kept["caches"] = Caches(host, batch[0].request)
+        kept["caches"] = _shared(host, batch[0].request) or Caches(host, batch[0].request)
     return kept["caches"]
+
+
+def _shared(host: MARHost, request: Request) -> Caches | None:
+    """Caches of some kind in flight that would do for a request."""
+    there = (kept["caches"] for kept in host.kept.values() if "caches" in kept)
+    return next((caches for caches in there if caches.shape == _shape(request)), None)
 
 
 def _known_after(sequence: Sequence, iterations: int, seq_len: int) -> int:

@@ -227,6 +227,29 @@ def test_caches_are_allocated_once(model):
         assert sum(tensor.nbytes for tensor in tensors) == 3 * bytes_per_slot(host, batch[0].request)
 
 
+def test_kinds_share_caches(model, monkeypatch):
+    """Requests that cannot share a round keep their work in the same caches; those that keep more get their own."""
+    requests = [Request(i, seed=i, num_iter=6, **(QUICK | {"num_sampling_steps": 4 + i})) for i in range(3)]
+    served = engine(model, max_batch=2)
+    tickets = [served.add_request(request) for request in requests]
+    outputs = {}
+    for _ in range(8):  # a round of each of two kinds in turn, until both have caches
+        outputs |= served.step()
+    first, second = (kept["caches"] for kept in served.host.kept.values())
+    assert first is second
+    unguided = requests[0].but(cfg=1.0)
+    with monkeypatch.context() as small:
+        small.setattr(machine, "free_bytes", lambda device: 2 * bytes_per_slot(served.host, unguided) - 1)
+        served.resolve(requests[1])
+        with pytest.raises(ValueError, match="with backbone='cached' needs about"):
+            served.resolve(unguided)
+    while len(outputs) < len(requests):
+        outputs |= served.step()
+    assert not served.host.kept
+    for ticket, alone in zip(tickets, requests):
+        assert relative_error(tokens_of(model, [alone], max_batch=1)[0], outputs[ticket].tokens) < 1e-3
+
+
 def test_caches_that_do_not_fit_are_an_error(model, monkeypatch):
     served = engine(model)
     free = 1.5 * bytes_per_slot(served.host, served.resolve(Request(0, **QUICK)))
