@@ -20,7 +20,7 @@ from cspd.summary import measured
 
 SCHEMA = "cspd.bench/2"
 PUBLISHED = "published"  # MAR's or LlamaGen's sampler as published, `mar.reference` and `cspd.vq.reference`
-MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 10}  # for peak memory: fewer, larger iterations than usual
+MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 25}  # for peak memory: fewer, larger iterations than usual
 
 
 def contenders(

@@ -97,18 +97,20 @@ class RoundStats:
     Attributes:
         guarantee: of the request, a key of `cspd.method.GUARANTEES`.
         iterations: autoregressive iterations; rounds of draft and verification count as one.
-        backbone_calls: the target's backbone forwards, conditional and null class in one.
-        head_calls: sequential calls of the target's head; head_calls_per_token: of one token's chain, their mean.
+        backbone_calls: the target's backbone forwards, conditional and null class in one. lazy_backbone_calls: those of
+            them that computed a part of it, by a cached backbone.
+        head_calls: sequential calls of the target's head, of a cached head those that evaluate its blocks;
+            head_calls_per_token: of one token's chain, their mean.
         head_evaluations: rows of this request it was evaluated on, null class included.
         draft_backbone_calls, draft_head_calls: the same of the draft model.
         by_lag, by_step, by_rank: drafts judged, and accepted, by how far ahead they were (from 1) and, if states of a
             chain, by denoising step or, if tokens, by rank in the generation order.
         committed: how many rounds committed 1 VQ code, 2, ... bound: the rule's local bounds, summed: over requests its
             mean bounds the total variation of an image's codes from the target's.
-        difference, divergence: of a "measured" request, how its tokens compare with the full chain's on held-out ones,
-            from the same z and noise: r.m.s. difference in standard deviations of a token's channels, and KL divergence
-            of the sampler's path from the chain, nats per token (None where infinite, as at temperature 0). None of
-            others.
+        difference, divergence: of a denoiser that is measured, how its tokens compare with the full chain's on held-out
+            ones, from the same z and noise: r.m.s. difference in standard deviations of a token's channels, and KL
+            divergence of the sampler's path from the chain, nats per token (None at temperature 0: infinite). None of
+            others. What another backbone or order changes is not in them.
         audit, audit_error: the same divergence of this image's own tokens, estimated where asked for, and the standard
             error of that; nats per token; None where not finite.
         resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
@@ -119,6 +121,7 @@ class RoundStats:
     guarantee: str = "exact"
     iterations: int = 0
     backbone_calls: int = 0
+    lazy_backbone_calls: int = 0
     head_calls: int = 0
     head_calls_per_token: float = 0.0
     head_evaluations: int = 0

@@ -10,11 +10,12 @@ from cspd.sequence import PHASES
 
 COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
 MEASURED = ("difference", "divergence", "audit", "audit_error")  # of a "measured" sampler
-MEASURES = {f"{name}?": MAYBE for name in MEASURED}  # older versions' files have none
+LAZY = "lazy_backbone_calls"
+ADDED = {f"{name}?": MAYBE for name in (*MEASURED, LAZY)}  # older versions' files have none
 STATS = {  # what is read of them, see `misfit`
     **dict.fromkeys((*COUNTS, "head_calls_per_token"), NUMBER),
     **dict.fromkeys(("alpha", "step_compression"), MAYBE),
-    **MEASURES,
+    **ADDED,
     "guarantee": str,
     "committed": {str: int},
     "seconds": dict.fromkeys(PHASES, NUMBER),
@@ -34,6 +35,7 @@ def summary_of(stats: Sequence[dict], made: int, seconds: float) -> dict:
         "images_per_second": made / seconds,
     }
     summary |= {f"{name}_per_image": mean([s[name] for s in stats]) for name in COUNTS}
+    summary[f"{LAZY}_per_image"] = mean([s.get(LAZY, 0) for s in stats])
     compressions = [s["step_compression"] for s in stats if s["step_compression"] is not None]
     if compressions:
         summary["step_compression"] = mean(compressions)
@@ -67,8 +69,8 @@ def measured(stats: Sequence[Mapping]) -> dict[str, float | None]:
 def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
     """What a summary says was measured of a sampler, for people: (title, value, what it is) each."""
     meanings = {
-        "difference": "standard deviations of a token (r.m.s.) from the full chain's of the same noise, held-out",
-        "divergence": "nats per token, of its chain from the full one, held-out",
+        "difference": "s.d. of a token (r.m.s.) from the full chain's of the same condition and noise, held-out",
+        "divergence": "nats per token, of its chain from the full one of the same condition, held-out",
         "audit": "nats per token, the divergence estimated on these images",
     }
     if summary.get("audit_error") is not None:

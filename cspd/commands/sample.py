@@ -17,7 +17,7 @@ from cspd.commands.options import (
 from cspd.commands.sample_folder import RECORD, sample_to_folder
 from cspd.parsing import count, number_list, place, seed
 from cspd.stopping import if_stopped
-from cspd.summary import measured_lines
+from cspd.summary import LAZY, measured_lines
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -66,14 +66,16 @@ def run(args: argparse.Namespace) -> None:
             spread = "" if error is None else f" +- {error:.3f}"
             print(f"total variation from the target, of an image's codes: at most {bound:.3f}{spread} (docs/bounds.md)")
     else:
+        lazy = f" ({summary['lazy_backbone_calls_per_image']:.0f} lazy)" if summary[f"{LAZY}_per_image"] else ""
         print(
             f"per image: {summary['iterations_per_image']:.0f} iterations,"
-            f" {summary['backbone_calls_per_image']:.0f} backbone calls,"
+            f" {summary['backbone_calls_per_image']:.0f} backbone calls{lazy},"
             f" {summary['head_calls_per_image']:.0f} sequential head calls"
             f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
         )
     if summary["window"] and "step_compression" not in summary:
         print(f"window {summary['window']}: --window {summary['window']} gives these images on any machine")
+    print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")
     for title, value, meaning in measured_lines(summary):

@@ -24,7 +24,7 @@ from cspd.lookup import guarantee_of
 from cspd.machine import spread
 from cspd.sequence import Request
 from cspd.store import Store
-from cspd.summary import measured
+from cspd.summary import LAZY, measured
 from cspd.version import __version__
 
 SCHEMA = "cspd.compare/5"
@@ -134,7 +134,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
     audit_error = near.pop("audit_error")
 
     def mean(name: str) -> float:
-        return sum(cost[name] for cost in costs) / len(costs)
+        return sum(cost.get(name, 0) for cost in costs) / len(costs)
 
     return {
         "name": row.name,
@@ -147,6 +147,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "window": plan.window,
         "head_calls_per_token": mean("head_calls_per_token") or None,
         "backbone_calls": mean("backbone_calls"),
+        LAZY: mean(LAZY) or None,
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
         "alpha": accepted / judged if judged else None,
         "step_compression": mean("step_compression") if has_codes else None,

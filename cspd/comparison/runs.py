@@ -25,7 +25,7 @@ from cspd.plots import to_pil
 from cspd.records import MAYBE, NUMBER, misfit, parse_json
 from cspd.sequence import Output, Request
 from cspd.store import DECIDED, Store, kept_choices
-from cspd.summary import MEASURED, MEASURES
+from cspd.summary import ADDED, LAZY, MEASURED
 
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
@@ -36,7 +36,7 @@ COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone
 REST = {  # of a chunk, as JSON
     "seconds": NUMBER,
     "peak_bytes": int,
-    "costs": [dict.fromkeys(COSTS, NUMBER) | MEASURES | {"step_compression": MAYBE, "judged": int, "accepted": int}],
+    "costs": [dict.fromkeys(COSTS, NUMBER) | ADDED | {"step_compression": MAYBE, "judged": int, "accepted": int}],
 }
 
 
@@ -238,7 +238,7 @@ def _timed(row: Configuration, requests: list[Request]) -> Chunk:
 
 def _cost(output: Output) -> dict:
     judged, accepted = map(sum, output.stats.by_lag)
-    costs = {name: getattr(output.stats, name) for name in (*COSTS, *MEASURED)}
+    costs = {name: getattr(output.stats, name) for name in (*COSTS, LAZY, *MEASURED)}
     return costs | {"judged": judged, "accepted": accepted}
 
 

@@ -32,9 +32,15 @@ COLUMNS = [
         "d",
         "The noisiest of the 1000 timesteps that its chains visit, where it is given; MAR's own chains begin at 999.",
     ),
-    Column("head_calls_per_token", "head calls/token", ".1f", "Sequential calls of the diffusion head for one token."),
+    Column(
+        "head_calls_per_token",
+        "head calls/token",
+        ".1f",
+        "Sequential calls of the diffusion head for one token; of a cached head those that evaluate its blocks.",
+    ),
     Column("window", "W", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."),
     Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
+    Column("lazy_backbone_calls", "lazy calls", ".1f", "Those of them that compute a part of it, by a cached backbone."),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
     Column("step_compression", "codes per forward", ".2f", "VQ codes committed in one forward of the target."),
     Column("alpha", "alpha", ".3f", "Accepted share of what was drafted."),
@@ -86,7 +92,8 @@ COLUMNS = [
 ]
 INTERVALS = ("accuracy", "fid", "inception_score", "bound", "audit")  # columns that have one, as {key}_ci95
 HALF = " (± half of a 95 % interval)"
-WIDTH = 120  # of the notes in a terminal
+WIDTH = 120  # of the table and the notes in a terminal
+GAP = 2  # between columns there
 
 
 def value_of(row: dict, key: str) -> float | str | None:
@@ -181,14 +188,29 @@ def own_seeds(report: dict) -> bool:
 
 
 def text_table(report: dict) -> str:
-    """The table and its notes for a terminal; titles are in two lines."""
-    shown = columns(report)
-    titles = [column.title.rpartition(" ") for column in shown]
-    lines = [[above for above, _, _ in titles], [below for _, _, below in titles]]
-    lines += [[cell(row, column, short=True) for column in shown] for row in report["rows"]]
-    table = tabulate(lines, tablefmt="plain", **_layout(shown))
+    """The table and its notes for a terminal; titles are in two lines. What is too wide goes on below."""
+    name, *others = columns(report)
+    parts = [[name]]
+    for column in others:
+        if sum(_width(report, each) + GAP for each in parts[-1]) + _width(report, column) > WIDTH:
+            parts.append([name])
+        parts[-1].append(column)
     told = [textwrap.fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes(report, short=True)]
-    return "\n".join([table, *told])
+    return "\n".join(["\n\n".join(_plain(report, part) for part in parts), *told])
+
+
+def _plain(report: dict, shown: list[Column]) -> str:
+    return tabulate(zip(*(_lines(report, column) for column in shown)), tablefmt="plain", **_layout(shown))
+
+
+def _lines(report: dict, column: Column) -> list[str]:
+    """A column in a terminal, its title in two lines."""
+    above, _, below = column.title.rpartition(" ")
+    return [above, below, *(cell(row, column, short=True) for row in report["rows"])]
+
+
+def _width(report: dict, column: Column) -> int:
+    return max(map(len, _lines(report, column)))
 
 
 def markdown(report: dict) -> str:
@@ -208,7 +230,8 @@ def _escaped(text: str) -> str:
 
 def _layout(shown: list[Column]) -> dict:
     """tabulate's options: names and guarantees at the left, numbers at the right and as they are written."""
-    return {"colalign": ["left", "left"] + ["right"] * (len(shown) - 2), "disable_numparse": True}
+    sides = ["left" if column.key in ("name", "guarantee") else "right" for column in shown]
+    return {"colalign": sides, "disable_numparse": True}
 
 
 def csv_table(report: dict) -> str:

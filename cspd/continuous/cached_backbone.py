@@ -163,6 +163,8 @@ def _lazy(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     positions = positions[: len(batch)]
     if caches.distance is not None:
         x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
+    for sequence in batch:
+        sequence.stats.lazy_backbone_calls += 1
     caches.known[[s.slot for s in batch]] = rows.known
     return _conditions(host, x, positions, rows)
 

@@ -227,6 +227,15 @@ def test_caches_are_allocated_once(model):
         assert sum(tensor.nbytes for tensor in tensors) == 3 * bytes_per_slot(host, batch[0].request)
 
 
+@pytest.mark.parametrize("denoiser", ["cached", "ancestral", "speculative"])
+def test_lazy_calls_are_counted(denoiser, model):
+    window = {"window": 2, "draft": "frozen", "first_timestep": None} if denoiser == "speculative" else {}
+    requests = [Request(0, num_iter=k, **(QUICK | window), denoiser=denoiser) for k in (1, 6, 9)]
+    stats = [output.stats for output in engine(model).generate(requests)]
+    assert [each.backbone_calls for each in stats] == [1, 6, 9]
+    assert [each.lazy_backbone_calls for each in stats] == [0, 3, 6]  # full: 0, 1, 5
+
+
 def test_kinds_share_caches(model, monkeypatch):
     """Requests that cannot share a round keep their work in the same caches; those that keep more get their own."""
     requests = [Request(i, seed=i, num_iter=6, **(QUICK | {"num_sampling_steps": 4 + i})) for i in range(3)]
