@@ -86,7 +86,7 @@ COLUMNS = [
         "p_value",
         "p",
         ".3f",
-        "Two-sample test of the images' features against plain sampling with the same settings and seeds.",
+        "Two-sample test of the images' features against plain sampling of the same seeds, see below.",
     ),
     Column("p_unpaired", "p unpaired", ".3f", "The same test against plain sampling of other seeds."),
 ]
@@ -152,6 +152,8 @@ def notes(report: dict, short: bool = False) -> list[str]:
             f" class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
             " images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
         )
+    if any(row["p_value"] is not None and row["method"] == "ar" for row in rows):
+        told.append("p of an ar with other denoising steps: against plain sampling by the first row's chain")
     if any(row["p_unpaired"] is not None for row in rows):
         told.append(
             "p unpaired: the same test against plain sampling of other seeds. It does not find what is too small to be"

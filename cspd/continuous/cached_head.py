@@ -61,14 +61,14 @@ def outputs(
 
 
 def _last_layers(head: Head, c_embed: Tensor, timesteps: np.ndarray, precision: Precision) -> Iterator[tuple]:
-    """The last layer's modulations of the class at each of some timesteps."""
-    if len(timesteps) == 0:
-        return iter(())
+    """The last layer's modulations of the class at each of some timesteps, in tables as `ancestral.modulated` has."""
     with precision.full():
         t_embed = head.time_embed(torch.tensor(timesteps.tolist(), device=c_embed.device))
-    with precision.fast():
-        (last,) = head.split(head.modulations(t_embed[:, None, None], c_embed, with_blocks=False))
-    return zip(*(each.unbind(0) for each in last))
+    chunk = max(1, ancestral.MODULATION_BYTES // (4 * 2 * head.width * c_embed.shape[1]))
+    for some in t_embed[:, None, None].split(chunk):
+        with precision.fast():
+            (last,) = head.split(head.modulations(some, c_embed, with_blocks=False))
+        yield from zip(*(each.unbind(0) for each in last))
 
 
 def _outputs(head: Head, modulations: Sequence[tuple], last_layers: Iterator[tuple]) -> Iterator:

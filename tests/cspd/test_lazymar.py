@@ -348,6 +348,22 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
     assert made.evaluations.tolist() == [7 * len(z)] * 8
 
 
+def test_tables_are_small_however_much_is_reused(model, monkeypatch):
+    host, rows, z = chains(model, steps=40, reuse=39)
+    size = ancestral.modulation_size(model.head) * z[..., 0].numel()  # of one call
+    monkeypatch.setattr(ancestral, "MODULATION_BYTES", size)
+    tables, modulations = [], model.head.modulations
+
+    def counted(*args, **more):
+        made = modulations(*args, **more)
+        tables.append(sum(each.nbytes for each in made))
+        return made
+
+    monkeypatch.setattr(model.head, "modulations", counted)
+    cached_head.denoise(host, "target", rows, z)
+    assert max(tables) <= size
+
+
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 def test_nothing_reused_is_the_ancestral_chain(cfg, model):
     host, rows, z = chains(model, cfg, reuse=1)
