@@ -17,6 +17,7 @@ from typing import Any
 from cspd.parsing import shortened
 
 LARGEST = 3e38  # that any number may be: float32 holds it
+LARGEST_INTEGER = 2**31 - 1  # that any whole number may be: arrays count with it
 _NAMES: set[str] = set()  # of all options there are, so that a request can tell a misspelt one
 
 
@@ -30,8 +31,8 @@ class Option:
         help: what it is, in a few words, for `--help`, the docs and errors.
         default: what it is where the request leaves it open; None: the model's published value, or decided later.
         implied: the default is not written into requests, but known where the option is used.
-        low, high: the range of a number, both included; without `high`, as far as float32 goes. above: it must be
-            larger than this.
+        low, high: the range of a number, both included; without `high`, as far as float32 or int32 goes.
+        above: it must be larger than this.
         only_with: another option's name, and those of its values with which this one means anything.
         off: a value that asks for nothing, and may be given anyway.
         metavar: the value's name in `--help`.
@@ -73,6 +74,10 @@ class Option:
             return f"above {self.above:g}" + (f", at most {high}" if high else "")
         return f"{self.low:g}..{high}" if high else f"{self.low:g} or more"
 
+    @property
+    def _most(self) -> float:
+        return LARGEST_INTEGER if self.kind is int and self.high == LARGEST else self.high
+
     def applies(self, settings: Mapping[str, object]) -> bool:
         """Whether it means anything beside a request's other settings."""
         return self.only_with is None or settings.get(self.only_with[0]) in self.only_with[1]
@@ -83,8 +88,8 @@ class Option:
             kinds = {int: "a whole number, ", float: "a number, ", bool: ""}
             kind = kinds[self.kind] if isinstance(self.kind, type) else "one of "
             wrong = f"{self.name} is missing" if value is None else f"{self.name}={shortened(value)} does not fit"
-            beyond = isinstance(value, (int, float)) and value > LARGEST == self.high
-            limit = f" and at most {LARGEST:g}" if beyond else ""
+            beyond = isinstance(value, (int, float)) and value > self._most and self.high == LARGEST
+            limit = f" and at most {self._most:.15g}" if beyond else ""
             raise ValueError(f"{wrong}: give {kind}{self.range}{limit} ({self.help})")
 
     def fits(self, value: object) -> bool:
@@ -95,7 +100,7 @@ class Option:
             return self.kind is bool and isinstance(value, bool)
         if not isinstance(value, int if self.kind is int else (int, float)):
             return False
-        if not self.low <= value <= self.high:
+        if not self.low <= value <= self._most:
             return False
         return self.above is None or value > self.above
 

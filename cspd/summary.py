@@ -11,7 +11,8 @@ from cspd.sequence import PHASES
 COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
 MEASURED = ("difference", "divergence", "audit", "audit_error")  # of a "measured" sampler
 LAZY = "lazy_backbone_calls"
-ADDED = {f"{name}?": MAYBE for name in (*MEASURED, LAZY)}  # older versions' files have none
+MEASURES = {f"{name}?": MAYBE for name in MEASURED}  # older versions' files have none
+ADDED = MEASURES | {f"{LAZY}?": NUMBER}  # the same of images
 STATS = {  # what is read of them, see `misfit`
     **dict.fromkeys((*COUNTS, "head_calls_per_token"), NUMBER),
     **dict.fromkeys(("alpha", "step_compression"), MAYBE),

@@ -34,7 +34,7 @@ from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.store import Store
-from cspd.summary import ADDED, measured_lines
+from cspd.summary import MEASURES, measured_lines
 
 SCHEMA = "cspd.evaluation/1"
 SPEEDS = ("images_made", "processes", "seconds", "images_per_second")
@@ -43,7 +43,7 @@ SAMPLING = {  # what is shown
     "guarantee": str,
     **dict.fromkeys((*SPEEDS, *COSTS), NUMBER),
     "step_compression?": NUMBER,
-    **ADDED,
+    **MEASURES,
 }
 SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURING = {"command", "run", "images", "out", "ref", "space", "weights", "npz", "device"}  # not of sampling

@@ -40,7 +40,9 @@ COLUMNS = [
     ),
     Column("window", "W", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."),
     Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
-    Column("lazy_backbone_calls", "lazy calls", ".1f", "Those of them that compute a part of it, by a cached backbone."),
+    Column(
+        "lazy_backbone_calls", "lazy calls", ".1f", "Those of them that compute a part of it, by a cached backbone."
+    ),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
     Column("step_compression", "codes per forward", ".2f", "VQ codes committed in one forward of the target."),
     Column("alpha", "alpha", ".3f", "Accepted share of what was drafted."),

@@ -268,7 +268,9 @@ def test_caches_that_do_not_fit_are_an_error(model, monkeypatch):
     assert served.resolve(Request(0, **QUICK).but(method="ar", warmup=None, refresh=None)).method == "ar"
 
 
-@pytest.mark.parametrize("name, value", [("refresh", 0), ("warmup", -1), ("retain", 1.5), ("reuse", 0)])
+@pytest.mark.parametrize(
+    "name, value", [("refresh", 0), ("warmup", -1), ("retain", 1.5), ("reuse", 0), ("reuse", 10**23)]
+)
 def test_bad_settings(name, value, model):
     with pytest.raises(ValueError, match=f"{name}={value} does not fit"):
         engine(model).resolve(Request(0, **QUICK).but(**{name: value}))
