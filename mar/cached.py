@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +123,15 @@ def refresh(
     return x
 
 
+class Counts(NamedTuple):
+    """How many tokens, as `lazy` has them: of each sequence [B], or the most of any."""
+
+    known: Any
+    new: Any
+    next: Any
+    others: Any
+
+
 def lazy(
     model: MAR,
     kept: Kept,
@@ -142,17 +152,31 @@ def lazy(
     Returns:
         The last block's output [B, M, D] at the positions to be predicted, and these [B, M]; padding after them.
     """
-    most_known, most_new, most_next, most_others = (max(column) for column in zip(*counts))
-    known, num_new, num_next, num_others = torch.tensor(counts, device=order.device).unbind(1)
-    buffer, places = model.config.buffer_size, kept.inputs.shape[1] - 1
-    start = torch.arange(buffer, device=order.device).expand(len(order), -1)
+    most = Counts(*map(max, zip(*counts)))
+    num = Counts(*torch.tensor(counts, device=order.device).unbind(1))
+    at_new = _encode_new(model, kept, slots, tokens, order, num, most, class_embedding)
+    return _decode_changed(model, kept, slots, order, num, most, at_new)
 
-    # the encoder: buffer and new tokens, over all known ones
-    new, is_padding = stretch(order, known - num_new, num_new, filled(most_new))
-    ranks = (known - num_new).unsqueeze(-1) + torch.arange(new.shape[1], device=order.device)
+
+def _encode_new(
+    model: MAR,
+    kept: Kept,
+    slots: Tensor,
+    tokens: Tensor,
+    order: Tensor,
+    num: Counts,
+    most: Counts,
+    class_embedding: Tensor,
+) -> Tensor:
+    """The encoder of buffer and new tokens, over all known ones; the places [B, M] of the new ones in the decoder."""
+    buffer, places = model.config.buffer_size, kept.inputs.shape[1] - 1
+    first_new = num.known - num.new
+    new, is_padding = stretch(order, first_new, num.new, filled(most.new))
+    ranks = first_new.unsqueeze(-1) + torch.arange(new.shape[1], device=order.device)
+    start = torch.arange(buffer, device=order.device).expand(len(order), -1)
     where = torch.cat([start, (ranks + buffer).masked_fill(is_padding, places)], dim=1)
-    length = min(math.ceil((buffer + most_known) / PAD_TO) * PAD_TO, places)
-    mask = torch.arange(length, device=order.device) < (known + buffer).unsqueeze(-1)
+    length = min(math.ceil((buffer + most.known) / PAD_TO) * PAD_TO, places)
+    mask = torch.arange(length, device=order.device) < (num.known + buffer).unsqueeze(-1)
     x = model.embed(tokens, new, ~is_padding, class_embedding)
     for layer, block in zip(kept.encoder, model.encoder_blocks):
         normed = block.norm1(x)
@@ -160,10 +184,17 @@ def lazy(
         x = attend(block, x, normed, layer[slots, :length], mask[:, None, None])
     encoded = model.decoder_embed(model.encoder_norm(x))
 
-    # the decoder, everywhere up to the layer that judges
     at_new = (new + buffer).masked_fill(is_padding, places)
     where = torch.cat([start, at_new], dim=1)
     _write(kept.inputs, slots, where, encoded + model.decoder_pos_embed_learned[0, where.clamp(max=places - 1)])
+    return at_new
+
+
+def _decode_changed(
+    model: MAR, kept: Kept, slots: Tensor, order: Tensor, num: Counts, most: Counts, at_new: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The decoder, everywhere up to the layer that judges and from there on where it must be; returns as `lazy`."""
+    buffer, places = model.config.buffer_size, kept.inputs.shape[1] - 1
     x = kept.inputs[slots, :places]
     judged = judged_layer(model)
     for block in model.decoder_blocks[:judged]:
@@ -174,12 +205,12 @@ def lazy(
     kept.decoder[0][slots, :places] = own.to(before.dtype)
 
     # from there on, only where a token is to be predicted, is new, or values changed most
-    positions, is_padding = stretch(order, known, num_next, filled(most_next))
+    positions, is_padding = stretch(order, num.known, num.next, filled(most.next))
     at_next = (positions + buffer).masked_fill(is_padding, places)
     similarity = F.pad(_similarity(own, before, model.config.num_heads), (0, 1))
     similarity = similarity.scatter(1, at_new, -torch.inf).scatter(1, at_next, torch.inf)
-    chosen = similarity[:, :places].topk(min(filled(most_others), places), largest=False).indices
-    is_padding = torch.arange(chosen.shape[1], device=order.device) >= num_others.unsqueeze(-1)
+    chosen = similarity[:, :places].topk(min(filled(most.others), places), largest=False).indices
+    is_padding = torch.arange(chosen.shape[1], device=order.device) >= num.others.unsqueeze(-1)
     where = torch.cat([at_next, chosen.masked_fill(is_padding, places)], dim=1)
     index = torch.cat([positions + buffer, chosen], dim=1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
     x = attend(first, x.gather(1, index), normed.gather(1, index), own)

@@ -323,6 +323,14 @@ def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
     assert "no FID-12, class acc., p: no judge" in text
 
 
+def test_what_an_ar_of_another_chain_is_compared_with_is_told(made):
+    content, _ = made
+    told = "p of an ar with other denoising steps"
+    assert told not in tables.markdown(content)
+    content["rows"][0] |= {"p_value": 0.5}
+    assert told in tables.markdown(content)
+
+
 def test_the_table_fits_a_terminal(made):
     content, _ = made
     for i, each in enumerate(content["rows"]):
