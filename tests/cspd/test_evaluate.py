@@ -129,7 +129,7 @@ def test_the_report_says_all_that_was_measured(whole, capsys):
     sampling |= {"guarantee": "measured", "difference": 0.0461, "divergence": 0.5, "audit": 0.25, "audit_error": 0.125}
     request["first_timestep"] = 950
     text = format_evaluation(report)
-    for told in ("measured, chains from timestep 950\n", "0.046  standard deviations", "0.250  +- 0.125 nats"):
+    for told in ("measured, chains from timestep 950\n", "0.046  s.d. of a token", "0.250  +- 0.125 nats"):
         assert told in text
 
 

@@ -85,12 +85,13 @@ def test_shards_keep_it(tmp_path):
 
 def test_chunks_of_a_comparison_keep_it(digits, tmp_path):
     made = outputs()
+    made[0].stats.lazy_backbone_calls = NUM
     row = Configuration("made up", made[0].request, digits)
     images, made_of = np.zeros((NUM, 4, 4, 3), np.uint8), {"requests": [{}] * NUM}
     runs._write(tmp_path / "chunk.npz", runs.Chunk(images, 1.0, 7, [runs._cost(output) for output in made]), made_of)
     chunk = runs._read(tmp_path / "chunk.npz", made_of, 4)
     told = speed_of(row, made[0].request, [chunk], [chunk])
-    wanted = KNOWN | {"audit": 0.5, "audit_ci95": 1.96 * ERROR}
+    wanted = KNOWN | {"audit": 0.5, "audit_ci95": 1.96 * ERROR, "lazy_backbone_calls": 1.0}
     assert {name: told[name] for name in wanted} == pytest.approx(wanted) and "audit_error" not in told
 
 
@@ -127,7 +128,14 @@ def test_samples_go_on_with_the_head_calls_that_were_chosen(tmp_path, capsys):
     told = measured_lines(record["summary"])
     assert [title for title, _, _ in told] == ["difference", "divergence", "audit"]
     text = capsys.readouterr().out
+    assert "guarantee: measured" in text
     assert all(f"{title} {value} {meaning}" in text for title, value, meaning in told)
+
+
+def test_lazy_calls_are_told(tmp_path, capsys):
+    run("sample", tmp_path, "--method", "lazymar", "--warmup", "0")
+    text = capsys.readouterr().out
+    assert "2 backbone calls (1 lazy)" in text and "guarantee: heuristic" in text
 
 
 def test_evaluations_go_on_with_the_head_calls_that_were_chosen(tmp_path, capsys):
