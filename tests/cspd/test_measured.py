@@ -111,6 +111,12 @@ def test_bench_tells_it_of_all_runs():
     assert not any(first[where].strip() for where in place.values())
 
 
+def test_memory_is_measured_without_a_warning(digits, recwarn):
+    """Of a setting that nobody gave."""
+    assert bench._memory(digits, cspd.Request(0, cfg=1.0), 1, 1)["peak_bytes"] > 0
+    assert not list(recwarn)
+
+
 def run(command, out, *more):
     options = ["--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--num", "2", "--labels", "3,4"]
     assert main([command, "--checkpoint", small_checkpoint(), *options, *more, "--out", str(out)]) == 0
