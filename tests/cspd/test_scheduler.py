@@ -41,14 +41,14 @@ def test_a_freed_slot_is_taken_at_once_by_the_next():
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.family} {method.name}")
 def test_kinds_take_turns(method):
     scheduler = Scheduler(4)
-    kinds = {}, {"cfg": 1.0}, {"num_sampling_steps": 25}
-    guided, plain, coarse = (sequences(n, method=method, **kind) for n, kind in zip((2, 1, 1), kinds))
-    for sequence in guided + plain + coarse:
+    kinds = {}, {"cfg": 1.0}, {"temperature": 0.0}
+    guided, plain, cold = (sequences(n, method=method, **kind) for n, kind in zip((2, 1, 1), kinds))
+    for sequence in guided + plain + cold:
         scheduler.add(sequence)
     scheduler.admit()
-    assert [scheduler.next() for _ in range(6)] == [guided, plain, coarse] * 2
+    assert [scheduler.next() for _ in range(6)] == [guided, plain, cold] * 2
     scheduler.release(plain)
-    assert [scheduler.next() for _ in range(4)] == [guided, coarse] * 2
+    assert [scheduler.next() for _ in range(4)] == [guided, cold] * 2
 
 
 def test_clear_frees_every_slot():

@@ -153,21 +153,27 @@ def mixed_requests():
         for i, (name, w) in enumerate([("ar", None), ("speculative", 4), ("speculative", 0)])
     ]
     mar.append(Request(1, method="cspd", gamma=8, num_sampling_steps=6))
-    requests = [
-        dataclasses.replace(r, family="VQ") if r.method not in ("ar", "speculative", "cspd") else r
-        for r in [*vq, *greedy, *settings, *COMPOSED]
-    ]
+    few = {
+        "calibrated": {"head_calls": 4},
+        "disa": {"upper": 6, "lower": 3},
+        "ddim": {"head_calls": 4},
+        "dpm-solver++": {"head_calls": 4},
+        "lazymar": {"warmup": 1, "refresh": 3},
+        "gtr": {"upper": 6, "lower": 3},
+    }
+    mar += [Request(1, method=name, num_iter=6, num_sampling_steps=12, **own) for name, own in few.items()]
+    requests = [dataclasses.replace(r, family="VQ") for r in [*vq, *greedy, *settings, *COMPOSED]]
     requests[0] = dataclasses.replace(requests[0], family="VQ")
-    every = [dataclasses.replace(r, seed=17 * i) for i, r in enumerate([*requests, *mar] * 2)][:40]
+    every = [dataclasses.replace(r, seed=17 * i) for i, r in enumerate([*requests, *mar] * 2)][:50]
     random.Random(0).shuffle(every)
     return every
 
 
-def test_forty_mixed_requests_each_as_if_alone(small_mar):
+def test_fifty_mixed_requests_each_as_if_alone(small_mar):
     toys = toy_models(codes=9, length=16)
     models = [MARModels(small_mar, small_mar), VQModels(**toys)]
     requests = mixed_requests()
-    assert len(requests) == 40 and {r.method for r in requests} == set(method_names())
+    assert len(requests) == 50 and {r.method for r in requests} == set(method_names())
     together = Engine(*models, max_batch=8, device="cpu").generate(requests)
     alone = Engine(*models, max_batch=1, device="cpu")
     for output, request in zip(together, requests):
