@@ -10,6 +10,7 @@ from cspd.method import GUARANTEES
 from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import Option
 
+OURS = "ours"  # in the place of a paper
 WIDTH = 120  # of what a guarantee means
 FEW = 4  # methods that are named one by one; of more it is said whose models they decode
 
@@ -75,7 +76,8 @@ def format_table() -> str:
     lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
     for method in METHODS:
         columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
-        lines.append(f"{columns} {method.summary} (arXiv {', '.join(method.papers)})")
+        source = f"arXiv {', '.join(method.papers)}" if method.papers else OURS
+        lines.append(f"{columns} {method.summary} ({source})")
     titles = {number: title for method in METHODS for number, title in method.papers.items()}
     given = {method.guarantee for method in METHODS}
     meanings = [_indented(f"{name:<10} {meaning}") for name, meaning in GUARANTEES.items() if name in given]
@@ -92,7 +94,7 @@ def markdown_table() -> str:
     for method in METHODS:
         name = f"`{method.name}`" + (" (default)" if DEFAULTS[method.family] == method.name else "")
         papers = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers)
-        rows.append((name, method.family, method.guarantee, method.needs, method.summary, papers))
+        rows.append((name, method.family, method.guarantee, method.needs, method.summary, papers or OURS))
     return _markdown(rows)
 
 

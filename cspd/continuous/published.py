@@ -14,7 +14,7 @@ SPECULATIVE = sampling(
 CALIBRATED = sampling(
     "calibrated",
     "the head at N of the T steps, fitted predictions between; keeps the noise",
-    {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
+    {},
     denoiser="calibrated",
 )
 DISA = sampling(
