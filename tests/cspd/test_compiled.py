@@ -13,13 +13,12 @@ from cspd.continuous.draft_verify import compiled_move
 NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
+@pytest.mark.slow  # tracing takes ten seconds, making the kernels a minute
 @pytest.mark.parametrize(
     "backend",
     [
-        "eager",  # traces only, which is where a change can break it; to make the kernels takes a minute
-        pytest.param(
-            "inductor", marks=[pytest.mark.slow, pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")]
-        ),
+        "eager",  # traces only, which is where a change can break it
+        pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")),
     ],
 )
 def test_compiled_rounds_agree(backend, small_mar, monkeypatch):

@@ -39,14 +39,8 @@ def test_tokenizer(engine):
     assert -10 * torch.log10(error / 4) > 36
 
 
-@pytest.mark.parametrize(
-    "method, num",
-    [
-        ("eagle", 10),
-        pytest.param("ar", 100, marks=pytest.mark.slow),
-        pytest.param("eagle", 40, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method, num", [("ar", 100), ("eagle", 40)])
 def test_samples_are_recognised(method, num, engine):
     outputs = engine.generate([cspd.Request(label=i % 10, seed=i, method=method) for i in range(num)])
     images, labels = torch.stack([o.image for o in outputs]), torch.tensor([o.request.label for o in outputs])

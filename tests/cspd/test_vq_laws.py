@@ -57,7 +57,6 @@ FILTERS = [{"top_k": 2}, {"top_p": 0.7}, {"temperature": 0.6, "cfg": 1.0}]
 @pytest.mark.parametrize(
     "kind, changes",
     [
-        ("chain", FILTERS[0]),
         ("jacobi PD AC", FILTERS[1]),
         *[
             pytest.param(kind, changes, marks=pytest.mark.slow)
