@@ -38,6 +38,7 @@ def test_baselines_come_first_and_once(comparison):
     assert asked["speculative:window=3"]["window"] == 3 and asked["cspd:gamma=32:prefill=0.7"]["gamma"] == 32
 
 
+@pytest.mark.slow
 def test_two_families_are_compared(digits, tmp_path):
     vq = cspd.load("digits32_vq", max_batch=8, device="cpu")
     entries = [{"name": "quick"} | K4 | {"method": "ar"}]

@@ -205,6 +205,7 @@ with Processes() as processes:
 """
 
 
+@pytest.mark.slow
 def test_no_process_waits_for_one_that_failed():
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     runs = [

@@ -139,6 +139,7 @@ def test_the_seed_decides(engine, requests, alone):
     assert (alone[0].tokens - alone[1].tokens).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_bf16_has_the_distribution_of_its_own_ancestral_chain(case):
     """What is coarse is the head, in p; the draft and its density are not."""
     bf16 = Precision("bf16", torch.device("cpu"))

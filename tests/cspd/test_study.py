@@ -152,6 +152,7 @@ def test_lists_are_swept():
     ]
 
 
+@pytest.mark.slow
 def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
     target = checkpoint_files("digits32")["target"]
     path = study(
