@@ -32,7 +32,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.sequence"],
     ["cspd.machine", "cspd.store"],
     ["cspd.items", "cspd.lock"],
-    ["cspd.noise", "cspd.option", "cspd.pixels", "cspd.records", "cspd.stopping", "cspd.version"],
+    ["cspd.graphs", "cspd.noise", "cspd.option", "cspd.pixels", "cspd.records", "cspd.stopping", "cspd.version"],
     ["cspd.parsing"],
     ["mar"],
 ]
