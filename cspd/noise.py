@@ -18,7 +18,7 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-MOST_AT_ONCE = 2**19  # numbers of many steps: drawing one takes ten times its memory
+MOST_AT_ONCE = 2**19  # numbers of many steps on a CPU: drawing one takes ten times its memory
 INDEX_BITS = 24
 MAX_INDEX = 1 << INDEX_BITS  # every index is below it: in the counter's last word the purpose begins here
 DRAFT_OFFSET = 1 << 20  # of a draft model's residual candidates; the target's stay below it
@@ -54,7 +54,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return even[0], odd[0], even[1], odd[1]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: a graph reads them where they are
 def _constants(dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The multipliers [2, 1, ...] and the rounds' key bumps [ROUNDS, 2, 1, ...], for counters of so many dimensions."""
     with torch.inference_mode(False):
@@ -75,7 +75,9 @@ def bits(
         check_indices(index, MAX_INDEX)
     device = seed.device
     block = torch.arange(-(-num // 4), device=device)
-    words = [torch.as_tensor(w, device=device).unsqueeze(-1) for w in (position, step, index)]
+    # numbers are filled in on the device: to copy one there would wait for it
+    numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in (position, step, index))
+    words = [w.unsqueeze(-1) for w in numbers]
     tag = words[2] | (purpose.unsqueeze(-1) if isinstance(purpose, Tensor) else int(purpose)) << INDEX_BITS
     drawn = philox((block, words[0], words[1], tag), _key(seed.unsqueeze(-1)))
     return torch.stack(torch.broadcast_tensors(*drawn), dim=-1).flatten(-2)[..., :num]
@@ -145,8 +147,8 @@ def initial(seed: Tensor, position: Tensor, channels: int, index: int = 0) -> Te
 
 def steps(seed: Tensor, position: Tensor, step: Tensor, channels: int, index: int = 0) -> Tensor:
     """eps_t of tokens: seed, position [R] and steps t [n] to [n, R, channels]; index as in `initial`."""
-    several = max(1, MOST_AT_ONCE // (len(seed) * channels))
-    parts = step.unsqueeze(-1).split(several)
+    steps_at_once = max(1, MOST_AT_ONCE // (len(seed) * channels)) if seed.device.type == "cpu" else len(step)
+    parts = step.unsqueeze(-1).split(steps_at_once)
     return torch.cat([normal(seed, Purpose.STEP, position, part, index, num=channels) for part in parts])
 
 
@@ -173,7 +175,7 @@ def chain(
     return _box_muller(first.flatten(1))[:, :channels], eps[..., :channels].contiguous(), coins
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # as `_constants`
 def _chain_counters(
     num_steps: int, channels: int, index: int, coin_index: int, device: torch.device
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cspd.sequence import PHASES
 
 POLICIES = {
     "fp32": "float32 throughout: the reference",
     "tf32": "float32 storage, 10-bit mantissas inside CUDA matrix products; on a CPU the same as fp32",
-    "bf16": "bfloat16 matrix products by autocast; chain, tables and first denoising step in float32",
+    "bf16": "bfloat16 copies of the weights of matrix products; chain, tables and first denoising step in float32",
 }
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Precision:
     """One setting for a whole engine. The first denoising step and the autoencoder are in float32 under every policy.
+
+    What may be computed as fast as the policy allows is computed inside `fast`, by what `prepare` makes of a module.
 
     Raises:
         ValueError: unknown policy.
@@ -29,24 +36,37 @@ class Precision:
         if not isinstance(policy, str) or policy not in POLICIES:
             raise ValueError(f"precision={policy!r}: choose one of {', '.join(POLICIES)}")
         self.policy, self.device = policy, device
+        self._prepared: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
-    def _apply(self, tf32: bool, bf16: bool) -> contextlib.AbstractContextManager[None]:
-        if self.device.type == "cpu" and torch.is_autocast_enabled("cpu") == bf16:  # there is nothing to change
-            return contextlib.nullcontext()
-        return self._switch(tf32, bf16)
+    def prepare(self, module: Module) -> Module:
+        """The module as `fast` computes with it: under bf16 its matrix products have copies of their weights.
 
-    @contextlib.contextmanager
-    def _switch(self, tf32: bool, bf16: bool) -> Iterator[None]:
-        flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]  # matrix products, convolutions
-        before = [flag.allow_tf32 for flag in flags]
-        for flag in flags:
-            flag.allow_tf32 = tf32
-        try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                yield
-        finally:
-            for flag, value in zip(flags, before):
-                flag.allow_tf32 = value
+        The copies are made once and live as long as the module. All other parameters are shared with it, and the
+        module itself stays as it is. Children that its class names in `FLOAT32` are no copies either.
+        """
+        if self.policy != "bf16":
+            return module
+        if module not in self._prepared:
+            self._prepared[module] = BFloat16Linear(module) if isinstance(module, nn.Linear) else self._twin(module)
+        return self._prepared[module]
+
+    def _twin(self, module: nn.Module) -> nn.Module:
+        """A module that differs in its children, which are prepared."""
+        twin, exact = copy.copy(module), getattr(module, "FLOAT32", ())
+        twin._modules = {
+            name: child if child is None or name in exact else self.prepare(child)
+            for name, child in module._modules.items()
+        }
+        return twin
+
+    def bytes_to_copy(self, module: nn.Module | None) -> int:
+        """Bytes of the copies that `prepare` has still to make of a module."""
+        if self.policy != "bf16" or module is None or module in self._prepared:
+            return 0
+        if isinstance(module, nn.Linear):
+            return sum(torch.bfloat16.itemsize * parameter.numel() for parameter in module.parameters())
+        exact = getattr(module, "FLOAT32", ())
+        return sum(self.bytes_to_copy(child) for name, child in module._modules.items() if name not in exact)
 
     @property
     def uniform(self) -> bool:
@@ -55,11 +75,42 @@ class Precision:
 
     def fast(self) -> contextlib.AbstractContextManager[None]:
         """As fast as the policy allows."""
-        return self._apply(tf32=self.policy == "tf32", bf16=self.policy == "bf16")
+        return self._products(tf32=self.policy == "tf32")
 
     def full(self) -> contextlib.AbstractContextManager[None]:
         """True float32, also inside `fast`."""
-        return self._apply(tf32=False, bf16=False)
+        return self._products(tf32=False)
+
+    def _products(self, tf32: bool) -> contextlib.AbstractContextManager[None]:
+        if self.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):  # there is nothing to change
+            return contextlib.nullcontext()
+        return self._switch(tf32)
+
+    @contextlib.contextmanager
+    def _switch(self, tf32: bool) -> Iterator[None]:
+        flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]  # matrix products, convolutions
+        before = [flag.allow_tf32 for flag in flags]
+        for flag in flags:
+            flag.allow_tf32 = tf32
+        try:
+            with torch.autocast(self.device.type, enabled=False):  # a caller's own
+                yield
+        finally:
+            for flag, value in zip(flags, before):
+                flag.allow_tf32 = value
+
+
+class BFloat16Linear(nn.Module):
+    """A linear layer with its weights in bfloat16, as its outputs are; inputs may be of any type."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        with torch.inference_mode(False):
+            self.register_buffer("weight", linear.weight.detach().to(torch.bfloat16))
+            self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().to(torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 class Stopwatch:

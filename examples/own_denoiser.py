@@ -6,8 +6,9 @@ The null class is not evaluated in the others. Its line in cspd/methods.py: `own
 import numpy as np
 import torch
 
-from cspd.continuous.ancestral import evaluate, modulated
+from cspd.continuous.ancestral import evaluate
 from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.modulations import modulated
 from cspd.continuous.sampling import sampling
 from cspd.option import Option
 from mar.diffusion import schedule
@@ -23,10 +24,10 @@ def denoise(host, model, rows, z, *, index=0, densities=False):
     num_guided = round(request.guided_share * len(s))
     classes = [len(z)] * num_guided + [1] * (len(s) - num_guided)
     x = host.noise.initial(rows.seed, rows.position, host.config.token_dim, index)
-    for calls, by_call in modulated(head, z, s.timestep_map[::-1], host.precision, classes):
+    for calls, own_head, by_call in modulated(head, z, s.timestep_map[::-1], host.precision, classes):
         for call, modulations in zip(calls, by_call):
             step = len(s) - 1 - call
-            eps, v = evaluate(head, x, modulations, rows.scale)
+            eps, v = evaluate(own_head, x, modulations, rows.scale)
             x = s.mean_x[step] * x + s.mean_eps[step] * eps
             if step > 0:
                 t = torch.tensor([step], device=x.device)

@@ -83,6 +83,8 @@ class Head(nn.Module):
         cond_dim: D, the dimension of the condition z.
     """
 
+    FLOAT32 = ("time_embed", "cond_embed")  # under every precision: all of a chain's steps rest on them
+
     def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
         super().__init__()
         self.channels, self.width = channels, width
@@ -112,7 +114,7 @@ class Head(nn.Module):
             t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].
             with_blocks: otherwise of the last layer alone.
         """
-        y = F.silu(t_embed + c_embed)
+        y = F.silu(t_embed + c_embed).to(self.final_layer.linear.weight.dtype)  # once for all layers
         modulations = []
         for layer in [*(self.res_blocks if with_blocks else []), self.final_layer]:
             modulation = layer.adaLN_modulation[1](y)

@@ -202,13 +202,13 @@ def block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
 def keys_values(block: Block, normed: Tensor) -> Tensor:
     """Keys and values [B, N, 2D] of a block's input, normed [B, N, D]."""
     qkv, dim = block.attn.qkv, normed.shape[-1]
-    return F.linear(normed, qkv.weight[dim:], qkv.bias[dim:])
+    return F.linear(normed.to(qkv.weight.dtype), qkv.weight[dim:], qkv.bias[dim:])
 
 
 def attend(block: Block, x: Tensor, normed: Tensor, keys_values: Tensor, mask: Tensor | None = None) -> Tensor:
     """A block's output [B, M, D] of some of its inputs x [B, M, D], normed too, over keys and values [B, N, 2D]."""
     attn, dim = block.attn, x.shape[-1]
-    q = F.linear(normed, attn.qkv.weight[:dim], attn.qkv.bias[:dim])
+    q = F.linear(normed.to(attn.qkv.weight.dtype), attn.qkv.weight[:dim], attn.qkv.bias[:dim])
     k, v = keys_values.chunk(2, dim=-1)
     q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=attn.num_heads) for t in (q, k, v))
     h = rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "b h n d -> b n (h d)")

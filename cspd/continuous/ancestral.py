@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +14,13 @@ from torch import Tensor
 
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.modulations import modulated
 from cspd.option import Option, check_integer
 from cspd.precision import Precision
 from cspd.sequence import Request
 from mar.diffusion import TRAIN_STEPS, Schedule, schedule
 from mar.head import Head
 
-MODULATION_BYTES = 16 * 2**20  # of one table of modulations; longer chains take several
 MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between the rows of a chain
 FIRST_TIMESTEP = Option(
     "first_timestep",
@@ -31,7 +33,36 @@ FIRST_TIMESTEP = Option(
 OPTIONS = (FIRST_TIMESTEP,)
 SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
-Outputs = Callable[[Head, Tensor, np.ndarray, Precision], Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]]
+Outputs = Callable[[Head, Tensor, Sequence[int], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Steps(NamedTuple):
+    """What a chain's steps take beside the head, in the order of its calls: the noisiest step first.
+
+    Attributes:
+        timesteps: of the 1000. mean_x, mean_eps, slope: of each step, on the host, see `Schedule`.
+        t: int64 [T], the steps T - 1 .. 0. sigma: float32 [T, 1, 1], of their noise where v = 0 and tau = 1; 0 at last.
+    """
+
+    timesteps: tuple[int, ...]
+    mean_x: list[float]
+    mean_eps: list[float]
+    slope: list[float]
+    t: Tensor
+    sigma: Tensor
+
+
+@functools.cache  # for good: a graph reads them where they are
+def chain_steps(num_steps: int, first_timestep: int, device: torch.device) -> Steps:
+    """The steps of the schedule of T = `num_steps`."""
+    s = schedule(num_steps, first_timestep)
+    with torch.inference_mode(False):
+        sigma = torch.as_tensor(s.log_sigma_base[::-1].copy(), dtype=torch.float32, device=device).exp()
+        sigma[-1] = 0  # the last step adds no noise
+        t = torch.arange(num_steps - 1, -1, -1, device=device)
+    columns = (values[::-1].tolist() for values in (s.mean_x, s.mean_eps, s.log_sigma_slope))
+    return Steps(tuple(s.timestep_map[::-1].tolist()), *columns, t, sigma.view(-1, 1, 1))
 
 
 def evaluate(head: Head, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,11 +82,11 @@ def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def every_output(
-    head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision
+    head: Head, z: Tensor, timesteps: Sequence[int], precision: Precision
 ) -> Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]:
     """The head's outputs at one timestep after another, as functions of the noisy tokens; otherwise as `modulated`."""
-    for calls, by_call in modulated(head, z, timesteps, precision):
-        yield calls, (functools.partial(head.denoise, modulations=modulations) for modulations in by_call)
+    for calls, own_head, by_call in modulated(head, z, timesteps, precision):
+        yield calls, (functools.partial(own_head.denoise, modulations=modulations) for modulations in by_call)
         del by_call
 
 
@@ -92,57 +123,63 @@ def ancestral(
     Returns:
         Tokens [R, d], float32.
     """
-    s = schedule(num_steps, first_timestep)
-    sigma = torch.as_tensor(s.log_sigma_base, dtype=torch.float32, device=z.device).exp()
-    sigma[0] = 0  # the last step adds no noise
-    for calls, by_call in outputs(head, z, s.timestep_map[::-1], precision):
-        steps = [num_steps - 1 - call for call in calls]
-        t = torch.tensor(steps, device=z.device)
+    steps = chain_steps(num_steps, first_timestep, z.device)
+    return follow(head, z, scale, temperature, x, noise(steps.t), steps, precision, trace, outputs)
+
+
+def follow(
+    head: Head,
+    z: Tensor,
+    scale: Tensor,
+    temperature: Tensor,
+    x: Tensor,
+    eps_t: Tensor,
+    steps: Steps,
+    precision: Precision,
+    trace: Trace | None,
+    outputs: Outputs,
+) -> Tensor:
+    """`ancestral` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
+    added = eps_t * (steps.sigma * temperature)
+    for calls, by_call in outputs(head, z, steps.timesteps, precision):
         with precision.full() if calls[0] == 0 else precision.fast():
-            eps_t = noise(t) * (sigma[t].reshape(-1, 1, 1) * temperature)
-            for step, output, step_noise in zip(steps, by_call, eps_t):
+            for call, output in zip(calls, by_call):
                 eps, v = guided(output(x), scale)
                 if trace:
-                    trace(step, x, eps, v)
-                mean = torch.add(x * s.mean_x[step], eps, alpha=s.mean_eps[step])
-                x = torch.addcmul(mean, torch.exp(v * s.log_sigma_slope[step]), step_noise)
+                    trace(len(added) - 1 - call, x, eps, v)
+                mean = torch.add(x * steps.mean_x[call], eps, alpha=steps.mean_eps[call])
+                x = torch.addcmul(mean, torch.exp(v * steps.slope[call]), added[call])
         del by_call, output  # which hold the modulations, and those are large
     return x
 
 
-def modulation_size(head: Head) -> int:
-    """Bytes of a row's modulations at one timestep."""
-    return 4 * (3 * len(head.res_blocks) + 2) * head.width
-
-
-def modulated(
-    head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision, classes: Sequence[int] | None = None
-) -> Iterator[tuple[range, Iterator]]:
-    """The head's modulations at one timestep after another, many at once, since they do not depend on the noisy token.
+def drawing(
+    head: Head,
+    noise: types.ModuleType,
+    num_steps: int,
+    precision: Precision,
+    first_timestep: int = TRAIN_STEPS - 1,
+    *,
+    index: int = 0,
+    trace: Trace | None = None,
+    outputs: Outputs = every_output,
+) -> Draw:
+    """The whole chain as a function of tensors that can be captured as a graph, unless it is traced.
 
     Args:
-        z: conditions [G, R, D]. timesteps: int64 [N], of the 1000, in the order of the calls.
-        classes: of each call, how many of z's G classes it evaluates, the first ones; by default all.
+        noise: its source, see `cspd.noise`. index: of the noise. The others are as in `ancestral`.
 
-    Yields:
-        (which calls, the modulations of each as `evaluate` takes them). The first call, where errors grow most, is
-        alone and in float32; its evaluation should be so too.
+    Returns:
+        (z [G, R, D], scale [R, 1], temperature [R, 1], seed int64 [R], position int64 [R]) -> tokens [R, d].
     """
-    num_calls, classes = len(timesteps), classes or [len(z)] * len(timesteps)
-    chunk = max(1, MODULATION_BYTES // (modulation_size(head) * z.shape[0] * z.shape[1]))
-    with precision.full():
-        c_embed = head.cond_embed(z)
-        t_embed = head.time_embed(torch.tensor(timesteps.tolist(), device=z.device))
-    for calls in [range(1), *(range(i, min(i + chunk, num_calls)) for i in range(1, num_calls, chunk))]:
-        own = [classes[call] for call in calls]
-        call = torch.tensor(np.repeat(calls, own), device=z.device)
-        of_class = torch.tensor(np.concatenate([np.arange(num) for num in own]), device=z.device)
-        with precision.full() if calls[0] == 0 else precision.fast():
-            layers = head.split(head.modulations(t_embed[call].unsqueeze(1), c_embed[of_class]))
-        by_call = zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
-        del layers
-        yield calls, by_call
-        del by_call  # who took them has let go of them too: the next are as large
+    steps = chain_steps(num_steps, first_timestep, precision.device)
+
+    def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        x = noise.initial(seed, position, head.channels, index)
+        eps_t = noise.steps(seed, position, steps.t, head.channels, index)
+        return follow(head, z, scale, temperature, x, eps_t, steps, precision, trace, outputs)
+
+    return draw
 
 
 def sigma_trace(s: Schedule, temperature: Tensor, log_sigmas: list[Tensor]) -> Trace:
@@ -202,23 +239,20 @@ def denoise(
     request = rows.sequences[0].request
     num_steps = num_steps or request.num_sampling_steps
     first_timestep = request.first_timestep or TRAIN_STEPS - 1
-    head, channels = host.models[model].head, host.config.token_dim
     log_sigmas: list[Tensor] = []
     if densities:
         trace = sigma_trace(schedule(num_steps, first_timestep), rows.temperature, log_sigmas)
-    tokens = ancestral(
-        head,
-        z,
-        rows.scale,
-        rows.temperature,
-        host.noise.initial(rows.seed, rows.position, channels, index),
-        lambda t: host.noise.steps(rows.seed, rows.position, t, channels, index),
+    draw = drawing(
+        host.models[model].head,
+        host.noise,
         num_steps,
         host.precision,
-        trace,
         first_timestep,
-        outputs,
+        index=index,
+        trace=trace,
+        outputs=outputs,
     )
+    tokens = draw(z, rows.scale, rows.temperature, rows.seed, rows.position)
     calls = np.full(len(tokens), num_steps)
     made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
     return with_densities(made, log_sigmas) if densities else made

@@ -16,6 +16,7 @@ from cspd.option import Option
 from cspd.sequence import Request, Sequence
 from mar.cached import Kept, bytes_kept, lazy, refresh, stretch
 from mar.head import filled
+from mar.model import MAR
 
 REFRESH = Option(
     "refresh",
@@ -87,6 +88,11 @@ def _dtype(host: MARHost) -> torch.dtype:
     return torch.bfloat16 if host.precision.policy == "bf16" else torch.float32
 
 
+def _model(host: MARHost) -> MAR:
+    """The target as it computes."""
+    return host.precision.prepare(host.target)
+
+
 def bytes_per_slot(host: MARHost, request: Request) -> int:
     """Bytes of the caches that a slot adds."""
     copies, has_distance = _shape(request)
@@ -145,7 +151,7 @@ def _refreshed(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     everywhere = positions.repeat(copies, 1)
     kept_slots = caches.slots(slots)
     with host.precision.fast():
-        x = refresh(host.target, caches.kept, kept_slots, tokens, order, rows.known * copies, embedding, everywhere)
+        x = refresh(_model(host), caches.kept, kept_slots, tokens, order, rows.known * copies, embedding, everywhere)
     if caches.distance is not None:
         where = positions.masked_fill(is_padding, host.seq_len)
         caches.distance[slots.unsqueeze(-1), where] = (x[size:] - x[:size]).float()
@@ -159,7 +165,7 @@ def _lazy(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     tokens, order, slots, embedding = _inputs(host, batch, caches.copies)
     counts = planned(host, batch, rows, caches.known[[s.slot for s in batch]]) * caches.copies
     with host.precision.fast():
-        x, positions = lazy(host.target, caches.kept, caches.slots(slots), tokens, order, counts, embedding)
+        x, positions = lazy(_model(host), caches.kept, caches.slots(slots), tokens, order, counts, embedding)
     positions = positions[: len(batch)]
     if caches.distance is not None:
         x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
@@ -218,4 +224,4 @@ def _conditions(host: MARHost, x: Tensor, positions: Tensor, rows: Rows) -> Tens
     """z [G, R, D] of the rows, of hidden states [G x B, M, D] at positions [B, M] that begin with theirs."""
     x = x.unflatten(0, (-1, len(positions)))[:, rows.sequence, rows.offset]
     with host.precision.fast():
-        return host.target.condition(x, positions[rows.sequence, rows.offset]).float()
+        return _model(host).condition(x, positions[rows.sequence, rows.offset]).float()

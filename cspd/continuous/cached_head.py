@@ -17,12 +17,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cspd.continuous import ancestral
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.modulations import modulated, on_device, table_bytes
 from cspd.option import Option
 from cspd.precision import Precision
 from mar.head import Head
@@ -44,27 +44,28 @@ def evaluated_calls(num_calls: int, reuse: int) -> np.ndarray:
 
 
 def outputs(
-    head: Head, z: Tensor, timesteps: np.ndarray, precision: Precision, *, reuse: int
+    head: Head, z: Tensor, timesteps: Sequence[int], precision: Precision, *, reuse: int
 ) -> Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]:
     """As `ancestral.every_output`, but that only some calls evaluate the blocks, of both classes."""
     evaluated = evaluated_calls(len(timesteps), reuse)
     ends = np.append(evaluated[1:], len(timesteps))
     with precision.full():
         c_embed = head.cond_embed(z[:1])
-    for some, by_call in ancestral.modulated(head, z, timesteps[evaluated], precision):
+    for some, own_head, by_call in modulated(head, z, [timesteps[call] for call in evaluated], precision):
         calls = range(evaluated[some[0]], ends[some[-1]])
         others = np.setdiff1d(calls, evaluated)
-        last_layers = _last_layers(head, c_embed, timesteps[others], precision)
+        last_layers = _last_layers(head, c_embed, tuple(timesteps[call] for call in others), precision)
         reusing = (itertools.islice(last_layers, ends[i] - evaluated[i] - 1) for i in some)
-        yield calls, itertools.chain.from_iterable(map(_outputs, itertools.repeat(head), by_call, reusing))
+        yield calls, itertools.chain.from_iterable(map(_outputs, itertools.repeat(own_head), by_call, reusing))
         del by_call
 
 
-def _last_layers(head: Head, c_embed: Tensor, timesteps: np.ndarray, precision: Precision) -> Iterator[tuple]:
-    """The last layer's modulations of the class at each of some timesteps, in tables as `ancestral.modulated` has."""
+def _last_layers(head: Head, c_embed: Tensor, timesteps: tuple[int, ...], precision: Precision) -> Iterator[tuple]:
+    """The last layer's modulations of the class at each of some timesteps, in tables as `modulated` has."""
     with precision.full():
-        t_embed = head.time_embed(torch.tensor(timesteps.tolist(), device=c_embed.device))
-    chunk = max(1, ancestral.MODULATION_BYTES // (4 * 2 * head.width * c_embed.shape[1]))
+        t_embed = head.time_embed(on_device(timesteps, c_embed.device))
+    head = precision.prepare(head)
+    chunk = max(1, table_bytes(c_embed.device) // (4 * 2 * head.width * c_embed.shape[1]))
     for some in t_embed[:, None, None].split(chunk):
         with precision.fast():
             (last,) = head.split(head.modulations(some, c_embed, with_blocks=False))

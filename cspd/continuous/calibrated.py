@@ -17,7 +17,7 @@ from torch import Tensor
 from cspd.continuous.ancestral import SHORT
 from cspd.continuous.denoiser import Denoised, Measured, denoiser
 from cspd.continuous.host import MARHost, Rows
-from cspd.continuous.windows import Audit, sample
+from cspd.continuous.windows import Audit, drawing
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
 from mar.diffusion import TRAIN_STEPS
@@ -124,7 +124,7 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     if ("calibrated", model) not in kept:
         kept["calibrated", model] = _Running(host, model, request)
     running: _Running = kept["calibrated", model]
-    head, channels, plan = host.models[model].head, host.config.token_dim, running.plan
+    head, plan = host.models[model].head, running.plan
     num_steps = request.num_sampling_steps
     log_sigmas: list[Tensor] = []
 
@@ -137,18 +137,9 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
         coins = host.noise.step_coins(rows.seed, rows.position, num_steps)
         chosen = coins < request.audit
         audit = Audit(head, z, rows.scale, rows.temperature, plan, host.precision, chosen, request.audit)
-    tokens = sample(
-        head,
-        z,
-        rows.scale,
-        rows.temperature,
-        host.noise.initial(rows.seed, rows.position, channels, index),
-        lambda t: host.noise.steps(rows.seed, rows.position, t, channels, index),
-        plan,
-        num_steps,
-        host.precision,
-        keep_sigma if densities else audit,
-    )
+    visit = keep_sigma if densities else audit
+    draw = drawing(head, host.noise, plan, num_steps, host.precision, index=index, visit=visit)
+    tokens = draw(z, rows.scale, rows.temperature, rows.seed, rows.position)
     calls = np.full(len(tokens), len(plan))
     evaluations = calls + running.num_full * (len(z) - 1)
     measured = Measured(running.difference, running.divergence, audit and audit.total)

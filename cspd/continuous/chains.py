@@ -125,6 +125,7 @@ class Chains:
         compiled: bool = False,
     ) -> None:
         self.head, self.precision, self.noise, self.device = head, precision, noise, table.device
+        self._fast_head = precision.prepare(head)
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
         steps = torch.arange(self.num_steps).unsqueeze(1) - torch.arange(self.window)
@@ -228,7 +229,7 @@ class Chains:
         if num_chains * self.num_steps > table_size(self.head, len(c_embed), self.device):
             return None
         with self.precision.fast():
-            return self.head.modulations(self._t_embed, c_embed.unsqueeze(2))
+            return self._fast_head.modulations(self._t_embed, c_embed.unsqueeze(2))
 
     def _keep_rows(self, rows: Sequence[int]) -> None:
         """Drops all other rows of the batch, and repeats the last one as padding up to the next bucket."""
@@ -245,7 +246,7 @@ class Chains:
         tables = self._draws, self._modulations or (self._t_embed, self._c_embed)
         rows = batch.state, batch.t, batch.entry, batch.scale, self._begin
         with self.precision.fast():
-            moved = self._move(self.head, self._lookup, *tables, *rows, self.trace_sigma)
+            moved = self._move(self._fast_head, self._lookup, *tables, *rows, self.trace_sigma)
         where = (batch.entry * self.num_steps + batch.t)[:under_way]
         self._record.view(-1)[where] = moved.record[:under_way].to(torch.int8)
         if self.trace_sigma:

@@ -180,7 +180,7 @@ class MARHost:
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Tokens [B, L, d] by MAR's sampler as its authors published it, in lockstep; settings of `MAR_OPTIONS`."""
         with self.precision.fast():
-            return reference.sample(self.target, labels, **settings)
+            return reference.sample(self.precision.prepare(self.target), labels, **settings)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run."""
@@ -237,7 +237,7 @@ class MARHost:
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
         """z of the rows [G, R, D], G = 2 (null class second) where the batch is guided: one backbone call."""
-        model = self.models[model]
+        model = self.precision.prepare(self.models[model])
         slots = self._tensor([s.slot for s in batch])
         tokens, order = self.tokens[slots], self.order[slots]
         embedding = model.class_emb(self.label[slots])

@@ -14,9 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from cspd.continuous import ancestral
-from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate, modulated
+from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.modulations import modulated
 from cspd.option import Option, check_integer
 from cspd.precision import Precision
 from cspd.sequence import Request
@@ -94,11 +95,11 @@ def solve(
     steps = solver_steps(s, order)
     last = len(s) - 1
     before = x
-    for calls, by_call in modulated(head, z, s.timestep_map[::-1], precision):
+    for calls, own_head, by_call in modulated(head, z, s.timestep_map[::-1], precision):
         with precision.full() if calls[0] == 0 else precision.fast():
             for call, modulations in zip(calls, by_call):
                 step = steps[call]
-                eps, v = evaluate(head, x, modulations, scale)
+                eps, v = evaluate(own_head, x, modulations, scale)
                 if trace:
                     trace(last - call, x, eps, v)
                 x_0 = (x - step.sigma * eps) / step.alpha

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.ancestral import MODULATION_BYTES, evaluate, modulated, modulation_size
+from cspd.continuous.ancestral import Draw, Steps, chain_steps, evaluate
 from cspd.continuous.gaussian import divergence
+from cspd.continuous.modulations import modulated, modulation_size, on_device, table_bytes
 from cspd.continuous.plan import Window
 from cspd.precision import Precision
-from mar.diffusion import schedule
+from mar.diffusion import TRAIN_STEPS, schedule
 from mar.head import Head
 
 # is told (number of the window, sources [2 + n, R, d] as `Window.mix` takes them, v [R, d]); may give the next state
@@ -35,23 +38,62 @@ def sample(
 
     Where a call leaves out the null class, the difference of the two classes' predictions is the last one seen.
     """
-    timesteps = schedule(num_steps).timestep_map[[window.first for window in plan]]
+    steps = chain_steps(num_steps, TRAIN_STEPS - 1, z.device)
+    return follow(head, z, scale, temperature, x, noise(steps.t), steps, plan, precision, visit)
+
+
+def follow(
+    head: Head,
+    z: Tensor,
+    scale: Tensor,
+    temperature: Tensor,
+    x: Tensor,
+    eps_t: Tensor,
+    steps: Steps,
+    plan: list[Window],
+    precision: Precision,
+    visit: Visit | None,
+) -> Tensor:
+    """`sample` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
+    last = len(eps_t) - 1
+    timesteps = [steps.timesteps[last - window.first] for window in plan]
     classes = [len(z) if window.is_full else 1 for window in plan]
+    by_window = eps_t.split([len(window.steps) for window in plan])
     difference = None
-    for calls, by_call in modulated(head, z, timesteps, precision, classes):
-        some = plan[calls.start : calls.stop]
-        eps_t = noise(torch.cat([window.steps for window in some])).split([len(window.steps) for window in some])
+    for calls, own_head, by_call in modulated(head, z, timesteps, precision, classes):
         with precision.full() if calls[0] == 0 else precision.fast():
-            for i, window, modulations, own_eps in zip(calls, some, by_call, eps_t):
-                eps, v = head.denoise(x, modulations).float().chunk(2, dim=-1)
+            for i, modulations in zip(calls, by_call):
+                window = plan[i]
+                eps, v = own_head.denoise(x, modulations).float().chunk(2, dim=-1)
                 if len(eps) == 2:
                     difference = (scale - 1) * (eps[0] - eps[1])
                 guided = eps[0] if difference is None else eps[0] + difference
-                sources = _sources(window, x, guided, v[0], temperature, own_eps)
+                sources = _sources(window, x, guided, v[0], temperature, by_window[i])
                 following = visit(i, sources, v[0]) if visit else None
                 x = weighted(window.mix[-1], sources) if following is None else following
         del by_call, modulations  # which are large
     return x
+
+
+def drawing(
+    head: Head,
+    noise: types.ModuleType,
+    plan: list[Window],
+    num_steps: int,
+    precision: Precision,
+    *,
+    index: int = 0,
+    visit: Visit | None = None,
+) -> Draw:
+    """The whole chain as a function of tensors; what it takes and gives is as of `ancestral.drawing` and `sample`."""
+    steps = chain_steps(num_steps, TRAIN_STEPS - 1, precision.device)
+
+    def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        x = noise.initial(seed, position, head.channels, index)
+        eps_t = noise.steps(seed, position, steps.t, head.channels, index)
+        return follow(head, z, scale, temperature, x, eps_t, steps, plan, precision, visit)
+
+    return draw
 
 
 def _sources(window: Window, x: Tensor, eps: Tensor, v: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
@@ -92,12 +134,12 @@ class Audit:
     ) -> None:
         self.head, self.scale, self.log_temperature, self.plan = head, scale, temperature.log(), plan
         self.precision, self.chosen, self.rate = precision, chosen, rate
-        s = schedule(chosen.shape[1])
-        columns = np.stack([s.mean_x, s.mean_eps, s.log_sigma_base, s.log_sigma_slope], axis=-1)[:, None]
-        self._columns = torch.as_tensor(columns, dtype=torch.float32, device=z.device)  # [T, 1, 4]
+        num_steps = chosen.shape[1]
+        self._columns = _columns(num_steps, z.device)
         with precision.full():
             self._c_embed = head.cond_embed(z)
-            self._t_embed = head.time_embed(torch.as_tensor(s.timestep_map, device=z.device))
+            timesteps = tuple(schedule(num_steps).timestep_map.tolist())
+            self._t_embed = head.time_embed(on_device(timesteps, z.device))
         self.total = torch.zeros(len(chosen), device=z.device)
 
     def __call__(self, i: int, sources: Tensor, v: Tensor) -> None:
@@ -115,7 +157,8 @@ class Audit:
 
     def _chunks(self, which: Tensor) -> Iterator[Tensor]:
         """Parts of some rows that modulations are made for at once."""
-        return iter(which.split(max(1, MODULATION_BYTES // (modulation_size(self.head) * len(self._c_embed)))))
+        most = table_bytes(which.device) // (modulation_size(self.head) * len(self._c_embed))
+        return iter(which.split(max(1, most)))
 
     def _of_window(self, window: Window, sources: Tensor, v: Tensor, rows: Tensor, places: Tensor) -> tuple:
         """q of some rows at some places of a window, and the states [m, d] there."""
@@ -129,8 +172,18 @@ class Audit:
 
     def _of_head(self, steps: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """p at states x [m, d] of some rows before steps [m]."""
+        head = self.precision.prepare(self.head)
         with self.precision.fast():
-            modulations = self.head.split(self.head.modulations(self._t_embed[steps], self._c_embed[:, rows]))
-            eps, v = evaluate(self.head, x, modulations, self.scale[rows])
+            modulations = head.split(head.modulations(self._t_embed[steps], self._c_embed[:, rows]))
+            eps, v = evaluate(head, x, modulations, self.scale[rows])
         mean_x, mean_eps, base, slope = self._columns[steps].unbind(-1)
         return mean_x * x + mean_eps * eps, base + slope * v + self.log_temperature[rows]
+
+
+@functools.cache
+def _columns(num_steps: int, device: torch.device) -> Tensor:
+    """float32 [T, 1, 4]: A and B of p's mean, a and b of its log sigma, see `Schedule`."""
+    s = schedule(num_steps)
+    columns = np.stack([s.mean_x, s.mean_eps, s.log_sigma_base, s.log_sigma_slope], axis=-1)[:, None]
+    with torch.inference_mode(False):
+        return torch.as_tensor(columns, dtype=torch.float32, device=device)

@@ -63,7 +63,9 @@ class VQHost:
         eagle: Eagle | None = None,
         tokenizer: VQModel | None = None,
     ) -> None:
-        self.models = {"target": target, "draft": draft, "eagle": eagle, "tokenizer": tokenizer}
+        models = {"target": target, "draft": draft, "eagle": eagle}
+        self.models = {name: model and precision.prepare(model) for name, model in models.items()}
+        self.models["tokenizer"] = tokenizer
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
         self.config, self.num_slots = target.config, num_slots
         self.seq_len, self.num_classes = target.config.block_size, target.config.num_classes
@@ -106,7 +108,7 @@ class VQHost:
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Codes [B, L] by LlamaGen's sampler as its authors published it, in lockstep; settings of `VQ_OPTIONS`."""
         with self.precision.fast():
-            return reference.sample(self.target, labels, **settings)
+            return reference.sample(self.models["target"], labels, **settings)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run: their draws, and empty caches."""

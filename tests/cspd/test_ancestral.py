@@ -5,8 +5,8 @@ import pytest
 import torch
 from conftest import relative_error
 
-import cspd.continuous.ancestral
 from cspd.continuous.ancestral import ancestral
+from cspd.continuous.modulations import modulation_size
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -139,11 +139,15 @@ def test_guidance_one_is_the_condition_alone(chain):
 
 @pytest.mark.parametrize("per_table", [1, 7])
 def test_split_tables_change_nothing(per_table, chain, small_mar, monkeypatch):
-    run, settings, eps = chain
+    run, settings, _ = chain
     whole, parts = run(), []
-    step_bytes = 4 * (3 * len(small_mar.head.res_blocks) + 2) * small_mar.head.width * settings["z"][..., 0].numel()
-    monkeypatch.setattr(cspd.continuous.ancestral, "MODULATION_BYTES", per_table * step_bytes)
-    split = run(noise=lambda t: parts.append(len(t)) or eps[t])
+    num_rows = settings["z"][..., 0].numel()
+    step_bytes = modulation_size(small_mar.head) * num_rows
+    monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", per_table * step_bytes)
+    layer = small_mar.head.final_layer.adaLN_modulation[1]
+    hook = layer.register_forward_hook(lambda layer, inputs, made: parts.append(made[..., 0].numel() // num_rows))
+    split = run()
+    hook.remove()
     assert max(parts) == per_table and sum(parts) == settings["num_steps"]
     assert relative_error(split, whole) < 1e-4
 

@@ -298,13 +298,14 @@ def test_bf16_keeps_the_first_step_in_float32(small_mar):
     assert 0 < difference.square().mean().sqrt() < 0.2 * outputs["fp32"][1].std()
 
 
-def test_full_precision_inside_fast():
-    precision = Precision("bf16", torch.device("cpu"))
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_a_callers_autocast_changes_nothing(policy):
+    precision = Precision(policy, torch.device("cpu"))
     a = torch.randn(4, 4)
-    with precision.fast():
-        assert (a @ a).dtype == torch.bfloat16
-        with precision.full():
-            assert (a @ a).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        for context in (precision.fast(), precision.full()):
+            with context:
+                assert (a @ a).dtype == torch.float32
         assert (a @ a).dtype == torch.bfloat16
 
 

@@ -44,7 +44,7 @@ CHAINS = {
 @pytest.mark.parametrize("chain", CHAINS)
 def test_of_one_part_at_a_time(chain, monkeypatch):
     head, made, most = Head(CHANNELS, 8, 1, 6), [], 0
-    monkeypatch.setattr(ancestral, "MODULATION_BYTES", 1)  # a call at a time
+    monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", 1)  # a call at a time
 
     def count(module, args, output):
         nonlocal most

@@ -14,6 +14,7 @@ from cspd import Engine, MARModels, Request, machine
 from cspd.continuous import ancestral, cached_head
 from cspd.continuous.cached_backbone import Caches, bytes_per_slot, conditions, kind, planned
 from cspd.continuous.host import MARHost
+from cspd.continuous.modulations import modulation_size
 from cspd.precision import Precision
 from cspd.sequence import Sequence
 from mar.diffusion import schedule
@@ -310,7 +311,7 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
     host, rows, z = chains(model, cfg, reuse=5)
     if per_table:
         size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
-        monkeypatch.setattr(ancestral, "MODULATION_BYTES", per_table * size)
+        monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", per_table * size)
     made = cached_head.denoise(host, "target", rows, z, densities=True)
     head, s = model.head, schedule(23, 950)
     x = host.noise.initial(rows.seed, rows.position, head.channels)
@@ -352,8 +353,8 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
 
 def test_tables_are_small_however_much_is_reused(model, monkeypatch):
     host, rows, z = chains(model, steps=40, reuse=39)
-    size = ancestral.modulation_size(model.head) * z[..., 0].numel()  # of one call
-    monkeypatch.setattr(ancestral, "MODULATION_BYTES", size)
+    size = modulation_size(model.head) * z[..., 0].numel()  # of one call
+    monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", size)
     tables, modulations = [], model.head.modulations
 
     def counted(*args, **more):
