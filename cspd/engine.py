@@ -35,10 +35,11 @@ class Engine:
 
     Args:
         models: of each family at most one set; a request that does not say otherwise is of the first that has its
-            method. All models are moved to the device, put in eval mode and frozen, in place.
+            method. All models are moved to the device, put in eval mode and frozen, in place; their weights stay as
+            they are under every precision.
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`.
+        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's.
         compiled: run speculative rounds through torch.compile: half a minute on first use, then faster.
         cache: where calibrations are kept, before the user's cache directory.
         noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.
@@ -55,7 +56,7 @@ class Engine:
         *models: Models,
         max_batch: int = 8,
         device: str | torch.device = "auto",
-        precision: str = "fp32",
+        precision: str | Precision = "fp32",
         compiled: bool = False,
         cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
@@ -67,7 +68,7 @@ class Engine:
         for each in models:
             each.check()
         self.device = pick_device(device)
-        self.precision = Precision(precision, self.device)
+        self.precision = precision if isinstance(precision, Precision) else Precision(precision, self.device)
         self.compiled = compiled
         self._models: list[Models] = [_placed(each, self.device) for each in models]
         self._settings: dict[str, Any] = {"compiled": compiled, "cache": cache, "noise": noise}
@@ -89,7 +90,7 @@ class Engine:
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine over the same models."""
-        settings = {"device": self.device, "precision": self.precision.policy, **self._settings}
+        settings = {"device": self.device, "precision": self.precision, **self._settings}  # and its copies of weights
         engine = Engine(*self._models, max_batch=max_batch, **settings)
         for family, host in self.hosts.items():
             engine.hosts[family].adopt(host)

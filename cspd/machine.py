@@ -45,18 +45,19 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch.device) -> None:
-    """Raises ValueError where `max_batch` slots of so many bytes are more than is free.
+def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch.device, once: int = 0) -> None:
+    """Raises ValueError where `max_batch` slots of so many bytes, and `once` bytes for all of them, are not free.
 
     Args:
         what: follows "max_batch=N" in the message. fix: what to do where not even one slot fits.
     """
     check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
-    free = free_bytes(device)
-    if per_slot * max_batch > free:
-        fix = f"use max_batch <= {free // per_slot}" if free >= per_slot else fix
+    free, needed = free_bytes(device), once + per_slot * max_batch
+    if needed > free:
+        most = (free - once) // per_slot
+        fix = f"use max_batch <= {most}" if most > 0 else fix
         raise ValueError(
-            f"max_batch={max_batch}{what} needs about {per_slot * max_batch / 2**30:.1f} GiB and {device} has"
+            f"max_batch={max_batch}{what} needs about {needed / 2**30:.1f} GiB and {device} has"
             f" {free / 2**30:.1f} GiB free: {fix}"
         )
 

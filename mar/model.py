@@ -147,8 +147,8 @@ class MAR(nn.Module):
     def arrange(self, encoded: Tensor, order: Tensor, num_known: Sequence[int]) -> Tensor:
         """The decoder's input [B, buffer + L, D]: buffer, then all positions in raster order."""
         buffer = self.config.buffer_size
-        x = self.decoder_embed(encoded)
-        mask_token = self.mask_token.to(x.dtype)
+        mask_token = self.mask_token
+        x = self.decoder_embed(encoded).to(mask_token.dtype)
 
         # the mask token everywhere, then the known tokens at their positions; padding writes the mask token again
         padded = x.shape[1] - buffer

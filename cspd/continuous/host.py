@@ -123,6 +123,8 @@ class MARHost:
         self.defaults = defaults_of(target.config)
         self._largest = usual_tokens(target)
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
+        for model in filter(None, self.models.values()):
+            precision.prepare(model)  # before slots take the memory
         self.config, self.num_slots = target.config, num_slots
         length = self.config.seq_len
         self.tokens = torch.zeros(num_slots, length, self.config.token_dim, device=device)

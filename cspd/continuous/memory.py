@@ -27,11 +27,11 @@ def bytes_per_slot(target: MAR, tokens: int) -> int:
     return state + max(backbone, head)
 
 
-def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device) -> None:
+def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device, copies: int = 0) -> None:
     """Raises ValueError, before allocating, where `max_batch` slots would not fit into memory.
 
     Args:
-        tokens: of the largest iteration of a sequence.
+        tokens: of the largest iteration of a sequence. copies: bytes of weights that are still to be copied.
     """
     fix = "use a larger num_iter, a smaller model or another device"
-    check_fits(bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device)
+    check_fits(bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device, copies)

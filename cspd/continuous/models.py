@@ -52,7 +52,8 @@ class MARModels:
         Raises:
             ValueError: too little memory.
         """
-        check_memory(self.target, num_slots, usual_tokens(self.target), device)
+        copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
+        check_memory(self.target, num_slots, usual_tokens(self.target), device, copies)
         tuning = Tuning(self.target, self.draft, device, precision, compiled, cache)
         return MARHost(self.target, num_slots, device, precision, noise, draft=self.draft, vae=self.vae, tuning=tuning)
 

@@ -55,7 +55,8 @@ class VQModels:
             ValueError: too little memory.
         """
         fix = "use a smaller model or another device"
-        check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device)
+        copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
+        check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device, copies)
         return VQHost(
             self.target,
             num_slots,
