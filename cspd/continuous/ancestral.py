@@ -144,13 +144,25 @@ def follow(
     for calls, by_call in outputs(head, z, steps.timesteps, precision):
         with precision.full() if calls[0] == 0 else precision.fast():
             for call, output in zip(calls, by_call):
-                eps, v = guided(output(x), scale)
+                out = output(x)
                 if trace:
-                    trace(len(added) - 1 - call, x, eps, v)
-                mean = torch.add(x * steps.mean_x[call], eps, alpha=steps.mean_eps[call])
-                x = torch.addcmul(mean, torch.exp(v * steps.slope[call]), added[call])
+                    trace(len(added) - 1 - call, x, *guided(out, scale))
+                x = take_step(x, out, added[call], scale, steps.mean_x[call], steps.mean_eps[call], steps.slope[call])
         del by_call, output  # which hold the modulations, and those are large
     return x
+
+
+def take_step(
+    x: Tensor, out: Tensor, noise: Tensor, scale: Tensor, mean_x: float, mean_eps: float, slope: float
+) -> Tensor:
+    """The state [R, d] after a step from x, where the head gives out [G, R, 2d].
+
+    Args:
+        noise: tau sigma_t eps_t [R, d], but for the head's share in sigma_t. The last three are of the step.
+    """
+    eps, v = guided(out, scale)
+    mean = torch.add(x * mean_x, eps, alpha=mean_eps)
+    return torch.addcmul(mean, torch.exp(v * slope), noise)
 
 
 def drawing(
@@ -256,38 +268,3 @@ def denoise(
     calls = np.full(len(tokens), num_steps)
     made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
     return with_densities(made, log_sigmas) if densities else made
-
-
-def by_length(
-    host: MARHost,
-    model: str,
-    rows: Rows,
-    z: Tensor,
-    lengths: np.ndarray,
-    *,
-    index: int = 0,
-    densities: bool = False,
-) -> Denoised:
-    """Every token by an ancestral chain of a length of its own; those of one length together, one after another.
-
-    Args:
-        lengths: T of each row, int64 [R] on the host.
-    """
-    parts = []
-    head_calls = np.zeros(len(rows.sequences), np.int64)
-    for num_steps in np.unique(lengths).tolist():
-        which = np.flatnonzero(lengths == num_steps)
-        head_calls[np.unique(rows.owner[which])] += num_steps
-        own_z = z[:, torch.as_tensor(which, device=z.device)]
-        own_rows = rows.at(which)
-        parts.append(denoise(host, model, own_rows, own_z, index=index, densities=densities, num_steps=num_steps))
-    sorted_by_length = np.argsort(lengths, kind="stable")
-    back = torch.as_tensor(np.argsort(sorted_by_length), device=z.device)
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])[back]
-
-    made = Denoised(joined("tokens"), lengths, head_calls, evaluations=lengths * len(z))
-    if densities:
-        made = dataclasses.replace(made, log_sigma=joined("log_sigma"), log_sigma_last=joined("log_sigma_last"))
-    return made

@@ -5,7 +5,10 @@ The more tokens are known, the less is open about the next one. Each number of s
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from cspd.continuous import ancestral
@@ -51,6 +54,43 @@ def check(request: Request, host: MARHost) -> None:
     check_first(request, request.upper)
 
 
+def by_length(
+    host: MARHost,
+    model: str,
+    rows: Rows,
+    z: Tensor,
+    lengths: np.ndarray,
+    *,
+    index: int = 0,
+    densities: bool = False,
+) -> Denoised:
+    """Every token by an ancestral chain of a length of its own; those of one length together, one after another.
+
+    Args:
+        lengths: T of each row, int64 [R] on the host.
+    """
+    shortest_first = np.argsort(lengths, kind="stable")
+    order = host._tensor(shortest_first)
+    rows, z = rows.at(shortest_first), z[:, order]
+    parts = []
+    head_calls = np.zeros(len(rows.sequences), np.int64)
+    first = 0
+    for num_steps, count in zip(*(each.tolist() for each in np.unique(lengths, return_counts=True))):
+        own, own_z = rows.stretch(first, count), z[:, first : first + count].contiguous()
+        first += count
+        head_calls[np.unique(own.owner)] += num_steps
+        parts.append(ancestral.denoise(host, model, own, own_z, index=index, densities=densities, num_steps=num_steps))
+    back = order.argsort()
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])[back]
+
+    made = Denoised(joined("tokens"), lengths, head_calls, evaluations=lengths * len(z))
+    if densities:
+        made = dataclasses.replace(made, log_sigma=joined("log_sigma"), log_sigma_last=joined("log_sigma_last"))
+    return made
+
+
 @denoiser("annealed", options=OPTIONS, mixed=MIXED, check=check)
 def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
     """Every token by an ancestral chain as long as its iteration asks for; arguments as in `cspd.continuous.denoiser`.
@@ -60,4 +100,4 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     """
     request = rows.sequences[0].request
     lengths = chain_lengths(rows.iteration, rows.num_iter, request.upper, request.lower, request.anneal)
-    return ancestral.by_length(host, model, rows, z, lengths, index=index, densities=densities)
+    return by_length(host, model, rows, z, lengths, index=index, densities=densities)

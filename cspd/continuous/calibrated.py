@@ -109,7 +109,7 @@ class _Running:
     def __init__(self, host: MARHost, model: str, request: Request) -> None:
         calibrations = host.tuning.calibrations[model]
         shortcut = calibrations.shortcut(request)
-        self.plan = shortcut.windows(calibrations.predictor(request), request.null_every, host.device)
+        self.plan = calibrations.windows(request)
         self.difference = shortcut.difference.item()
         divergence = shortcut.divergence.item()
         self.divergence = divergence if math.isfinite(divergence) else None  # as it is without noise

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.ancestral import FIRST_TIMESTEP, MIXED, SHORT_FIRST, by_length, check_first
-from cspd.continuous.annealed import chain_lengths
+from cspd.continuous.ancestral import FIRST_TIMESTEP, MIXED, SHORT_FIRST, check_first
+from cspd.continuous.annealed import by_length, chain_lengths
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.schedule import timetable

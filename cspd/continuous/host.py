@@ -87,6 +87,10 @@ class Rows:
         on_host = {name: getattr(self, name)[which] for name in PER_ROW_ON_HOST}
         return replace(self, **on_device, **on_host)
 
+    def stretch(self, first: int, count: int) -> Rows:
+        """`count` of the rows, one after the other."""
+        return replace(self, **{name: getattr(self, name)[first : first + count] for name in PER_ROW + PER_ROW_ON_HOST})
+
 
 class MARHost:
     """Answers what a method asks: which rows an iteration predicts, their z, and to commit tokens.

@@ -21,7 +21,7 @@ import torch
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
 from cspd.continuous.kept import Kept, remember
-from cspd.continuous.plan import Plan, Predictor, fit_predictor, plan_of
+from cspd.continuous.plan import Plan, Predictor, Window, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
 from cspd.continuous.tracing import TRACE_SEED, Trace, trace
 from cspd.precision import Precision
@@ -102,6 +102,7 @@ class Calibrations:
         self._kept = Kept(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
+        self._windows: dict[str, list[Window]] = {}
         self._traces: dict[object, Any] = {}  # of the settings last asked for
 
     def get(self, request: Request) -> Calibration:
@@ -122,6 +123,14 @@ class Calibrations:
     def shortcut(self, request: Request) -> Shortcut:
         """The shortcut for a resolved request's guidance, temperature, T, head calls and null class."""
         return self._kept.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
+
+    def windows(self, request: Request) -> list[Window]:
+        """What follows each call of a request's shortcut, on the device."""
+        settings = json.dumps(self._settings(request, Shortcut))
+        if settings not in self._windows:
+            windows = self.shortcut(request).windows(self.predictor(request), request.null_every, self.device)
+            remember(self._windows, settings, windows)
+        return self._windows[settings]
 
     def folder_of(self, request: Request, kind: type = Calibration) -> Path | None:
         """The folder that keeps what is of a request and a kind; None if there is none on disk."""
