@@ -36,7 +36,7 @@ class Precision:
         if not isinstance(policy, str) or policy not in POLICIES:
             raise ValueError(f"precision={policy!r}: choose one of {', '.join(POLICIES)}")
         self.policy, self.device = policy, device
-        self._prepared: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        self._prepared: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     def prepare(self, module: Module) -> Module:
         """The module as `fast` computes with it: under bf16 its matrix products have copies of their weights.
@@ -102,6 +102,9 @@ class Precision:
 
 class BFloat16Linear(nn.Module):
     """A linear layer with its weights in bfloat16, as its outputs are; inputs may be of any type."""
+
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from mar.head import Head
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 QUICK = {"num_iter": 2, "cfg": 2.0, "num_sampling_steps": 5}
+FAST = ("ar", "eagle2")
 REQUESTS = [
     {"method": "ar", **QUICK},
     {"method": "speculative", "window": 3, "draft": "frozen", **QUICK},
@@ -48,7 +49,13 @@ def models():
     return MARModels(toy_mar(), toy_mar(2)), VQModels(**toy_models(length=16))
 
 
-@pytest.mark.parametrize("settings", REQUESTS, ids=lambda settings: settings["method"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(each, marks=() if each["method"] in FAST else pytest.mark.slow, id=each["method"])
+        for each in REQUESTS
+    ],
+)
 @pytest.mark.filterwarnings("ignore:a chain of")
 def test_no_weight_is_converted_in_a_round(settings, models):
     engine = Engine(*models, max_batch=2, device="cpu", precision="bf16")

@@ -16,13 +16,13 @@ from cspd.precision import Precision
 from mar.head import Head
 
 CPU = torch.device("cpu")
-STEPS, CHANNELS, ROWS = 4, 4, 3
+STEPS, CHANNELS, ROWS = 5, 4, 3
 
 
 def by_windows(head, precision):
     coefficients, drift = frozen(STEPS)
     predictor = Predictor(coefficients, drift, np.zeros_like(drift))
-    plan = plan_windows((3, 1, 0), predictor, np.zeros((3, 2)), 2, CPU)
+    plan = plan_windows((4, 3, 2, 0), predictor, np.zeros((4, 2)), 3, CPU)  # the third leaves out the null class
     return windows.drawing(head, noise, plan, STEPS, precision)
 
 
@@ -35,7 +35,7 @@ CHAINS = {
 @pytest.fixture(scope="module")
 def head():
     torch.manual_seed(0)
-    head = Head(CHANNELS, 8, 2, 6).requires_grad_(False)
+    head = Head(CHANNELS, 8, 1, 6).requires_grad_(False)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return head
