@@ -24,16 +24,15 @@ def denoise(host, model, rows, z, *, index=0, densities=False):
     num_guided = round(request.guided_share * len(s))
     classes = [len(z)] * num_guided + [1] * (len(s) - num_guided)
     x = host.noise.initial(rows.seed, rows.position, host.config.token_dim, index)
+    steps = torch.arange(len(s), device=x.device)
+    noise = rows.temperature * host.noise.steps(rows.seed, rows.position, steps, x.shape[1], index)
     for calls, own_head, by_call in modulated(head, z, s.timestep_map[::-1], host.precision, classes):
         for call, modulations in zip(calls, by_call):
             step = len(s) - 1 - call
             eps, v = evaluate(own_head, x, modulations, rows.scale)
             x = s.mean_x[step] * x + s.mean_eps[step] * eps
             if step > 0:
-                t = torch.tensor([step], device=x.device)
-                noise = host.noise.steps(rows.seed, rows.position, t, x.shape[1], index)[0]
-                sigma = torch.exp(s.log_sigma_base[step] + s.log_sigma_slope[step] * v)
-                x = x + rows.temperature * sigma * noise
+                x = x + torch.exp(s.log_sigma_base[step] + s.log_sigma_slope[step] * v) * noise[step]
     calls = np.full(len(x), len(s))
     return Denoised(x, calls, len(s), evaluations=np.full(len(x), sum(classes)))
 
