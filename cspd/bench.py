@@ -250,9 +250,10 @@ def format_report(report: dict) -> str:
     """The report as text."""
     machine = report["machine"]
     columns = [column for column in COLUMNS if any(_has(row, column[2]) for row in report["rows"])]
+    how = [machine["precision"], *(name for name in ("compiled", "graphs") if machine.get(name))]
     name_width = max(len(row["name"]) for row in report["rows"])
     lines = [
-        f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {machine['precision']};"
+        f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {', '.join(how)};"
         f" medians of {report['runs']} runs (least..most holds the true median with {_coverage(report['runs']):.0%})",
         "",
         " ".join(["sampler".ljust(name_width), *(title.rjust(width) for title, width, _, _ in columns)]),

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from cspd import noise as philox_noise
 from cspd.finishing import Finisher
+from cspd.graphs import Graphs
 from cspd.lookup import choose, method_of
 from cspd.machine import describe, pick_device
 from cspd.method import Host, Method, Models
@@ -41,6 +42,7 @@ class Engine:
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's.
         compiled: run speculative rounds through torch.compile: half a minute on first use, then faster.
+        graphs: replay the work of fixed shape as CUDA graphs, see `cspd.graphs`; by default on CUDA, and nowhere else.
         cache: where calibrations are kept, before the user's cache directory.
         noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.
 
@@ -48,7 +50,8 @@ class Engine:
         hosts: by family, "MAR" or "VQ".
 
     Raises:
-        ValueError: models that do not fit each other, no such device, unknown precision, or too little memory.
+        ValueError: models that do not fit each other, no such device, unknown precision, graphs without CUDA, or too
+            little memory.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine:
         device: str | torch.device = "auto",
         precision: str | Precision = "fp32",
         compiled: bool = False,
+        graphs: bool | None = None,
         cache: Path | None = None,
         noise: types.ModuleType = philox_noise,
     ) -> None:
@@ -69,13 +73,13 @@ class Engine:
             each.check()
         self.device = pick_device(device)
         self.precision = precision if isinstance(precision, Precision) else Precision(precision, self.device)
-        self.compiled = compiled
+        self.compiled, self.graphs = compiled, Graphs(self.device, graphs)
         self._models: list[Models] = [_placed(each, self.device) for each in models]
-        self._settings: dict[str, Any] = {"compiled": compiled, "cache": cache, "noise": noise}
+        self._settings: dict[str, Any] = {"compiled": compiled, "graphs": graphs, "cache": cache, "noise": noise}
         self.hosts: dict[str, Host] = {}
         for each in self._models:
             self.hosts[each.family] = each.host(
-                max_batch, self.device, self.precision, noise, compiled=compiled, cache=cache
+                max_batch, self.device, self.precision, noise, compiled=compiled, graphs=self.graphs, cache=cache
             )
         self.num_slots = max_batch
         self.scheduler = Scheduler(max_batch)
@@ -98,7 +102,9 @@ class Engine:
 
     def describe(self) -> dict:
         """The machine that it runs on, and how, in a few words."""
-        return describe(self.device) | {"precision": self.precision.policy, "compiled": self.compiled}
+        how = {"precision": self.precision.policy, "compiled": self.compiled}
+        # None where there are none, as in the records of versions that had none
+        return describe(self.device) | how | {"graphs": self.graphs.enabled or None}
 
     def check(self, request: Request) -> Request:
         """The request with every default filled in but what may take a calibration: the window of `speculative`.

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-WARM_UPS = 3  # runs before a capture, in which libraries choose their kernels and allocate what they need
-MOST_GRAPHS = 256  # kept at once; the one that was used the longest time ago goes first
+MOST_GRAPHS = 256  # kept at once; one more, and all of them are made anew
 
 Replay = Callable[[], Any]
-Capture = Callable[[Callable[[], Any]], tuple[Any, Replay]]  # from a function to (its results, how to make them again)
+# from (trial runs of a function, the function) to (its results, how to make them again)
+Capture = Callable[[Callable[[], None], Callable[[], Any]], tuple[Any, Replay]]
 
 
 class _Recorded(NamedTuple):
-    """A captured function: its static inputs and results, and how to make these from those."""
+    """A captured function: its static inputs and results, how to make these from those, and what must live as long."""
 
     inputs: tuple[Tensor, ...]
     results: Any
     replay: Replay
+    held: tuple
 
 
 class Graphs:
     """Runs functions of tensors; where enabled, each is captured once by key and shapes and then replayed.
 
-    A function takes tensors and returns tensors: one, or tuples of them. It reads the host nowhere and makes no shape
-    from data. Beside its inputs it may read tensors that stay where they are (weights, slots), and may write those that
-    are named as its state. What it returns is the caller's own, like any result.
+    A function takes tensors and returns tensors: one, or tuples of them. It reads the host nowhere, makes no shape from
+    data, draws nothing from torch's generators and calls no other `run`. Beside its inputs it may read tensors that
+    stay where they are (weights, slots, constants), and may write in place those that are named as its state. A
+    constant that it makes once and keeps (`functools.cache`) is made in a trial run. What it returns is the caller's
+    own, like any result.
 
     Args:
-        enabled: otherwise a run is a plain call. capture: of a function; by default as a graph of `device`.
+        enabled: otherwise a run is a plain call; by default it is on CUDA. capture: of a function; by default as a
+            graph of `device`.
+
+    Raises:
+        ValueError: there are no graphs of this device.
     """
 
-    def __init__(self, device: torch.device, enabled: bool, capture: Capture | None = None) -> None:
-        self.enabled = enabled
-        self._capture = capture or (cuda_capture(device) if enabled else None)
+    def __init__(self, device: torch.device, enabled: bool | None = None, capture: Capture | None = None) -> None:
+        on_cuda = device.type == "cuda"
+        if enabled and not on_cuda and capture is None:
+            raise ValueError(f"graphs=True, but {device} has no CUDA graphs: leave graphs out, or use a CUDA device")
+        self.device = device
+        self.enabled = on_cuda if enabled is None else enabled
+        self._capture = capture or (cuda_capture(device) if self.enabled else None)
         self._recorded: dict[Hashable, _Recorded | None] = {}
 
     def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
@@ -46,25 +59,25 @@ class Graphs:
 
         Args:
             key: what the function does beside its inputs: equal keys mean equal functions over the same tensors.
-            state: tensors that it writes in place; a capture's trial runs leave no mark in them.
+            state: tensors whose values it changes; trial runs leave no mark in them. Others that it writes to must get
+                values that a second run would write again, such as the keys of a cache.
         """
         if not self.enabled:
             return function(*inputs)
-        place = (key, tuple((tensor.shape, tensor.dtype) for tensor in inputs))
-        if place in self._recorded:
-            recorded = self._recorded.pop(place)
-        else:
-            recorded = self._record(key, function, inputs, state)
-        self._recorded[place] = recorded  # as the one last used
-        if len(self._recorded) > MOST_GRAPHS:
-            del self._recorded[next(iter(self._recorded))]
-        if recorded is None:
-            return function(*inputs)
-        for static, given in zip(recorded.inputs, inputs):
-            static.copy_(given)
-        recorded.replay()
-        # the graphs share their memory: the next one that is replayed may overwrite these
-        return tree_map(torch.clone, recorded.results)
+        place = (key, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        with torch.inference_mode():  # static tensors may be written to by later runs, whatever mode these are in
+            if place not in self._recorded:
+                if len(self._recorded) >= MOST_GRAPHS:
+                    self._drop()
+                self._recorded[place] = self._record(key, function, inputs, state)
+            recorded = self._recorded[place]
+            if recorded is None:
+                return function(*inputs)
+            for static, given in zip(recorded.inputs, inputs):
+                static.copy_(given)
+            recorded.replay()
+            # the graphs share their memory: the next one that is replayed may overwrite these
+            return tree_map_only(Tensor, torch.clone, recorded.results)
 
     def _record(
         self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
@@ -72,32 +85,87 @@ class Graphs:
         """The function captured; None, with a warning, where it cannot be."""
         static = tuple(tensor.clone() for tensor in inputs)
         before = [tensor.clone() for tensor in state]
-        try:
-            results, replay = self._capture(lambda: function(*static))
-        except RuntimeError as error:
-            warnings.warn(f"no CUDA graph of {key}, which runs as single kernels: {error}", stacklevel=3)
-            return None
-        finally:
+        reads = _Reads()
+
+        def restore() -> None:
             for tensor, value in zip(state, before):
                 tensor.copy_(value)
-        return _Recorded(static, results, replay)
+
+        def trials() -> None:
+            # in the first one constants are made and libraries choose their kernels; the second one is watched
+            for watch in (contextlib.nullcontext(), reads, contextlib.nullcontext()):
+                with watch:
+                    function(*static)
+                restore()
+
+        try:
+            results, replay = self._capture(trials, lambda: function(*static))
+        except RuntimeError as error:
+            cause = error.__context__ or error  # what ended a capture is followed by the error of ending it
+            warnings.warn(f"no CUDA graph of {key}, which runs as single kernels: {cause}", stacklevel=3)
+            return None
+        finally:
+            restore()
+        return _Recorded(static, results, replay, held=(function, reads.storages))
+
+    def _drop(self) -> None:
+        """Forgets all graphs, which other shapes have replaced.
+
+        All at once: when a graph goes, torch may free the workspaces of cuBLAS that others on its stream write to.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._recorded.clear()
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the memory that operations read and that none of them made; while it is held it cannot be freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, operation: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            if storage.data_ptr() not in self._made:
+                self.storages[storage.data_ptr()] = storage
+        results = operation(*args, **kwargs)
+        self._made |= {storage.data_ptr() for storage in _storages(results)} - self.storages.keys()
+        return results
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures CUDA graphs that share one pool of memory, since they are replayed one after another."""
-    pool = torch.cuda.graph_pool_handle()
+    """Captures CUDA graphs on one stream, into one pool of memory, since they are replayed one after another."""
+    aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def capture(work: Callable[[], Any]) -> tuple[Any, Replay]:
-        aside, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
-                work()
-        here.wait_stream(aside)
+    def capture(trials: Callable[[], None], function: Callable[[], Any]) -> tuple[Any, Replay]:
+        nonlocal aside, pool
         graph = torch.cuda.CUDAGraph()
-        # other threads, as that which writes images, may go on meanwhile
-        with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
-            results = work()
+        here = torch.cuda.current_stream(device)
+        aside.wait_stream(here)
+        try:
+            with torch.cuda.stream(aside):  # also the first to use it: cuBLAS has a workspace for each stream
+                trials()
+                # other threads, such as one that writes images, may go on meanwhile
+                with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
+                    results = function()
+        except BaseException:
+            here.wait_stream(aside)
+            aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # those stay as the error left them
+            raise
+        here.wait_stream(aside)
         return results, graph.replay
 
     return capture
+
+
+def bucket(size: int, per_octave: int = 8) -> int:
+    """A size after padding, so that shapes repeat: up to 2 `per_octave` as they are, then so many sizes an octave."""
+    step = 1 << max(0, (size - 1).bit_length() - per_octave.bit_length())
+    return -(-size // step) * step

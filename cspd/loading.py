@@ -116,6 +116,7 @@ def load(
     device: str | torch.device = "auto",
     precision: str = "fp32",
     compiled: bool = False,
+    graphs: bool | None = None,
 ) -> Engine:
     """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
 
@@ -124,7 +125,7 @@ def load(
         arch: the target's size (`mar.registry.MARS`, `cspd.vq.registry.GPTS`); found out from the file by default.
         vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
         draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
-        max_batch, device, precision, compiled: as in `Engine`.
+        max_batch, device, precision, compiled, graphs: as in `Engine`.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
@@ -157,7 +158,15 @@ def load(
             small = load_mar(files["draft"]) if files["draft"] else None
             models.append(MARModels(large, small, load_vae(decoder_file)))
             cache = target.parent / "calibration"
-    return Engine(*models, max_batch=max_batch, device=device, precision=precision, compiled=compiled, cache=cache)
+    return Engine(
+        *models,
+        max_batch=max_batch,
+        device=device,
+        precision=precision,
+        compiled=compiled,
+        graphs=graphs,
+        cache=cache,
+    )
 
 
 def _vq_models(

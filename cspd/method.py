@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from cspd.graphs import Graphs
 from cspd.option import Option, check_integer
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
@@ -143,13 +144,14 @@ class Host(Protocol):
 
     Attributes:
         family: "MAR" or "VQ". seq_len: tokens of an image. num_classes: labels are 0 .. num_classes - 1.
-        image_size: pixels of an image's side.
+        image_size: pixels of an image's side. graphs: runs what has a fixed shape.
     """
 
     family: str
     seq_len: int
     num_classes: int
     image_size: int
+    graphs: Graphs
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with all defaults filled in. Raises ValueError on a bad setting or a model that is not there."""
@@ -198,6 +200,7 @@ class Models(Protocol):
         noise: types.ModuleType,
         *,
         compiled: bool = False,
+        graphs: Graphs | None = None,
         cache: Path | None = None,
     ) -> Host:
         """A host of these models, which fit and are on the device already. Raises ValueError on too little memory."""

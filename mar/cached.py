@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mar.head import filled
-from mar.model import MAR, PAD_TO, attend, keys_values
+from mar.model import MAR, PAD_TO, attend, attention_mask, following, keys_values
 
 JUDGED = 3  # the layer, from 0, by whose values the authors' code chooses; its models have 12 to 20
 
@@ -68,9 +68,8 @@ def bytes_kept(model: MAR, dtype: torch.dtype) -> int:
 
 def stretch(order: Tensor, start: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Positions [B, most] of count[b] tokens of each order [B, L] from rank start[b] on, and which are padding."""
-    offset = torch.arange(most, device=order.device)
-    ranks = (start.unsqueeze(-1) + offset).clamp(max=order.shape[1] - 1)
-    return order.gather(1, ranks), offset >= count.unsqueeze(-1)
+    is_padding = torch.arange(most, device=order.device) >= count.unsqueeze(-1)
+    return following(order, start, most), is_padding
 
 
 def refresh(
@@ -93,12 +92,9 @@ def refresh(
         The last block's output [B, M, D] at the positions, of which `MAR.condition` makes z.
     """
     size, buffer = len(slots), model.config.buffer_size
-    length = math.ceil((buffer + max(num_known)) / PAD_TO) * PAD_TO
-    known = order[:, : length - buffer]
-    lengths = torch.tensor(num_known, device=tokens.device).unsqueeze(-1) + buffer
-    mask = torch.arange(buffer + known.shape[1], device=tokens.device) < lengths
-    x = model.embed(tokens, known, mask[:, buffer:], class_embedding)
-    mask = mask[:, None, None]
+    known, is_known = model.known(order, num_known)
+    x = model.embed(tokens, known, is_known, class_embedding)
+    mask = attention_mask(F.pad(is_known, (buffer, 0), value=True), x.dtype)
     for layer, block in zip(kept.encoder, model.encoder_blocks):
         normed = block.norm1(x)
         own = keys_values(block, normed)
@@ -106,7 +102,7 @@ def refresh(
         layer[slots, x.shape[1] :] = 0  # what a sequence before left there may be NaN, which a mask does not stop
         x = attend(block, x, normed, own, mask)
 
-    x = model.arrange(model.encoder_norm(x), order, num_known)
+    x = model.arrange(model.encoder_norm(x), known, is_known)
     places, judged = x.shape[1], judged_layer(model)
     kept.inputs[slots, :places] = x[:size]
     for block in model.decoder_blocks[:judged]:
@@ -176,12 +172,13 @@ def _encode_new(
     start = torch.arange(buffer, device=order.device).expand(len(order), -1)
     where = torch.cat([start, (ranks + buffer).masked_fill(is_padding, places)], dim=1)
     length = min(math.ceil((buffer + most.known) / PAD_TO) * PAD_TO, places)
-    mask = torch.arange(length, device=order.device) < (num.known + buffer).unsqueeze(-1)
     x = model.embed(tokens, new, ~is_padding, class_embedding)
+    is_known = torch.arange(length, device=order.device) < (num.known + buffer).unsqueeze(-1)
+    mask = attention_mask(is_known, x.dtype)
     for layer, block in zip(kept.encoder, model.encoder_blocks):
         normed = block.norm1(x)
         _write(layer, slots, where, keys_values(block, normed))
-        x = attend(block, x, normed, layer[slots, :length], mask[:, None, None])
+        x = attend(block, x, normed, layer[slots, :length], mask)
     encoded = model.decoder_embed(model.encoder_norm(x))
 
     at_new = (new + buffer).masked_fill(is_padding, places)

@@ -108,16 +108,26 @@ class MAR(nn.Module):
     def head(self) -> Head:
         return self.diffloss.net
 
-    def encode(self, tokens: Tensor, order: Tensor, num_known: Sequence[int], class_embedding: Tensor) -> Tensor:
-        """Encoder output [B, buffer + N, D], buffer first, then known tokens in `order`, then padding."""
+    def padded(self, num_known: int) -> int:
+        """How many tokens the encoder sees where the most that any sequence knows is `num_known`."""
         buffer = self.config.buffer_size
-        length = math.ceil((buffer + max(num_known)) / PAD_TO) * PAD_TO
-        known = order[:, : length - buffer]
-        lengths = torch.tensor(num_known, device=tokens.device).unsqueeze(-1) + buffer
-        mask = torch.arange(buffer + known.shape[1], device=tokens.device) < lengths
-        x = self.embed(tokens, known, mask[:, buffer:], class_embedding)
+        length = math.ceil((buffer + num_known) / PAD_TO) * PAD_TO
+        return min(length - buffer, self.config.seq_len)
 
-        mask = mask[:, None, None]
+    def known(
+        self, order: Tensor, num_known: Sequence[int] | Tensor, padded: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the encoder sees, of what `forward` takes: positions int64 [B, N], and which are known, bool [B, N]."""
+        if padded is None:
+            padded = self.padded(max(num_known))
+        counts = torch.as_tensor(num_known, device=order.device)
+        is_known = torch.arange(padded, device=order.device) < counts.unsqueeze(-1)
+        return order[:, :padded], is_known
+
+    def encode(self, tokens: Tensor, known: Tensor, is_known: Tensor, class_embedding: Tensor) -> Tensor:
+        """Encoder output [B, buffer + N, D]: buffer, then the tokens at positions `known` [B, N] and padding."""
+        x = self.embed(tokens, known, is_known, class_embedding)
+        mask = attention_mask(F.pad(is_known, (self.config.buffer_size, 0), value=True), x.dtype)
         for block in self.encoder_blocks:
             x = block(x, attn_mask=mask)
         return self.encoder_norm(x)
@@ -131,12 +141,10 @@ class MAR(nn.Module):
         start = class_embedding.unsqueeze(1) + position[:, :buffer]
         return self.z_proj_ln(torch.cat([start, x], dim=1))
 
-    def decode(
-        self, encoded: Tensor, order: Tensor, num_known: Sequence[int], positions: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, encoded: Tensor, known: Tensor, is_known: Tensor, positions: Tensor | None = None) -> Tensor:
         """z [B, L, D] at every position in raster order, or [B, M, D] at `positions`, from the encoder's output."""
         buffer = self.config.buffer_size
-        x = self.arrange(encoded, order, num_known)
+        x = self.arrange(encoded, known, is_known)
         *blocks, last = self.decoder_blocks
         for block in blocks:
             x = block(x)
@@ -144,19 +152,16 @@ class MAR(nn.Module):
             return self.decoder_norm(last(x))[:, buffer:] + self.diffusion_pos_embed_learned
         return self.condition(block_at(last, x, positions + buffer), positions)
 
-    def arrange(self, encoded: Tensor, order: Tensor, num_known: Sequence[int]) -> Tensor:
+    def arrange(self, encoded: Tensor, known: Tensor, is_known: Tensor) -> Tensor:
         """The decoder's input [B, buffer + L, D]: buffer, then all positions in raster order."""
         buffer = self.config.buffer_size
         mask_token = self.mask_token
         x = self.decoder_embed(encoded).to(mask_token.dtype)
 
         # the mask token everywhere, then the known tokens at their positions; padding writes the mask token again
-        padded = x.shape[1] - buffer
-        counts = torch.tensor(num_known, device=x.device).unsqueeze(-1)
-        is_known = torch.arange(padded, device=x.device) < counts
-        known = torch.where(is_known.unsqueeze(-1), x[:, buffer:], mask_token)
+        own = torch.where(is_known.unsqueeze(-1), x[:, buffer:], mask_token)
         full = mask_token.repeat(x.shape[0], self.config.seq_len, 1)
-        full = full.scatter(1, _expand(order[:, :padded], x.shape[-1]), known)
+        full = full.scatter(1, _expand(known, x.shape[-1]), own)
         return torch.cat([x[:, :buffer], full], dim=1) + self.decoder_pos_embed_learned
 
     def condition(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -167,29 +172,45 @@ class MAR(nn.Module):
         self,
         tokens: Tensor,
         order: Tensor,
-        num_known: Sequence[int],
+        num_known: Sequence[int] | Tensor,
         class_embedding: Tensor,
         positions: Tensor | None = None,
+        padded: int | None = None,
     ) -> Tensor:
         """The head's conditions at every position, each sequence as if it were alone.
 
         Args:
             tokens: [B, L, d], raster order; values at unknown positions are ignored.
             order: int64 [B, L], a permutation of the positions for each sequence; the first num_known[b] are known.
-            num_known: B integers on the host, 0..L (they decide shapes).
+            num_known: B integers, 0..L, on the host, where the largest decides shapes; or int64 [B], with `padded`.
             class_embedding: [B, D], rows of `class_emb` or `fake_latent` for the null class.
             positions: int64 [B, M], where z is wanted; everywhere by default. The last block is computed only there.
+            padded: how many tokens the encoder sees, at least the largest of `num_known`, see `MAR.padded`: with it
+                all shapes are given, and nothing is read from tensors.
 
         Returns:
             z [B, L, D], or [B, M, D] at `positions`.
         """
-        encoded = self.encode(tokens, order, num_known, class_embedding)
-        return self.decode(encoded, order, num_known, positions)
+        known, is_known = self.known(order, num_known, padded)
+        encoded = self.encode(tokens, known, is_known, class_embedding)
+        return self.decode(encoded, known, is_known, positions)
 
     def unpatchify(self, tokens: Tensor) -> Tensor:
         """Tokens [B, L, d] to latents [B, c, h, w]."""
         rows, patch = self.config.grid_size, self.config.patch_size
         return rearrange(tokens, "b (h w) (c p q) -> b c (h p) (w q)", h=rows, p=patch, q=patch)
+
+
+def following(order: Tensor, start: Tensor, most: int) -> Tensor:
+    """Positions [B, most] of each order [B, L] from rank start[b] on; its last one again where it has ended."""
+    ranks = start.unsqueeze(-1) + torch.arange(most, device=order.device)
+    return order.gather(1, ranks.clamp(max=order.shape[1] - 1))
+
+
+def attention_mask(is_there: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the attention of all queries, [B, 1, 1, N]: nobody looks at places that are not there [B, N]."""
+    mask = torch.zeros(is_there.shape, dtype=dtype, device=is_there.device).where(is_there, -math.inf)
+    return mask[:, None, None]
 
 
 def block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:

@@ -8,19 +8,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from cspd.graphs import WARM_UPS, Graphs
+from cspd.graphs import Graphs
 
 CPU = torch.device("cpu")
 
 
-def rerun(work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+def rerun(trials: Callable[[], None], function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     """As a CUDA graph does: trial runs, then results that stay where they are and are overwritten by each replay."""
-    for _ in range(WARM_UPS):
-        work()
-    results = work()
+    trials()
+    results = function()
 
     def replay() -> None:
-        for place, value in zip(tree_leaves(results), tree_leaves(work())):
+        for place, value in zip(tree_leaves(results), tree_leaves(function())):
             place.copy_(value)
 
     return results, replay

@@ -48,6 +48,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile MAR's speculative rounds: half a minute on first use, then faster",
     )
+    group.add_argument(
+        "--graphs",
+        action=argparse.BooleanOptionalAction,
+        help="replay what is launched again and again as CUDA graphs (default: on a GPU; there are none on a CPU)",
+    )
     group.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads (default: torch's)")
 
 
@@ -116,7 +121,7 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
     used = {"target": files["target"], decoder: args.vae or files[decoder]}
     for name in sorted(method_of(request).uses(request)):
         used[name] = args.draft_checkpoint if name == "draft" and args.draft_checkpoint else files[name]
-    settings = {"version": __version__, "precision": args.precision, "compiled": args.compile}
+    settings = {"version": __version__, "precision": args.precision, "compiled": args.compile, "graphs": args.graphs}
     for name, file in used.items():
         if file is not None:
             file = file.resolve()
@@ -137,4 +142,5 @@ def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
         device=args.device,
         precision=args.precision,
         compiled=args.compile,
+        graphs=args.graphs,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cspd.continuous.draft_verify import Lookup, Moved, compiled_move, evaluate_filled, move
 from cspd.continuous.gaussian import MAX_TRIES, residual
+from cspd.graphs import bucket
 from cspd.noise import DRAFT_OFFSET
 from cspd.precision import Precision
 from mar.diffusion import schedule
@@ -64,12 +65,6 @@ def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]
     by_lag = np.stack([judged.sum(0), accepted.sum(0)])
     by_step = np.stack([np.bincount(step[which], minlength=num_steps) for which in (judged, accepted)])
     return by_lag, by_step
-
-
-def bucket(rows: int) -> int:
-    """Rows after padding, so that shapes repeat: up to 16 as they are, then 8 sizes an octave."""
-    step = 1 << max(0, (rows - 1).bit_length() - 4)
-    return -(-rows // step) * step
 
 
 def table_size(head: Head, copies: int, device: torch.device) -> int:

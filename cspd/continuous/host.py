@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import defaultdict
 from collections.abc import Hashable
@@ -15,6 +16,7 @@ from torch import Tensor
 from cspd import noise as philox_noise
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.schedule import GUIDANCE, ORDERS, largest, timetable
+from cspd.graphs import Graphs, bucket
 from cspd.method import Method, complete
 from cspd.option import Option
 from cspd.pixels import decoded, to_unit
@@ -23,7 +25,7 @@ from cspd.sequence import Request, Sequence
 from mar import reference
 from mar.diffusion import TRAIN_STEPS
 from mar.head import filled
-from mar.model import MAR
+from mar.model import MAR, following
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
 
@@ -100,6 +102,7 @@ class MARHost:
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same tokens. vae: the autoencoder of them, for images.
         tuning: a `cspd.continuous.tuning.Tuning`, for methods that speculate in the head.
+        graphs: run what has a fixed shape; by default as plain calls.
 
     Attributes:
         heat: float32 [slots, L], what each token cost, for pictures; a method says what it means.
@@ -120,6 +123,7 @@ class MARHost:
         draft: MAR | None = None,
         vae: AutoencoderKL | None = None,
         tuning: Any = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.models, self.vae, self.tuning = {"target": target, "draft": draft}, vae, tuning
         self.seq_len, self.num_classes = target.config.seq_len, target.config.class_num
@@ -127,6 +131,7 @@ class MARHost:
         self.defaults = defaults_of(target.config)
         self._largest = usual_tokens(target)
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
+        self.graphs = graphs or Graphs(device, enabled=False)
         for model in filter(None, self.models.values()):
             precision.prepare(model)  # before slots take the memory
         self.config, self.num_slots = target.config, num_slots
@@ -243,19 +248,29 @@ class MARHost:
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
         """z of the rows [G, R, D], G = 2 (null class second) where the batch is guided: one backbone call."""
-        model = self.precision.prepare(self.models[model])
-        slots = self._tensor([s.slot for s in batch])
-        tokens, order = self.tokens[slots], self.order[slots]
-        embedding = model.class_emb(self.label[slots])
-        positions = torch.zeros(len(batch), filled(max(rows.counts)), dtype=torch.int64, device=self.device)
-        positions[rows.sequence, rows.offset] = rows.position
         copies = 2 if batch[0].request.guided else 1
+        padded, most = self.models[model].padded(max(rows.known)), filled(max(rows.counts))
+        size = len(batch)
+        if self.graphs.enabled:  # few shapes, that come again: the last sequence is repeated
+            size, most = bucket(size, per_octave=2), bucket(most)
+        which = np.array([[s.slot for s in batch], rows.known])
+        slots, known = self._tensor(np.pad(which, ((0, 0), (0, size - len(batch))), "edge"))
+        evaluate = functools.partial(self._conditions, model, copies, padded, most)
+        z = self.graphs.run(("conditions", model, copies, padded, most), evaluate, slots, known)
+        return z[:, rows.sequence, rows.offset]
+
+    def _conditions(self, model: str, copies: int, padded: int, most: int, slots: Tensor, known: Tensor) -> Tensor:
+        """z [G, B, most, D] of the tokens after the first known[b] of each slot, of which the encoder sees `padded`."""
+        backbone = self.precision.prepare(self.models[model])
+        tokens, order = self.tokens[slots], self.order[slots]
+        embedding = backbone.class_emb(self.label[slots])
         if copies == 2:
-            embedding = torch.cat([embedding, model.fake_latent.expand_as(embedding)])
-        tokens, order, positions = (t.repeat(copies, *[1] * (t.dim() - 1)) for t in (tokens, order, positions))
+            embedding = torch.cat([embedding, backbone.fake_latent.expand_as(embedding)])
+        inputs = tokens, order, known, following(order, known, most)
+        tokens, order, known, positions = (each.repeat(copies, *[1] * (each.dim() - 1)) for each in inputs)
         with self.precision.fast():
-            z = model(tokens, order, rows.known * copies, embedding, positions).float()
-        return z.unflatten(0, (copies, len(batch)))[:, rows.sequence, rows.offset]
+            z = backbone(tokens, order, known, embedding, positions, padded).float()
+        return z.unflatten(0, (copies, len(slots)))
 
     def commit(self, rows: Rows, tokens: Tensor) -> None:
         """Writes predicted tokens [R, d] to their slots."""

@@ -12,6 +12,7 @@ import torch
 from cspd.continuous.host import MARHost
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.tuning import Tuning
+from cspd.graphs import Graphs
 from cspd.precision import Precision
 from mar.model import MAR
 from mar.vae import AutoencoderKL
@@ -41,6 +42,7 @@ class MARModels:
         noise: types.ModuleType,
         *,
         compiled: bool = False,
+        graphs: Graphs | None = None,
         cache: Path | None = None,
     ) -> MARHost:
         """A host of these models, which are on the device already.
@@ -55,7 +57,17 @@ class MARModels:
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
         check_memory(self.target, num_slots, usual_tokens(self.target), device, copies)
         tuning = Tuning(self.target, self.draft, device, precision, compiled, cache)
-        return MARHost(self.target, num_slots, device, precision, noise, draft=self.draft, vae=self.vae, tuning=tuning)
+        return MARHost(
+            self.target,
+            num_slots,
+            device,
+            precision,
+            noise,
+            draft=self.draft,
+            vae=self.vae,
+            tuning=tuning,
+            graphs=graphs,
+        )
 
     def check(self) -> None:
         """Raises ValueError where draft or autoencoder do not speak the target's tokens."""

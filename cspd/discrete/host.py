@@ -14,6 +14,7 @@ from cspd import noise as philox_noise
 from cspd.discrete.batch import Batch, batch_of, count_drafted, count_round
 from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
+from cspd.graphs import Graphs
 from cspd.method import Method, complete
 from cspd.noise import Purpose
 from cspd.option import Option
@@ -42,6 +43,7 @@ class VQHost:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same codes; eagle: a drafter on the target's features. tokenizer: of the codes.
+        graphs: run what has a fixed shape; by default as plain calls.
 
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
@@ -62,11 +64,13 @@ class VQHost:
         draft: GPT | None = None,
         eagle: Eagle | None = None,
         tokenizer: VQModel | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         models = {"target": target, "draft": draft, "eagle": eagle}
         self.models = {name: model and precision.prepare(model) for name, model in models.items()}
         self.models["tokenizer"] = tokenizer
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
+        self.graphs = graphs or Graphs(device, enabled=False)
         self.config, self.num_slots = target.config, num_slots
         self.seq_len, self.num_classes = target.config.block_size, target.config.num_classes
         self.defaults = defaults_of(target.config)

@@ -11,6 +11,7 @@ import torch
 
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.host import VQHost
+from cspd.graphs import Graphs
 from cspd.machine import check_fits
 from cspd.precision import Precision
 from cspd.vq.eagle import Eagle
@@ -45,6 +46,7 @@ class VQModels:
         noise: types.ModuleType,
         *,
         compiled: bool = False,
+        graphs: Graphs | None = None,
         cache: Path | None = None,
     ) -> VQHost:
         """A host of these models, which are on the device already; arguments as in `VQHost`.
@@ -66,6 +68,7 @@ class VQModels:
             draft=self.draft,
             eagle=self.eagle,
             tokenizer=self.tokenizer,
+            graphs=graphs,
         )
 
     def check(self) -> None:

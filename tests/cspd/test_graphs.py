@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+
 import pytest
 import torch
 
@@ -32,24 +35,55 @@ def test_other_keys_and_shapes_are_other_graphs() -> None:
             assert made.tolist() == [factor] * size
 
 
+def test_a_capture_inside_inference_serves_outside() -> None:
+    runs = replayed()
+    with torch.inference_mode():
+        runs.run("double", lambda x: 2 * x, torch.ones(1))
+    assert runs.run("double", lambda x: 2 * x, torch.tensor([3.0])).item() == 6
+
+
 def test_trial_runs_leave_no_mark_in_the_state() -> None:
     counter = torch.zeros(1)
+    seen = []
 
     def count(step: torch.Tensor) -> torch.Tensor:
+        seen.append(counter.item())
         counter.add_(step)
         return counter * 1
 
     runs = replayed()
     totals = [runs.run("count", count, torch.ones(1), state=[counter]).item() for _ in range(3)]
     assert totals == [1, 2, 3]
+    assert seen == [0, 0, 0, 0, 0, 1, 2]  # each trial begins where the first did: it may lead no further
+
+
+def test_constants_live_as_long_as_the_graph_that_reads_them() -> None:
+    @functools.lru_cache(maxsize=1)
+    def weights(size: int) -> torch.Tensor:
+        return torch.arange(size)
+
+    runs, made = replayed(), []
+
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        made.append(weakref.ref(weights(len(x)).untyped_storage()))
+        return weights(len(x)) * x
+
+    runs.run("scale", scale, torch.ones(3))
+    weights(4)  # takes the place of the other
+    assert made[0]() is not None
+    runs._drop()
+    assert made[0]() is None
 
 
 def test_what_cannot_be_captured_is_called() -> None:
-    def refuse(work: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def refuse(*work: object) -> None:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     runs = Graphs(CPU, enabled=True, capture=refuse)
-    with pytest.warns(UserWarning, match="no CUDA graph of add"):
+    with pytest.warns(UserWarning, match="no CUDA graph of add.*: operation not permitted"):
         made = [runs.run("add", lambda x: x + 1, torch.ones(1)).item() for _ in range(2)]
     assert made == [2, 2]
 
@@ -62,10 +96,17 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(len(x))
         return 2 * x
 
-    for size in (1, 2, 1, 3):  # 2 is the one used the longest time ago
+    for size in (1, 2, 1, 3):  # the third one takes the place of both
         runs.run("double", double, torch.ones(size))
     made.clear()
+    runs.run("double", double, torch.ones(3))
+    assert made == [3]  # a replay
     runs.run("double", double, torch.ones(1))
-    assert made == [1]  # a replay
-    runs.run("double", double, torch.ones(2))
     assert len(made) > 2  # captured again
+
+
+def test_a_cpu_has_none() -> None:
+    with pytest.raises(ValueError, match="graphs=True, but cpu has no CUDA graphs: leave graphs out"):
+        Graphs(CPU, enabled=True)
+    runs = Graphs(CPU)
+    assert not runs.enabled and runs.run("double", lambda x: 2 * x, torch.ones(1)).item() == 2

@@ -41,7 +41,8 @@ def test_golden_encoder(small_mar, mar_golden):
     tokens, mask, labels = (mar_golden[f"backbone.{name}"] for name in ("tokens", "mask", "labels"))
     expected = mar_golden["backbone.encoder_out"]  # buffer, then the known tokens in raster order
     num_known = (mask == 0).sum(1).tolist()
-    encoded = small_mar.encode(tokens, mask.argsort(dim=1, stable=True), num_known, small_mar.class_emb(labels))
+    known = small_mar.known(mask.argsort(dim=1, stable=True), num_known)
+    encoded = small_mar.encode(tokens, *known, small_mar.class_emb(labels))
     assert relative_error(encoded[:, : expected.shape[1]], expected) < 1e-5
 
 
