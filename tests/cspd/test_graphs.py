@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from cspd import graphs
+from cspd import Engine, MARModels, graphs
+from cspd.cli import main
 from cspd.graphs import Graphs
+from mar.model import MAR
 from tests.graphs import CPU, replayed
 
 
@@ -110,3 +113,22 @@ def test_a_cpu_has_none() -> None:
         Graphs(CPU, enabled=True)
     runs = Graphs(CPU)
     assert not runs.enabled and runs.run("double", lambda x: 2 * x, torch.ones(1)).item() == 2
+
+
+def test_an_engine_without_a_gpu_has_none(small_mar: MAR) -> None:
+    with pytest.raises(ValueError, match="graphs=True, but cpu has no CUDA graphs"):
+        Engine(MARModels(small_mar), device="cpu", graphs=True)
+    engine = Engine(MARModels(small_mar), device="cpu")
+    assert not engine.host.graphs.enabled and engine.describe()["graphs"] is None
+
+
+@pytest.mark.slow  # loads a model first
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["sample", "--graphs", "--device", "cpu", "--out", str(tmp_path / "made")]) == 2
+    error = capsys.readouterr().err
+    assert "graphs=True, but cpu has no CUDA graphs: leave graphs out" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("size", "by_eight", "by_two"), [(1, 1, 1), (3, 3, 3), (5, 5, 6), (16, 16, 16), (17, 18, 24)])
+def test_buckets(size: int, by_eight: int, by_two: int) -> None:
+    assert (graphs.bucket(size), graphs.bucket(size, per_octave=2)) == (by_eight, by_two)

@@ -108,3 +108,30 @@ def test_unpatchify(patch):
         for column in range(side):
             cell = latent[:, :, row * patch : (row + 1) * patch, column * patch : (column + 1) * patch]
             assert torch.equal(tokens[:, row * side + column], cell.flatten(1))
+
+
+def test_counts_may_be_on_the_device(small_mar, batch):
+    """With `padded` shapes do not depend on them: a larger one is more padding."""
+    tokens, order, embedding = batch
+    expected = small_mar(tokens, order, RAGGED, embedding)
+    for padded in (small_mar.padded(max(RAGGED)), small_mar.config.seq_len):
+        z = small_mar(tokens, order, torch.tensor(RAGGED), embedding, padded=padded)
+        assert relative_error(z, expected) < 1e-5
+
+
+@pytest.mark.slow  # tracing takes seconds
+def test_traced_whole_and_once(small_mar, batch):
+    """No value of a tensor is looked at, so that a call can be captured as a CUDA graph."""
+    tokens, order, embedding = batch
+    traces = []
+
+    def backend(program, inputs):
+        traces.append(program)
+        return program
+
+    compiled = torch.compile(small_mar, fullgraph=True, dynamic=False, backend=backend)
+    padded = small_mar.padded(max(RAGGED))
+    for counts in (torch.tensor(RAGGED), torch.tensor(RAGGED).flip(0)):
+        inputs = tokens, order, counts, embedding, order[:, -8:], padded
+        assert torch.equal(compiled(*inputs), small_mar(*inputs))
+    assert len(traces) == 1

@@ -1,0 +1,45 @@
+"""An engine that replays its work makes the images of one that does not: in any batch, with requests that join."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cspd import Engine, MARModels, Request
+from cspd.methods import METHODS
+from tests.cspd.test_axes import ROUNDING, SMALL, staggered
+from tests.graphs import replayed
+from tests.toys import toy_mar
+
+MAR_METHODS = {method.name: method for method in METHODS if method.family == "MAR"}
+QUICK = ("ar", "speculative", "calibrated", "gtr", "lazymar")
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MAR_METHODS]
+
+
+def requests_of(method: str, num: int, **settings: object) -> list[Request]:
+    """Quick requests of unequal K, so that the batch has odd sizes and unequal progress."""
+    common = {"method": method, "cfg": 2.0, "num_sampling_steps": 4} | settings
+    usual = MAR_METHODS[method].fill(Request(0, **common))
+    applied = {name: SMALL[name] for name in SMALL if MAR_METHODS[method].option(name, usual)}
+    return [Request(i % 4, i, num_iter=3 + i % 3, **common, **applied) for i in range(num)]
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[Engine, Engine]:
+    """Without graphs and with them; five slots, which batches of two, three and five do not fill alike."""
+    models = MARModels(toy_mar(), draft=toy_mar(depth=2))
+    eager, graphed = (Engine(models, max_batch=5, device="cpu") for _ in range(2))
+    graphed.host.adopt(eager.host)  # calibrated once
+    graphed.host.graphs = replayed()
+    return eager, graphed
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_equal_images(method, engines):
+    eager, graphed = engines
+    requests = requests_of(method, 5)
+    for own, other in zip(staggered(graphed, requests), staggered(eager, requests)):
+        assert own.error is None
+        assert (own.tokens - other.tokens).abs().max() < ROUNDING * other.tokens.abs().max()
+        assert torch.allclose(own.heat, other.heat, equal_nan=True)
+        assert own.stats.head_calls == other.stats.head_calls
