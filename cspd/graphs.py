@@ -79,6 +79,10 @@ class Graphs:
             # the graphs share their memory: the next one that is replayed may overwrite these
             return tree_map_only(Tensor, torch.clone, recorded.results)
 
+    def size(self, number: int, per_octave: int = 8) -> int:
+        """So many rows or positions as they are computed: up to the next bucket where graphs are enabled."""
+        return bucket(number, per_octave) if self.enabled else number
+
     def _record(
         self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
     ) -> _Recorded | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mar.head import filled
-from mar.model import MAR, PAD_TO, attend, attention_mask, following, keys_values
+from mar.model import MAR, PAD_TO, attend, following, keys_values
 
 JUDGED = 3  # the layer, from 0, by whose values the authors' code chooses; its models have 12 to 20
 
@@ -78,23 +78,24 @@ def refresh(
     slots: Tensor,
     tokens: Tensor,
     order: Tensor,
-    num_known: Sequence[int],
+    num_known: Sequence[int] | Tensor,
     class_embedding: Tensor,
     positions: Tensor,
+    padded: int | None = None,
 ) -> Tensor:
     """A full evaluation that keeps what later ones need of its first sequences.
 
     Args:
         slots: int64 [S], of the first S of the B sequences; of the others nothing is kept.
-        tokens, order, num_known, class_embedding, positions: as of `MAR.forward`.
+        tokens, order, num_known, class_embedding, positions, padded: as of `MAR.forward`.
 
     Returns:
         The last block's output [B, M, D] at the positions, of which `MAR.condition` makes z.
     """
     size, buffer = len(slots), model.config.buffer_size
-    known, is_known = model.known(order, num_known)
+    known, is_known = model.known(order, num_known, padded)
     x = model.embed(tokens, known, is_known, class_embedding)
-    mask = attention_mask(F.pad(is_known, (buffer, 0), value=True), x.dtype)
+    mask = model.attention_mask(F.pad(is_known, (buffer, 0), value=True))
     for layer, block in zip(kept.encoder, model.encoder_blocks):
         normed = block.norm1(x)
         own = keys_values(block, normed)
@@ -134,22 +135,25 @@ def lazy(
     slots: Tensor,
     tokens: Tensor,
     order: Tensor,
-    counts: Sequence[Sequence[int]],
+    counts: Sequence[Sequence[int]] | Tensor,
     class_embedding: Tensor,
+    most: Counts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """An evaluation of what is new or has changed most, over what is kept; keeps what it computes.
 
     Args:
         slots: int64 [B], all different. tokens, order, class_embedding: as of `MAR.forward`.
-        counts: four of each sequence, on the host, since they decide shapes. How many tokens are known; how many of
-            them, the last, the evaluation before did not know; how many come next in its order and are to be predicted;
-            and how many other positions are computed in all of the decoder. The new ones are the first of these.
+        counts: four of each sequence, on the host, where they decide shapes, or int64 [B, 4], with `most`. How many
+            tokens are known; how many of them, the last, the evaluation before did not know; how many come next in its
+            order and are to be predicted; and how many other positions are computed in all of the decoder. The new ones
+            are the first of these.
+        most: at least the largest of each; with it all shapes are given, and nothing is read from tensors.
 
     Returns:
         The last block's output [B, M, D] at the positions to be predicted, and these [B, M]; padding after them.
     """
-    most = Counts(*map(max, zip(*counts)))
-    num = Counts(*torch.tensor(counts, device=order.device).unbind(1))
+    most = most or Counts(*map(max, zip(*counts)))
+    num = Counts(*torch.as_tensor(counts, device=order.device).unbind(1))
     at_new = _encode_new(model, kept, slots, tokens, order, num, most, class_embedding)
     return _decode_changed(model, kept, slots, order, num, most, at_new)
 
@@ -174,7 +178,7 @@ def _encode_new(
     length = min(math.ceil((buffer + most.known) / PAD_TO) * PAD_TO, places)
     x = model.embed(tokens, new, ~is_padding, class_embedding)
     is_known = torch.arange(length, device=order.device) < (num.known + buffer).unsqueeze(-1)
-    mask = attention_mask(is_known, x.dtype)
+    mask = model.attention_mask(is_known)
     for layer, block in zip(kept.encoder, model.encoder_blocks):
         normed = block.norm1(x)
         _write(layer, slots, where, keys_values(block, normed))

@@ -127,10 +127,16 @@ class MAR(nn.Module):
     def encode(self, tokens: Tensor, known: Tensor, is_known: Tensor, class_embedding: Tensor) -> Tensor:
         """Encoder output [B, buffer + N, D]: buffer, then the tokens at positions `known` [B, N] and padding."""
         x = self.embed(tokens, known, is_known, class_embedding)
-        mask = attention_mask(F.pad(is_known, (self.config.buffer_size, 0), value=True), x.dtype)
+        mask = self.attention_mask(F.pad(is_known, (self.config.buffer_size, 0), value=True))
         for block in self.encoder_blocks:
             x = block(x, attn_mask=mask)
         return self.encoder_norm(x)
+
+    def attention_mask(self, is_there: Tensor) -> Tensor:
+        """What is added to attention, [B, 1, 1, N], so that nobody looks at places that are not there, bool [B, N]."""
+        dtype = self.encoder_blocks[0].attn.qkv.weight.dtype  # the queries'; another one would be cast in every layer
+        mask = torch.zeros(is_there.shape, dtype=dtype, device=is_there.device).where(is_there, -math.inf)
+        return mask[:, None, None]
 
     def embed(self, tokens: Tensor, positions: Tensor, is_known: Tensor, class_embedding: Tensor) -> Tensor:
         """The encoder's input [B, buffer + N, D]: buffer, then tokens at positions [B, N], the unknown ones as 0."""
@@ -205,12 +211,6 @@ def following(order: Tensor, start: Tensor, most: int) -> Tensor:
     """Positions [B, most] of each order [B, L] from rank start[b] on; its last one again where it has ended."""
     ranks = start.unsqueeze(-1) + torch.arange(most, device=order.device)
     return order.gather(1, ranks.clamp(max=order.shape[1] - 1))
-
-
-def attention_mask(is_there: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the attention of all queries, [B, 1, 1, N]: nobody looks at places that are not there [B, N]."""
-    mask = torch.zeros(is_there.shape, dtype=dtype, device=is_there.device).where(is_there, -math.inf)
-    return mask[:, None, None]
 
 
 def block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:

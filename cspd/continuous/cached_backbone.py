@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -14,7 +15,7 @@ from cspd.continuous.schedule import timetable
 from cspd.machine import check_fits
 from cspd.option import Option
 from cspd.sequence import Request, Sequence
-from mar.cached import Kept, bytes_kept, lazy, refresh, stretch
+from mar.cached import Counts, Kept, bytes_kept, lazy, refresh, stretch
 from mar.head import filled
 from mar.model import MAR
 
@@ -140,39 +141,63 @@ def conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
 
 def _refreshed(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     """By a full evaluation that keeps what later iterations need."""
-    caches, size = _caches(host, batch), len(batch)
-    copies = 2 if batch[0].request.guided else 1
-    tokens, order, slots, embedding = _inputs(host, batch, copies)
+    caches, copies = _caches(host, batch), 2 if batch[0].request.guided else 1
+    slots, known = np.array([s.slot for s in batch]), np.array(rows.known)
     # the null class's distance is wanted wherever a token is predicted before the next refresh
     until = [_known_after(s, s.request.refresh if caches.distance is not None else 1, host.seq_len) for s in batch]
-    num_ahead = np.array(until) - rows.known
-    known, ahead = torch.as_tensor(np.stack([rows.known, num_ahead]), device=host.device)
-    positions, is_padding = stretch(order[:size], known, ahead, filled(num_ahead.max()))
-    everywhere = positions.repeat(copies, 1)
-    kept_slots = caches.slots(slots)
+    num_ahead = np.array(until) - known
+    padded, most = host.target.padded(int(known.max())), host.graphs.size(filled(int(num_ahead.max())))
+    evaluate = functools.partial(_refresh, host, caches, copies, padded, most)
+    z = host.by_sequence(("refresh", caches, copies, padded, most), evaluate, np.stack([slots, known, num_ahead]))
+    caches.known[slots] = known
+    return z[:, rows.sequence, rows.offset]
+
+
+def _refresh(host: MARHost, caches: Caches, copies: int, padded: int, most: int, numbers: Tensor) -> Tensor:
+    """z [G, B, most, D] of the tokens after those known, by `mar.cached.refresh`.
+
+    Args:
+        numbers: int64 [3, B]: slots; how many tokens are known; how many after them are predicted before the next
+            refresh.
+    """
+    slots, known, num_ahead = numbers
+    tokens, order, embedding = _inputs(host, slots, copies)
+    positions, is_padding = stretch(host.order[slots], known, num_ahead, most)
+    inputs = tokens, order, known.repeat(copies), embedding, positions.repeat(copies, 1), padded
     with host.precision.fast():
-        x = refresh(_model(host), caches.kept, kept_slots, tokens, order, rows.known * copies, embedding, everywhere)
+        x = refresh(_model(host), caches.kept, caches.slots(slots), *inputs).unflatten(0, (copies, -1))
     if caches.distance is not None:
         where = positions.masked_fill(is_padding, host.seq_len)
-        caches.distance[slots.unsqueeze(-1), where] = (x[size:] - x[:size]).float()
-    caches.known[[s.slot for s in batch]] = rows.known
-    return _conditions(host, x, positions, rows)
+        caches.distance[slots.unsqueeze(-1), where] = (x[1] - x[0]).float()
+    return _conditions(host, x, positions)
 
 
 def _lazy(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     """By an evaluation of what is new or has changed most."""
-    caches = _caches(host, batch)
-    tokens, order, slots, embedding = _inputs(host, batch, caches.copies)
-    counts = planned(host, batch, rows, caches.known[[s.slot for s in batch]]) * caches.copies
-    with host.precision.fast():
-        x, positions = lazy(_model(host), caches.kept, caches.slots(slots), tokens, order, counts, embedding)
-    positions = positions[: len(batch)]
-    if caches.distance is not None:
-        x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
+    caches, slots = _caches(host, batch), np.array([s.slot for s in batch])
+    counts = planned(host, batch, rows, caches.known[slots])
+    known, *others = counts.max(axis=0).tolist()
+    most = Counts(host.target.padded(known), *(host.graphs.size(filled(most)) for most in others))
+    evaluate = functools.partial(_evaluate_lazily, host, caches, most)
+    changed = caches.kept.decoder[0]  # what it was decides what is computed
+    z = host.by_sequence(("lazy", caches, most), evaluate, np.column_stack([slots, counts]).T, state=[changed])
     for sequence in batch:
         sequence.stats.lazy_backbone_calls += 1
-    caches.known[[s.slot for s in batch]] = rows.known
-    return _conditions(host, x, positions, rows)
+    caches.known[slots] = rows.known
+    return z[:, rows.sequence, rows.offset]
+
+
+def _evaluate_lazily(host: MARHost, caches: Caches, most: Counts, numbers: Tensor) -> Tensor:
+    """z [G, B, M, D] of the next tokens, by `mar.cached.lazy`; numbers: int64 [5, B], slots and its four counts."""
+    slots, *counts = numbers
+    tokens, order, embedding = _inputs(host, slots, caches.copies)
+    counts = torch.stack(counts, dim=1).repeat(caches.copies, 1)
+    with host.precision.fast():
+        x, positions = lazy(_model(host), caches.kept, caches.slots(slots), tokens, order, counts, embedding, most)
+    x, positions = x.unflatten(0, (caches.copies, -1)), positions[: len(slots)]
+    if caches.distance is not None:
+        x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
+    return _conditions(host, x, positions)
 
 
 EVALUATIONS = {"full": MARHost.conditions, "refresh": _refreshed, "lazy": _lazy}
@@ -198,8 +223,8 @@ def _known_after(sequence: Sequence, iterations: int, seq_len: int) -> int:
     return seq_len - int(masked[min(sequence.iteration + iterations, len(masked)) - 1])
 
 
-def planned(host: MARHost, batch: list[Sequence], rows: Rows, known_before: np.ndarray) -> list[list[int]]:
-    """What `mar.cached.lazy` is told to compute of each sequence, of which so many tokens were known before."""
+def planned(host: MARHost, batch: list[Sequence], rows: Rows, known_before: np.ndarray) -> np.ndarray:
+    """What `mar.cached.lazy` is told to compute of each sequence, of which so many tokens were known before: [B, 4]."""
     request = batch[0].request
     places = host.config.buffer_size + host.seq_len
     known, predicted = np.array(rows.known), np.array(rows.counts)
@@ -208,20 +233,18 @@ def planned(host: MARHost, batch: list[Sequence], rows: Rows, known_before: np.n
     retained = np.floor(request.retain * SHARES[progress] * places).astype(np.int64)
     others = np.maximum(retained - predicted, new + math.ceil(SPARE * places))
     others = np.minimum(others, places - predicted)
-    return np.stack([known, new, predicted, others], axis=1).tolist()
+    return np.stack([known, new, predicted, others], axis=1)
 
 
-def _inputs(host: MARHost, batch: list[Sequence], copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(tokens, order, slots, class embedding) of sequences; `copies` of all but the slots, the null class second."""
-    slots = torch.tensor([s.slot for s in batch], device=host.device)
+def _inputs(host: MARHost, slots: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, order, class embedding) of slots [B], `copies` of each, the null class second."""
     embedding = host.target.class_emb(host.label[slots])
     if copies == 2:
         embedding = torch.cat([embedding, host.target.fake_latent.expand_as(embedding)])
-    return host.tokens[slots].repeat(copies, 1, 1), host.order[slots].repeat(copies, 1), slots, embedding
+    return host.tokens[slots].repeat(copies, 1, 1), host.order[slots].repeat(copies, 1), embedding
 
 
-def _conditions(host: MARHost, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-    """z [G, R, D] of the rows, of hidden states [G x B, M, D] at positions [B, M] that begin with theirs."""
-    x = x.unflatten(0, (-1, len(positions)))[:, rows.sequence, rows.offset]
+def _conditions(host: MARHost, x: Tensor, positions: Tensor) -> Tensor:
+    """z [G, B, M, D] of hidden states [G, B, M, D] at positions [B, M]."""
     with host.precision.fast():
-        return _model(host).condition(x, positions[rows.sequence, rows.offset]).float()
+        return _model(host).condition(x, positions).float()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from cspd import noise as philox_noise
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.schedule import GUIDANCE, ORDERS, largest, timetable
-from cspd.graphs import Graphs, bucket
+from cspd.graphs import Graphs
 from cspd.method import Method, complete
 from cspd.option import Option
 from cspd.pixels import decoded, to_unit
@@ -248,20 +249,21 @@ class MARHost:
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
         """z of the rows [G, R, D], G = 2 (null class second) where the batch is guided: one backbone call."""
-        copies = 2 if batch[0].request.guided else 1
-        padded, most = self.models[model].padded(max(rows.known)), filled(max(rows.counts))
-        size = len(batch)
-        if self.graphs.enabled:  # few shapes, that come again: the last sequence is repeated
-            size, most = bucket(size, per_octave=2), bucket(most)
-        which = np.array([[s.slot for s in batch], rows.known])
-        slots, known = self._tensor(np.pad(which, ((0, 0), (0, size - len(batch))), "edge"))
+        copies, most = 2 if batch[0].request.guided else 1, self.graphs.size(filled(max(rows.counts)))
+        padded = self.models[model].padded(max(rows.known))
         evaluate = functools.partial(self._conditions, model, copies, padded, most)
-        z = self.graphs.run(("conditions", model, copies, padded, most), evaluate, slots, known)
+        numbers = np.array([[s.slot for s in batch], rows.known])
+        z = self.by_sequence(("conditions", model, copies, padded, most), evaluate, numbers)
         return z[:, rows.sequence, rows.offset]
 
-    def _conditions(self, model: str, copies: int, padded: int, most: int, slots: Tensor, known: Tensor) -> Tensor:
-        """z [G, B, most, D] of the tokens after the first known[b] of each slot, of which the encoder sees `padded`."""
+    def _conditions(self, model: str, copies: int, padded: int, most: int, numbers: Tensor) -> Tensor:
+        """z [G, B, most, D] of the tokens after those known, of which the encoder sees `padded`.
+
+        Args:
+            numbers: int64 [2, B], the slots of sequences, and how many tokens of them are known.
+        """
         backbone = self.precision.prepare(self.models[model])
+        slots, known = numbers
         tokens, order = self.tokens[slots], self.order[slots]
         embedding = backbone.class_emb(self.label[slots])
         if copies == 2:
@@ -271,6 +273,23 @@ class MARHost:
         with self.precision.fast():
             z = backbone(tokens, order, known, embedding, positions, padded).float()
         return z.unflatten(0, (copies, len(slots)))
+
+    def by_sequence(
+        self,
+        key: Hashable,
+        function: Callable[[Tensor], Tensor],
+        numbers: np.ndarray,
+        state: SequenceOf[Tensor] = (),
+    ) -> Tensor:
+        """What `function` computes of a batch, replayed where the host has graphs; key and state as in `Graphs.run`.
+
+        Args:
+            numbers: int64 [n, B], n of each sequence. With graphs the last sequence is repeated, so that few B occur.
+        """
+        size = numbers.shape[1]
+        padding = self.graphs.size(size, per_octave=2) - size
+        sent = self._tensor(np.pad(numbers, ((0, 0), (0, padding)), "edge"))
+        return self.graphs.run(key, function, sent, state=state)
 
     def commit(self, rows: Rows, tokens: Tensor) -> None:
         """Writes predicted tokens [R, d] to their slots."""
