@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.denoiser import Denoised, Draw, denoiser, drawn
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.modulations import modulated
 from cspd.option import Option, check_integer
@@ -34,7 +34,6 @@ OPTIONS = (FIRST_TIMESTEP,)
 SHORT, SHORT_FIRST = 25, 950  # chains of fewer steps should begin there
 Trace = Callable[[int, Tensor, Tensor, Tensor], None]
 Outputs = Callable[[Head, Tensor, Sequence[int], Precision], Iterable[tuple[range, Iterator[Callable[..., Tensor]]]]]
-Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Steps(NamedTuple):
@@ -181,8 +180,6 @@ def drawing(
     Args:
         noise: its source, see `cspd.noise`. index: of the noise. The others are as in `ancestral`.
 
-    Returns:
-        (z [G, R, D], scale [R, 1], temperature [R, 1], seed int64 [R], position int64 [R]) -> tokens [R, d].
     """
     steps = chain_steps(num_steps, first_timestep, precision.device)
 
@@ -264,7 +261,8 @@ def denoise(
         trace=trace,
         outputs=outputs,
     )
-    tokens = draw(z, rows.scale, rows.temperature, rows.seed, rows.position)
+    key = None if trace else ("ancestral", model, num_steps, first_timestep, index, outputs)
+    tokens = drawn(host, key, draw, rows, z)
     calls = np.full(len(tokens), num_steps)
     made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
     return with_densities(made, log_sigmas) if densities else made

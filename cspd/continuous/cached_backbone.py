@@ -204,17 +204,20 @@ EVALUATIONS = {"full": MARHost.conditions, "refresh": _refreshed, "lazy": _lazy}
 
 
 def _caches(host: MARHost, batch: list[Sequence]) -> Caches:
-    """The caches of a batch's kind; they go with the last kind that has them."""
-    kept = host.kept[batch[0].key]
+    """The caches of a batch's kind; they go with the last kind that has them, and stay where graphs read them."""
+    kept, request = host.kept[batch[0].key], batch[0].request
     if "caches" not in kept:
-        kept["caches"] = _shared(host, batch[0].request) or Caches(host, batch[0].request)
+        kept["caches"] = _shared(host, request) or Caches(host, request)
+        if host.graphs.enabled:
+            host.lasting["caches", _shape(request)] = kept["caches"]
     return kept["caches"]
 
 
 def _shared(host: MARHost, request: Request) -> Caches | None:
-    """Caches of some kind in flight that would do for a request."""
+    """Caches that are there already and would do for a request."""
     there = (kept["caches"] for kept in host.kept.values() if "caches" in kept)
-    return next((caches for caches in there if caches.shape == _shape(request)), None)
+    in_flight = (caches for caches in there if caches.shape == _shape(request))
+    return next(in_flight, host.lasting.get(("caches", _shape(request))))
 
 
 def _known_after(sequence: Sequence, iterations: int, seq_len: int) -> int:

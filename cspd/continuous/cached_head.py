@@ -60,6 +60,11 @@ def outputs(
         del by_call
 
 
+@functools.cache  # one function, so that it can be known again
+def _reusing(reuse: int) -> ancestral.Outputs:
+    return functools.partial(outputs, reuse=reuse)
+
+
 def _last_layers(head: Head, c_embed: Tensor, timesteps: tuple[int, ...], precision: Precision) -> Iterator[tuple]:
     """The last layer's modulations of the class at each of some timesteps, in tables as `modulated` has."""
     with precision.full():
@@ -104,8 +109,7 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     Only the calls that evaluate the blocks are counted.
     """
     request = rows.sequences[0].request
-    cached = functools.partial(outputs, reuse=request.reuse)
-    made = ancestral.denoise(host, model, rows, z, index=index, densities=densities, outputs=cached)
+    made = ancestral.denoise(host, model, rows, z, index=index, densities=densities, outputs=_reusing(request.reuse))
     head_calls = len(evaluated_calls(request.num_sampling_steps, request.reuse))
     calls = np.full(len(rows.seed), head_calls)
     return dataclasses.replace(made, calls=calls, head_calls=head_calls, evaluations=calls * len(z))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cspd.continuous.ancestral import SHORT
-from cspd.continuous.denoiser import Denoised, Measured, denoiser
+from cspd.continuous.denoiser import Denoised, Measured, denoiser, drawn
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.windows import Audit, drawing
 from cspd.option import Option, check_integer
@@ -120,7 +120,8 @@ class _Running:
 def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
     """Every token by N head calls; arguments as in `cspd.continuous.denoiser`. An audit's calls are not counted."""
     request = rows.sequences[0].request
-    kept = host.kept[rows.sequences[0].key]
+    kind = rows.sequences[0].key
+    kept = host.kept[kind]
     if ("calibrated", model) not in kept:
         kept["calibrated", model] = _Running(host, model, request)
     running: _Running = kept["calibrated", model]
@@ -139,7 +140,7 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
         audit = Audit(head, z, rows.scale, rows.temperature, plan, host.precision, chosen, request.audit)
     visit = keep_sigma if densities else audit
     draw = drawing(head, host.noise, plan, num_steps, host.precision, index=index, visit=visit)
-    tokens = draw(z, rows.scale, rows.temperature, rows.seed, rows.position)
+    tokens = drawn(host, None if visit else ("calibrated", model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(plan))
     evaluations = calls + running.num_full * (len(z) - 1)
     measured = Measured(running.difference, running.divergence, audit and audit.total)

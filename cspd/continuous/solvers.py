@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate
-from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.denoiser import Denoised, denoiser, drawn
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.modulations import modulated
 from cspd.option import Option, check_integer
@@ -154,14 +154,20 @@ def _denoise(
     timesteps has at the states that were visited.
     """
     request = rows.sequences[0].request
-    kept = host.kept[rows.sequences[0].key]
+    kind = rows.sequences[0].key
+    kept = host.kept[kind]
     if "grid" not in kept:
         kept["grid"] = grid_of(request, host)
     s: Schedule = kept["grid"]
     log_sigmas: list[Tensor] = []
     trace = ancestral.sigma_trace(s, rows.temperature, log_sigmas) if densities else None
-    noise = host.noise.initial(rows.seed, rows.position, host.config.token_dim, index)
-    tokens = solve(host.models[model].head, z, rows.scale, noise, s, order, host.precision, trace)
+    head = host.models[model].head
+
+    def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        x = host.noise.initial(seed, position, head.channels, index)
+        return solve(head, z, scale, x, s, order, host.precision, trace)
+
+    tokens = drawn(host, None if trace else ("solver", order, model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(s))
     made = Denoised(tokens, calls, len(s), evaluations=calls * len(z))
     return ancestral.with_densities(made, log_sigmas) if densities else made

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.ancestral import Draw, Steps, chain_steps, evaluate
+from cspd.continuous.ancestral import Steps, chain_steps, evaluate
+from cspd.continuous.denoiser import Draw
 from cspd.continuous.gaussian import divergence
 from cspd.continuous.modulations import modulated, modulation_size, on_device, table_bytes
 from cspd.continuous.plan import Window

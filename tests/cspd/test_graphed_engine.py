@@ -43,3 +43,6 @@ def test_equal_images(method, engines):
         assert (own.tokens - other.tokens).abs().max() < ROUNDING * other.tokens.abs().max()
         assert torch.allclose(own.heat, other.heat, equal_nan=True)
         assert own.stats.head_calls == other.stats.head_calls
+    captured = set(graphed.host.graphs._recorded)
+    staggered(graphed, requests)
+    assert captured == set(graphed.host.graphs._recorded), "the same work is captured again"
