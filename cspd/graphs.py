@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +21,26 @@ Replay = Callable[[], Any]
 Capture = Callable[[Callable[[], None], Callable[[], Any]], tuple[Any, Replay]]
 
 
-class _Recorded(NamedTuple):
-    """A captured function: its static inputs and results, how to make these from those, and what must live as long."""
+@dataclass
+class _Recorded:
+    """A captured function: its static inputs and results, and how to make these from those.
+
+    It is stale once memory that it reads has been freed.
+    """
 
     inputs: tuple[Tensor, ...]
     results: Any
     replay: Replay
-    held: tuple
+    is_stale: bool = False
+    watched: list[weakref.ref] = field(default_factory=list)
+
+    def watch(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Becomes stale when one of them is freed."""
+
+        def expire(_: weakref.ref) -> None:
+            self.is_stale = True
+
+        self.watched = [weakref.ref(storage, expire) for storage in storages]
 
 
 class Graphs:
@@ -33,9 +48,9 @@ class Graphs:
 
     A function takes tensors and returns tensors: one, or tuples of them. It reads the host nowhere, makes no shape from
     data, draws nothing from torch's generators and calls no other `run`. Beside its inputs it may read tensors that
-    stay where they are (weights, slots, constants), and may write in place those that are named as its state. A
-    constant that it makes once and keeps (`functools.cache`) is made in a trial run. What it returns is the caller's
-    own, like any result.
+    stay where they are (weights, slots, constants), and may write in place those that are named as its state. Graphs do
+    not keep these: one whose tensors are gone is captured anew. A constant that the function makes once and keeps
+    (`functools.cache`) is made in a trial run. What it returns is the caller's own, like any result.
 
     Args:
         enabled: otherwise a run is a plain call; by default it is on CUDA. capture: of a function; by default as a
@@ -53,6 +68,7 @@ class Graphs:
         self.enabled = on_cuda if enabled is None else enabled
         self._capture = capture or (cuda_capture(device) if self.enabled else None)
         self._recorded: dict[Hashable, _Recorded | None] = {}
+        self._retired: list[Replay] = []
 
     def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
         """function(*inputs).
@@ -66,11 +82,11 @@ class Graphs:
             return function(*inputs)
         place = (key, *((tensor.shape, tensor.dtype) for tensor in inputs))
         with torch.inference_mode():  # static tensors may be written to by later runs, whatever mode these are in
+            recorded = self._recorded.get(place)
+            if recorded and recorded.is_stale:
+                self._retired.append(self._recorded.pop(place).replay)
             if place not in self._recorded:
-                if len(self._recorded) >= MOST_GRAPHS:
-                    self._drop()
-                self._recorded[place] = self._record(key, function, inputs, state)
-            recorded = self._recorded[place]
+                recorded = self._recorded[place] = self._record(key, function, inputs, state)
             if recorded is None:
                 return function(*inputs)
             for static, given in zip(recorded.inputs, inputs):
@@ -87,6 +103,8 @@ class Graphs:
         self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
     ) -> _Recorded | None:
         """The function captured; None, with a warning, where it cannot be."""
+        if len(self._recorded) >= MOST_GRAPHS:
+            self._drop()
         static = tuple(tensor.clone() for tensor in inputs)
         before = [tensor.clone() for tensor in state]
         reads = _Reads()
@@ -110,7 +128,9 @@ class Graphs:
             return None
         finally:
             restore()
-        return _Recorded(static, results, replay, held=(function, reads.storages))
+        recorded = _Recorded(static, results, replay)
+        recorded.watch([storage for storage in (seen() for seen in reads.seen) if storage is not None])
+        return recorded
 
     def _drop(self) -> None:
         """Forgets all graphs, which other shapes have replaced.
@@ -120,23 +140,30 @@ class Graphs:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._recorded.clear()
+        self._retired.clear()
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the memory that operations read and that none of them made; while it is held it cannot be freed."""
+    """Notes the memory that operations read and that none of them made, in `seen` from when it is left."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.seen: list[weakref.ref[torch.UntypedStorage]] = []
+        self._read: dict[int, torch.UntypedStorage] = {}  # which cannot be freed, and their addresses reused, meanwhile
         self._made: set[int] = set()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.seen = [weakref.ref(storage) for storage in self._read.values()]
+        self._read.clear()
 
     def __torch_dispatch__(self, operation: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         for storage in _storages((args, kwargs)):
             if storage.data_ptr() not in self._made:
-                self.storages[storage.data_ptr()] = storage
+                self._read[storage.data_ptr()] = storage
         results = operation(*args, **kwargs)
-        self._made |= {storage.data_ptr() for storage in _storages(results)} - self.storages.keys()
+        self._made |= {storage.data_ptr() for storage in _storages(results)} - self._read.keys()
         return results
 
 

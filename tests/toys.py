@@ -12,9 +12,10 @@ from torch import Tensor
 
 from cspd.discrete.host import VQHost
 from cspd.discrete.probabilities import guide, probabilities
+from cspd.engine import Engine
 from cspd.lookup import find
 from cspd.precision import Precision, Stopwatch
-from cspd.sequence import Request, RoundStats, Sequence
+from cspd.sequence import Output, Request, RoundStats, Sequence
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.tokenizer import VQConfig, VQModel
@@ -23,6 +24,16 @@ from mar.model import MAR, MARConfig
 CPU = torch.device("cpu")
 LEAST_EXPECTED = 10  # draws a cell of a chi-square test; rarer sequences are pooled
 CODES, LENGTH, CLASSES = 4, 4, 3
+SMALL = {  # of options that some choices have: quick, and decided without a measurement
+    "first_timestep": 950,
+    "upper": 5,
+    "lower": 3,
+    "head_calls": 3,
+    "window": 3,
+    "draft": "frozen",
+    "warmup": 1,
+    "refresh": 2,
+}
 SETTINGS = {"cfg": 1.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -46,6 +57,17 @@ def toy_mar(depth: int = 3) -> MAR:
         torch.nn.init.normal_(parameter, std=0.4)
     torch.nn.init.normal_(model.head.final_layer.linear.weight, std=0.05)  # or chains explode
     return model.eval().requires_grad_(False)
+
+
+def staggered(engine: Engine, requests: list[Request]) -> list[Output]:
+    """Outputs of requests that join one step after the other, so that they are at different iterations."""
+    outputs, tickets = {}, []
+    for request in requests:
+        tickets.append(engine.add_request(request))
+        outputs |= engine.step()
+    while len(outputs) < len(requests):
+        outputs |= engine.step()
+    return [outputs[ticket] for ticket in tickets]
 
 
 def toy_models(codes: int = CODES, length: int = LENGTH) -> dict:

@@ -107,7 +107,7 @@ def drawn(host: Any, key: Hashable | None, draw: Draw, rows: Any, z: Tensor) -> 
     Args:
         key: as in `Graphs.run`; None of a function that also does something on the host, which is called.
     """
-    inputs = z, rows.scale, rows.temperature, rows.seed, rows.position
+    inputs: tuple[Tensor, ...] = (z, rows.scale, rows.temperature, rows.seed, rows.position)
     if key is None:
         return draw(*inputs)
     number = len(rows.seed)

@@ -9,24 +9,15 @@ import itertools
 
 import pytest
 import torch
+from toys import SMALL, staggered
 
-from cspd import Engine, MARModels, Output, Request
+from cspd import Engine, MARModels, Request
 from cspd.continuous.backbone import BACKBONES
 from cspd.continuous.denoiser import DENOISERS
 from cspd.continuous.schedule import ORDERS
 from cspd.methods import METHODS
 from mar.model import MAR
 
-SMALL = {  # of options that some choices have: quick, and decided without a measurement
-    "first_timestep": 950,
-    "upper": 5,
-    "lower": 3,
-    "head_calls": 3,
-    "window": 3,
-    "draft": "frozen",
-    "warmup": 1,
-    "refresh": 2,
-}
 ROUNDING = 1e-3  # of the largest token
 EXACT, MEASURED = {"ancestral", "speculative"}, {"calibrated"}  # denoisers, in MAR's order and by the full backbone
 
@@ -50,17 +41,6 @@ def requests_of(method: str, choices: dict[str, str]) -> list[Request]:
     settings = {"method": method, "family": "MAR", "cfg": 2.0, "num_sampling_steps": 5, **choices}
     applied = {name: SMALL[name] for name in SMALL if SAMPLERS[method].option(name, Request(0, **settings))}
     return [Request(i, i, num_iter=num_iter, **settings, **applied) for i, num_iter in enumerate((5, 3, 4))]
-
-
-def staggered(engine: Engine, requests: list[Request]) -> list[Output]:
-    """Outputs of requests that join one step after the other, so that they are at different iterations."""
-    outputs, tickets = {}, []
-    for request in requests:
-        tickets.append(engine.add_request(request))
-        outputs |= engine.step()
-    while len(outputs) < len(requests):
-        outputs |= engine.step()
-    return [outputs[ticket] for ticket in tickets]
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graphs import replayed
+from toys import SMALL, staggered, toy_mar
 
 from cspd import Engine, MARModels, Request
 from cspd.methods import METHODS
-from tests.cspd.test_axes import ROUNDING, SMALL, staggered
-from tests.graphs import replayed
-from tests.toys import toy_mar
 
+ROUNDING = 1e-3  # of the largest token
 MAR_METHODS = {method.name: method for method in METHODS if method.family == "MAR"}
 QUICK = ("ar", "speculative", "calibrated", "gtr", "lazymar")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MAR_METHODS]

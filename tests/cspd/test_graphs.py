@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import CPU, replayed
 
 from cspd import Engine, MARModels, graphs
 from cspd.cli import main
 from cspd.graphs import Graphs
 from mar.model import MAR
-from tests.graphs import CPU, replayed
 
 
 def test_a_replay_takes_new_inputs_and_keeps_old_results() -> None:
@@ -60,22 +60,35 @@ def test_trial_runs_leave_no_mark_in_the_state() -> None:
     assert seen == [0, 0, 0, 0, 0, 1, 2]  # each trial begins where the first did: it may lead no further
 
 
-def test_constants_live_as_long_as_the_graph_that_reads_them() -> None:
+def test_a_graph_is_captured_anew_when_a_constant_of_it_is_gone() -> None:
     @functools.lru_cache(maxsize=1)
     def weights(size: int) -> torch.Tensor:
         return torch.arange(size)
 
-    runs, made = replayed(), []
+    runs, calls = replayed(), []
 
     def scale(x: torch.Tensor) -> torch.Tensor:
-        made.append(weakref.ref(weights(len(x)).untyped_storage()))
+        calls.append(1)
         return weights(len(x)) * x
 
-    runs.run("scale", scale, torch.ones(3))
-    weights(4)  # takes the place of the other
-    assert made[0]() is not None
-    runs._drop()
-    assert made[0]() is None
+    def num_calls() -> int:
+        calls.clear()
+        assert runs.run("scale", scale, torch.ones(3)).tolist() == [0, 1, 2]
+        return len(calls)
+
+    captured = num_calls()
+    assert num_calls() == 1 < captured  # a replay
+    weights(4)  # takes the place of the other, of which a GPU would read what is there now
+    assert num_calls() == captured
+    assert num_calls() == 1
+
+
+def test_what_a_graph_reads_is_not_kept() -> None:
+    slots, runs = [torch.ones(3)], replayed()
+    runs.run("sum", lambda x: (x * slots[0]).sum(), torch.ones(3))
+    storage = weakref.ref(slots[0].untyped_storage())
+    slots.clear()
+    assert storage() is None
 
 
 def test_what_cannot_be_captured_is_called() -> None:
