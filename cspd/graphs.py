@@ -160,10 +160,10 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         for storage in _storages((args, kwargs)):
-            if storage.data_ptr() not in self._made:
-                self._read[storage.data_ptr()] = storage
+            if storage._cdata not in self._made:
+                self._read[storage._cdata] = storage
         results = operation(*args, **kwargs)
-        self._made |= {storage.data_ptr() for storage in _storages(results)} - self._read.keys()
+        self._made |= {storage._cdata for storage in _storages(results)} - self._read.keys()
         return results
 
 
