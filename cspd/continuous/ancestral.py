@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.denoiser import Denoised, Draw, denoiser, drawn
+from cspd.continuous.buckets import by_row
+from cspd.continuous.denoiser import Denoised, Draw, denoiser
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.modulations import modulated
 from cspd.option import Option, check_integer
@@ -262,7 +263,7 @@ def denoise(
         outputs=outputs,
     )
     key = None if trace else ("ancestral", model, num_steps, first_timestep, index, outputs)
-    tokens = drawn(host, key, draw, rows, z)
+    tokens = by_row(host, key, draw, rows, z)
     calls = np.full(len(tokens), num_steps)
     made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
     return with_densities(made, log_sigmas) if densities else made

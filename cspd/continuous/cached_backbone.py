@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cspd.continuous.backbone import backbone
+from cspd.continuous.buckets import by_sequence
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.schedule import timetable
 from cspd.machine import check_fits
@@ -148,7 +149,7 @@ def _refreshed(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     num_ahead = np.array(until) - known
     padded, most = host.target.padded(int(known.max())), host.graphs.size(filled(int(num_ahead.max())))
     evaluate = functools.partial(_refresh, host, caches, copies, padded, most)
-    z = host.by_sequence(("refresh", caches, copies, padded, most), evaluate, np.stack([slots, known, num_ahead]))
+    z = by_sequence(host, ("refresh", caches, copies, padded, most), evaluate, np.stack([slots, known, num_ahead]))
     caches.known[slots] = known
     return z[:, rows.sequence, rows.offset]
 
@@ -180,7 +181,7 @@ def _lazy(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     most = Counts(host.target.padded(known), *(host.graphs.size(filled(most)) for most in others))
     evaluate = functools.partial(_evaluate_lazily, host, caches, most)
     changed = caches.kept.decoder[0]  # what it was decides what is computed
-    z = host.by_sequence(("lazy", caches, most), evaluate, np.column_stack([slots, counts]).T, state=[changed])
+    z = by_sequence(host, ("lazy", caches, most), evaluate, np.column_stack([slots, counts]).T, state=[changed])
     for sequence in batch:
         sequence.stats.lazy_backbone_calls += 1
     caches.known[slots] = rows.known

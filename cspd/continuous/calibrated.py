@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cspd.continuous.ancestral import SHORT
-from cspd.continuous.denoiser import Denoised, Measured, denoiser, drawn
+from cspd.continuous.buckets import by_row
+from cspd.continuous.denoiser import Denoised, Measured, denoiser
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.windows import Audit, drawing
 from cspd.option import Option, check_integer
@@ -140,7 +141,7 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
         audit = Audit(head, z, rows.scale, rows.temperature, plan, host.precision, chosen, request.audit)
     visit = keep_sigma if densities else audit
     draw = drawing(head, host.noise, plan, num_steps, host.precision, index=index, visit=visit)
-    tokens = drawn(host, None if visit else ("calibrated", model, kind, index), draw, rows, z)
+    tokens = by_row(host, None if visit else ("calibrated", model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(plan))
     evaluations = calls + running.num_full * (len(z) - 1)
     measured = Measured(running.difference, running.divergence, audit and audit.total)

@@ -12,13 +12,12 @@ take it, and CSpD's `chains`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from torch.nn import functional as F
 
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
@@ -99,19 +98,3 @@ def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Call
         return denoise
 
     return named
-
-
-def drawn(host: Any, key: Hashable | None, draw: Draw, rows: Any, z: Tensor) -> Tensor:
-    """The tokens [R, d] that `draw` makes of rows and their conditions z, replayed where the host has graphs.
-
-    Args:
-        key: as in `Graphs.run`; None of a function that also does something on the host, which is called.
-    """
-    inputs: tuple[Tensor, ...] = (z, rows.scale, rows.temperature, rows.seed, rows.position)
-    if key is None:
-        return draw(*inputs)
-    number = len(rows.seed)
-    padding = host.graphs.size(number) - number
-    if padding:  # rows of zeros, so that few numbers of rows occur
-        inputs = tuple(F.pad(each, (0, padding) if each.dim() == 1 else (0, 0, 0, padding)) for each in inputs)
-    return host.graphs.run(key, draw, *inputs)[:number]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Hashable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cspd import noise as philox_noise
+from cspd.continuous.buckets import by_sequence
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.schedule import GUIDANCE, ORDERS, largest, timetable
 from cspd.graphs import Graphs
@@ -255,7 +255,7 @@ class MARHost:
         padded = self.models[model].padded(max(rows.known))
         evaluate = functools.partial(self._conditions, model, copies, padded, most)
         numbers = np.array([[s.slot for s in batch], rows.known])
-        z = self.by_sequence(("conditions", model, copies, padded, most), evaluate, numbers)
+        z = by_sequence(self, ("conditions", model, copies, padded, most), evaluate, numbers)
         return z[:, rows.sequence, rows.offset]
 
     def _conditions(self, model: str, copies: int, padded: int, most: int, numbers: Tensor) -> Tensor:
@@ -275,23 +275,6 @@ class MARHost:
         with self.precision.fast():
             z = backbone(tokens, order, known, embedding, positions, padded).float()
         return z.unflatten(0, (copies, len(slots)))
-
-    def by_sequence(
-        self,
-        key: Hashable,
-        function: Callable[[Tensor], Tensor],
-        numbers: np.ndarray,
-        state: SequenceOf[Tensor] = (),
-    ) -> Tensor:
-        """What `function` computes of a batch, replayed where the host has graphs; key and state as in `Graphs.run`.
-
-        Args:
-            numbers: int64 [n, B], n of each sequence. With graphs the last sequence is repeated, so that few B occur.
-        """
-        size = numbers.shape[1]
-        padding = self.graphs.size(size, per_octave=2) - size
-        sent = self._tensor(np.pad(numbers, ((0, 0), (0, padding)), "edge"))
-        return self.graphs.run(key, function, sent, state=state)
 
     def commit(self, rows: Rows, tokens: Tensor) -> None:
         """Writes predicted tokens [R, d] to their slots."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate
-from cspd.continuous.denoiser import Denoised, denoiser, drawn
+from cspd.continuous.buckets import by_row
+from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.host import MARHost, Rows
 from cspd.continuous.modulations import modulated
 from cspd.option import Option, check_integer
@@ -167,7 +168,7 @@ def _denoise(
         x = host.noise.initial(seed, position, head.channels, index)
         return solve(head, z, scale, x, s, order, host.precision, trace)
 
-    tokens = drawn(host, None if trace else ("solver", order, model, kind, index), draw, rows, z)
+    tokens = by_row(host, None if trace else ("solver", order, model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(s))
     made = Denoised(tokens, calls, len(s), evaluations=calls * len(z))
     return ancestral.with_densities(made, log_sigmas) if densities else made
