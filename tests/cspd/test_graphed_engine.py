@@ -7,6 +7,7 @@ import torch
 from graphs import replayed
 from toys import SMALL, staggered, toy_mar
 
+import cspd
 from cspd import Engine, MARModels, Request
 from cspd.methods import METHODS
 
@@ -34,15 +35,28 @@ def engines() -> tuple[Engine, Engine]:
     return eager, graphed
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_equal_images(method, engines):
+def check(engines: tuple[Engine, Engine], requests: list[Request]) -> None:
     eager, graphed = engines
-    requests = requests_of(method, 5)
     for own, other in zip(staggered(graphed, requests), staggered(eager, requests)):
         assert own.error is None
         assert (own.tokens - other.tokens).abs().max() < ROUNDING * other.tokens.abs().max()
         assert torch.allclose(own.heat, other.heat, equal_nan=True)
         assert own.stats.head_calls == other.stats.head_calls
-    captured = set(graphed.host.graphs._recorded)
+    graphs = graphed.host.graphs
+    captured = set(graphs._recorded)
     staggered(graphed, requests)
-    assert captured == set(graphed.host.graphs._recorded), "the same work is captured again"
+    assert captured == set(graphs._recorded) and not graphs._retired, "the same work is captured again"
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_equal_images(method, engines):
+    check(engines, requests_of(method, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "calibrated", "lazymar"])
+def test_equal_images_of_a_trained_model(method):
+    eager, graphed = (cspd.load("digits32", max_batch=3, device="cpu") for _ in range(2))
+    graphed.host.graphs = replayed()
+    settings = {"method": method, "num_sampling_steps": 30, "cfg": 3.0}
+    check((eager, graphed), [Request(i, i, num_iter=num_iter, **settings) for i, num_iter in enumerate((6, 9, 7, 5))])
