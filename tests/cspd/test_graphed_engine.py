@@ -41,11 +41,12 @@ def check(engines: tuple[Engine, Engine], requests: list[Request]) -> None:
         assert own.error is None
         assert (own.tokens - other.tokens).abs().max() < ROUNDING * other.tokens.abs().max()
         assert torch.allclose(own.heat, other.heat, equal_nan=True)
-        assert own.stats.head_calls == other.stats.head_calls
+        assert own.stats.head_calls_per_token == other.stats.head_calls_per_token
     graphs = graphed.host.graphs
     captured = set(graphs._recorded)
     staggered(graphed, requests)
-    assert captured == set(graphs._recorded) and not graphs._retired, "the same work is captured again"
+    if requests[0].method != "speculative":  # whose slots go with the requests
+        assert captured == set(graphs._recorded) and not graphs._retired, "the same work is captured again"
 
 
 @pytest.mark.parametrize("method", CASES)
