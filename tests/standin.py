@@ -1,0 +1,301 @@
+"""A stand-in for CUDA where there is none: tensors that say `cuda:0`, hold their data on the CPU, and are watched.
+
+    with standin.cuda() as gpu:
+        engine = Engine(models, device="cuda:0")
+        ...
+        print(gpu.kernels.total(), gpu.reads, gpu.blocking)
+
+All numbers are those of a CPU. What a GPU would do is noted:
+* a kernel for every operation that is no view; matrix products, sorting and attention may launch a few more;
+* a read, where the host waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
+* a blocking copy, to the device from memory that is not pinned or without `non_blocking`.
+
+Tensors of both devices in one operation raise RuntimeError, as on a GPU, and so does a read while a graph is captured.
+What a non-blocking copy brings to the host is there once an event recorded after it is past, and rubbish before. A
+graph is the list of its operations, run again. Everything is undone at the end, but that models stay where they are:
+give a copy of shared ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from timeline import Event, Graph, Stream, Timeline
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DEVICE = torch.device("cuda:0")
+ROOT = Path(__file__).parent.parent
+OURS = tuple(f"{ROOT / package}/" for package in ("cspd", "mar"))
+MEMORY = 80 * 2**30
+RUBBISH = 0x7F  # in every byte
+ATTENTION = functional.scaled_dot_product_attention
+READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
+INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
+NOTHING = (
+    "_lazy_init current_device max_memory_allocated memory_allocated memory_reserved reset_peak_memory_stats".split()
+)
+NO_KERNEL = set(
+    "_conj _reshape_alias _unsafe_view alias as_strided chunk detach diagonal empty empty_like empty_strided expand"
+    " lift_fresh movedim narrow new_empty new_empty_strided permute real imag select slice split split_with_sizes"
+    " squeeze t transpose unbind unfold unsqueeze view view_as_complex view_as_real".split()
+)
+
+
+class Place(NamedTuple):
+    """Where in this repository something was noted."""
+
+    what: str
+    file: str
+    function: str
+    line: int
+
+
+def place(what: str) -> Place:
+    """The innermost line of this repository's that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        function = _ours(frame.f_code)
+        if function:
+            return Place(what, *function, frame.f_lineno)
+        frame = frame.f_back
+    return Place(what, "elsewhere", "", 0)
+
+
+@functools.cache
+def _ours(code: types.CodeType) -> tuple[str, str] | None:
+    """The file and the function of code of this repository's; None of other code."""
+    if not code.co_filename.startswith(OURS) or code.co_name.startswith("<"):  # as comprehensions do
+        return None
+    return Path(code.co_filename).relative_to(ROOT).as_posix(), code.co_name
+
+
+class OnDevice(Tensor):
+    """A tensor that says `cuda:0`, and the CPU tensor that it is."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> OnDevice:
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        return Tensor._make_wrapper_subclass(cls, held.shape, device=DEVICE, requires_grad=False, **layout)
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.held})"
+
+    def tolist(self) -> Any:
+        return self.to("cpu").tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise RuntimeError(f"{op} of a tensor of the stand-in, which has ended")
+
+
+class StandIn(TorchDispatchMode):
+    """What is noted while it is active.
+
+    Attributes:
+        kernels: by operation; a graph's replay is one. by_function: by the function of ours that launches them.
+        reads, blocking: the places where the host waits for the device, and for a copy to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline = Timeline()
+        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that their memory is no one else's
+        self._graph: Graph | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was noted."""
+        self.kernels: Counter[str] = Counter()
+        self.by_function: Counter[str] = Counter()
+        self.reads: Counter[Place] = Counter()
+        self.blocking: Counter[Place] = Counter()
+
+    def count(self, name: str) -> None:
+        if name not in NO_KERNEL:
+            self.kernels[name] += 1
+            self.by_function[" ".join(place(name)[1:3])] += 1
+
+    def wait(self, places: Counter[Place], what: str, event: int | None = None) -> None:
+        """The host waits until the device has come to an event, by default for all that it was given to do."""
+        if self._graph is not None:
+            raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
+        places[place(what)] += 1
+        self.timeline.reach(event or self.timeline.record())
+
+    @contextlib.contextmanager
+    def capture(self, graph: Graph, **settings: object) -> Iterator[None]:
+        """As torch.cuda.graph."""
+        self._graph = graph
+        try:
+            yield
+        finally:
+            self._graph = None
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = op._schema.name.split("::")[1]
+        tensors: list[Tensor] = []
+        _each((args, kwargs), tensors.append)
+        are_there = [isinstance(tensor, OnDevice) for tensor in tensors]
+        if _is_made_of_others(op) and (any(are_there) or name == "to"):
+            with self:
+                return op.decompose(*args, **kwargs)
+        if name in ("is_pinned", "record_stream"):  # the latter does nothing
+            return self._is_pinned(tensors[0])
+        pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
+        there = any(are_there)
+        if kwargs.get("device") is not None:
+            there = torch.device(kwargs["device"]).type == "cuda"
+            kwargs["device"] = torch.device("cpu")  # where it really is
+        if name == "copy_":
+            there = isinstance(args[0], OnDevice)
+        if name in ("copy_", "_to_copy") and not all(each == there for each in are_there):
+            non_blocking = kwargs.get("non_blocking", args[2:] == (True,))
+            return (self._to_device if there else self._to_host)(name, op, args, kwargs, non_blocking)
+        if any(are_there):
+            self._look_out(name, args, kwargs, tensors)
+        if there:
+            return self._launch(name, op, args, kwargs)
+        results = args[0].clone() if name == "_pin_memory" else op(*_held(args), **_held(kwargs))
+        return self._pin(results) if pinned else results
+
+    def _launch(self, name: str, operation: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs an operation on the device."""
+        self.count(name)
+        own_args, own_kwargs = _held(args), _held(kwargs)
+        results = operation(*own_args, **own_kwargs)
+        if self._graph is not None:
+            self._graph.operations.append((operation, own_args, own_kwargs, results))
+        # what an operation in place returns is the very tensor that it was given
+        given: dict[int, Tensor] = {}
+        _each((args, kwargs), lambda tensor: given.update({id(_held(tensor)): tensor}))
+        return _each(results, lambda result: given[id(result)] if id(result) in given else OnDevice(result))
+
+    def attention(self, query: Tensor, *others: Tensor, **settings: Any) -> Tensor:
+        """As scaled_dot_product_attention, which torch takes apart for a device without kernels of it."""
+        if not isinstance(query, OnDevice):
+            return ATTENTION(query, *others, **settings)
+        if getattr(settings.get("attn_mask"), "dtype", None) == torch.bool:
+            self.count("mask of attention")
+        with _disable_current_modes():
+            return self._launch("attention", ATTENTION, (query, *others), settings)
+
+    def _look_out(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
+        """Notes a read, and raises RuntimeError where tensors of both devices meet that may not."""
+        if name in READS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            self.wait(self.reads, "item" if name == "_local_scalar_dense" else name)
+        on_host = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
+        if name in INDEXING and isinstance(args[0], OnDevice):
+            indices = [index for index in args[1] if index is not None]
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                self.wait(self.reads, "index by a mask")
+            if any(not isinstance(index, OnDevice) for index in indices):  # torch copies it
+                self.wait(self.blocking, "index on the host")
+            on_host = [tensor for tensor in on_host if all(tensor is not index for index in indices)]
+        if on_host:
+            shapes = [tuple(tensor.shape) for tensor in on_host]
+            raise RuntimeError(f"{name}: tensors of shapes {shapes} are on the CPU and others on {DEVICE}")
+
+    def _to_device(self, name: str, op: Any, args: tuple, kwargs: dict, non_blocking: bool) -> Tensor:
+        if not (non_blocking and self._is_pinned(args[1] if name == "copy_" else args[0])):
+            self.wait(self.blocking, "copy to the device")
+        return self._launch("copy to the device", op, args, kwargs)
+
+    def _to_host(self, name: str, op: Any, args: tuple, kwargs: dict, non_blocking: bool) -> Tensor:
+        self.count("copy to the host")
+        if name == "_to_copy":
+            value = op(*_held(args), **kwargs)
+            target = self._pin(value.clone())  # as torch makes it, for a copy that nobody waits for
+        else:
+            target, value = args[0], _held(args[1]).to(args[0].dtype).expand_as(args[0]).clone()
+        self.timeline.arrive_later(target, value)
+        if non_blocking and self._is_pinned(target):
+            target.copy_(torch.full([target.element_size()], RUBBISH, dtype=torch.uint8).view(target.dtype))
+        else:
+            self.wait(self.reads, "copy to the host")
+        return target
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self._pinned
+
+
+def _each(values: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Arguments or results of an operation, each tensor changed."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, (list, tuple)):
+        return type(values)([_each(value, change) for value in values])
+    if isinstance(values, dict):
+        return {name: _each(value, change) for name, value in values.items()}
+    return values
+
+
+def _held(values: Any) -> Any:
+    return _each(values, lambda tensor: getattr(tensor, "held", tensor))
+
+
+@functools.cache
+def _is_made_of_others(op: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+@contextlib.contextmanager
+def cuda(memory: int = MEMORY) -> Iterator[StandIn]:
+    """torch has a device `cuda:0` of so many bytes, and says that it has, until the end of the context."""
+    gpu = StandIn()
+    properties = types.SimpleNamespace(name="stand-in", total_memory=memory, multi_processor_count=132)
+    functions = {
+        **dict.fromkeys(NOTHING, lambda *_: 0),
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: 1,
+        "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties,
+        "mem_get_info": lambda *_: (memory, memory),
+        "synchronize": lambda *_: gpu.wait(gpu.reads, "torch.cuda.synchronize"),
+        "Event": functools.partial(Event, gpu),
+        "Stream": functools.partial(Stream, gpu),
+        "current_stream": lambda *_: Stream(gpu),
+        "stream": lambda _: contextlib.nullcontext(),
+        "CUDAGraph": functools.partial(Graph, gpu),
+        "graph": gpu.capture,
+        "graph_pool_handle": lambda: None,
+    }
+    # tensors of inference mode cannot be wrapped, and there are no gradients here
+    no_inference = {"__enter__": lambda self: None, "__exit__": lambda self, *error: None}
+    torch._C._ensureCUDADeviceGuardSet()  # one that does nothing, where there is no CUDA
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(mock.patch.multiple(torch.cuda, **functions))
+        undo.enter_context(mock.patch.multiple(torch.inference_mode, **no_inference))
+        undo.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", gpu.attention))
+        undo.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+        undo.enter_context(torch.no_grad())
+        future = torch.__future__
+        undo.callback(
+            future.set_overwrite_module_params_on_conversion, future.get_overwrite_module_params_on_conversion()
+        )
+        future.set_overwrite_module_params_on_conversion(True)
+        undo.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes it here and copies it
+        undo.enter_context(gpu)
+        yield gpu

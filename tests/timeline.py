@@ -1,0 +1,95 @@
+"""The time of a pretended CUDA device, which runs behind the host: events, streams, graphs, and late arrivals.
+
+`gpu` is the `standin.StandIn` that they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+LAG = 16  # events that the device is behind: a few rounds
+
+
+class Timeline:
+    """How far the device is: it is past `done` of the events that were `recorded`, in one order on all streams."""
+
+    def __init__(self) -> None:
+        self.recorded = self.done = 0
+        self._arrivals: list[tuple[int, Tensor, Tensor]] = []  # after which event, where to, and what
+
+    def record(self) -> int:
+        """An event's number."""
+        self.recorded += 1
+        return self.recorded
+
+    def arrive_later(self, target: Tensor, value: Tensor) -> None:
+        """A copy to the host, which is there once the next event is past."""
+        self._arrivals.append((self.recorded, target, value))
+
+    def reach(self, event: int) -> None:
+        """The device comes to an event, and what was copied before it arrives."""
+        self.done = max(self.done, event)
+        arrived = [each for each in self._arrivals if each[0] < event]
+        self._arrivals = [each for each in self._arrivals if each[0] >= event]
+        for _, target, value in arrived:
+            target.copy_(value)
+
+
+class Event:
+    """As torch.cuda.Event."""
+
+    def __init__(self, gpu: Any, enable_timing: bool = False) -> None:
+        self._gpu, self._timeline, self._number = gpu, gpu.timeline, 0
+
+    def record(self, stream: object = None) -> None:
+        self._number = self._timeline.record()
+
+    def query(self) -> bool:
+        self._timeline.reach(self._timeline.recorded - LAG)
+        return self._number <= self._timeline.done
+
+    def synchronize(self) -> None:
+        self._gpu.wait(self._gpu.reads, "event.synchronize", self._number)
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds: one from an event to the next."""
+        if max(self._number, later._number) > self._timeline.done:
+            raise RuntimeError("device not ready: an event is not past")
+        return float(later._number - self._number)
+
+
+class Stream:
+    """As torch.cuda.Stream, and the same as all others."""
+
+    def __init__(self, gpu: Any, device: object = None, priority: int = 0) -> None:
+        self._gpu = gpu
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Everything is in order already."""
+
+    def wait_event(self, event: Event) -> None:
+        """Everything is in order already."""
+
+    def synchronize(self) -> None:
+        self._gpu.wait(self._gpu.reads, "stream.synchronize")
+
+
+class Graph:
+    """As torch.cuda.CUDAGraph: operations with the tensors that they had, run again into the same results."""
+
+    def __init__(self, gpu: Any, keep_graph: bool = False) -> None:
+        self._gpu = gpu
+        self.operations: list[tuple[Callable, tuple, dict, Any]] = []
+
+    def replay(self) -> None:
+        self._gpu.count("graph")
+        with _disable_current_modes():
+            for operation, args, kwargs, results in self.operations:
+                for old, new in zip(tree_leaves(results), tree_leaves(operation(*args, **kwargs))):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                        old.copy_(new)
