@@ -96,6 +96,9 @@ class OnDevice(Tensor):
     def __repr__(self) -> str:
         return f"OnDevice({self.held})"
 
+    def record_stream(self, stream: Stream) -> None:
+        """Its memory is no one else's anyway."""
+
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
 
@@ -136,7 +139,7 @@ class StandIn(TorchDispatchMode):
         if self._graph is not None:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         places[place(what)] += 1
-        self.timeline.reach(event or self.timeline.record())
+        self.timeline.reach(event or self.timeline.recorded + 1)
 
     @contextlib.contextmanager
     def capture(self, graph: Graph, **settings: object) -> Iterator[None]:
@@ -156,7 +159,7 @@ class StandIn(TorchDispatchMode):
         if _is_made_of_others(op) and (any(are_there) or name == "to"):
             with self:
                 return op.decompose(*args, **kwargs)
-        if name in ("is_pinned", "record_stream"):  # the latter does nothing
+        if name == "is_pinned":
             return self._is_pinned(tensors[0])
         pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
         there = any(are_there)
@@ -205,8 +208,8 @@ class StandIn(TorchDispatchMode):
             indices = [index for index in args[1] if index is not None]
             if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 self.wait(self.reads, "index by a mask")
-            if any(not isinstance(index, OnDevice) for index in indices):  # torch copies it
-                self.wait(self.blocking, "index on the host")
+            if not all(isinstance(each, OnDevice) for each in (*indices, *args[2:3])):  # torch copies it
+                self.wait(self.blocking, "index or value on the host")
             on_host = [tensor for tensor in on_host if all(tensor is not index for index in indices)]
         if on_host:
             shapes = [tuple(tensor.shape) for tensor in on_host]

@@ -32,7 +32,16 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.sequence"],
     ["cspd.machine", "cspd.store"],
     ["cspd.items", "cspd.lock"],
-    ["cspd.graphs", "cspd.noise", "cspd.option", "cspd.pixels", "cspd.records", "cspd.stopping", "cspd.version"],
+    [
+        "cspd.graphs",
+        "cspd.noise",
+        "cspd.option",
+        "cspd.pixels",
+        "cspd.records",
+        "cspd.stopping",
+        "cspd.transfer",
+        "cspd.version",
+    ],
     ["cspd.parsing"],
     ["mar"],
 ]

@@ -22,18 +22,13 @@ class Timeline:
         self.recorded = self.done = 0
         self._arrivals: list[tuple[int, Tensor, Tensor]] = []  # after which event, where to, and what
 
-    def record(self) -> int:
-        """An event's number."""
-        self.recorded += 1
-        return self.recorded
-
     def arrive_later(self, target: Tensor, value: Tensor) -> None:
         """A copy to the host, which is there once the next event is past."""
         self._arrivals.append((self.recorded, target, value))
 
     def reach(self, event: int) -> None:
-        """The device comes to an event, and what was copied before it arrives."""
-        self.done = max(self.done, event)
+        """The device comes to an event, or to the end of what it has to do, and what was copied before it arrives."""
+        self.done = max(self.done, min(event, self.recorded))
         arrived = [each for each in self._arrivals if each[0] < event]
         self._arrivals = [each for each in self._arrivals if each[0] >= event]
         for _, target, value in arrived:
@@ -47,7 +42,8 @@ class Event:
         self._gpu, self._timeline, self._number = gpu, gpu.timeline, 0
 
     def record(self, stream: object = None) -> None:
-        self._number = self._timeline.record()
+        self._timeline.recorded += 1
+        self._number = self._timeline.recorded
 
     def query(self) -> bool:
         self._timeline.reach(self._timeline.recorded - LAG)

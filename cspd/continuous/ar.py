@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
+import numpy as np
 
 from cspd.continuous import ancestral
 from cspd.continuous.backbone import Conditions
@@ -17,6 +17,7 @@ from cspd.continuous.host import MARHost, Rows
 from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
+from cspd.transfer import send
 
 
 def run_round(
@@ -47,7 +48,8 @@ def advance(
     made = denoise(host, "target", rows, z)
     watch.start("other")
     host.commit(rows, made.tokens)
-    host.heat[rows.slot, rows.position] = torch.as_tensor(made.calls, dtype=torch.float32, device=host.device)
+    sent = send({"calls": made.calls.astype(np.float32)}, host.device)
+    host.heat[rows.slot, rows.position] = sent["calls"]
     if made.measured and made.measured.audit is not None:
         host.audit[rows.slot, rows.position] = made.measured.audit
 

@@ -23,6 +23,7 @@ from cspd.option import Option
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision
 from cspd.sequence import Request, Sequence
+from cspd.transfer import send
 from mar import reference
 from mar.diffusion import TRAIN_STEPS
 from mar.head import filled
@@ -85,7 +86,7 @@ class Rows:
 
     def at(self, which: np.ndarray) -> Rows:
         """Some of the rows, int64 [n] on the host."""
-        index = torch.as_tensor(which, device=self.slot.device)
+        index = send({"index": which}, self.slot.device)["index"]
         on_device = {name: getattr(self, name)[index] for name in PER_ROW}
         on_host = {name: getattr(self, name)[which] for name in PER_ROW_ON_HOST}
         return replace(self, **on_device, **on_host)
@@ -198,16 +199,26 @@ class MARHost:
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run."""
-        slots = self._tensor([s.slot for s in sequences])
-        self.label[slots] = self._tensor([s.request.label for s in sequences])
-        seeds = self._tensor([s.request.seed for s in sequences])
-        order = self.noise.order(seeds, self.config.seq_len)
-        names = np.array([s.request.order or "random" for s in sequences])
-        for name in set(names):
-            own = self._tensor(np.flatnonzero(names == name))
-            order[own] = ORDERS[name].arrange(order[own], self.config.grid_size)
-        self.order[slots] = order
-        self.tokens[slots] = 0
+        if not sequences:
+            return
+        by_order = defaultdict(list)
+        for sequence in sequences:
+            by_order[sequence.request.order or "random"].append(sequence)
+        together = [sequence for own in by_order.values() for sequence in own]
+        sent = send(
+            {
+                "slot": np.array([s.slot for s in together]),
+                "label": np.array([s.request.label for s in together]),
+                "seed": np.array([s.request.seed for s in together]),
+            },
+            self.device,
+        )
+        slot, random = sent["slot"], self.noise.order(sent["seed"], self.seq_len)
+        of_kinds = random.split([len(own) for own in by_order.values()])
+        arranged = [ORDERS[name].arrange(own, self.config.grid_size) for name, own in zip(by_order, of_kinds)]
+        self.label[slot] = sent["label"]
+        self.order[slot] = torch.cat(arranged)
+        self.tokens.index_fill_(0, slot, 0)
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts; up to `limit` known tokens in all."""
@@ -228,22 +239,24 @@ class MARHost:
         timetables = [timetable(request, self.seq_len) for request in requests]
         scales = np.stack([each.scale for each in timetables])
         iterations = np.stack([each.iteration for each in timetables])
-
-        def per_row(values: list, dtype: torch.dtype) -> Tensor:
-            return self._tensor(np.asarray(values)[owner], dtype)
-
-        slot = per_row([s.slot for s in batch], torch.int64)
+        sent = send(
+            {
+                "sequence": owner,
+                "offset": offset,
+                "rank": rank,
+                "slot": np.array([s.slot for s in batch])[owner],
+                "seed": np.array([request.seed for request in requests])[owner],
+                "scale": scales[owner, rank, None].astype(np.float32),
+                "temperature": np.array([request.temperature for request in requests], np.float32)[owner, None],
+            },
+            self.device,
+        )
         return Rows(
             sequences=batch,
             known=known,
             counts=counts,
-            sequence=self._tensor(owner),
-            offset=self._tensor(offset),
-            slot=slot,
-            position=self.order[slot, self._tensor(rank)],
-            seed=per_row([s.request.seed for s in batch], torch.int64),
-            scale=self._tensor(scales[owner, rank], torch.float32).unsqueeze(-1),
-            temperature=per_row([s.request.temperature for s in batch], torch.float32).unsqueeze(-1),
+            position=self.order[sent["slot"], sent.pop("rank")],
+            **sent,
             owner=owner,
             iteration=iterations[owner, rank],
             num_iter=np.array([request.num_iter for request in requests])[owner],
@@ -300,5 +313,5 @@ class MARHost:
         several = latents.repeat(2, 1, 1, 1) if len(latents) == 1 else latents.contiguous()
         return self.vae.decode(several)[: len(latents)]
 
-    def _tensor(self, values: list | np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype, device=self.device)
+    def _tensor(self, values: list | np.ndarray) -> Tensor:
+        return send({"values": np.asarray(values)}, self.device)["values"]

@@ -69,7 +69,7 @@ BLOCKING = {
     "not pinned": lambda x: torch.ones(3).to(x.device, non_blocking=True),
     "waits": lambda x: torch.ones(3).pin_memory().to(x.device),
     "index": lambda x: x[torch.tensor([0])],
-    "scalar": lambda x: x.index_copy_(0, torch.arange(1, device=x.device), torch.ones(1).to(x.device)),
+    "number": lambda x: x.__setitem__(x.long(), 1.0),
 }
 NEITHER = {
     "kernels": lambda x: (x * 2 + 1).softmax(0)[1:].sum(),

@@ -1,0 +1,35 @@
+"""From the host to the device: everything that is sent at one time goes in one copy, which nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 8  # bytes: an array begins where a number of any type may begin
+
+
+def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Arrays as tensors on a device, by name, of the same shapes and types.
+
+    On a GPU they are parts of one buffer, which is copied from pinned memory; on a CPU nothing is copied.
+    """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    begin, total = {}, 0
+    for name, array in arrays.items():
+        begin[name] = total
+        total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    # freed at once: torch keeps pinned memory until the copy from it has run
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    bytes_of_all = packed.numpy()
+    for name, array in arrays.items():
+        bytes_of_all[begin[name] : begin[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = packed.to(device, non_blocking=True)
+    sent = {}
+    for name, array in arrays.items():
+        own = there[begin[name] : begin[name] + array.nbytes]
+        sent[name] = own.view(torch.from_numpy(array).dtype).view(array.shape)
+    return sent
