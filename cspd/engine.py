@@ -182,12 +182,11 @@ class Engine:
         host = self.hosts[method.family]
         try:
             finished = method.run_round(host, batch, watch)
-            seconds = watch.seconds()
+            watch.stop()
+            self._finisher.add_round(batch, watch)
             for sequence in batch:
                 if len(sequence.reached) < sequence.iteration:
                     sequence.reached.append(sequence.num_known)
-                for phase, spent in seconds.items():
-                    sequence.stats.seconds[phase] += spent
             self.scheduler.release(finished)
             if len(finished) == len(batch):
                 host.forget(key)

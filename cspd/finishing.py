@@ -17,70 +17,89 @@ from cspd.sequence import Output, Sequence
 AHEAD = 4  # batches of images that may be under way, before a round waits for the oldest
 
 
-class _Batch(NamedTuple):
-    """Sequences, what `Host.results` has of them, and images [B, 3, H, W], there once `watch` is past."""
+class _Made(NamedTuple):
+    """What `Host.results` has of sequences, and images [B, 3, H, W], on the host."""
 
-    sequences: list[Sequence]
     tokens: Tensor
     heat: Tensor
     finite: Tensor
     images: Tensor | None
+
+
+class _Work(NamedTuple):
+    """A round that sequences took part in, or what was made of finished ones: there once `watch` is past."""
+
+    sequences: list[Sequence]
     watch: Stopwatch
+    made: _Made | None = None
 
 
 class Finisher:
     """Outputs of finished sequences, in the order in which they finished.
 
     On a GPU images are decoded on a stream of their own, so that rounds, which wait for their small kernels more than
-    they compute, go on meanwhile. On a CPU, all of whose cores a round uses, they are decoded at once.
+    they compute, go on meanwhile. On a CPU, all of whose cores a round uses, they are decoded at once. What the device
+    has yet to do is kept here in its order, so that the seconds of rounds, and images, are read without waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._batches: deque[_Batch] = deque()
+        self._work: deque[_Work] = deque()
 
     def __len__(self) -> int:
         """Images under way."""
-        return sum(len(batch.sequences) for batch in self._batches)
+        return sum(len(work.sequences) for work in self._work if work.made)
+
+    def add_round(self, sequences: list[Sequence], watch: Stopwatch) -> None:
+        """Sequences are charged the seconds of a round, when it is past."""
+        self._work.append(_Work(sequences, watch))
 
     def add(self, host: Host, sequences: list[Sequence]) -> None:
         """Begins to decode sequences, whose slots are free afterwards."""
-        tokens, heat, finite = host.results(sequences)  # kept until the other stream has read them
+        results = host.results(sequences)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            for tensor in results:
+                tensor.record_stream(self._stream)  # whose memory is no one else's until that stream has read it
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             watch = Stopwatch(self.device)
             watch.start("decode")
-            images = host.decode(tokens)
-            watch.start("other")
-        self._batches.append(_Batch(sequences, tokens, heat, finite, images, watch))
+            images = host.decode(results[0])
+            made = _Made(*(None if each is None else each.to("cpu", non_blocking=True) for each in (*results, images)))
+            watch.stop()
+        self._work.append(_Work(sequences, watch, made))
 
     def ready(self, wait: bool) -> dict[int, Output]:
         """The outputs that are there, by ticket; all that there will be, if told to `wait`."""
         outputs: dict[int, Output] = {}
-        while self._batches and (wait or len(self._batches) > AHEAD or self._batches[0].watch.is_past()):
-            outputs |= _outputs(self._batches.popleft())
+        while self._work and (wait or self._work[0].watch.is_past() or self._num_batches() > AHEAD):
+            work = self._work.popleft()
+            for phase, spent in work.watch.seconds().items():
+                for sequence in work.sequences:
+                    sequence.stats.seconds[phase] += spent
+            if work.made:
+                outputs |= _outputs(work.sequences, work.made)
         return outputs
 
     def clear(self) -> None:
         """Forgets what is being decoded."""
-        self._batches.clear()
+        self._work.clear()
+
+    def _num_batches(self) -> int:
+        return sum(1 for work in self._work if work.made)
 
 
-def _outputs(batch: _Batch) -> dict[int, Output]:
-    spent = batch.watch.seconds()["decode"]  # waits for the images; only then may this stream read them
-    tokens, heat, finite = batch.tokens.cpu(), batch.heat.cpu(), batch.finite.cpu()
-    images = [None] * len(tokens) if batch.images is None else batch.images.cpu()
-    made = {}
+def _outputs(sequences: list[Sequence], made: _Made) -> dict[int, Output]:
+    images = [None] * len(sequences) if made.images is None else made.images
+    outputs = {}
     with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
-        for sequence, own_finite, image, *of_one in zip(batch.sequences, finite, images, tokens, heat):
-            sequence.stats.seconds["decode"] += spent
+        for sequence, own_finite, image, *of_one in zip(sequences, made.finite, images, made.tokens, made.heat):
             own_tokens, own_heat = (each.clone() for each in of_one)
             error = _error(sequence, own_finite, image)
             image = None if image is None or error else image.clone()
-            made[sequence.ticket] = Output(sequence.request, own_tokens, image, own_heat, sequence.stats, error)
-    return made
+            outputs[sequence.ticket] = Output(sequence.request, own_tokens, image, own_heat, sequence.stats, error)
+    return outputs
 
 
 def _error(sequence: Sequence, finite: Tensor, image: Tensor | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -117,8 +118,8 @@ class BFloat16Linear(nn.Module):
 
 
 class Stopwatch:
-    """Seconds by phase. On CUDA it records events, on the stream that was current when it was made, and waits for that
-    stream once, when the seconds are read.
+    """Seconds by phase, beginning in phase "other". On CUDA it records events, on the stream that was current when it
+    was made: they are read once it is stopped and the stream is past, so that nobody waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,17 +139,19 @@ class Stopwatch:
         """Ends the phase before and begins `phase`."""
         self._marks.append((phase, self._now()))
 
+    def stop(self) -> None:
+        """Ends the last phase."""
+        self.start("")
+
     def is_past(self) -> bool:
-        """Whether the stream has come to the start of the last phase."""
+        """Whether the stream has come to the end of the last phase, and `seconds` need not wait."""
         return not self.cuda or self._marks[-1][1].query()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase since the stopwatch was made; it goes on from here in phase "other"."""
-        end = self._now()
-        if self.cuda:
-            end.synchronize()
+        """Seconds by phase until the stop; waits for the stream where it is not past."""
+        if self.cuda and not self.is_past():
+            self._marks[-1][1].synchronize()
         total = dict.fromkeys(PHASES, 0.0)
-        for (phase, begin), (_, after) in zip(self._marks, [*self._marks[1:], ("", end)]):
-            total[phase] += begin.elapsed_time(after) / 1000 if self.cuda else after - begin
-        self._marks = [("other", end)]
+        for (phase, begin), (_, end) in itertools.pairwise(self._marks):
+            total[phase] += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
         return total

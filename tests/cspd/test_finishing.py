@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import standin
+import timeline
 import torch
 
 from cspd import Engine, MARModels, Request
@@ -78,7 +82,7 @@ def test_few_are_under_way(engine, slow):
         engine.add_request(request)
     while len(engine.scheduler):
         engine.step()
-        assert len(engine._finisher._batches) <= AHEAD
+        assert len(engine._finisher) <= AHEAD * engine.num_slots
 
 
 def test_a_stream_that_is_left_leaves_nothing(engine, slow):
@@ -86,6 +90,26 @@ def test_a_stream_that_is_left_leaves_nothing(engine, slow):
     next(stream)
     stream.close()
     assert sorted(index for index, _ in engine.stream(REQUESTS[:3])) == [0, 1, 2]
+
+
+def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
+    """Rounds and images that are past are read while later ones run; on the stand-in a phase takes 1 ms."""
+    models = MARModels(small_mar, vae=create_vae("kl_digits32"))
+    expected = Engine(models, max_batch=2, device="cpu").generate(REQUESTS[:4])
+    outputs = {}
+    with standin.cuda() as gpu:
+        engine = Engine(copy.deepcopy(models), max_batch=2, device="cuda:0")
+        for request in REQUESTS[:4]:
+            engine.add_request(request)
+        while len(engine.scheduler):
+            assert not gpu.reads and len(engine._finisher._work) <= timeline.LAG
+            early, outputs = len(outputs), outputs | engine.step()
+    assert 0 < early < len(outputs) and {place.what for place in gpu.reads} == {"event.synchronize"}
+    for ticket, on_cpu in enumerate(expected):
+        made, rounds = outputs[ticket], on_cpu.stats.iterations
+        assert torch.equal(made.tokens, on_cpu.tokens) and torch.equal(made.image, on_cpu.image)
+        phases = {"backbone": rounds, "head": rounds, "draft": 0, "decode": 1, "other": 2 * rounds + 1}
+        assert made.stats.seconds == pytest.approx({phase: count / 1000 for phase, count in phases.items()})
 
 
 class FakeStream:
@@ -121,7 +145,7 @@ def test_a_stopwatch_waits_for_the_stream_it_was_made_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
     watch = Stopwatch(torch.device("cuda"))
     watch.start("decode")
-    watch.start("other")
+    watch.stop()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     assert not watch.is_past()
     assert watch.seconds()["decode"] == 2.0 and side.reached and not main.reached
