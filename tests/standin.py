@@ -53,11 +53,10 @@ NO_KERNEL = set(
 
 
 class Place(NamedTuple):
-    """Where in this repository something was noted."""
+    """What was noted, and where in this repository."""
 
     what: str
-    file: str
-    function: str
+    function: str  # with its file
     line: int
 
 
@@ -67,17 +66,17 @@ def place(what: str) -> Place:
     while frame is not None:
         function = _ours(frame.f_code)
         if function:
-            return Place(what, *function, frame.f_lineno)
+            return Place(what, function, frame.f_lineno)
         frame = frame.f_back
-    return Place(what, "elsewhere", "", 0)
+    return Place(what, "elsewhere", 0)
 
 
 @functools.cache
-def _ours(code: types.CodeType) -> tuple[str, str] | None:
+def _ours(code: types.CodeType) -> str | None:
     """The file and the function of code of this repository's; None of other code."""
     if not code.co_filename.startswith(OURS) or code.co_name.startswith("<"):  # as comprehensions do
         return None
-    return Path(code.co_filename).relative_to(ROOT).as_posix(), code.co_name
+    return f"{Path(code.co_filename).relative_to(ROOT).as_posix()} {code.co_name}"
 
 
 class OnDevice(Tensor):
@@ -124,15 +123,13 @@ class StandIn(TorchDispatchMode):
 
     def reset(self) -> None:
         """Forgets what was noted."""
-        self.kernels: Counter[str] = Counter()
-        self.by_function: Counter[str] = Counter()
-        self.reads: Counter[Place] = Counter()
-        self.blocking: Counter[Place] = Counter()
+        self.kernels, self.by_function = Counter[str](), Counter[str]()
+        self.reads, self.blocking = Counter[Place](), Counter[Place]()
 
     def count(self, name: str) -> None:
         if name not in NO_KERNEL:
             self.kernels[name] += 1
-            self.by_function[" ".join(place(name)[1:3])] += 1
+            self.by_function[place(name).function] += 1
 
     def wait(self, places: Counter[Place], what: str, event: int | None = None) -> None:
         """The host waits until the device has come to an event, by default for all that it was given to do."""
@@ -175,7 +172,7 @@ class StandIn(TorchDispatchMode):
             self._look_out(name, args, kwargs, tensors)
         if there:
             return self._launch(name, op, args, kwargs)
-        results = args[0].clone() if name == "_pin_memory" else op(*_held(args), **_held(kwargs))
+        results = args[0].clone() if name == "_pin_memory" else op(*args, **kwargs)
         return self._pin(results) if pinned else results
 
     def _launch(self, name: str, operation: Callable, args: tuple, kwargs: dict) -> Any:
@@ -272,6 +269,7 @@ def cuda(memory: int = MEMORY) -> Iterator[StandIn]:
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "device_count": lambda: 1,
+        "get_device_capability": lambda *_: (7, 0),  # too old for kernels that are compiled
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
         "mem_get_info": lambda *_: (memory, memory),
@@ -293,11 +291,9 @@ def cuda(memory: int = MEMORY) -> Iterator[StandIn]:
         undo.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", gpu.attention))
         undo.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
         undo.enter_context(torch.no_grad())
-        future = torch.__future__
-        undo.callback(
-            future.set_overwrite_module_params_on_conversion, future.get_overwrite_module_params_on_conversion()
-        )
-        future.set_overwrite_module_params_on_conversion(True)
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        undo.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
         undo.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes it here and copies it
         undo.enter_context(gpu)

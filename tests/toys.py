@@ -48,9 +48,9 @@ def toy_gpt(seed: int, scale: float = 0.7, codes: int = CODES, length: int = LEN
     return model
 
 
-def toy_mar(depth: int = 3) -> MAR:
+def toy_mar(depth: int = 3, head_depth: int = 2) -> MAR:
     """A MAR of 16 tokens with random weights, larger than a new one's so that tokens and positions differ."""
-    sizes = dict(embed_dim=12, num_heads=2, class_num=4, buffer_size=3, diffloss_w=16, diffloss_d=2)
+    sizes = dict(embed_dim=12, num_heads=2, class_num=4, buffer_size=3, diffloss_w=16, diffloss_d=head_depth)
     torch.manual_seed(depth)
     model = MAR(MARConfig(img_size=16, vae_stride=4, vae_embed_dim=3, depth=depth, **sizes))
     for parameter in model.parameters():

@@ -24,6 +24,7 @@ from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.transfer import send
 
 OPTIONS = (
     Option("gamma", int, "tokens drafted per round", default=8, low=1),
@@ -131,7 +132,7 @@ def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopw
         rows = host.rows(active, [sequence.num_known + offset for sequence in active], [1] * len(active))
         paths, made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
         host.commit(rows, paths.tokens)
-        where = torch.tensor(index, device=host.device)
+        where = send({"sequence": np.array(index)}, host.device)["sequence"]
         for values, of_step in zip(drafted, paths):
             values[where, offset] = of_step
         for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
@@ -169,7 +170,7 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
     if starting:
         rows = host.next_rows(starting, limit=prefill)
         ar.advance(host, starting, rows, watch)
-        host.heat[rows.slot, rows.position] = torch.nan
+        host.heat[rows.slot, rows.position] = torch.full_like(rows.scale[:, 0], torch.nan)
     going = [sequence for sequence in batch if sequence not in starting]
     if going:
         _speculate(host, going, watch)
@@ -209,15 +210,14 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     tries = np.zeros(len(accepted), dtype=np.int64)
     rejected = np.flatnonzero(decided & ~accepted)
     if len(rejected):
-        which = torch.as_tensor(rejected, device=host.device)
+        which = send({"rows": rejected}, host.device)["rows"]
         tokens, tried = _resample(host, request, rows, which, p, q)
         host.tokens[rows.slot[which], rows.position[which]] = tokens
         tries[rejected] = tried.cpu().numpy()
 
     # commit: the drafted tokens are in their slots already
-    which = torch.as_tensor(np.flatnonzero(decided), device=host.device)
-    right = torch.as_tensor(accepted[decided], device=host.device)
-    host.heat[rows.slot[which], rows.position[which]] = right.float()
+    sent = send({"rows": np.flatnonzero(decided), "heat": accepted[decided].astype(np.float32)}, host.device)
+    host.heat[rows.slot[sent["rows"]], rows.position[sent["rows"]]] = sent["heat"]
     _account(host, batch, rows, made, committed, accepted, tries)
     for sequence, count in zip(batch, committed):
         sequence.iteration += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Set
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,28 +13,72 @@ import torch
 from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels
-from cspd.graphs import Graphs
 
 MAR = {"cfg": 2.0, "num_iter": 3, "num_sampling_steps": 5}
 LATE = MAR | {"first_timestep": 950}
 VQ = {"cfg": 2.0, "temperature": 1.0, "top_k": 3, "top_p": 1.0}
-CASES = {  # by family and method: its settings
-    "MAR ar": LATE,
-    "MAR speculative": MAR | {"window": 3, "draft": "frozen"},
-    "MAR calibrated": MAR | {"head_calls": 3},
-    "MAR disa": LATE | {"upper": 6, "lower": 3},
-    "MAR ddim": LATE,
-    "MAR dpm-solver++": LATE,
-    "MAR lazymar": LATE | {"warmup": 1, "refresh": 2},
-    "MAR gtr": LATE,
-    "MAR cspd": LATE | {"gamma": 3},
-    "VQ ar": VQ,
-    "VQ sd": VQ | {"gamma": 3},
-    "VQ sjd-pac": VQ | {"window": 6, "pd_k": 2, "pd_d": 2},
-    "VQ eagle": VQ | {"gamma": 2},
-    "VQ eagle2": VQ | {"gamma": 2},
-    "VQ cool-sd": VQ | {"gamma": 2},
-    "VQ lantern": VQ | {"gamma": 2, "k": 3},
+FINISH = {"cspd/discrete/host.py finish"}
+RESIDUAL = {"cspd/continuous/gaussian.py first_kept"}
+CHAINS = {"cspd/continuous/chains.py advance", "cspd/continuous/chains.py _draw_residual"}
+CHAINS |= {"cspd/continuous/speculative.py run_round"}
+COMPARE = {"cspd/continuous/cspd_method.py _speculate"}
+LENGTHS = {"cspd/continuous/frequency_weighted.py denoise"}
+
+
+class Case(NamedTuple):
+    """A request's settings, and what its rounds cost at most.
+
+    Attributes:
+        kernels: of a round, on the average. reads: where the host waits for the device, before the last round.
+    """
+
+    settings: dict
+    kernels: int
+    reads: Set[str] = frozenset()
+
+
+CASES = {  # by family and method
+    "MAR ar": Case(LATE, 600),
+    "MAR speculative": Case(MAR | {"window": 3, "draft": "frozen"}, 880, CHAINS | RESIDUAL),
+    "MAR calibrated": Case(MAR | {"head_calls": 3}, 570),
+    "MAR disa": Case(LATE | {"upper": 6, "lower": 3}, 600),
+    "MAR ddim": Case(LATE, 520),
+    "MAR dpm-solver++": Case(LATE, 540),
+    "MAR lazymar": Case(LATE | {"warmup": 1, "refresh": 2}, 620),
+    "MAR gtr": Case(LATE, 1620, LENGTHS),
+    "MAR cspd": Case(LATE | {"gamma": 3}, 2320, COMPARE | RESIDUAL),
+    "VQ ar": Case(VQ, 116),
+    "VQ sd": Case(VQ | {"gamma": 3}, 690, FINISH),
+    "VQ sjd-pac": Case(VQ | {"window": 6, "pd_k": 2, "pd_d": 2}, 415, FINISH),
+    "VQ eagle": Case(VQ | {"gamma": 2}, 945, FINISH),
+    "VQ eagle2": Case(VQ | {"gamma": 2}, 1150, FINISH),
+    "VQ cool-sd": Case(VQ | {"gamma": 2}, 970, FINISH),
+    "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 1630, FINISH),
+}
+STILL_BLOCKING = {  # where rounds wait for a copy to the device
+    "cspd/continuous/ancestral.py ancestral",
+    "cspd/continuous/ancestral.py by_length",
+    "cspd/continuous/ancestral.py modulated",
+    "cspd/continuous/cached_backbone.py _inputs",
+    "cspd/continuous/cached_backbone.py _refreshed",
+    "cspd/continuous/cached_head.py _last_layers",
+    "cspd/continuous/chains.py __init__",
+    "cspd/continuous/chains.py _draw_residual",
+    "cspd/continuous/chains.py _keep_rows",
+    "cspd/continuous/chains.py _leave",
+    "cspd/continuous/chains.py start",
+    "cspd/continuous/plan.py windows",
+    "cspd/continuous/speculative.py advance",
+    "cspd/continuous/speculative.py make_chains",
+    "cspd/discrete/batch.py batch_of",
+    "cspd/discrete/host.py admit",
+    "cspd/discrete/host.py results",
+    "cspd/discrete/probabilities.py _least_kept",
+    "cspd/noise.py bits",
+    "mar/cached.py lazy",
+    "mar/cached.py refresh",
+    "mar/model.py arrange",
+    "mar/model.py encode",
 }
 QUICK = ["MAR ar", "VQ ar"]
 
@@ -45,120 +90,51 @@ def models(family: str) -> MARModels | VQModels:
 def requests_of(case: str) -> list[Request]:
     """Three requests: in two slots, the last one starts late."""
     family, method = case.split()
-    return [Request(seed, seed, method, family=family, **CASES[case]) for seed in range(3)]
-
-
-@pytest.fixture
-def gpu() -> Iterator[standin.StandIn]:
-    with standin.cuda() as gpu:
-        yield gpu
-
-
-READS = {
-    "item": lambda x: x.sum().item(),
-    "bool": lambda x: bool((x > 0).any()),
-    "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
-    "nonzero": lambda x: x.nonzero(),
-    "mask": lambda x: x[x > 1],
-    "synchronize": lambda x: torch.cuda.synchronize(),
-}
-BLOCKING = {
-    "tensor": lambda x: torch.tensor([1, 2], device=x.device),
-    "as_tensor": lambda x: torch.as_tensor(np.ones(3), device=x.device),
-    "not pinned": lambda x: torch.ones(3).to(x.device, non_blocking=True),
-    "waits": lambda x: torch.ones(3).pin_memory().to(x.device),
-    "index": lambda x: x[torch.tensor([0])],
-    "number": lambda x: x.__setitem__(x.long(), 1.0),
-}
-NEITHER = {
-    "kernels": lambda x: (x * 2 + 1).softmax(0)[1:].sum(),
-    "pinned": lambda x: torch.ones(3).pin_memory().to(x.device, non_blocking=True),
-    "late": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
-    "late of any kind": lambda x: x.to("cpu", non_blocking=True),
-    "factories": lambda x: torch.arange(3, device=x.device) + torch.zeros(3, device=x.device) + 3,
-}
-
-
-@pytest.mark.parametrize(
-    "work, reads, blocking",
-    [
-        *(pytest.param(work, 1, 0, id=name) for name, work in READS.items()),
-        *(pytest.param(work, 0, 1, id=name) for name, work in BLOCKING.items()),
-        *(pytest.param(work, 0, 0, id=name) for name, work in NEITHER.items()),
-    ],
-)
-def test_what_waits_is_noted(gpu, work, reads, blocking):
-    x = torch.arange(3.0, device="cuda:0")
-    work(x)
-    assert (gpu.reads.total(), gpu.blocking.total()) == (reads, blocking)
-
-
-def test_kernels_are_counted_and_views_are_not(gpu):
-    x = torch.ones(2, 3, device="cuda:0")
-    gpu.reset()
-    layer = torch.nn.functional.layer_norm(x.view(3, 2).T, (3,))
-    torch.nn.functional.scaled_dot_product_attention(layer, layer, layer)
-    x.add_(1)
-    assert gpu.kernels == {"native_layer_norm": 1, "attention": 1, "add_": 1}
-
-
-def test_devices_do_not_mix(gpu):
-    x = torch.ones(3, device="cuda:0")
-    with pytest.raises(RuntimeError, match=r"add: tensors of shapes \[\(3,\)\] are on the CPU and others on cuda:0"):
-        x + torch.ones(3)
-    assert (x + torch.tensor(1.0)).device == x.device  # a number, as torch sees it
-
-
-def test_what_is_copied_to_the_host_is_late(gpu):
-    there = torch.ones(3, device="cuda:0").to("cpu", non_blocking=True)
-    copied, later = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    copied.record()
-    later.record()
-    assert not copied.query() and (there > 1e38).all()
-    with pytest.raises(RuntimeError, match="not ready"):
-        copied.elapsed_time(later)
-    later.synchronize()
-    assert copied.query() and there.tolist() == [1, 1, 1]
-    assert copied.elapsed_time(later) == 1
-    assert [place.what for place in gpu.reads] == ["event.synchronize"]
-
-
-def test_graphs_are_replayed_and_read_nothing(gpu):
-    total = torch.zeros(2, device="cuda:0")
-    graphs = Graphs(total.device, enabled=True)
-
-    def add(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return total.add_(x).clone(), 2 * x.view(2, 1)
-
-    for number in (1.0, 2.0, 3.0):
-        gpu.reset()
-        sums, doubled = graphs.run("add", add, torch.full((2,), number, device="cuda:0"), state=[total])
-        assert doubled.tolist() == [[2 * number]] * 2
-        assert gpu.kernels["graph"] == 1
-    assert sums.tolist() == [6, 6] and gpu.kernels["add_"] == 0
-    with pytest.warns(UserWarning, match="not permitted"):
-        graphs.run("read", lambda x: x.sum().item(), total)
-
-
-def test_all_is_undone():
-    before = {name: getattr(torch.cuda, name) for name in ("Event", "is_available", "synchronize")}
-    with standin.cuda():
-        x = torch.ones(3, device="cuda:0")
-    assert all(getattr(torch.cuda, name) is function for name, function in before.items())
-    with pytest.raises(RuntimeError, match="which has ended"):
-        x + 1
-    with torch.inference_mode():
-        assert (torch.ones(2) + 1).is_inference()
+    return [Request(seed, seed, method, family=family, **CASES[case].settings) for seed in range(3)]
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 )
-def test_tokens_are_those_of_the_cpu(case):
+def test_rounds(case):
+    """The CPU's tokens by no more kernels, reads and blocking copies than are known of."""
     own, requests = models(case.split()[0]), requests_of(case)
     expected = Engine(copy.deepcopy(own), max_batch=2, device="cpu").generate(requests)
-    with standin.cuda():
-        outputs = Engine(own, max_batch=2, device="cuda:0").generate(requests)
-    for output, on_cpu in zip(outputs, expected):
+    with standin.cuda() as gpu:
+        engine = Engine(own, max_batch=2, device="cuda:0")
+        engine.generate(requests[:1])  # makes what is kept
+        gpu.reset()
+        for request in requests:
+            engine.add_request(request)
+        outputs, rounds = {}, 0
+        while len(engine.scheduler):
+            reads = {place.function for place in gpu.reads}  # at the end the host waits for the images
+            outputs |= engine.step()
+            rounds += 1
+    for output, on_cpu in zip(map(outputs.get, sorted(outputs)), expected, strict=True):
         assert torch.equal(output.tokens, on_cpu.tokens)
+    assert gpu.kernels.total() / rounds <= CASES[case].kernels, gpu.by_function
+    assert reads <= CASES[case].reads
+    assert {place.function for place in gpu.blocking} <= STILL_BLOCKING
+
+
+def between_head_calls(request: Request) -> int:
+    """Kernels from a head call to the next, as a rule, in a model as deep as MAR-B."""
+    target = toy_mar(depth=12, head_depth=6)
+    counts = []
+    with standin.cuda() as gpu:
+        engine = Engine(MARModels(target), max_batch=1, device="cuda:0")
+        target.head.final_layer.register_forward_hook(lambda *_: counts.append(gpu.kernels.total()))
+        engine.generate(request)
+    return int(np.median(np.diff(counts)))
+
+
+@pytest.mark.slow
+def test_kernels_of_a_denoising_step():
+    assert between_head_calls(Request(1, 1, "ar", **LATE)) <= 46
+
+
+@pytest.mark.slow
+def test_kernels_of_a_speculative_round():
+    request = Request(1, 1, "speculative", **MAR | {"num_sampling_steps": 20}, window=3, draft="frozen")
+    assert between_head_calls(request) <= 130
