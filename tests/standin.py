@@ -37,7 +37,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 DEVICE = torch.device("cuda:0")
 ROOT = Path(__file__).parent.parent
 OURS = tuple(f"{ROOT / package}/" for package in ("cspd", "mar"))
-MEMORY = 80 * 2**30
 RUBBISH = 0x7F  # in every byte
 ATTENTION = functional.scaled_dot_product_attention
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
@@ -260,7 +259,7 @@ def _is_made_of_others(op: Any) -> bool:
 
 
 @contextlib.contextmanager
-def cuda(memory: int = MEMORY) -> Iterator[StandIn]:
+def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
     """torch has a device `cuda:0` of so many bytes, and says that it has, until the end of the context."""
     gpu = StandIn()
     properties = types.SimpleNamespace(name="stand-in", total_memory=memory, multi_processor_count=132)
