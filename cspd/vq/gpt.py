@@ -119,10 +119,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        mean_square = wide.square().mean(-1, keepdim=True)
-        normed = wide * (mean_square + self.eps).rsqrt()
-        return normed.type_as(x) * self.weight
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 
 class Attention(nn.Module):
