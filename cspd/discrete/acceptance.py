@@ -28,19 +28,19 @@ def relaxed(P: Tensor, Q: Tensor, omega: Tensor | float) -> Tensor:
 
     omega = 1 is exact, delta is uniform-rsd, omega_i is cool-sd.
     """
-    return _ratio(omega * P, Q)
+    mass = P if isinstance(omega, float) and omega == 1 else omega * P
+    return _ratio(mass, Q)
 
 
-def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor, x: Tensor | None = None) -> Tensor:
+def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     """f = min(1, (P + absorbed) / Q) [..., V]: lantern (its section 3.3) with limit = delta, lantern++ with lam P.
 
     The authors' lantern++ has (lambda - 1) P: its lambda = 2 is lam = 1 here.
 
     Args:
-        near, limit: as in `absorbed`. x: [...], the codes whose f alone is wanted: other entries mean nothing.
+        near, limit: as in `absorbed`.
     """
-    mass = P + absorbed(P, near, limit) if x is None else merge(P, x, near, limit)
-    return _ratio(mass, Q)
+    return _ratio(P + absorbed(P, near, limit), Q)
 
 
 def _ratio(mass: Tensor, Q: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.vq.steps import steps
 
 
 def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -37,12 +38,11 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     draft = DRAFTS[request.draft]
     drafted = draft.propose(host, batch)
     verified, last, features = _verify(host, batch, drafted)
-    path = _commit(host, batch, drafted, verified, last)
+    _commit(host, batch, drafted, verified, last)
     if draft.needs == "eagle":
-        each = torch.arange(len(batch), device=host.device).unsqueeze(1)
-        host.keep_features(batch, features[:, each, path])
-    ahead = torch.arange(1, drafted.shape.height + 1, device=host.device)
-    accepted = ahead <= verified.count.unsqueeze(1)
+        each = steps(len(batch), host.device).unsqueeze(1)
+        host.keep_features(batch, features[:, each, verified.path])
+    accepted = steps(drafted.shape.height, host.device) < verified.count.unsqueeze(1)
     return host.finish(batch, verified.count, verified.bound, verified.judged, accepted)
 
 
@@ -64,25 +64,23 @@ def _verify(host: VQHost, batch: Batch, drafted: Drafted) -> tuple[Verified, Ten
     return verified, sample(verified.rest, u.squeeze(1)), features
 
 
-def _commit(host: VQHost, batch: Batch, drafted: Drafted, verified: Verified, last: Tensor) -> Tensor:
-    """Commits the accepted codes and the last; returns their nodes int64 [B, height + 1], the root's first."""
+def _commit(host: VQHost, batch: Batch, drafted: Drafted, verified: Verified, last: Tensor) -> None:
+    """Commits the accepted codes and the last."""
     shape, codes, _ = drafted
-    steps = torch.arange(shape.height + 1, device=host.device)
+    level = steps(shape.height + 1, host.device)
     place = verified.count.unsqueeze(1)
-    path = torch.cat([torch.zeros_like(place), verified.path], 1)
-    after = codes.gather(1, path.roll(-1, 1))
-    committed = torch.where(steps == place, last.unsqueeze(1), after)
-    host.commit(batch, committed, heat=(steps < place).float())
+    after = codes.gather(1, verified.path.roll(-1, 1))
+    committed = torch.where(level == place, last.unsqueeze(1), after)
+    host.commit(batch, committed, heat=(level < place).float())
     if not shape.chain:
-        host.compact(batch, torch.where(steps <= place, path, steps))
-    return path
+        host.compact(batch, torch.where(level <= place, verified.path, level))
 
 
 def _draws(host: VQHost, batch: Batch, shape: Shape) -> tuple[Tensor, Tensor]:
     """Uniform draws: of every node [B, N], and for what takes a rejected code's place, by its depth [B, 1 + height]."""
     num_places = 1 + shape.height
     purpose, index = _streams(shape.num_nodes, num_places, host.device)
-    place = torch.arange(num_places, device=host.device)
+    place = steps(num_places, host.device)
     of_nodes = (shape.depth - 1).clamp(min=0)
     of_places = place.expand(*shape.depth.shape[:-1], -1)
     ahead = torch.cat([of_nodes, of_places], -1)

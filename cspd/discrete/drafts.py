@@ -70,7 +70,6 @@ def chain(host: VQHost, batch: Batch) -> Drafted:
         q = host.distributions(batch, features, "draft")
         Q.append(q)
         codes.append(sample(q, u[:, i : i + 1]))
-    Q.append(torch.zeros_like(q))  # after the last code nothing is drafted
     return Drafted(_chain_shape(gamma, host.device), torch.cat(codes, 1), torch.cat(Q, 1))
 
 
@@ -101,7 +100,7 @@ def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[T
         level = [path for path in paths if len(path) == depth and node[path] in parents]
         widths.append(max(EAGLE_TREE[path] for path in level))
         expanded.append(torch.tensor([node[path] for path in level], device=device))
-    return tree.shape_of(torch.tensor(parents, device=device), widths), expanded
+    return tree.shape_of(torch.tensor(parents, device=device), widths, torch.cat(expanded)), expanded
 
 
 @draft("eagle-static", needs="eagle", highest=1 + max(map(len, EAGLE_TREE)))
@@ -113,7 +112,7 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     num, size = shape.num_nodes, len(batch)
     codes = torch.full((size, num), -1, dtype=torch.int64, device=device)
     codes[:, :1] = host.last(batch, 1)[0]
-    Q = torch.zeros(size, num, host.config.vocab_size, device=device)
+    Q, first = [], 0
     ahead, node = (shape.depth - 1).clamp(min=0), torch.arange(num, device=device)
     u = host.uniform(batch, Purpose.CODE, ahead, node, fresh=False)
     features = _eagle_root(host, batch, shape.height)
@@ -131,8 +130,9 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
             )
         of_nodes[:, :, nodes] = features
         q = host.distributions(batch, features, "eagle", soft=greedy)
-        Q[:, nodes] = q
-        children = shape.children[nodes, : shape.widths[depth]]  # [n, K]
+        Q.append(q)
+        children = shape.children[first : first + len(nodes), : shape.widths[depth]]  # [n, K]
+        first += len(nodes)
         places = children.clamp(min=0)
         if greedy:
             drawn = likeliest(q, children.shape[1])
@@ -141,7 +141,7 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
         # where there is no child, the root's own code is written to the root
         drawn = torch.where(children >= 0, drawn, codes[:, :1, None])
         codes[:, places.flatten()] = drawn.flatten(1)
-    return Drafted(shape, codes, None if greedy else Q)
+    return Drafted(shape, codes, None if greedy else torch.cat(Q, 1))
 
 
 class Candidates(NamedTuple):

@@ -34,9 +34,10 @@ from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft_verify import check_rule
 from cspd.discrete.host import MIXED, VQHost
+from cspd.discrete.judging import Judged, judge_siblings
 from cspd.discrete.neighbours import near_codes
 from cspd.discrete.probabilities import draw_siblings, likeliest, sample, without
-from cspd.discrete.rules import Judged, Rule, judge_siblings, rule_of, rule_options
+from cspd.discrete.rules import Rule, rule_of, rule_options
 from cspd.discrete.window import Comb, Draws, Window, comb_of, draw, kept_windows
 from cspd.method import Method
 from cspd.option import Option, check_integer

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cspd.vq.steps import steps
+
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -91,9 +93,8 @@ def without(Q: Tensor, x: Tensor) -> Tensor:
 
 
 def _zeroed(Q: Tensor, x: Tensor) -> Tensor:
-    code = x.clamp(min=0).unsqueeze(-1)
-    absent = (x < 0).unsqueeze(-1)
-    return Q.scatter(-1, code, Q.gather(-1, code) * absent)
+    every = steps(Q.shape[-1], Q.device)
+    return Q.masked_fill(every == x.unsqueeze(-1), 0)
 
 
 def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:

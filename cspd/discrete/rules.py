@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cspd.discrete.acceptance import bound, exponential, linear, merge, pooled, relaxed, residual
-from cspd.discrete.probabilities import likeliest_point, point, without
+from cspd.discrete.probabilities import likeliest_point
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
 
@@ -138,12 +138,12 @@ class Rule:
 
         Args:
             depth: of the candidates, from 1, an int or int64 [...]. near: int64 [V, >= k] by `neighbours`, see `pools`.
-            x: [...], the candidates if they are point masses: a rule that pools then computes f at x alone.
+            x: [...], the candidates: greedily a rule that pools has an f for each.
         """
         if self.greedy:
             return self.target(self._merged(P, x, near) if self.pools else P)
         if self.pools:
-            return pooled(P, Q, *self._pool(P, near), x)
+            return pooled(P, Q, self._neighbours(near), self._limit(P))
         return relaxed(P, Q, self.omega(depth))
 
     def resample(self, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor | None = None) -> Tensor:
@@ -164,14 +164,49 @@ class Rule:
 
     def _merged(self, P: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
         """P_A [..., V] of codes x [...]."""
-        return merge(P, x, *self._pool(P, near))
+        return merge(P, x, self._neighbours(near), self._limit(P))
 
-    def _pool(self, P: Tensor, near: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Neighbours int64 [V, k] and the mass that stays above what they give [..., V]."""
-        if near is None or near.shape[1] < min(self.k, P.shape[-1] - 1):
+    def reach(self, x: Tensor, near: Tensor | None) -> Tensor:
+        """The codes whose probability the judgement of chosen codes x [..., 1] looks at, int64 [..., n], x first."""
+        if not self.pools:
+            return x
+        return torch.cat([x, self._neighbours(near)[x.squeeze(-1)]], -1)
+
+    def judge_point(self, mass: Tensor, depth: Tensor | int) -> tuple[Tensor, Tensor | float]:
+        """The judgement of a chosen code, Q = 1 at x, by P at what it reaches, mass [..., n].
+
+        Returns:
+            (f at x [..., 1], the shares of mass that its rejection leaves, [..., n] or one for all): `accept` and
+            `resample`, which see all codes, say the same.
+        """
+        own, around = mass[..., :1], mass[..., 1:]
+        if not self.pools:
+            omega = self.omega(depth)
+            f = (omega * own).clamp(max=1)
+            if not self.optimal:
+                return f, 0.0
+            left = 1 - omega
+            return f, left.clamp(min=0) if isinstance(left, Tensor) else max(0.0, left)
+        given = around.cumsum(-1) < self._limit(own)
+        f = (own + (around * given).sum(-1, keepdim=True)).clamp(max=1)
+        kept = torch.ones_like(around) if self.optimal else (~given).type_as(around)
+        return f, functional.pad(kept, (1, 0))
+
+    def point_bound(self, own: Tensor, f: Tensor) -> Tensor:
+        """`bound` of chosen codes of probability own [...] that are accepted with probability f [...]."""
+        if self.pools or self.optimal:
+            return (f - own).clamp(min=0)
+        return torch.where(own < 1, (f - own).abs(), 0)  # P itself is sampled from where nothing else is left
+
+    def _neighbours(self, near: Tensor | None) -> Tensor:
+        """int64 [V, k], nearest first."""
+        if near is None or near.shape[1] < min(self.k, len(near) - 1):
             raise ValueError(f"{self.name}: give near, int64 [V, k] by `neighbours` with k of at least {self.k}")
-        limit = torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
-        return near[:, : self.k], limit
+        return near[:, : self.k]
+
+    def _limit(self, P: Tensor) -> Tensor:
+        """The mass that stays above what the neighbours of codes of probability P give, of the shape of P."""
+        return torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
 
 
 @functools.lru_cache(maxsize=256)
@@ -204,60 +239,3 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
                 option = option.but(default=own, implied=False)
             options.append(option.but(only_with=("rule", (name,))))
     return tuple(options)
-
-
-class Judged(NamedTuple):
-    """What became of K siblings.
-
-    Attributes:
-        index: int64 [...], of the one accepted, or -1. residual: [..., V], to sample from if none was.
-        bound: [...], the rule's local bounds, summed over those that were judged.
-    """
-
-    index: Tensor
-    residual: Tensor
-    bound: Tensor
-
-
-def judge_siblings(
-    rule: Rule,
-    P: Tensor,
-    Q: Tensor | None,
-    candidates: Tensor,
-    uniforms: Tensor,
-    depth: Tensor | int = 1,
-    near: Tensor | None = None,
-) -> Judged:
-    """Judges candidates for one place in their order, each against what the rejection of those before it leaves of P.
-
-    Siblings as in SJD-PAC (arXiv 2603.18599), eq. 7 for Q and eq. 8 for P, by any rule.
-
-    Args:
-        P: [..., V]. Q: [..., V], which they were drawn from without replacement, in this order; None: point masses.
-        candidates: int64 [..., K], -1 where there is none; K = 1 for the positions of a chain or a Jacobi window.
-        uniforms: uniform draws [..., K]: a candidate is accepted where its draw is below f.
-        depth, near: as in `Rule.accept`.
-    """
-    points = Q is None or rule.greedy
-    last = candidates.shape[-1] - 1
-    index = candidates.new_full(candidates.shape[:-1], -1)
-    total = torch.zeros_like(P[..., 0])
-    for i, (x, uniform) in enumerate(zip(candidates.unbind(-1), uniforms.unbind(-1))):
-        judged = (index < 0) & (x >= 0)
-        code = x.clamp(min=0)
-        q = point(code, P) if points else Q
-
-        # accept x with probability f(x)
-        f = rule.accept(P, q, depth, near, code if points else None)
-        f_of_x = f.gather(-1, code.unsqueeze(-1)).squeeze(-1)
-        accepted = judged & (uniform < f_of_x)
-        index = torch.where(accepted, i, index)
-        total = total + torch.where(judged, rule.bound(P, q, f), 0)
-
-        # what its rejection leaves for the next
-        if not rule.greedy:
-            left = rule.resample(P, q, f, code, near)
-            P = torch.where(judged.unsqueeze(-1), left, P)
-        if not points and i < last:
-            Q = without(Q, x)
-    return Judged(index, rule.target(P), total)

@@ -1,4 +1,4 @@
-"""Trees of drafted codes: shapes, and the walk from the root along accepted codes. Pure functions on tensors.
+"""Trees of drafted codes: shapes, and the path of accepted codes from the root. Pure functions on tensors.
 
 Node 0, the root, is the last committed code (or the class); every other node is a drafted code after its parent. A
 parent comes before its children. Shapes are [N] where all sequences of a batch share them, or [B, N].
@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.discrete.rules import Rule, judge_siblings
+from cspd.discrete.judging import judge_siblings
+from cspd.discrete.rules import Rule
+from cspd.vq.steps import steps
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Shape:
 
     Attributes:
         parent: int64 [..., N], -1 of the root. depth: int64 [..., N], 0 at the root.
-        children: int64 [..., N, K], -1 where there is none, in the order judged.
+        inner: int64 [M], or a slice, the nodes that may have children, ascending.
+        children: int64 [..., M, K], theirs, -1 where there is none, in the order judged.
         sees: bool [..., N, N], the ancestors of each node, itself included.
         widths: the most children that a node has, at each depth but the largest.
         chain: whether node i is at depth i, so that nothing moves when it is committed.
@@ -30,6 +33,7 @@ class Shape:
 
     parent: Tensor
     depth: Tensor
+    inner: Tensor | slice
     children: Tensor
     sees: Tensor
     widths: Sequence[int]
@@ -45,11 +49,11 @@ class Shape:
         return len(self.widths)
 
 
-def shape_of(parent: Tensor, widths: Sequence[int], chain: bool = False) -> Shape:
+def shape_of(parent: Tensor, widths: Sequence[int], inner: Tensor | slice = slice(None), chain: bool = False) -> Shape:
     """The shape with these parents, int64 [..., N]: parent[..., 0] = -1, and a node's children in ascending order."""
     height, most_children = len(widths), max(widths)
     num = parent.shape[-1]
-    index = torch.arange(num, device=parent.device)
+    index = steps(num, parent.device)
     is_child = parent >= 0
 
     # up from every node at once, a generation a turn
@@ -69,19 +73,20 @@ def shape_of(parent: Tensor, widths: Sequence[int], chain: bool = False) -> Shap
     flat = torch.where(is_child, parent.clamp(min=0) * columns + rank, most_children)
     children = parent.new_full((*parent.shape, columns), -1).flatten(-2)
     children = children.scatter(-1, flat, torch.where(is_child, index, -1)).unflatten(-1, (num, -1))
-    return Shape(parent, depth, children[..., :most_children], sees, widths, chain)
+    children = children[..., inner, :most_children]
+    return Shape(parent, depth, inner, children, sees, widths, chain)
 
 
 def chain(length: int, device: torch.device) -> Shape:
     """`length` codes one after the other."""
-    return shape_of(torch.arange(-1, length, device=device), [1] * length, chain=True)
+    return shape_of(torch.arange(-1, length, device=device), [1] * length, slice(length), chain=True)
 
 
 class Verified(NamedTuple):
     """What became of a tree, for B sequences.
 
     Attributes:
-        count: int64 [B], drafted codes accepted. path: int64 [B, height], their nodes, 0 beyond count.
+        count: int64 [B], drafted codes accepted. path: int64 [B, 1 + height], the root and their nodes, 0 beyond.
         rest: [B, V], the distribution of the code after them.
         rejected: bool [B], whether candidates were judged for that place, and all rejected.
         judged: bool [B, height], whether candidates of a depth were. bound: [B], the sum of the rule's local bounds.
@@ -105,48 +110,49 @@ def walk(
     room: Tensor,
     near: Tensor | None = None,
 ) -> Verified:
-    """Walks from the root along accepted codes; every depth is one judgement of siblings, for the whole batch.
+    """The longest path of accepted codes from the root. The children of all nodes are judged at once, also of nodes
+    that turn out not to be on it: that takes a few large kernels where a walk from depth to depth takes many small.
 
     Args:
         codes: int64 [B, N]; the root's is not read. P: [B, N, V], the target's distribution after each node.
-        Q: [B, N, V], from which a node's children were drawn without replacement; None where they were chosen.
+        Q: [B, M, V], from which the inner nodes' children were drawn without replacement; None where they were chosen.
         uniforms: uniform draws [B, N], of each node. room: int64 [B], codes still to come: no more are judged.
         near: int64 [V, k], for rules that pool.
     """
-    each = torch.arange(len(codes), device=codes.device)
-    children = shape.children.expand(len(codes), -1, -1)
-    node = torch.zeros_like(each)
-    P_here = P[:, 0]
-    alive = torch.ones_like(each, dtype=torch.bool)  # every depth so far was accepted
-    count, bound = torch.zeros_like(each), torch.zeros_like(P[:, 0, 0])
-    rest, rejected = rule.target(P_here), ~alive
-    path, judged = [], []
-    for depth, width in enumerate(shape.widths, 1):
-        alive = alive & (depth <= room)
+    size, room = len(codes), room.unsqueeze(1)
+    node = steps(shape.num_nodes, codes.device)
+    level = steps(shape.height, codes.device)
 
-        # the candidates: this node's children
-        siblings = children[each, node, :width]
-        present = siblings >= 0
-        column = siblings.clamp(min=0)
-        candidates = torch.where(present, codes.gather(1, column), -1)
-        Q_here = None if Q is None else Q[each, node]
-        outcome = judge_siblings(rule, P_here, Q_here, candidates, uniforms.gather(1, column), depth, near)
-        looked = alive & present.any(-1)
-        accepted = alive & (outcome.index >= 0)
+    # which child of each inner node is accepted
+    children = shape.children.expand(size, -1, -1)  # [B, M, K]
+    is_child = children >= 0
+    column = children.clamp(min=0).flatten(1)
+    of_children = codes.gather(1, column).view_as(children)
+    candidates = torch.where(is_child, of_children, -1)
+    uniforms = uniforms.gather(1, column).view_as(children)
+    depth = shape.depth[..., shape.inner]
+    P_inner = P[:, shape.inner]
+    outcome = judge_siblings(rule, P_inner, Q, candidates, uniforms, depth + 1, near)
 
-        # go on at the accepted one
-        chosen = siblings.gather(1, outcome.index.clamp(min=0).unsqueeze(1)).squeeze(1)
-        node = torch.where(accepted, chosen, node)
-        P_here = P[each, node]
+    # a node is on the path where it is accepted and all its ancestors are; the root always
+    chosen = children.gather(2, outcome.index.clamp(min=0).unsqueeze(2)).squeeze(2)
+    chosen = torch.where(outcome.index >= 0, chosen, 0)
+    accepted = (shape.depth == 0).expand(size, -1).scatter(1, chosen, True)
+    accepted = accepted & (shape.depth <= room)
+    on_path = (accepted.unsqueeze(1) | ~shape.sees).all(2)
+    place = on_path * shape.depth
+    path = place.new_zeros(size, 1 + shape.height).scatter(1, place, on_path * node)
+    count, last = place.amax(1), path.amax(1)  # a child comes after its parent
 
-        # what comes after: the target's own distribution, or what the rejections left of it
-        rest = torch.where(alive.unsqueeze(-1), outcome.residual, rest)
-        rest = torch.where(accepted.unsqueeze(-1), rule.target(P_here), rest)
-        rejected = torch.where(alive, looked & ~accepted, rejected)
+    # what was judged on the way
+    judged = on_path[:, shape.inner] & (depth < room) & is_child.any(2)
+    by_depth = (judged.unsqueeze(2) & (depth.unsqueeze(-1) == level)).any(1)
+    bound = torch.where(judged, outcome.bound, 0).sum(1)
 
-        bound = bound + torch.where(alive, outcome.bound, 0)
-        count = count + accepted
-        path.append(torch.where(accepted, chosen, 0))
-        judged.append(looked)
-        alive = accepted
-    return Verified(count, torch.stack(path, 1), rest, rejected, torch.stack(judged, 1), bound)
+    # what comes after: the target's own distribution, or what the rejections left of it
+    each = steps(size, codes.device)
+    all_rejected = judged & (outcome.index < 0)  # of one node at most, the last
+    rejected = all_rejected.any(1)
+    residual = outcome.residual[each, all_rejected.int().argmax(1)]
+    rest = torch.where(rejected.unsqueeze(1), residual, rule.target(P[each, last]))
+    return Verified(count, path, rest, rejected, by_depth, bound)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-from cspd.discrete import acceptance, rules
+from cspd.discrete import acceptance, judging, rules
 from cspd.discrete.acceptance import absorbed, bound, exponential, linear, merge, pooled, relaxed, residual
+from cspd.discrete.judging import judge_siblings
 from cspd.discrete.neighbours import neighbours
-from cspd.discrete.rules import Rule, judge_siblings
+from cspd.discrete.rules import Rule
 
 RULES = {
     "exact": Rule(),
@@ -207,7 +208,7 @@ BUGS = ("none", "sorted by Q", "judged with the first Q", "residual of the first
 def test_wrong_siblings_would_be_seen(bug, monkeypatch):
     P, Q = pairs_with(3)
     if bug.startswith("judged"):
-        monkeypatch.setattr(rules, "without", lambda Q, earlier: Q)
+        monkeypatch.setattr(judging, "without", lambda Q, earlier: Q)
     if bug.startswith("residual"):
         monkeypatch.setattr(Rule, "resample", lambda rule, p, q, f, x, near: residual(p, Q.unsqueeze(1), f))
     taken, resampled, _ = commit(Rule(), P, Q, 3, arrange=by_probability if bug == "sorted by Q" else None)
@@ -354,6 +355,10 @@ def test_batched_is_row_by_row(name):
         judged = judge_siblings(rule, P, q, candidates, uniforms, depth, near(5))
         for i, j in itertools.product(range(3), range(4)):
             present = candidates[i, j] >= 0
+            if not present.any():
+                assert judged.index[i, j] == -1 and judged.bound[i, j] == 0
+                assert torch.allclose(judged.residual[i, j], rule.target(P[i, j]))
+                continue
             row = (P[i, j], q if q is None else q[i, j], candidates[i, j][present], uniforms[i, j][present])
             index, left, total = judge_siblings(rule, *row, int(depth[i, j]), near(5))
             index = present.nonzero()[index].item() if index >= 0 else -1
