@@ -10,12 +10,13 @@ from cspd.discrete.probabilities import sample
 from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
+from cspd.vq.steps import steps
 
 
 def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Draws the next code of every sequence and returns those that are finished; nothing is copied to the host."""
     batch = host.begin(sequences, watch)
-    here = torch.zeros(1, dtype=torch.int64, device=host.device)
+    here = steps(1, host.device)
     features = host.features(batch, host.last(batch, 1)[0])
     P = host.distributions(batch, features)
     codes = sample(P, host.drawn(batch, here))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cspd.vq.gpt import CacheView, GPTConfig
+from cspd.vq.steps import steps
 
 MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or last code, and what is drafted
 WIDTH_STEP = 8  # columns are looked at in multiples of this, so that shapes repeat
@@ -21,7 +21,7 @@ def rows_of(slots: list[int], slot: Tensor, copies: int) -> Tensor | slice:
     first, last = slots[0], slots[-1]
     if last - first < len(slots):  # neighbouring slots: a slice, which is looked at in place where an index would copy
         return slice(2 * first, 2 * last + 2) if copies == 2 else slice(2 * first, 2 * last + 1, 2)
-    rows = 2 * slot.unsqueeze(1) + torch.arange(copies, device=slot.device)
+    rows = 2 * slot.unsqueeze(1) + steps(copies, slot.device)
     return rows.flatten()
 
 
@@ -69,7 +69,7 @@ class Cache:
         Returns:
             The view, and a mask, bool [R or 1, 1, N, width]; None where all inputs look at all columns.
         """
-        steps = torch.arange(count, device=start.device) if columns is None else columns
+        own = steps(count, start.device) if columns is None else columns
         width = most + (count if sees is None else sees.shape[-1])
         if not together:
             width = min(_stepped(width), self.tensor.shape[3])
@@ -78,7 +78,7 @@ class Cache:
         if together and columns is None:
             places = slice(most, most + count)
         else:
-            places = (start.unsqueeze(1) + steps).repeat_interleave(copies, 0)
+            places = (start.unsqueeze(1) + own).repeat_interleave(copies, 0)
         view = CacheView(*self.tensor, rows, places, width)
 
         # which columns each input looks at; where all are together, the mask of one is that of all
@@ -88,8 +88,8 @@ class Cache:
         elif together and count == 1:
             return view, None
         else:
-            own = (first.unsqueeze(1) + steps).unsqueeze(-1)
-            mask = torch.arange(width, device=start.device) <= own
+            last = (first.unsqueeze(1) + own).unsqueeze(-1)
+            mask = steps(width, start.device) <= last
         if len(mask) > 1:
             mask = mask.repeat_interleave(copies, 0)
         return view, mask.unsqueeze(1)
@@ -97,7 +97,7 @@ class Cache:
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
         """Copies columns `source` [R, n] of R rows onto columns `target`."""
         if isinstance(rows, slice):
-            rows = torch.arange(self.tensor.shape[2], device=self.tensor.device)[rows]
+            rows = steps(self.tensor.shape[2], self.tensor.device)[rows]
         rows = rows.unsqueeze(1)
         self.tensor[:, :, rows, target] = self.tensor[:, :, rows, source]
 
@@ -105,10 +105,8 @@ class Cache:
 def mask_of(start: Tensor, sees: Tensor, width: int) -> Tensor:
     """bool [B, N, width]: all columns before start [B], and what sees [N, M] or [B, N, M] says of those from it on."""
     count = sees.shape[-1]
-    offset = torch.arange(width, device=start.device) - start.unsqueeze(1)
-    committed = offset < 0
-    # a column of False at the end is for what is beyond
-    padded = functional.pad(sees, (0, 1)).expand(len(start), -1, -1)
-    index = torch.where(committed | (offset >= count), count, offset).unsqueeze(1)
-    own = padded.gather(2, index.expand(-1, padded.shape[1], -1))
-    return committed.unsqueeze(1) | own
+    committed, beyond = sees.new_ones(*sees.shape[:-1], 1), sees.new_zeros(*sees.shape[:-1], 1)
+    table = torch.cat([committed, sees, beyond], -1).expand(len(start), -1, -1)
+    place = steps(width, start.device) - (start.unsqueeze(1) - 1)
+    index = place.clamp(0, count + 1).unsqueeze(1)
+    return table.gather(2, index.expand(-1, table.shape[1], -1))

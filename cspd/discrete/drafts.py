@@ -23,6 +23,7 @@ from cspd.discrete.draft import Drafted, draft
 from cspd.discrete.host import VQHost
 from cspd.discrete.probabilities import draw_siblings, likeliest, sample
 from cspd.noise import Purpose
+from cspd.vq.steps import steps
 
 # EAGLE-1's tree of 25 codes: the path of ranks (rank, rank, ...) has so many children
 EAGLE_TREE = {
@@ -50,7 +51,7 @@ def _chain_shape(length: int, device: torch.device) -> tree.Shape:
 
 def _pick(features: Tensor, index: Tensor) -> Tensor:
     """features[:, b, index[b, n]] [copies, B, n, dim] of features [copies, B, N, dim]."""
-    each = torch.arange(len(index), device=index.device).unsqueeze(1)
+    each = steps(len(index), index.device).unsqueeze(1)
     return features[:, each, index]
 
 
@@ -62,7 +63,7 @@ def chain(host: VQHost, batch: Batch) -> Drafted:
     recent, start = host.last(batch, 2)
     features = host.features(batch, recent, start, "draft")
     features = _pick(features, (batch.known_t - start).unsqueeze(1))
-    u = host.drawn(batch, torch.arange(gamma, device=host.device))
+    u = host.drawn(batch, steps(gamma, host.device))
     codes, Q = [host.last(batch, 1)[0]], []
     for i in range(gamma):
         if i > 0:
@@ -76,8 +77,7 @@ def chain(host: VQHost, batch: Batch) -> Drafted:
 def _eagle_root(host: VQHost, batch: Batch, height: int) -> Tensor:
     """EAGLE's feature at the root [copies, B, 1, dim]; what was committed since its last round is taken in anew."""
     recent, start = host.last(batch, height + 1)
-    steps = torch.arange(height + 1, device=host.device)
-    past = host.past_features(batch, start.unsqueeze(1) + steps)
+    past = host.past_features(batch, start.unsqueeze(1) + steps(height + 1, host.device))
     features = host.features(batch, recent, start, "eagle", past=past)
     return _pick(features, (batch.known_t - start).unsqueeze(1))
 
@@ -113,7 +113,7 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     codes = torch.full((size, num), -1, dtype=torch.int64, device=device)
     codes[:, :1] = host.last(batch, 1)[0]
     Q, first = [], 0
-    ahead, node = (shape.depth - 1).clamp(min=0), torch.arange(num, device=device)
+    ahead, node = (shape.depth - 1).clamp(min=0), steps(num, device)
     u = host.uniform(batch, Purpose.CODE, ahead, node, fresh=False)
     features = _eagle_root(host, batch, shape.height)
     of_nodes = features.new_zeros(*features.shape[:2], num, features.shape[3])
@@ -173,9 +173,9 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
 def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidates:
     """EAGLE-2's expansion phase: at every depth the most confident nodes get `branches` children each."""
     size, device = len(batch), host.device
-    each = torch.arange(size, device=device).unsqueeze(1)
+    each = steps(size, device).unsqueeze(1)
     width = 1 + (height - 1) * branches  # cache columns from the root on: its own, and of what is expanded
-    column = torch.arange(width, device=device)
+    column = steps(width, device)
     sees = (column == 0).expand(size, 1, width)
     number = torch.zeros(size, 1, dtype=torch.int64, device=device)  # of the nodes expanded at this depth
     confidence = torch.zeros(size, 1, dtype=torch.float64, device=device)
@@ -188,8 +188,7 @@ def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidate
         confidence = (confidence.unsqueeze(-1) + log_q).flatten(1)
         parent = number.unsqueeze(-1).expand_as(codes).flatten(1)
         codes = codes.flatten(1)
-        depths = torch.full_like(codes[0], depth)
-        levels.append(Candidates(codes, parent, depths, confidence))
+        levels.append((codes, parent, confidence))
         if depth == height:
             break
 
@@ -205,12 +204,20 @@ def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidate
             batch,
             codes.gather(1, best),
             model="eagle",
-            depth=torch.full_like(columns, depth),
+            depth=_depths(depth, branches, device)[-branches:],
             sees=sees,
             columns=columns,
             past=_pick(features, above),
         )
-    return Candidates(*(torch.cat(parts, -1) for parts in zip(*levels)))
+    codes, parent, confidence = (torch.cat(parts, -1) for parts in zip(*levels))
+    return Candidates(codes, parent, _depths(height, branches, device), confidence)
+
+
+@functools.lru_cache(maxsize=64)
+def _depths(height: int, branches: int, device: torch.device) -> Tensor:
+    """Of the candidates of so many depths: `branches` at the first, so many for each node expanded at the others."""
+    counts = torch.tensor([branches] + [branches * branches] * (height - 1), device=device)
+    return torch.arange(1, height + 1, device=device).repeat_interleave(counts)
 
 
 def _rerank(candidates: Candidates, most: int) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from cspd.vq import reference
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import defaults_of
+from cspd.vq.steps import steps
 from cspd.vq.tokenizer import VQModel
 
 VQ_OPTIONS = (
@@ -119,7 +120,7 @@ class VQHost:
         if sequences:
             numbers = [[s.slot, s.request.seed] for s in sequences]
             slots, seeds = torch.tensor(numbers, device=self.device).T
-            position = torch.arange(self.draws.shape[1], device=self.device)
+            position = steps(self.draws.shape[1], self.device)
             self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position)
             for cache in self._caches.values():
                 cache.clear(slots)
@@ -181,7 +182,7 @@ class VQHost:
             most, start = most + start, batch.known_t + start
         count = codes.shape[1]
         if depth is None:
-            depth = torch.arange(count, device=self.device)
+            depth = steps(count, self.device)
         position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
         view, mask = self.cache(model).look(batch.rows, batch.copies, start, most, together, count, sees, columns)
         self._watch.start("backbone" if model == "target" else "draft")
@@ -239,7 +240,7 @@ class VQHost:
         The input at position p is the code before p; at 0 it is the class, and beyond the committed codes anything.
         """
         start = (batch.known_t - count + 1).clamp(min=0)
-        place = start.unsqueeze(1) + torch.arange(count, device=self.device) - 1
+        place = start.unsqueeze(1) + steps(count, self.device) - 1
         return self.codes[batch.slot.unsqueeze(1), place.clamp(min=0)], start
 
     def past_features(self, batch: Batch, position: Tensor) -> Tensor:
@@ -248,7 +249,7 @@ class VQHost:
 
     def keep_features(self, batch: Batch, features: Tensor) -> None:
         """Keeps the target's features [copies, B, n, dim] at the last committed input and those after it."""
-        place = batch.known_t.unsqueeze(1) + 1 + torch.arange(features.shape[2], device=self.device)
+        place = batch.known_t.unsqueeze(1) + 1 + steps(features.shape[2], self.device)
         kept = self._features()[: batch.copies]
         kept[:, batch.slot.unsqueeze(1), place] = features.float()
 
@@ -261,7 +262,7 @@ class VQHost:
 
     def commit(self, batch: Batch, codes: Tensor, heat: Tensor) -> None:
         """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""
-        place = batch.known_t.unsqueeze(1) + torch.arange(codes.shape[1], device=self.device)
+        place = batch.known_t.unsqueeze(1) + steps(codes.shape[1], self.device)
         slot = batch.slot.unsqueeze(1)
         self.codes[slot, place] = codes
         self.heat[slot, place] = heat
@@ -270,7 +271,7 @@ class VQHost:
         """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
         start = batch.known_t.unsqueeze(1)
         source = start + path
-        target = start + torch.arange(path.shape[1], device=self.device)
+        target = start + steps(path.shape[1], self.device)
         source, target = (columns.repeat_interleave(batch.copies, 0) for columns in (source, target))
         self.cache("target").move(batch.rows, source, target)
 

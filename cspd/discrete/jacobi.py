@@ -43,6 +43,7 @@ from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.vq.steps import steps
 
 
 class Verdict(NamedTuple):
@@ -83,7 +84,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     codes = _redraw_path(rule, window, P, on_path, draws, request.continuation)
     _slide(host, batch, codes, P, verdict.accepted, draws)
 
-    accepted = torch.arange(comb.path, device=host.device) < verdict.accepted.unsqueeze(1)
+    accepted = steps(comb.path, host.device) < verdict.accepted.unsqueeze(1)
     return host.finish(batch, verdict.accepted, verdict.bound, verdict.judged, accepted)
 
 
@@ -118,7 +119,7 @@ def _verify(host: VQHost, batch: Batch, comb: Comb, rule: Rule, window: Window) 
 def _judge_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tensor | None = None) -> Judged:
     """Judges every code of the first path on its own, with p_i = P after the old codes before it (lines 5 to 8)."""
     path = window.codes.shape[1]
-    depth = torch.arange(1, path + 1, device=P.device)
+    depth = steps(path + 1, P.device)[1:]
     codes, uniforms = window.codes.unsqueeze(-1), draws.path.unsqueeze(-1)
     return judge_siblings(rule, P[:, :path], window.Q, codes, uniforms, depth, near)
 
@@ -138,7 +139,7 @@ def _judge(
     `room`: int64 [B], codes that are still to come: no more are judged.
     """
     # the longest accepted prefix (section 3.3)
-    levels = torch.arange(comb.path, device=P.device)
+    levels = steps(comb.path, P.device)
     accepted = (on_path.index == 0) & (levels < room.unsqueeze(1))
     prefix = accepted.int().cumprod(1).sum(1)
     rejected = prefix < room.clamp(max=comb.path)
@@ -151,7 +152,7 @@ def _judge(
     found = sibling >= 0
 
     # the code after the accepted ones
-    each = torch.arange(len(P), device=P.device)
+    each = steps(len(P), P.device)
     node = torch.where(found, node, prefix)
     all_rejected = (rejected & ~found).unsqueeze(1)
     rest = torch.where(all_rejected, beside.residual, rule.target(P[each, node]))
@@ -173,7 +174,7 @@ def _judge_beside(
 
     `residual`: [B, F, V], what the rejection of a code leaves of P (appendix A.3, eq. 8 with k = 1).
     """
-    each = torch.arange(len(prefix), device=prefix.device)
+    each = steps(len(prefix), prefix.device)
     level = prefix.clamp(max=comb.path - 1)
     residual = residual[each, level]
     if not comb.depth:
@@ -198,14 +199,14 @@ def _commit(host: VQHost, batch: Batch, comb: Comb, window: Window, verdict: Ver
     prefix, sibling, accepted, node, rest, _, _ = (part.unsqueeze(1) for part in verdict)
     last = sample(rest, draws.codes.gather(1, accepted))
 
-    steps = torch.arange(comb.path + 2, device=host.device)
+    level = steps(comb.path + 2, host.device)
     codes = functional.pad(window.codes, (0, 2))
-    codes = torch.where((sibling >= 0) & (steps == prefix), sibling, codes)
-    codes = torch.where(steps == accepted, last, codes)
-    host.commit(batch, codes, heat=(steps < accepted).float())
+    codes = torch.where((sibling >= 0) & (level == prefix), sibling, codes)
+    codes = torch.where(level == accepted, last, codes)
+    host.commit(batch, codes, heat=(level < accepted).float())
 
     if comb.depth:  # a sibling's keys and values go where those of the rejected code are
-        nodes = steps[: comb.depth + 1]
+        nodes = level[: comb.depth + 1]
         moved = (sibling >= 0) & (nodes == prefix + 1)
         host.compact(batch, torch.where(moved, node, nodes))
 
@@ -232,7 +233,7 @@ def _slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tenso
     path, vocabulary = codes.shape[1], P.shape[-1]
     kept_codes, kept_Q = kept_windows(host, batch, path)
     first = accepted.unsqueeze(1) + 1
-    place = first + torch.arange(path, device=host.device)  # in the old window
+    place = first + steps(path, host.device)  # in the old window
     following = torch.cat([codes, draws.fill[:, path:]], 1)
     kept_codes[batch.slot] = following.gather(1, place)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cspd.discrete.probabilities import without
 from cspd.discrete.rules import Rule
@@ -56,8 +57,10 @@ def judge_siblings(
     """
     if rule.greedy:
         f, bounds, residual = _greedily(rule, P, candidates, near)
+    elif Q is None and rule.pools:
+        f, bounds, residual = _pools(rule, P, candidates, near)
     elif Q is None:
-        f, bounds, residual = _points(rule, P, candidates, depth, near)
+        f, bounds, residual = _points(rule, P, candidates, depth)
     else:
         f, bounds, residual = _drawn(rule, P, Q, candidates, depth, near)
 
@@ -80,44 +83,69 @@ def _drawn(
 ) -> _Judgement:
     """Of candidates that were drawn from Q."""
     accepts, bounds = [], []
-    for i, x in enumerate(candidates.unbind(-1)):
+    codes, present = candidates.clamp(min=0), candidates >= 0
+    for i, code in enumerate(codes.split(1, -1)):
         if i > 0:
             Q = without(Q, candidates[..., i - 1])
-        code = x.clamp(min=0)
         f = rule.accept(P, Q, depth, near)
-        accepts.append(f.gather(-1, code.unsqueeze(-1)))
+        accepts.append(f.gather(-1, code))
         bounds.append(rule.bound(P, Q, f))
 
         # what its rejection leaves for the next
-        left = rule.resample(P, Q, f, code, near)
-        P = torch.where((x >= 0).unsqueeze(-1), left, P)
+        left = rule.resample(P, Q, f, code.squeeze(-1), near)
+        P = torch.where(present[..., i : i + 1], left, P)
     return _Judgement(torch.cat(accepts, -1), torch.stack(bounds, -1), P)
 
 
-def _points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int, near: Tensor | None) -> _Judgement:
-    """Of candidates that were chosen: a rejection changes P at few codes, and scales it.
+def _points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Judgement:
+    """Of candidates that were chosen, each a point mass, by a rule that looks at nothing else.
 
-    So all but a sum is computed at these codes alone.
+    A rejection then leaves a share of the candidate's own probability and scales P, so that nothing is judged one by
+    one. Sums are of what is there, not differences: they are 0 only where nothing is left.
     """
-    weights = P.clone()  # P but for its scale
+    again = (candidates.unsqueeze(-1) == candidates.unsqueeze(-2)).tril(-1).any(-1)
+    # a spare column is for candidates that are not there, and for those that are there twice
+    places = candidates.masked_fill(again | (candidates < 0), P.shape[-1])
+    weights = functional.pad(P, (0, 1))
+    own = weights.gather(-1, places)
+    rest = weights.scatter_(-1, places, 0).sum(-1, keepdim=True)
+
+    # what there is when a candidate is judged: all others, it and those after it, and what those before it left
+    omega, share = rule.omega(depth), rule.share(depth)
+    still = own.flip(-1).cumsum(-1).flip(-1)
+    left = share * own
+    total = rest + still + (left.cumsum(-1) - left)
+    p = own / total
+    f = (omega * p).clamp(max=1)
+
+    # where nothing is left, the last rejection leaves P as it was
+    nothing = rest + left.sum(-1, keepdim=True) <= 0
+    left = torch.where(nothing & (still == own), own, left)
+    residual = weights.scatter_(-1, places, left)[..., :-1] / (rest + left.sum(-1, keepdim=True))
+    biased = not rule.optimal  # and P is what is sampled from where p = 1
+    bounds = torch.where(p < 1, (f - p).abs(), 0) if biased else (f - p).clamp(min=0)
+    return _Judgement(f, bounds, residual)
+
+
+def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _Judgement:
+    """Of candidates that were chosen, by a rule that pools: what each takes over depends on what those before left."""
+    places = rule.reach(candidates.clamp(min=0), near)
+    weights = P.clone()  # but for its scale
     total = weights.sum(-1, keepdim=True)
     owns, accepts = [], []
-    for x in candidates.split(1, -1):
-        places = rule.reach(x.clamp(min=0), near)
-        before = weights.gather(-1, places)
+    for i, x in enumerate(candidates.split(1, -1)):
+        reach = places[..., i, :]
+        before = weights.gather(-1, reach)
         mass = before / total
-        f, share = rule.judge_point(mass, depth)
+        f, taken = rule.pool(mass)
         owns.append(mass[..., :1])
         accepts.append(f)
 
-        # what its rejection leaves for the next; P where that is nothing
-        after = torch.where(x >= 0, before * share, before)
-        left = weights.scatter_(-1, places, after).sum(-1, keepdim=True)
-        nothing = left <= 0
-        weights.scatter_(-1, places, torch.where(nothing, before, after))
-        total = torch.where(nothing, total, left)
-    f = torch.cat(accepts, -1)
-    return _Judgement(f, rule.point_bound(torch.cat(owns, -1), f), weights / total)
+        # what its rejection leaves for the next
+        after = before.masked_fill(taken & (x >= 0), 0)
+        total = weights.scatter_(-1, reach, after).sum(-1, keepdim=True)
+    f, own = torch.cat(accepts, -1), torch.cat(owns, -1)
+    return _Judgement(f, (f - own).clamp(min=0), torch.where(total > 0, weights / total, P))
 
 
 def _greedily(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _Judgement:

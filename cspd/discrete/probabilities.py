@@ -77,12 +77,20 @@ def sample(P: Tensor, u: Tensor) -> Tensor:
     do not count: no such code is ever returned, whatever u and the rounding. Where all weights are 0, or one is NaN,
     there is no code: -1.
     """
-    sums = P.double().cumsum(-1).masked_fill(P <= 0, 0)
-    total = sums.amax(-1, keepdim=True)
-    u = u.double().clamp(max=1 - 2**-53)
-    level = u.unsqueeze(-1) * total
-    code = (sums > level).int().argmax(-1)
-    return torch.where(total.squeeze(-1) > 0, code, -1)
+    code, total = _drawn(P.double(), _below_one(u))
+    return torch.where(total > 0, code, -1)
+
+
+def _below_one(u: Tensor) -> Tensor:
+    return u.double().clamp(max=1 - 2**-53)
+
+
+def _drawn(P: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [...] from float64 weights [..., V] and draws [...], and the weights' sum: above 0 if there is a code."""
+    sums = P.cumsum(-1).masked_fill(P <= 0, 0)
+    total = sums.amax(-1)
+    level = u * total
+    return (sums > level.unsqueeze(-1)).int().argmax(-1), total
 
 
 def without(Q: Tensor, x: Tensor) -> Tensor:
@@ -102,12 +110,14 @@ def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
 
     They are -1 once Q is used up.
     """
-    siblings = []
-    for uniform in u.unbind(-1):
+    Q, siblings, totals = Q.double(), [], []
+    for uniform in _below_one(u).unbind(-1):
         if siblings:
             Q = _zeroed(Q, siblings[-1])
-        siblings.append(sample(Q, uniform))
-    return torch.stack(siblings, dim=-1)
+        code, total = _drawn(Q, uniform)
+        siblings.append(code)
+        totals.append(total)
+    return torch.where(torch.stack(totals, -1) > 0, torch.stack(siblings, -1), -1)
 
 
 def likeliest(Q: Tensor, count: int) -> Tensor:

@@ -166,37 +166,26 @@ class Rule:
         """P_A [..., V] of codes x [...]."""
         return merge(P, x, self._neighbours(near), self._limit(P))
 
-    def reach(self, x: Tensor, near: Tensor | None) -> Tensor:
-        """The codes whose probability the judgement of chosen codes x [..., 1] looks at, int64 [..., n], x first."""
-        if not self.pools:
-            return x
-        return torch.cat([x, self._neighbours(near)[x.squeeze(-1)]], -1)
+    def share(self, depth: Tensor | int) -> Tensor | float:
+        """What rejecting a chosen code, Q = 1 there, leaves of its own probability, as `omega`; without pooling."""
+        left = 1 - self.omega(depth) if self.optimal else 0.0
+        return left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
 
-    def judge_point(self, mass: Tensor, depth: Tensor | int) -> tuple[Tensor, Tensor | float]:
-        """The judgement of a chosen code, Q = 1 at x, by P at what it reaches, mass [..., n].
+    def reach(self, x: Tensor, near: Tensor | None) -> Tensor:
+        """What the judgement of a chosen code by pooling looks at: codes x [...] and neighbours, int64 [..., 1 + k]."""
+        return torch.cat([x.unsqueeze(-1), self._neighbours(near)[x]], -1)
+
+    def pool(self, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """The judgement of a chosen code by pooling, from the probabilities [..., 1 + k] of what it reaches.
 
         Returns:
-            (f at x [..., 1], the shares of mass that its rejection leaves, [..., n] or one for all): `accept` and
-            `resample`, which see all codes, say the same.
+            (f at the code [..., 1], bool [..., 1 + k], of which its rejection leaves nothing).
         """
         own, around = mass[..., :1], mass[..., 1:]
-        if not self.pools:
-            omega = self.omega(depth)
-            f = (omega * own).clamp(max=1)
-            if not self.optimal:
-                return f, 0.0
-            left = 1 - omega
-            return f, left.clamp(min=0) if isinstance(left, Tensor) else max(0.0, left)
         given = around.cumsum(-1) < self._limit(own)
         f = (own + (around * given).sum(-1, keepdim=True)).clamp(max=1)
-        kept = torch.ones_like(around) if self.optimal else (~given).type_as(around)
-        return f, functional.pad(kept, (1, 0))
-
-    def point_bound(self, own: Tensor, f: Tensor) -> Tensor:
-        """`bound` of chosen codes of probability own [...] that are accepted with probability f [...]."""
-        if self.pools or self.optimal:
-            return (f - own).clamp(min=0)
-        return torch.where(own < 1, (f - own).abs(), 0)  # P itself is sampled from where nothing else is left
+        taken = torch.zeros_like(given) if self.optimal else given
+        return f, functional.pad(taken, (1, 0), value=True)
 
     def _neighbours(self, near: Tensor | None) -> Tensor:
         """int64 [V, k], nearest first."""

@@ -56,14 +56,13 @@ def shape_of(parent: Tensor, widths: Sequence[int], inner: Tensor | slice = slic
     index = steps(num, parent.device)
     is_child = parent >= 0
 
-    # up from every node at once, a generation a turn
-    sees = (index == index.unsqueeze(1)).expand(*parent.shape, num).clone()
-    depth, ancestor = torch.zeros_like(parent), parent
-    for _ in range(height):
-        sees |= index == ancestor.unsqueeze(-1)
-        depth += ancestor >= 0
-        above = parent.gather(-1, ancestor.clamp(min=0))
-        ancestor = torch.where(ancestor >= 0, above, -1)
+    # every node sees itself and its parent, then what those see, and so on: the generations double
+    ancestor = parent.clamp(min=0)
+    sees = (index == index.unsqueeze(1)) | (index == ancestor.unsqueeze(-1))
+    for _ in range((height - 1).bit_length()):
+        sees = sees | sees.gather(-2, ancestor.unsqueeze(-1).expand_as(sees))
+        ancestor = ancestor.gather(-1, ancestor)
+    depth = sees.sum(-1) - 1
 
     # a node's rank among its siblings is how many of them come before it
     siblings = parent.unsqueeze(-1) == parent.unsqueeze(-2)

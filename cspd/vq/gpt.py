@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from cspd.vq.steps import steps
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,10 @@ class CacheView:
         if isinstance(self.columns, slice):
             cache[self.rows, self.columns] = new
         elif isinstance(self.rows, slice):
-            cache[self.rows][_row_index(len(new), new.device), self.columns] = new
+            cache[self.rows][steps(len(new), new.device).unsqueeze(1), self.columns] = new
         else:
             cache[self.rows.unsqueeze(1), self.columns] = new
         return cache[self.rows, : self.width]
-
-
-@functools.lru_cache(maxsize=256)
-def _row_index(count: int, device: torch.device) -> Tensor:
-    """int64 [count, 1]: 0, 1, ..., count - 1."""
-    with torch.inference_mode(False):
-        return torch.arange(count, device=device).unsqueeze(1)
 
 
 def rotary_table(config: GPTConfig) -> Tensor:
