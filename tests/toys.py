@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import guide, probabilities
+from cspd.discrete.probabilities import Filter, filter_numbers, guide, probabilities
 from cspd.engine import Engine
 from cspd.lookup import find
 from cspd.precision import Precision, Stopwatch
@@ -91,7 +91,9 @@ def distribution(target: GPT, request: Request) -> Tensor:
     labels = torch.full((len(every),), request.label)
     halves = [target(labels, every[:, :-1]), target(torch.full_like(labels, CLASSES), every[:, :-1])]
     logits = guide(torch.stack(halves), torch.full((len(every),), request.cfg))
-    p = probabilities(logits, torch.full((len(every),), request.temperature), [request.top_k], [request.top_p])
+    count, mass, most = filter_numbers([request.top_k], [request.top_p], target.config.vocab_size)
+    kept = Filter(torch.tensor(count), torch.tensor(mass), most) if most else None
+    p = probabilities(logits, torch.full((len(every),), request.temperature), kept)
     return p.double().gather(-1, every.unsqueeze(-1)).squeeze(-1).prod(1)
 
 

@@ -4,12 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cspd.discrete.cache import rows_of
+from cspd.discrete.probabilities import Filter, filter_numbers
 from cspd.sequence import RoundStats, Sequence
+
+LEAST_BUCKET = 64  # codes committed, in a graph of fixed shape
+BUCKETS = 4  # from one power of two to the next
+
+
+class Kind(NamedTuple):
+    """What shapes a round beside the settings that its requests share; plain numbers, equal for equal shapes.
+
+    Attributes:
+        size: B, sequences. first_slot: of slots that are one after the other, else None.
+        copies: 2 where the batch is guided: everything is evaluated under the class and under the null class.
+        greedy: whether their temperature is 0, of all or of none.
+        least, most: bounds of the codes that are committed.
+        most_kept: the most codes that a sequence's top-k and top-p keep; 0 where all keep all.
+    """
+
+    size: int
+    first_slot: int | None
+    copies: int
+    greedy: bool
+    least: int
+    most: int
+    most_kept: int
+
+    @property
+    def together(self) -> bool:
+        """Whether all have as many codes committed."""
+        return self.least == self.most
+
+    def bucketed(self) -> Kind:
+        """For a graph: as few different ones as will do, in which nothing follows from how many are committed."""
+        return self._replace(least=0, most=bucket(self.most))
+
+
+def bucket(most: int) -> int:
+    """A width for up to so many codes: multiples of LEAST_BUCKET, then BUCKETS from a power of two to the next."""
+    step = max(LEAST_BUCKET, 2 ** (most.bit_length() - 1) // BUCKETS if most else 0)
+    return max(step, -(-most // step) * step)
 
 
 @dataclass(frozen=True)
@@ -17,16 +57,14 @@ class Batch:
     """The sequences of one round, B of them, in the order of their slots.
 
     Attributes:
-        known: codes committed, on the host; known_t: the same, int64 [B] on the device.
+        kind: see there. known_t: int64 [B], codes committed.
         slot, seed, label: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
-        scale, temperature: float32 [B]. top_k, top_p: on the host.
-        copies: 2 where the batch is guided: everything is evaluated under the class and under the null class.
-        greedy: whether their temperature is 0, of all or of none.
+        scale, temperature: float32 [B]. filter: which codes are kept, None where all are.
         rows: cache rows [B * copies], see `cspd.discrete.cache.rows_of`.
     """
 
     sequences: list[Sequence]
-    known: list[int]
+    kind: Kind
     known_t: Tensor
     slot: Tensor
     seed: Tensor
@@ -34,43 +72,71 @@ class Batch:
     iteration: Tensor
     scale: Tensor
     temperature: Tensor
-    top_k: list[int]
-    top_p: list[float]
-    copies: int
-    greedy: bool
+    filter: Filter | None
     rows: Tensor | slice
 
     def __len__(self) -> int:
-        return len(self.sequences)
+        return self.kind.size
+
+    @property
+    def copies(self) -> int:
+        return self.kind.copies
+
+    @property
+    def greedy(self) -> bool:
+        return self.kind.greedy
 
 
-def batch_of(sequences: list[Sequence], device: torch.device) -> Batch:
-    """The batch of sequences that share a round, in any order."""
-    sequences = sorted(sequences, key=lambda sequence: sequence.slot)
+def by_slot(sequences: list[Sequence]) -> list[Sequence]:
+    """In the order of their slots, which is that of a batch."""
+    return sorted(sequences, key=lambda sequence: sequence.slot)
+
+
+def packed(sequences: list[Sequence], vocabulary: int) -> tuple[Kind, Tensor]:
+    """What a round needs to know of sequences in the order of their slots, for one copy to the device: `unpacked`.
+
+    Returns:
+        (their kind, int64 [9, B] on the host: whole numbers, and the bits of float64).
+    """
     requests = [sequence.request for sequence in sequences]
     known = [sequence.num_known for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
-    copies = 2 if requests[0].guided else 1
-
-    # two copies to the device, whatever the number of fields
+    counts, masses, most_kept = filter_numbers(
+        [request.top_k for request in requests], [request.top_p for request in requests], vocabulary
+    )
     whole = [
         known,
         slots,
         [request.seed for request in requests],
         [request.label for request in requests],
         [sequence.iteration for sequence in sequences],
+        counts,
     ]
     real = [
         [request.cfg for request in requests],
         [request.temperature for request in requests],
+        masses,
     ]
-    whole = torch.tensor(whole).to(device, non_blocking=True)
-    real = torch.tensor(real, dtype=torch.float32).to(device, non_blocking=True)
-    known_t, slot, seed, label, iteration = whole
-    scale, temperature = real
+    bits = torch.tensor(real, dtype=torch.float64).view(torch.int64)
+    kind = Kind(
+        size=len(sequences),
+        first_slot=slots[0] if slots[-1] - slots[0] < len(slots) else None,
+        copies=2 if requests[0].guided else 1,
+        greedy=requests[0].temperature == 0,
+        least=min(known),
+        most=max(known),
+        most_kept=most_kept,
+    )
+    return kind, torch.cat([torch.tensor(whole), bits])
+
+
+def unpacked(sequences: list[Sequence], kind: Kind, numbers: Tensor) -> Batch:
+    """The batch of sequences from what `packed` made of them, on the device."""
+    known_t, slot, seed, label, iteration, count = numbers[:6]
+    scale, temperature, mass = numbers[6:].view(torch.float64).float()
     return Batch(
         sequences,
-        known,
+        kind,
         known_t,
         slot,
         seed,
@@ -78,12 +144,26 @@ def batch_of(sequences: list[Sequence], device: torch.device) -> Batch:
         iteration,
         scale,
         temperature,
-        top_k=[request.top_k for request in requests],
-        top_p=[request.top_p for request in requests],
-        copies=copies,
-        greedy=requests[0].temperature == 0,
-        rows=rows_of(slots, slot, copies),
+        filter=Filter(count, mass, kind.most_kept) if kind.most_kept else None,
+        rows=rows_of(slot, kind.first_slot, kind.copies),
     )
+
+
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device, without waiting for it."""
+    if device.type == "cuda":
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
+def outcome(count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
+    """What the host is told of a round [B, 2 + 2 height], see `count_drafted`.
+
+    Args:
+        count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
+        judged, accepted: bool [B, height], by how far ahead a code was drafted.
+    """
+    return torch.cat([count.unsqueeze(1), bound.unsqueeze(1), judged, accepted], 1)
 
 
 def count_round(sequence: Sequence, committed: int) -> None:

@@ -12,14 +12,15 @@ MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or 
 WIDTH_STEP = 8  # columns are looked at in multiples of this, so that shapes repeat
 
 
-def rows_of(slots: list[int], slot: Tensor, copies: int) -> Tensor | slice:
+def rows_of(slot: Tensor, first: int | None, copies: int) -> Tensor | slice:
     """Cache rows [B * copies] of sequences, a sequence's copies side by side.
 
     Args:
-        slots: on the host, ascending; slot: the same, int64 [B] on the device. copies: 2 with the null class, else 1.
+        slot: int64 [B], ascending; first: of slots that are one after the other, on the host, else None.
+        copies: 2 with the null class, else 1.
     """
-    first, last = slots[0], slots[-1]
-    if last - first < len(slots):  # neighbouring slots: a slice, which is looked at in place where an index would copy
+    if first is not None:  # neighbouring slots: a slice, which is looked at in place where an index would copy
+        last = first + len(slot) - 1
         return slice(2 * first, 2 * last + 2) if copies == 2 else slice(2 * first, 2 * last + 1, 2)
     rows = 2 * slot.unsqueeze(1) + steps(copies, slot.device)
     return rows.flatten()

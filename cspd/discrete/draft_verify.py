@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from cspd.discrete.batch import Batch
+from cspd.discrete.batch import Batch, outcome
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft import DRAFTS, Drafted
 from cspd.discrete.host import MIXED, VQHost
@@ -34,8 +34,12 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """Drafts codes for every sequence, has the target judge them all in one forward, commits what is accepted and one
     code more, and returns the sequences that are finished.
     """
-    batch, request = host.begin(sequences, watch), sequences[0].request
-    draft = DRAFTS[request.draft]
+    return host.finish(sequences, host.run(sequences, watch, _draft_and_verify))
+
+
+def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:
+    """The round but for what the host counts: its `outcome`."""
+    draft = DRAFTS[batch.sequences[0].request.draft]
     drafted = draft.propose(host, batch)
     verified, last, features = _verify(host, batch, drafted)
     _commit(host, batch, drafted, verified, last)
@@ -43,7 +47,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
         each = steps(len(batch), host.device).unsqueeze(1)
         host.keep_features(batch, features[:, each, verified.path])
     accepted = steps(drafted.shape.height, host.device) < verified.count.unsqueeze(1)
-    return host.finish(batch, verified.count, verified.bound, verified.judged, accepted)
+    return outcome(verified.count, verified.bound, verified.judged, accepted)
 
 
 def _verify(host: VQHost, batch: Batch, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import types
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Several
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
-from cspd.discrete.batch import Batch, batch_of, count_drafted, count_round
+from cspd.discrete.batch import Batch, by_slot, count_drafted, count_round, packed, sent, unpacked
 from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.graphs import Graphs
@@ -48,8 +49,8 @@ class VQHost:
 
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
-        draws: float64, the same, one inside (0, 1) for each code. draft_calls: forwards of draft models in this round.
-        kept: what methods keep between rounds, by the sequences' key.
+        draws: float64, the same, one inside (0, 1) for each code.
+        kept: what methods keep between rounds, by the sequences' key. graphs: that rounds run as, the engine's.
     """
 
     family = "VQ"
@@ -83,6 +84,8 @@ class VQHost:
         self.kept: dict[Hashable, dict] = defaultdict(dict)
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
+        self.graphs = Graphs(device, enabled=False)
+        self._draft_calls: dict[Hashable, int] = {}  # of draft models in a round, by its key
 
     def adopt(self, other: VQHost) -> None:
         """Takes over what another host of the same models has measured: nothing."""
@@ -118,19 +121,50 @@ class VQHost:
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run: their draws, and empty caches."""
         if sequences:
-            numbers = [[s.slot, s.request.seed] for s in sequences]
-            slots, seeds = torch.tensor(numbers, device=self.device).T
-            position = steps(self.draws.shape[1], self.device)
-            self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position)
+            numbers = torch.tensor([[s.slot, s.request.seed] for s in sequences])
+            slots, seeds = sent(numbers, self.device).T
+            position, none = steps(self.draws.shape[1], self.device), steps(1, self.device)
+            self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position, none, none)
             for cache in self._caches.values():
                 cache.clear(slots)
             if self._past is not None:
                 self._past.index_fill_(1, slots, 0)
 
-    def begin(self, sequences: list[Sequence], watch: Stopwatch) -> Batch:
-        """What a round needs to know of its sequences, in the order of their slots; `watch` times its forwards."""
-        self._watch, self.draft_calls = watch, 0
-        return batch_of(sequences, self.device)
+    def run(
+        self,
+        sequences: list[Sequence],
+        watch: Stopwatch,
+        work: Callable[[VQHost, Batch], Tensor],
+        state: Several[Tensor] = (),
+    ) -> Tensor:
+        """What `work` makes of the batch of sequences, in the order of their slots: with graphs on as one of them.
+
+        Args:
+            watch: times the forwards, of a graph everything as the target's.
+            work: it reads no tensor on the host. state: tensors that would not be the same after a second run of it.
+        """
+        sequences = by_slot(sequences)
+        kind, numbers = packed(sequences, self.config.vocab_size)
+        if self.graphs.enabled:
+            kind = kind.bucketed()
+            watch.start("backbone")
+        self._watch = watch
+        key = sequences[0].key, kind
+
+        def whole(numbers: Tensor) -> Tensor:
+            self.draft_calls = 0
+            made = work(self, unpacked(sequences, kind, numbers))
+            self._draft_calls[key] = self.draft_calls
+            return made
+
+        made = self.graphs.run(key, whole, sent(numbers, self.device), state=state)
+        self.draft_calls = self._draft_calls[key]
+        watch.start("other")
+        return made
+
+    def _start(self, phase: str) -> None:
+        if not self.graphs.enabled:  # what is replayed has no phases
+            self._watch.start(phase)
 
     def cache(self, model: str) -> Cache:
         """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
@@ -144,7 +178,7 @@ class VQHost:
     def embed(self, batch: Batch, codes: Tensor, position: Tensor, model: str = "target") -> Tensor:
         """Inputs [B * copies, N, dim] of codes [B, N] at positions [B, N]: of the class where the position is 0."""
         module = self.models["target" if model == "eagle" else model]
-        if min(batch.known) >= codes.shape[1]:  # no input is before the last so many
+        if batch.kind.least >= codes.shape[1]:  # no input is before the last so many
             return module.tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
         null = torch.full_like(batch.label, self.config.num_classes)
         classes = torch.stack([batch.label, null], 1)[:, : batch.copies].flatten()
@@ -176,8 +210,8 @@ class VQHost:
             columns: int64 [N], where the codes' keys and values go, beyond `start`; by default one after the other.
             past: [copies, B, N, dim], to "eagle": the features before the codes.
         """
-        most = max(batch.known)
-        together = isinstance(start, int) and min(batch.known) == most  # all start at one column
+        most = batch.kind.most
+        together = isinstance(start, int) and batch.kind.together  # all start at one column
         if isinstance(start, int):
             most, start = most + start, batch.known_t + start
         count = codes.shape[1]
@@ -185,7 +219,7 @@ class VQHost:
             depth = steps(count, self.device)
         position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
         view, mask = self.cache(model).look(batch.rows, batch.copies, start, most, together, count, sees, columns)
-        self._watch.start("backbone" if model == "target" else "draft")
+        self._start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
         with self.precision.fast():
             inputs = self.embed(batch, codes, position, model)
@@ -195,7 +229,7 @@ class VQHost:
                 features = self.models[model](past.transpose(0, 1).flatten(0, 1), inputs, table, mask, view)
             else:
                 features = self.models[model].features(inputs, position, mask, view)
-        self._watch.start("other")
+        self._start("other")
         return features.unflatten(0, (len(batch), batch.copies)).transpose(0, 1)
 
     def distributions(self, batch: Batch, features: Tensor, model: str = "target", soft: bool = False) -> Tensor:
@@ -205,22 +239,22 @@ class VQHost:
         the likeliest code themselves.
         """
         output = self.models["target" if model == "eagle" else model].output
-        self._watch.start("backbone" if model == "target" else "draft")
+        self._start("backbone" if model == "target" else "draft")
         with self.precision.fast():
             logits = output(features)
-        self._watch.start("other")
+        self._start("other")
         logits = guide(logits.float(), batch.scale)
         if batch.greedy and not soft:
             return likeliest_point(logits)
         temperature = torch.ones_like(batch.temperature) if batch.greedy else batch.temperature
-        return probabilities(logits, temperature, batch.top_k, batch.top_p)
+        return probabilities(logits, temperature, batch.filter)
 
     def drawn(self, batch: Batch, ahead: Tensor) -> Tensor:
         """As `uniform`, the request's own draws: a draft that equals the target draws what the target would have."""
         return self.draws[batch.slot.unsqueeze(1), batch.known_t.unsqueeze(1) + ahead]
 
     def uniform(
-        self, batch: Batch, purpose: Tensor | int, ahead: Tensor, index: Tensor | int = 0, fresh: bool = True
+        self, batch: Batch, purpose: Tensor | int, ahead: Tensor, index: Tensor | None = None, fresh: bool = True
     ) -> Tensor:
         """Draws inside (0, 1), float64 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the committed ones.
 
@@ -231,7 +265,9 @@ class VQHost:
                 again. Others may only be looked at in the round that commits the code.
         """
         position = batch.known_t.unsqueeze(1) + ahead
-        step = batch.iteration.unsqueeze(1) if fresh else 0
+        none = steps(1, self.device)
+        step = batch.iteration.unsqueeze(1) if fresh else none
+        index = none if index is None else index
         return self.noise.fine_uniform(batch.seed.unsqueeze(1), purpose, position, step, index)
 
     def last(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
@@ -275,23 +311,20 @@ class VQHost:
         source, target = (columns.repeat_interleave(batch.copies, 0) for columns in (source, target))
         self.cache("target").move(batch.rows, source, target)
 
-    def finish(self, batch: Batch, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> list[Sequence]:
-        """Moves the sequences on, counts, and returns those that are finished; the one copy to the host in a round.
+    def finish(self, sequences: list[Sequence], numbers: Tensor) -> list[Sequence]:
+        """Moves the sequences of a round on, counts, and returns those that are finished; `numbers`: its `outcome`.
 
-        Args:
-            count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
-            judged, accepted: bool [B, height], by how far ahead a code was drafted.
+        It is the one copy to the host in a round.
         """
-        numbers = torch.cat([count.unsqueeze(1), bound.unsqueeze(1), judged, accepted], 1).tolist()
-        for sequence, (num_accepted, local_bound, *ahead) in zip(batch.sequences, numbers):
+        for sequence, (num_accepted, bound, *ahead) in zip(by_slot(sequences), numbers.tolist()):
             committed = min(int(num_accepted) + 1, self.seq_len - sequence.num_known)
             count_round(sequence, committed)
-            count_drafted(sequence.stats, self.draft_calls, local_bound, ahead)
-        return [sequence for sequence in batch.sequences if sequence.num_known == self.seq_len]
+            count_drafted(sequence.stats, self.draft_calls, bound, ahead)
+        return [sequence for sequence in sequences if sequence.num_known == self.seq_len]
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(codes [B, L], heat [B, L], which are codes and not -1, bool [B, L]) of sequences."""
-        slots = torch.tensor([s.slot for s in sequences], dtype=torch.int64, device=self.device)
+        slots = sent(torch.tensor([s.slot for s in sequences]), self.device)
         codes = self.codes[slots, : self.seq_len]
         return codes, self.heat[slots, : self.seq_len], codes >= 0
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.batch import Batch
+from cspd.discrete.batch import Batch, outcome
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft_verify import check_rule
 from cspd.discrete.host import MIXED, VQHost
@@ -69,7 +69,15 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """Judges every window by one forward of the target, commits the accepted prefix and one code more (two after a
     sibling), drafts the rest anew, and returns the sequences that are finished.
     """
-    batch, request = host.begin(sequences, watch), sequences[0].request
+    request = sequences[0].request
+    comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
+    windows = kept_windows(host, sequences[0].key, comb.path)
+    return host.finish(sequences, host.run(sequences, watch, _judge_and_redraw, state=windows))
+
+
+def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
+    """The round but for what the host counts: its `outcome`."""
+    request = batch.sequences[0].request
     rule = rule_of(request)
     near = near_codes(host.models["tokenizer"], rule.metric, rule.k) if rule.pools else None
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
@@ -85,13 +93,13 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     _slide(host, batch, codes, P, verdict.accepted, draws)
 
     accepted = steps(comb.path, host.device) < verdict.accepted.unsqueeze(1)
-    return host.finish(batch, verdict.accepted, verdict.bound, verdict.judged, accepted)
+    return outcome(verdict.accepted, verdict.bound, verdict.judged, accepted)
 
 
 def _draft(host: VQHost, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
     """The window that the round before left, and siblings beside it; a new request's is filled with random codes."""
     vocabulary = host.config.vocab_size
-    codes, Q = (kept[batch.slot] for kept in kept_windows(host, batch, comb.path))
+    codes, Q = (kept[batch.slot] for kept in kept_windows(host, batch.sequences[0].key, comb.path))
     is_new = (batch.iteration == 0).unsqueeze(1)
     codes = torch.where(is_new, draws.fill[:, : comb.path], codes)
     Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)
@@ -231,7 +239,7 @@ def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: 
 def _slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
     """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
     path, vocabulary = codes.shape[1], P.shape[-1]
-    kept_codes, kept_Q = kept_windows(host, batch, path)
+    kept_codes, kept_Q = kept_windows(host, batch.sequences[0].key, path)
     first = accepted.unsqueeze(1) + 1
     place = first + steps(path, host.device)  # in the old window
     following = torch.cat([codes, draws.fill[:, path:]], 1)

@@ -5,6 +5,8 @@ Probabilities are [..., V] in float32 or wider, with any leading dimensions. Uni
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,39 +25,52 @@ def guide(logits: Tensor, scale: Tensor) -> Tensor:
     return null + scale * (conditional - null)
 
 
-def probabilities(logits: Tensor, temperature: Tensor, top_k: list[int], top_p: list[float]) -> Tensor:
+class Filter(NamedTuple):
+    """Which codes are kept, of each sequence. Codes as likely as the last kept one are kept too.
+
+    Attributes:
+        count: int64 [B], the likeliest so many. mass: [B], then the fewest that reach it; 2 keeps all.
+        most: the largest count, on the host.
+    """
+
+    count: Tensor
+    mass: Tensor
+    most: int
+
+
+def filter_numbers(top_k: list[int], top_p: list[float], vocabulary: int) -> tuple[list[int], list[float], int]:
+    """The numbers of a `Filter` by top-k, 0 for all, and top-p, 1 for all; `most` is 0 where all keep all."""
+    counts = [min(k, vocabulary) or vocabulary for k in top_k]
+    masses = [p if p < 1 else 2.0 for p in top_p]  # where p is 1 rounding must not cut the tail
+    filters = any(top_k) or min(top_p) < 1
+    return counts, masses, max(counts) if filters else 0
+
+
+def probabilities(logits: Tensor, temperature: Tensor, kept: Filter | None = None) -> Tensor:
     """Probabilities [B, ..., V] of logits, as LlamaGen (arXiv 2406.06525): temperature, top-k, top-p of what is left.
 
     Args:
-        logits: [B, ..., V]. temperature: [B], above 0.
-        top_k: the k likeliest codes are kept, 0 keeps all; top_p: then the fewest that reach this mass, 1 keeps all.
-            Codes as likely as the last kept one are kept too.
+        logits: [B, ..., V]. temperature: [B], above 0. kept: by default all codes.
     """
     per_sequence = [-1, *[1] * (logits.dim() - 1)]
     scaled = logits / temperature.view(per_sequence).clamp(min=1e-5)
-    if any(top_k) or min(top_p) < 1:
-        least = _least_kept(scaled, top_k, top_p, per_sequence)
+    if kept is not None:
+        least = _least_kept(scaled, kept, per_sequence)
         scaled = scaled.masked_fill(scaled < least, -torch.inf)
     return scaled.softmax(-1)
 
 
-def _least_kept(logits: Tensor, top_k: list[int], top_p: list[float], per_sequence: list[int]) -> Tensor:
+def _least_kept(logits: Tensor, kept: Filter, per_sequence: list[int]) -> Tensor:
     """The least logit that is kept [B, ..., 1]."""
-    vocabulary = logits.shape[-1]
-    num_kept = [min(k, vocabulary) or vocabulary for k in top_k]
-    most_kept = max(num_kept)
-    ordered = logits.topk(most_kept).values
+    ordered = logits.topk(kept.most).values
 
     # top-k
-    count = torch.tensor(num_kept, device=logits.device).view(per_sequence)
-    beyond = torch.arange(most_kept, device=logits.device) >= count
+    beyond = steps(kept.most, logits.device) >= kept.count.view(per_sequence)
 
-    # top-p; where p is 1 rounding must not cut the tail, so that the limit is 2
+    # top-p
     mass = ordered.masked_fill(beyond, -torch.inf).softmax(-1)
     mass_before = mass.cumsum(-1) - mass
-    limit = [p if p < 1 else 2 for p in top_p]
-    limit = torch.tensor(limit, device=logits.device, dtype=logits.dtype).view(per_sequence)
-    cut = beyond | (mass_before > limit)
+    cut = beyond | (mass_before > kept.mass.view(per_sequence))
     return ordered.masked_fill(cut, torch.inf).amin(-1, keepdim=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,9 +90,9 @@ class Window(NamedTuple):
     siblings: Tensor
 
 
-def kept_windows(host: VQHost, batch: Batch, path: int) -> tuple[Tensor, Tensor]:
-    """Codes int64 [slots, F] and Q [slots, F, V] that sequences of the batch's kind keep from round to round."""
-    kept = host.kept[batch.sequences[0].key]
+def kept_windows(host: VQHost, key: Hashable, path: int) -> tuple[Tensor, Tensor]:
+    """Codes int64 [slots, F] and Q [slots, F, V] that sequences of a key keep from round to round."""
+    kept = host.kept[key]
     if "window" not in kept:
         codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
         Q = torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)

@@ -12,7 +12,7 @@ from toys import CLASSES, draw, request_of, toy_gpt, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import probabilities, sample
+from cspd.discrete.probabilities import Filter, filter_numbers, probabilities, sample
 from cspd.lookup import find, method_names
 from cspd.noise import Purpose
 from cspd.vq import reference
@@ -81,7 +81,8 @@ def test_batched_settings_are_those_of_the_reference():
     logits = torch.randn(6, 50, generator=g)
     top_k, top_p = [0, 7, 0, 7, 50, 1], [1.0, 1.0, 0.6, 0.6, 0.9, 0.5]
     temperature = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 1.0])
-    ours = probabilities(logits, temperature, top_k, top_p)
+    count, mass, most = filter_numbers(top_k, top_p, 50)
+    ours = probabilities(logits, temperature, Filter(torch.tensor(count), torch.tensor(mass), most))
     for i in range(6):
         expected = reference.distribution(logits[i : i + 1], temperature[i].item(), top_k[i], top_p[i])[0]
         assert torch.allclose(ours[i], expected, atol=1e-6)
@@ -124,12 +125,12 @@ def test_caches_hold_what_a_forward_from_scratch_would_say(method, monkeypatch):
     expected = [teacher_forced(models, 1, c) for c in codes]
     seen = set()
     for model, batch, features in noted:
-        kind = model, tuple(batch.known), tuple(batch.slot.tolist())
+        kind = model, tuple(batch.known_t.tolist()), tuple(batch.slot.tolist())
         if kind in seen:
             continue  # a tree's lower levels
         seen.add(kind)
         recent = {"target": 1, "draft": 2}.get(model, features.shape[2])  # the root is the last of so many inputs
-        for row, (slot, known) in enumerate(zip(batch.slot.tolist(), batch.known)):
+        for row, (slot, known) in enumerate(zip(batch.slot.tolist(), batch.known_t.tolist())):
             at = min(known, recent - 1)
             assert relative_error(features[:, row, at], expected[slot][model][:, known]) < 1e-4
             checked[model] += 1
