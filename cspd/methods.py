@@ -7,7 +7,7 @@ from cspd.continuous import ar, cspd_method
 from cspd.continuous import published as samplers
 from cspd.continuous.host import MAR_OPTIONS
 from cspd.discrete import jacobi, published
-from cspd.discrete.host import VQ_OPTIONS
+from cspd.discrete.options import VQ_OPTIONS
 from cspd.method import Method
 from cspd.option import Option
 

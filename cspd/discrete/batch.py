@@ -1,9 +1,8 @@
-"""The sequences of one round: what is known of them before it, and their counts after it."""
+"""The sequences of one round, and what is known of them before it: on the host, and on the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from cspd.discrete.cache import rows_of
 from cspd.discrete.probabilities import Filter, filter_numbers
-from cspd.sequence import RoundStats, Sequence
+from cspd.sequence import Sequence
+from cspd.vq.gpt import GPTConfig
 
 LEAST_BUCKET = 64  # codes committed, in a graph of fixed shape
 BUCKETS = 4  # from one power of two to the next
@@ -92,24 +92,26 @@ def by_slot(sequences: list[Sequence]) -> list[Sequence]:
     return sorted(sequences, key=lambda sequence: sequence.slot)
 
 
-def packed(sequences: list[Sequence], vocabulary: int) -> tuple[Kind, Tensor]:
+def packed(sequences: list[Sequence], config: GPTConfig, ahead: list[Sequence], most_ahead: int) -> tuple[Kind, Tensor]:
     """What a round needs to know of sequences in the order of their slots, for one copy to the device: `unpacked`.
 
+    Args:
+        ahead: sequences that have taken part in a round that is not counted yet, each committing up to `most_ahead`.
+
     Returns:
-        (their kind, int64 [9, B] on the host: whole numbers, and the bits of float64).
+        (their kind, int64 [8, B] on the host: whole numbers, and the bits of float64).
     """
     requests = [sequence.request for sequence in sequences]
     known = [sequence.num_known for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
     counts, masses, most_kept = filter_numbers(
-        [request.top_k for request in requests], [request.top_p for request in requests], vocabulary
+        [request.top_k for request in requests], [request.top_p for request in requests], config.vocab_size
     )
     whole = [
-        known,
         slots,
         [request.seed for request in requests],
         [request.label for request in requests],
-        [sequence.iteration for sequence in sequences],
+        [sequence.iteration + (sequence in ahead) for sequence in sequences],
         counts,
     ]
     real = [
@@ -124,20 +126,20 @@ def packed(sequences: list[Sequence], vocabulary: int) -> tuple[Kind, Tensor]:
         copies=2 if requests[0].guided else 1,
         greedy=requests[0].temperature == 0,
         least=min(known),
-        most=max(known),
+        most=min(max(known) + most_ahead, config.block_size),
         most_kept=most_kept,
     )
     return kind, torch.cat([torch.tensor(whole), bits])
 
 
-def unpacked(sequences: list[Sequence], kind: Kind, numbers: Tensor) -> Batch:
-    """The batch of sequences from what `packed` made of them, on the device."""
-    known_t, slot, seed, label, iteration, count = numbers[:6]
-    scale, temperature, mass = numbers[6:].view(torch.float64).float()
+def unpacked(sequences: list[Sequence], kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
+    """The batch of sequences from what `packed` made of them, on the device; known: int64 [slots], codes committed."""
+    slot, seed, label, iteration, count = numbers[:5]
+    scale, temperature, mass = numbers[5:].view(torch.float64).float()
     return Batch(
         sequences,
         kind,
-        known_t,
+        known[slot],
         slot,
         seed,
         label,
@@ -154,39 +156,3 @@ def sent(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
-
-
-def outcome(count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
-    """What the host is told of a round [B, 2 + 2 height], see `count_drafted`.
-
-    Args:
-        count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
-        judged, accepted: bool [B, height], by how far ahead a code was drafted.
-    """
-    return torch.cat([count.unsqueeze(1), bound.unsqueeze(1), judged, accepted], 1)
-
-
-def count_round(sequence: Sequence, committed: int) -> None:
-    """Moves a sequence on by a round of one target forward that committed so many codes."""
-    sequence.iteration += 1
-    sequence.num_known += committed
-    stats = sequence.stats
-    stats.iterations += 1
-    stats.backbone_calls += 1
-    stats.committed[committed] = stats.committed.get(committed, 0) + 1
-
-
-def count_drafted(stats: RoundStats, draft_calls: int, bound: float, ahead: list[float]) -> None:
-    """Adds a round's draft: the draft model's forwards, the rule's local bounds, and the codes judged.
-
-    `ahead`: whether a code was judged, at each distance ahead, and then whether it was accepted: 0 or 1.
-    """
-    stats.draft_backbone_calls += draft_calls
-    stats.bound += bound
-    height = len(ahead) // 2
-    judged, accepted = stats.by_lag
-    stats.by_lag = [_added(judged, ahead[:height]), _added(accepted, ahead[height:])]
-
-
-def _added(before: list[int], now: list[float]) -> list[int]:
-    return [total + int(one) for total, one in zip_longest(before, now, fillvalue=0)]

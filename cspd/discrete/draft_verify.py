@@ -14,12 +14,14 @@ import functools
 import torch
 from torch import Tensor
 
-from cspd.discrete.batch import Batch, outcome
+from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft import DRAFTS, Drafted
-from cspd.discrete.host import MIXED, VQHost
+from cspd.discrete.host import VQHost
 from cspd.discrete.neighbours import near_codes
+from cspd.discrete.options import MIXED
 from cspd.discrete.probabilities import sample
+from cspd.discrete.rounds import outcome, run
 from cspd.discrete.rules import rule_of, rule_options
 from cspd.discrete.tree import Shape, Verified, walk
 from cspd.method import Method
@@ -34,7 +36,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """Drafts codes for every sequence, has the target judge them all in one forward, commits what is accepted and one
     code more, and returns the sequences that are finished.
     """
-    return host.finish(sequences, host.run(sequences, watch, _draft_and_verify))
+    return run(host, sequences, watch, _draft_and_verify)
 
 
 def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:

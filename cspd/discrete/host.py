@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import types
 from collections import defaultdict
-from collections.abc import Callable, Hashable
-from collections.abc import Sequence as Several
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
-from cspd.discrete.batch import Batch, by_slot, count_drafted, count_round, packed, sent, unpacked
+from cspd.discrete.batch import Batch, sent
 from cspd.discrete.cache import MOST_NODES, Cache
+from cspd.discrete.options import VQ_OPTIONS
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.graphs import Graphs
 from cspd.method import Method, complete
 from cspd.noise import Purpose
-from cspd.option import Option
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
@@ -28,14 +27,6 @@ from cspd.vq.gpt import GPT
 from cspd.vq.registry import defaults_of
 from cspd.vq.steps import steps
 from cspd.vq.tokenizer import VQModel
-
-VQ_OPTIONS = (
-    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
-    Option("temperature", float, "divides the logits; 1 is the model's own, 0 takes the likeliest code", metavar="TAU"),
-    Option("top_k", int, "likeliest codes that are kept; 0 keeps all", metavar="K"),
-    Option("top_p", float, "mass of the likeliest codes that are kept; 1 keeps all", above=0, high=1, metavar="P"),
-)
-MIXED = tuple(option.name for option in VQ_OPTIONS)  # may differ between the sequences of a round
 
 
 class VQHost:
@@ -49,7 +40,9 @@ class VQHost:
 
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
-        draws: float64, the same, one inside (0, 1) for each code.
+        draws: float64, the same, one inside (0, 1) for each code. known: int64 [slots], codes committed.
+        draft_calls: forwards of draft models in this round; draft_calls_of: in rounds that were, by key and kind.
+        late: whether a round is counted when the next one is on its way.
         kept: what methods keep between rounds, by the sequences' key. graphs: that rounds run as, the engine's.
     """
 
@@ -80,12 +73,14 @@ class VQHost:
         length = self.config.block_size + MOST_NODES  # a round may commit past the end
         self.codes = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.heat = torch.zeros(num_slots, length, device=device)
+        self.known = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
         self.kept: dict[Hashable, dict] = defaultdict(dict)
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
         self.graphs = Graphs(device, enabled=False)
-        self._draft_calls: dict[Hashable, int] = {}  # of draft models in a round, by its key
+        self.draft_calls_of: dict[Hashable, int] = {}
+        self.late = device.type == "cuda"
 
     def adopt(self, other: VQHost) -> None:
         """Takes over what another host of the same models has measured: nothing."""
@@ -124,46 +119,19 @@ class VQHost:
             numbers = torch.tensor([[s.slot, s.request.seed] for s in sequences])
             slots, seeds = sent(numbers, self.device).T
             position, none = steps(self.draws.shape[1], self.device), steps(1, self.device)
+            self.known.index_fill_(0, slots, 0)
             self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position, none, none)
             for cache in self._caches.values():
                 cache.clear(slots)
             if self._past is not None:
                 self._past.index_fill_(1, slots, 0)
 
-    def run(
-        self,
-        sequences: list[Sequence],
-        watch: Stopwatch,
-        work: Callable[[VQHost, Batch], Tensor],
-        state: Several[Tensor] = (),
-    ) -> Tensor:
-        """What `work` makes of the batch of sequences, in the order of their slots: with graphs on as one of them.
-
-        Args:
-            watch: times the forwards, of a graph everything as the target's.
-            work: it reads no tensor on the host. state: tensors that would not be the same after a second run of it.
-        """
-        sequences = by_slot(sequences)
-        kind, numbers = packed(sequences, self.config.vocab_size)
-        if self.graphs.enabled:
-            kind = kind.bucketed()
-            watch.start("backbone")
-        self._watch = watch
-        key = sequences[0].key, kind
-
-        def whole(numbers: Tensor) -> Tensor:
-            self.draft_calls = 0
-            made = work(self, unpacked(sequences, kind, numbers))
-            self._draft_calls[key] = self.draft_calls
-            return made
-
-        made = self.graphs.run(key, whole, sent(numbers, self.device), state=state)
-        self.draft_calls = self._draft_calls[key]
-        watch.start("other")
-        return made
+    def begin(self, watch: Stopwatch | None) -> None:
+        """Begins a round, whose forwards `watch` times if there is one."""
+        self._watch, self.draft_calls = watch, 0
 
     def _start(self, phase: str) -> None:
-        if not self.graphs.enabled:  # what is replayed has no phases
+        if self._watch is not None:
             self._watch.start(phase)
 
     def cache(self, model: str) -> Cache:
@@ -310,17 +278,6 @@ class VQHost:
         target = start + steps(path.shape[1], self.device)
         source, target = (columns.repeat_interleave(batch.copies, 0) for columns in (source, target))
         self.cache("target").move(batch.rows, source, target)
-
-    def finish(self, sequences: list[Sequence], numbers: Tensor) -> list[Sequence]:
-        """Moves the sequences of a round on, counts, and returns those that are finished; `numbers`: its `outcome`.
-
-        It is the one copy to the host in a round.
-        """
-        for sequence, (num_accepted, bound, *ahead) in zip(by_slot(sequences), numbers.tolist()):
-            committed = min(int(num_accepted) + 1, self.seq_len - sequence.num_known)
-            count_round(sequence, committed)
-            count_drafted(sequence.stats, self.draft_calls, bound, ahead)
-        return [sequence for sequence in sequences if sequence.num_known == self.seq_len]
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(codes [B, L], heat [B, L], which are codes and not -1, bool [B, L]) of sequences."""

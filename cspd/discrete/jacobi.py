@@ -30,15 +30,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.batch import Batch, outcome
+from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft_verify import check_rule
-from cspd.discrete.host import MIXED, VQHost
+from cspd.discrete.host import VQHost
 from cspd.discrete.judging import Judged, judge_siblings
 from cspd.discrete.neighbours import near_codes
+from cspd.discrete.options import MIXED
 from cspd.discrete.probabilities import draw_siblings, likeliest, sample, without
+from cspd.discrete.rounds import outcome, run
 from cspd.discrete.rules import Rule, rule_of, rule_options
-from cspd.discrete.window import Comb, Draws, Window, comb_of, draw, kept_windows
+from cspd.discrete.window import Comb, Draws, Window, comb_of, draw, kept_windows, slide
 from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
@@ -72,7 +74,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     request = sequences[0].request
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
     windows = kept_windows(host, sequences[0].key, comb.path)
-    return host.finish(sequences, host.run(sequences, watch, _judge_and_redraw, state=windows))
+    return run(host, sequences, watch, _judge_and_redraw, state=windows)
 
 
 def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
@@ -90,7 +92,7 @@ def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
     verdict = _judge(rule, comb, window, P, on_path, draws, room, near)
     _commit(host, batch, comb, window, verdict, draws)
     codes = _redraw_path(rule, window, P, on_path, draws, request.continuation)
-    _slide(host, batch, codes, P, verdict.accepted, draws)
+    slide(host, batch, codes, P, verdict.accepted, draws)
 
     accepted = steps(comb.path, host.device) < verdict.accepted.unsqueeze(1)
     return outcome(verdict.accepted, verdict.bound, verdict.judged, accepted)
@@ -234,21 +236,6 @@ def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: 
     if rule.name != "exact":
         on_path = _judge_path(exact, window, P, draws)
     return torch.where(on_path.index == 0, window.codes, sample(on_path.residual, u))
-
-
-def _slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
-    """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
-    path, vocabulary = codes.shape[1], P.shape[-1]
-    kept_codes, kept_Q = kept_windows(host, batch.sequences[0].key, path)
-    first = accepted.unsqueeze(1) + 1
-    place = first + steps(path, host.device)  # in the old window
-    following = torch.cat([codes, draws.fill[:, path:]], 1)
-    kept_codes[batch.slot] = following.gather(1, place)
-
-    source = place.clamp(max=path - 1).unsqueeze(-1)
-    Q = P.gather(1, source.expand(-1, -1, vocabulary))
-    inside = (place < path).unsqueeze(-1)
-    kept_Q[batch.slot] = torch.where(inside, Q, 1 / vocabulary)
 
 
 OPTIONS = (

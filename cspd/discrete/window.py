@@ -14,6 +14,7 @@ from cspd.discrete.batch import Batch
 from cspd.discrete.host import VQHost
 from cspd.discrete.tree import Shape, shape_of
 from cspd.noise import MAX_INDEX, Purpose, check_indices
+from cspd.vq.steps import steps
 
 
 @dataclass(frozen=True)
@@ -124,3 +125,18 @@ def draw(host: VQHost, batch: Batch, comb: Comb) -> Draws:
     fill = (fill * host.config.vocab_size).long()
     siblings, beside = (u.unflatten(1, comb.siblings.shape) for u in (siblings, beside))
     return Draws(codes, fill, siblings, path, beside)
+
+
+def slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
+    """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
+    path, vocabulary = codes.shape[1], P.shape[-1]
+    kept_codes, kept_Q = kept_windows(host, batch.sequences[0].key, path)
+    first = accepted.unsqueeze(1) + 1
+    place = first + steps(path, host.device)  # in the old window
+    following = torch.cat([codes, draws.fill[:, path:]], 1)
+    kept_codes[batch.slot] = following.gather(1, place)
+
+    source = place.clamp(max=path - 1).unsqueeze(-1)
+    Q = P.gather(1, source.expand(-1, -1, vocabulary))
+    inside = (place < path).unsqueeze(-1)
+    kept_Q[batch.slot] = torch.where(inside, Q, 1 / vocabulary)

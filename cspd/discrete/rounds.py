@@ -1,0 +1,146 @@
+"""How a round runs: numbers go to the device in one copy, the work is one graph where there are graphs, and what the
+host must count comes back in one copy. On CUDA that is read a round late, so that the host waits for nothing.
+
+How many codes are committed is known on the device first (`VQHost.known`); the host needs a bound of it only. A
+sequence that is finished may take part in one round more, in which it has no room for codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cspd.discrete.batch import Batch, by_slot, packed, sent, unpacked
+from cspd.discrete.host import VQHost
+from cspd.precision import Stopwatch
+from cspd.sequence import RoundStats, Sequence
+
+Work = Callable[[VQHost, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the host
+
+
+class Unread(NamedTuple):
+    """A round that the host has not counted yet: its sequences, the `outcome` on its way, and when that is there."""
+
+    sequences: list[Sequence]
+    numbers: Tensor
+    draft_calls: int
+    there: torch.cuda.Event | None
+
+
+def outcome(count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
+    """What the host is told of a round [B, 2 + 2 height].
+
+    Args:
+        count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
+        judged, accepted: bool [B, height], by how far ahead a code was drafted.
+    """
+    return torch.cat([count.unsqueeze(1), bound.unsqueeze(1), judged, accepted], 1)
+
+
+def run(
+    host: VQHost, sequences: list[Sequence], watch: Stopwatch, work: Work, state: Several[Tensor] = ()
+) -> list[Sequence]:
+    """One round of a method that drafts; returns the sequences that are known to be finished.
+
+    Args:
+        watch: times the forwards. state: tensors that would not be the same after a second run of the work.
+    """
+    kept = host.kept[sequences[0].key]
+    before: Unread | None = kept.pop("unread", None)
+    numbers = launch(host, sequences, watch, work, state, before)
+    now = _coming(host, by_slot(sequences), numbers)
+    if host.late:
+        kept["unread"], now = now, before
+    if now is not None:
+        _count(host, now)
+    return [sequence for sequence in sequences if sequence.num_known == host.seq_len]
+
+
+def launch(
+    host: VQHost,
+    sequences: list[Sequence],
+    watch: Stopwatch,
+    work: Work,
+    state: Several[Tensor] = (),
+    before: Unread | None = None,
+) -> Tensor:
+    """What the work of a round makes, which moves the sequences on, on the device.
+
+    Args:
+        before: the round that is not counted yet; the others as in `run`.
+    """
+    sequences = by_slot(sequences)
+    ahead = before.sequences if before else []
+    most_ahead = before.numbers.shape[1] // 2 if before else 0
+    kind, numbers = packed(sequences, host.config, ahead, most_ahead)
+    if host.graphs.enabled:
+        kind = kind.bucketed()
+        watch.start("backbone")  # of what is replayed, phases are not told apart
+    key = sequences[0].key, kind
+
+    def whole(numbers: Tensor) -> Tensor:
+        host.begin(None if host.graphs.enabled else watch)
+        batch = unpacked(sequences, kind, numbers, host.known)
+        made = work(host, batch)
+        committed = made[:, 0].long() + 1
+        host.known[batch.slot] = (batch.known_t + committed).clamp(max=host.seq_len)
+        host.draft_calls_of[key] = host.draft_calls
+        return made
+
+    made = host.graphs.run(key, whole, sent(numbers, host.device), state=(host.known, *state))
+    host.draft_calls = host.draft_calls_of[key]
+    watch.start("other")
+    return made
+
+
+def _coming(host: VQHost, sequences: list[Sequence], numbers: Tensor) -> Unread:
+    """Starts to copy what is to be counted."""
+    if numbers.device.type != "cuda":
+        return Unread(sequences, numbers, host.draft_calls, None)
+    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    pinned.copy_(numbers, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+    return Unread(sequences, pinned, host.draft_calls, there)
+
+
+def _count(host: VQHost, unread: Unread) -> None:
+    """Counts a round of each sequence that was not finished before."""
+    if unread.there is not None:
+        unread.there.synchronize()
+    for sequence, (num_accepted, bound, *ahead) in zip(unread.sequences, unread.numbers.tolist()):
+        room = host.seq_len - sequence.num_known
+        if room:
+            count_round(sequence, min(int(num_accepted) + 1, room))
+            _count_drafted(sequence.stats, unread.draft_calls, bound, ahead)
+
+
+def count_round(sequence: Sequence, committed: int) -> None:
+    """Moves a sequence on by a round of one target forward that committed so many codes."""
+    sequence.iteration += 1
+    sequence.num_known += committed
+    stats = sequence.stats
+    stats.iterations += 1
+    stats.backbone_calls += 1
+    stats.committed[committed] = stats.committed.get(committed, 0) + 1
+
+
+def _count_drafted(stats: RoundStats, draft_calls: int, bound: float, ahead: list[float]) -> None:
+    """Adds a round's draft: the draft model's forwards, the rule's local bounds, and the codes judged.
+
+    `ahead`: whether a code was judged, at each distance ahead, and then whether it was accepted: 0 or 1.
+    """
+    stats.draft_backbone_calls += draft_calls
+    stats.bound += bound
+    height = len(ahead) // 2
+    judged, accepted = stats.by_lag
+    stats.by_lag = [_added(judged, ahead[:height]), _added(accepted, ahead[height:])]
+
+
+def _added(before: list[int], now: list[float]) -> list[int]:
+    return [total + int(one) for total, one in zip_longest(before, now, fillvalue=0)]
