@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cspd.discrete.cache import rows_of
+from cspd.discrete.options import MIXED
 from cspd.discrete.probabilities import Filter, filter_numbers
 from cspd.sequence import Sequence
 from cspd.vq.gpt import GPTConfig
@@ -101,30 +102,25 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: list[Sequence], 
     Returns:
         (their kind, int64 [8, B] on the host: whole numbers, and the bits of float64).
     """
-    requests = [sequence.request for sequence in sequences]
     known = [sequence.num_known for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
-    counts, masses, most_kept = filter_numbers(
-        [request.top_k for request in requests], [request.top_p for request in requests], config.vocab_size
-    )
+    settings = [sequence.request.settings for sequence in sequences]
+    cfg, temperature, top_k, top_p = ([own[name] for own in settings] for name in MIXED)
+    counts, masses, most_kept = filter_numbers(top_k, top_p, config.vocab_size)
     whole = [
         slots,
-        [request.seed for request in requests],
-        [request.label for request in requests],
+        [sequence.request.seed for sequence in sequences],
+        [sequence.request.label for sequence in sequences],
         [sequence.iteration + (sequence in ahead) for sequence in sequences],
         counts,
     ]
-    real = [
-        [request.cfg for request in requests],
-        [request.temperature for request in requests],
-        masses,
-    ]
+    real = [cfg, temperature, masses]
     bits = torch.tensor(real, dtype=torch.float64).view(torch.int64)
     kind = Kind(
         size=len(sequences),
         first_slot=slots[0] if slots[-1] - slots[0] < len(slots) else None,
-        copies=2 if requests[0].guided else 1,
-        greedy=requests[0].temperature == 0,
+        copies=2 if sequences[0].request.guided else 1,
+        greedy=temperature[0] == 0,
         least=min(known),
         most=min(max(known) + most_ahead, config.block_size),
         most_kept=most_kept,
