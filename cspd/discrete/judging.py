@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.probabilities import without
+from cspd.discrete.probabilities import TINY, without
 from cspd.discrete.rules import Rule
 from cspd.vq.steps import steps
 
@@ -115,7 +115,7 @@ def _points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _
     still = own.flip(-1).cumsum(-1).flip(-1)
     left = share * own
     total = rest + still + (left.cumsum(-1) - left)
-    p = own / total
+    p = own / total.clamp(min=TINY)
     f = (omega * p).clamp(max=1)
 
     # where nothing is left, the last rejection leaves P as it was
@@ -136,7 +136,7 @@ def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _J
     for i, x in enumerate(candidates.split(1, -1)):
         reach = places[..., i, :]
         before = weights.gather(-1, reach)
-        mass = before / total
+        mass = before / total.clamp(min=TINY)  # 0 where nothing is left
         f, taken = rule.pool(mass)
         owns.append(mass[..., :1])
         accepts.append(f)
