@@ -51,11 +51,15 @@ class VQModels:
     ) -> VQHost:
         """A host of these models, which are on the device already; arguments as in `VQHost`.
 
-        `compiled` and `cache` are of no use to VQ models.
+        `cache` is of no use to VQ models.
 
         Raises:
-            ValueError: too little memory.
+            ValueError: too little memory, or `compiled`: no round of VQ models is compiled.
         """
+        if compiled:
+            raise ValueError(
+                "compiled=True, or --compile, is for MAR's rounds and does nothing for VQ models: leave it out"
+            )
         fix = "use a smaller model or another device"
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device, copies)
