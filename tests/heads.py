@@ -12,7 +12,8 @@ from torch import Tensor
 from cspd import noise
 from cspd.continuous.ancestral import ancestral
 from cspd.continuous.calibration import Calibration, fit
-from cspd.continuous.chains import Chains, Finished
+from cspd.continuous.chain_records import Finished
+from cspd.continuous.chains import Chains
 from cspd.continuous.draft_verify import draft_table
 from cspd.continuous.plan import Predictor, fit_predictor
 from cspd.continuous.tracing import Trace
@@ -36,7 +37,7 @@ class MixtureHead(torch.nn.Module):
         super().__init__()
         self.means, self.scales, self.weights = (torch.as_tensor(values) for values in (means, scales, weights))
         self.channels = self.means.shape[1]
-        self.width, self.wobble = self.channels + 2, wobble
+        self.width, self.wobble = self.channels, wobble
 
     def cond_embed(self, z):
         return z
@@ -116,14 +117,21 @@ class Case:
     def calibration(self, frozen: bool = False) -> Calibration:
         return fit(*self.traces(256, 2**40), self.temperature, frozen)
 
-    def chains(self, draft: Calibration, window: int, noise=noise, precision=FP32) -> Chains:
+    def chains(self, draft: Calibration, window: int, noise=noise, precision=FP32, graphs=None) -> Chains:
         table = draft_table(draft.coefficients, draft.drift, self.num_steps, window, self.temperature)
-        return Chains(self.head, torch.as_tensor(table), precision, noise, trace_sigma=True)
+        return Chains(self.head, torch.as_tensor(table), precision, noise, graphs=graphs, trace_sigma=True)
 
     def start(self, chains: Chains, rows: int, seed: int, which: slice = slice(None)) -> None:
         """Starts `which` of so many chains; they are owned by their numbers."""
         seeds, position, z, *settings = self._rows(rows, seed)
-        chains.start(range(rows)[which], seeds[which], position[which], z[:, which], *(s[which] for s in settings))
+        chains.start(
+            range(rows)[which],
+            position[which],
+            seeds[which],
+            position[which],
+            z[:, which],
+            *(s[which] for s in settings),
+        )
 
     def speculative(self, draft: Calibration, window: int, rows: int, seed: int, **changes) -> Finished:
         """Chains run to their end; in order."""

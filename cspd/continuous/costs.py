@@ -15,8 +15,9 @@ from tqdm import tqdm
 from cspd import noise
 from cspd.continuous.ancestral import ancestral
 from cspd.continuous.calibration import WINDOWS, Calibration
-from cspd.continuous.chains import Chains, table_size
+from cspd.continuous.chains import Chains
 from cspd.continuous.draft_verify import draft_table
+from cspd.continuous.slots import table_size
 from cspd.precision import Precision
 from mar.head import Head
 
@@ -37,7 +38,7 @@ class Costs:
         rows: tokens at once; ancestral: seconds of a denoising step of so many, and start: of starting their
             speculative chains, a denoising step.
         inputs: rows times window; round: seconds of a speculative round on so many.
-        table_size: rows times steps that speculation has memory for, see `cspd.continuous.chains.table_size`.
+        table_size: rows times steps that speculation has memory for, see `cspd.continuous.slots.table_size`.
     """
 
     rows: list[int]
@@ -143,8 +144,8 @@ def _time_one_size(chains: Chains, z: Tensor) -> dict[str, list[float]]:
         ancestral(chains.head, z, ones, ones, x, step_noise, ANCESTRAL_STEPS, chains.precision)
 
     def start() -> None:
-        chains.owners = []
-        chains.start(range(size), seed, position, z, ones, ones)
+        chains.clear()
+        chains.start(range(size), position, seed, position, z, ones, ones)
 
     times = {"ancestral": [], "start": [], "round": []}
     for _ in range(REPEATS):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cspd.continuous.ancestral import guided
 from cspd.continuous.gaussian import Gaussian, resample
+from cspd.continuous.slots import Embeddings, Table
 from mar.diffusion import schedule
 from mar.head import Head, fill
 
@@ -52,42 +53,49 @@ NUM_SCALARS = len(Columns._fields) - 1  # columns of a draft table after the 3 +
 
 
 class Lookup(NamedTuple):
-    """What a round looks up by the step t that it begins at.
+    """What a round looks up by the steps that are left to a chain, from 0 to T.
 
     Attributes:
-        draft: float32 [T, W, 3 + W + 5], see `draft_table`.
-        steps: int64 [T, W], the steps t, t - 1, .. of a window; 0 where it goes beyond the end.
+        draft: float32 [T + 1, W, 3 + W + 5], see `draft_table`; zeros where no step is left.
+        decides: int64 [T + 1, 2], how many steps a round decides at most, and the last of them by its place from 0.
+        lags: int64 [W], 1 .. W.
     """
 
     draft: Tensor
-    steps: Tensor
+    decides: Tensor
+    lags: Tensor
+
+
+def lookup(table: Tensor) -> Lookup:
+    """What rounds look up, for a `draft_table`."""
+    num_steps, window = table.shape[:2]
+    most = torch.arange(num_steps + 1, device=table.device).clamp(max=window)
+    return Lookup(
+        draft=torch.cat([torch.zeros_like(table[:1]), table]),
+        decides=torch.stack([most, (most - 1).clamp(min=0)], dim=1),
+        lags=torch.arange(1, window + 1, device=table.device),
+    )
 
 
 class Moved(NamedTuple):
     """What a round does to R chains.
 
     Attributes:
-        left: int64 [R], the steps they are at now, below 0 where they ended.
-        decided: int64 [R], how many steps were decided. rejected: bool [R], whether the last of them was rejected.
-        unresolved: bool [R], where `gaussian.residual` must still draw the state.
-        state: [R, 4, d], the state, and eps', x', v' of the new anchor.
-        p, q: Gaussians of the last step decided, [R, d] each.
+        state: [R, 8, d]: the state x_t; the anchor's eps', x' and v'; and of the last step decided, means and log
+            sigmas of the Gaussians p and q. Where no step is left, p's mean is the token.
+        left: int64 [R], the steps left.
+        waiting: int64 [R], 0; or T or more, where `gaussian.residual` must draw the state before the chain can go on.
+        place: int64 [R], the step that the round began at, in the flat list of all slots' steps.
+        record: int64 [R], what `chains.Finished.record` has there; 0 for a chain that stood still.
         log_sigma: [R], if traced, log sigma_p summed over channels and the decided steps but step 0.
     """
 
-    left: Tensor
-    decided: Tensor
-    rejected: Tensor
-    unresolved: Tensor
     state: Tensor
-    p: Gaussian
-    q: Gaussian
+    left: Tensor
+    waiting: Tensor
+    place: Tensor
+    record: Tensor
     log_sigma: Tensor | None
-
-    @property
-    def record(self) -> Tensor:
-        """The round as `chains.Finished.record` has it: the steps decided, negative if the last was resampled."""
-        return torch.where(self.rejected, -self.decided, self.decided)
 
 
 def draft_table(
@@ -128,9 +136,9 @@ def draft(columns: Columns, state: Tensor, eps_t: Tensor) -> tuple[Tensor, Gauss
     """Step 1: the drafted states y [R, W, d], and the Gaussians q that they are draws of.
 
     Args:
-        state: [R, 4, d], x_t and the anchor's eps', x', v'. eps_t: [R, W, d], the noise of each step.
+        state: see `Moved`. eps_t: [R, W, d], the noise of each step.
     """
-    log_sigma = torch.addcmul(columns.base_q, columns.slope, state[:, 3:])
+    log_sigma = torch.addcmul(columns.base_q, columns.slope, state[:, 3:4])
     noise = log_sigma.exp() * eps_t
     sources = torch.cat([state[:, :3], noise], dim=1)
     # no matrix product: in low precision its rounding would make y a draw of something else than q
@@ -150,8 +158,31 @@ def evaluate_filled(
     return guided(out[:, : rows.numel()].unflatten(1, rows), scale)
 
 
+def first_step(
+    head: Head,
+    x: Tensor,
+    eps_t: Tensor,
+    layers: Sequence[Tensor],
+    scale: Tensor,
+    temperature: Tensor,
+    num_steps: int,
+) -> tuple[Tensor, Tensor]:
+    """Step T - 1, ancestral: the state after it with its anchor [N, 4, d], and log sigma [N, d].
+
+    Args:
+        x, eps_t: x_T and the step's noise [N, d]. layers: the head's modulations, of rows filled up.
+        scale, temperature: [N, 1].
+    """
+    s, last = schedule(num_steps), num_steps - 1
+    eps, v = evaluate_filled(head, x, head.split(layers), scale)
+    mean = x * s.mean_x[last] + eps * s.mean_eps[last]
+    log_sigma = s.log_sigma_base[last] + temperature.log() + s.log_sigma_slope[last] * v
+    after = torch.addcmul(mean, log_sigma.exp(), eps_t)
+    return torch.stack([after, eps, x, v], dim=1), log_sigma
+
+
 def verify(
-    head: Head, columns: Columns, inputs: Tensor, layers: list[Tensor], scale: Tensor
+    head: Head, columns: Columns, inputs: Tensor, layers: Sequence[Tensor], scale: Tensor
 ) -> tuple[Tensor, Tensor, Gaussian]:
     """Step 2: the head's (eps, v) at the inputs [R, W, d], and the target's Gaussians p of the states after them."""
     eps, v = evaluate_filled(head, inputs, head.split(layers), scale)
@@ -160,74 +191,64 @@ def verify(
     return eps, v, (mean, log_sigma)
 
 
-def accept(y: Tensor, p: Gaussian, q: Gaussian, eps_t: Tensor, log_uniform: Tensor, steps: Tensor) -> Tensor:
+def accept(y: Tensor, p: Gaussian, q: Gaussian, eps_t: Tensor, log_uniform: Tensor) -> Tensor:
     """Step 3: the length of the longest accepted prefix, int64 [R].
 
     Args:
-        eps_t: y standardised under q. log_uniform: of the uniform draws, [R, W, 1]. steps: int64 [R, W].
+        eps_t: y standardised under q. log_uniform: of the uniform draws, [R, W, 1]; -inf at step 0, which is accepted.
     """
     (mean_p, log_sigma_p), (_, log_sigma_q) = p, q
     z_p = (y - mean_p) * torch.exp(-log_sigma_p)
     z_q = eps_t
     log_ratio = torch.addcmul(log_sigma_q - log_sigma_p, z_q - z_p, z_q + z_p, value=0.5)
     accepted = log_uniform.squeeze(-1) < log_ratio.sum(-1)
-    accepted = accepted | (steps == 0)  # step 0 is never judged
     return accepted.cumprod(1).sum(1)
 
 
-def take_step(values: list[Tensor], at: Tensor) -> tuple[Tensor, ...]:
-    """One step of every window: [R, n] each of values [R, W, n], `at` int64 [R] in the flat list of all steps.
+def take_step(values: list[Tensor], at: Tensor) -> Tensor:
+    """One step of every window: [R, n] of values [R, W, ..] side by side; `at` int64 [R] in the flat list of all steps.
 
     The values are packed so that one gather serves all of them: nine gathers are seven more kernel launches, and in
     small batches a round's time is its launches.
     """
-    packed = torch.cat(values, dim=-1).flatten(0, 1)
-    widths = [value.shape[-1] for value in values]
-    return packed.index_select(0, at).split_with_sizes(widths, dim=-1)
-
-
-def _layers_at(head: Head, modulations: list[Tensor] | tuple, num_steps: int, at: Tensor) -> list[Tensor]:
-    """The head's modulations by layer, [G, N, ..], at places [N] of flat tables: looked up or computed, see `move`."""
-    if isinstance(modulations, tuple):
-        t_embed, c_embed = modulations
-        return head.modulations(t_embed[at % num_steps], c_embed[:, at // num_steps])
-    return [layer.flatten(1, 2).index_select(1, at) for layer in modulations]
+    return torch.cat(values, dim=-1).flatten(0, 1).index_select(0, at)
 
 
 def move(
     head: Head,
     lookup: Lookup,
     draws: Tensor,
-    modulations: list[Tensor] | tuple[Tensor, Tensor],
-    state: Tensor,
-    t: Tensor,
-    entry: Tensor,
-    scale: Tensor,
+    modulations: Table | Embeddings,
+    windows: Tensor,
     begin: Tensor,
+    scale: Tensor,
+    state: Tensor,
+    left: Tensor,
+    waiting: Tensor,
     trace_sigma: bool = False,
 ) -> Moved:
-    """A round of R chains, steps 1 to 5, with one head call.
+    """A round of R chains, steps 1 to 5, with one head call. A chain that has ended or waits stands still.
 
     Args:
-        draws: [E, T, d + 1], eps_t and the log of a uniform draw for each of E chains' steps.
-        modulations: the head's by layer, [G, E, T, ..]; or (t_embed [T, width], c_embed [G, E, width]) to compute them.
-        state: [R, 4, d], x_t and the anchor's eps', x', v'. t: int64 [R].
-        entry: int64 [R], where a chain is in draws and modulations.
-        scale: guidance [R, 1, 1]. begin: int64 [R], where each chain's window begins in the flat list of all steps.
-        trace_sigma: whether to sum log sigma_p.
+        draws: [C, T, d + 1], eps_t and the log of a uniform draw for the steps of C slots.
+        modulations: the head's, computed before or not.
+        windows: int64 [R, W], where the windows of a chain with no step left would be in that list.
+        begin: int64 [R], where each chain's window begins in the flat list of the windows' steps.
+        scale: guidance [R, 1, 1]. state, left, waiting: as in `Moved`. trace_sigma: whether to sum log sigma_p.
     """
-    num_steps, window = lookup.steps.shape
+    num_steps, window = len(lookup.draft) - 1, len(lookup.lags)
     num_chains, _, channels = state.shape
+    moving = left > waiting
 
-    # look up what belongs to the windows' steps; what is beyond step 0 is computed and not used
-    steps = lookup.steps.index_select(0, t)
+    # look up what belongs to the windows' steps; what is beyond step 0 is another slot's, is computed and not used
+    steps_left = left * moving
     widths = [3 + window] + [1] * NUM_SCALARS
-    columns = Columns(*lookup.draft.index_select(0, t).split_with_sizes(widths, dim=-1))
-    at = (steps + (entry * num_steps).unsqueeze(1)).view(-1, 1)
-    own_draws = draws.view(-1, channels + 1).index_select(0, at.flatten())
-    own_draws = own_draws.view(num_chains, window, channels + 1)
+    columns = Columns(*lookup.draft.index_select(0, steps_left).split_with_sizes(widths, dim=-1))
+    most, last_place = lookup.decides.index_select(0, steps_left).unbind(1)
+    at = windows + left.unsqueeze(1)
+    own_draws = draws.view(-1, channels + 1).index_select(0, at.view(-1)).view(num_chains, window, -1)
     eps_t, log_uniform = own_draws.split_with_sizes([channels, 1], dim=-1)
-    layers = _layers_at(head, modulations, num_steps, fill(at).flatten())
+    layers = modulations.layers_at(head, fill(at.view(-1, 1)).view(-1))
 
     # 1. draft
     y, q = draft(columns, state, eps_t)
@@ -238,36 +259,33 @@ def move(
     eps, v, p = verify(head, columns, inputs, layers, scale)
 
     # 3. accept: decided are the accepted prefix and a rejected step after it; places in a window count from 0
-    num_accepted = accept(y, p, q, eps_t, log_uniform, steps)
-    end = t.clamp(max=window - 1)
-    rejected = num_accepted <= end
-    last = torch.minimum(num_accepted, end)
-    decided = last + 1
-    left = t - decided
+    num_accepted = accept(y, p, q, eps_t, log_uniform)
+    rejected = num_accepted < most
+    last = torch.minimum(num_accepted, last_place)
+    decided = last + moving
 
     # 4. resample: the last state decided, if it was rejected
-    taken = take_step([inputs, eps, v, y, *p, *q, log_uniform], begin + last)
-    anchor, anchor_eps, anchor_v, y_last, mean_p, log_sigma_p, mean_q, log_sigma_q, log_uniform_last = taken
+    taken = take_step([eps, inputs, v, *p, *q, y, log_uniform], begin + last).split([7 * channels, channels, 1], dim=1)
+    anchor_p_q, y_last, log_uniform_last = taken
+    anchor_p_q = anchor_p_q.unflatten(1, (7, channels))
+    mean_p, log_sigma_p, mean_q, log_sigma_q = anchor_p_q[:, 3:].unbind(1)
     p_last, q_last = (mean_p, log_sigma_p), (mean_q, log_sigma_q)
-    resampled, resolved = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
-    x = torch.where(rejected.unsqueeze(-1), resampled, y_last)
+    resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
+    unresolved = rejected & lost
 
     # 5. go on from there; where step 0 was decided, p's mean is the token
-    ended = left < 0
-    x = torch.where(ended.unsqueeze(-1), mean_p, x)
+    x = torch.where(rejected.unsqueeze(-1), resampled, y_last)
+    moved = torch.cat([x.unsqueeze(1), anchor_p_q], dim=1)
     log_sigma = None
     if trace_sigma:
-        place = torch.arange(window, device=t.device)
-        traced = (place < decided.unsqueeze(1)) & (steps > 0)
-        log_sigma = (p[1].sum(-1) * traced).sum(1)
+        traced = lookup.lags <= torch.minimum(decided, left - 1).unsqueeze(1)
+        log_sigma = torch.where(traced, p[1].sum(-1), 0).sum(1)
     return Moved(
-        left=left,
-        decided=decided,
-        rejected=rejected,
-        unresolved=rejected & ~resolved,
-        state=torch.stack([x, anchor_eps, anchor, anchor_v], dim=1),
-        p=p_last,
-        q=q_last,
+        state=torch.where(moving.view(-1, 1, 1), moved, state),
+        left=left - decided,
+        waiting=torch.add(waiting, unresolved, alpha=num_steps),
+        place=at[:, 0],
+        record=torch.addcmul(decided, decided, rejected, value=-2),
         log_sigma=log_sigma,
     )
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from cspd.continuous import ancestral, ar
 from cspd.continuous.backbone import Conditions
 from cspd.continuous.calibration import DRAFTS, WINDOWS, frozen
-from cspd.continuous.chains import Chains, acceptance
+from cspd.continuous.chain_records import acceptance
+from cspd.continuous.chains import Chains
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.draft_verify import draft_table
 from cspd.continuous.host import MARHost, Rows
+from cspd.late import to_device
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
@@ -52,6 +54,7 @@ def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool =
         table,
         host.precision,
         host.noise,
+        graphs=host.graphs,
         trace_sigma=trace_sigma,
         drafting=drafting,
         compiled=host.tuning.compiled,
@@ -67,10 +70,11 @@ class _Running:
         shape = (host.num_slots, host.config.seq_len, request.num_sampling_steps)
         self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
 
-    def begin(self, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
+    def begin(self, host: MARHost, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
         """Starts the chains of the sequences' next iteration, by their first step."""
         owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
-        self.chains.start(owners, rows.seed, rows.position, z, rows.scale, rows.temperature)
+        row = rows.slot * host.seq_len + rows.position
+        self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
         self.left.update(owners)
         for sequence, count in zip(sequences, rows.counts):
             sequence.iteration += 1
@@ -81,16 +85,16 @@ class _Running:
             sequence.stats.head_evaluations += count * len(z)
 
     def advance(self, host: MARHost) -> None:
-        """One head call for all chains; commits the tokens of those that end."""
+        """A launch of all chains, of one head call or some; commits the tokens of those that end."""
         copies = 2 if self.chains.owners[0].request.guided else 1
+        rounds = self.chains.rounds
         for sequence, count in self.left.items():
-            sequence.stats.head_calls += 1
-            sequence.stats.head_evaluations += count * self.chains.window * copies
+            sequence.stats.head_calls += rounds
+            sequence.stats.head_evaluations += rounds * count * self.chains.window * copies
         finished = self.chains.advance()
         if finished:
-            slot = torch.tensor([sequence.slot for sequence in finished.owners], device=host.device)
-            host.tokens[slot, finished.position] = finished.tokens
-            self.record[slot, finished.position] = finished.record
+            host.tokens.view(-1, host.config.token_dim)[finished.row] = finished.tokens
+            self.record.flatten(0, 1)[finished.row] = finished.record
             for sequence, tries, fallbacks in zip(finished.owners, finished.tries, finished.fallbacks):
                 sequence.stats.resample_tries += tries
                 sequence.stats.fallbacks += fallbacks
@@ -123,19 +127,22 @@ def run_round(
         watch.start("backbone")
         z = backbone(host, idle, rows)
         watch.start("head")
-        running.begin(idle, rows, z)
+        running.begin(host, idle, rows, z)
     watch.start("head")
     while 4 * len(running.left) > len(batch):
         running.advance(host)
     watch.start("other")
     finished = [s for s in batch if s.iteration == s.request.num_iter and s not in running.left]
-    for sequence in finished:
-        record = running.record[sequence.slot]
-        heat = host.heat[sequence.slot] = (record != 0).sum(-1)
-        sequence.stats.head_calls_per_token = heat.float().mean().item()
-        sequence.stats.by_lag, sequence.stats.by_step = (
-            counts.tolist() for counts in acceptance(record.cpu().numpy(), request.window)
-        )
+    if finished:
+        slots = to_device([sequence.slot for sequence in finished], host.device)
+        records = running.record[slots]
+        host.heat[slots] = heat = (records != 0).sum(-1).float()
+        per_token = heat.mean(-1).tolist()
+        for sequence, head_calls, record in zip(finished, per_token, records.cpu().numpy()):
+            sequence.stats.head_calls_per_token = head_calls
+            sequence.stats.by_lag, sequence.stats.by_step = (
+                counts.tolist() for counts in acceptance(record, request.window)
+            )
     return finished
 
 
@@ -174,17 +181,18 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
         kept[model, densities] = make_chains(host, model, request, trace_sigma=densities)
     chains = kept[model, densities]
     num = len(rows.seed)
-    chains.start(list(range(num)), rows.seed, rows.position, z, rows.scale, rows.temperature, index)
-    parts = []
+    row = torch.arange(num, device=z.device)
+    chains.start(range(num), row, rows.seed, rows.position, z, rows.scale, rows.temperature, index)
+    tokens, log_sigma_last = z.new_empty(2, num, host.config.token_dim)
+    record = torch.empty(num, request.num_sampling_steps, dtype=torch.int8, device=z.device)
+    log_sigma = z.new_empty(num)
     while chains.owners:
         finished = chains.advance()
         if finished:
-            parts.append(finished)
-    by_row = torch.tensor(np.argsort([owner for part in parts for owner in part.owners]), device=z.device)
-    fields = ("tokens", "record", "log_sigma", "log_sigma_last")
-    tokens, record, log_sigma, last = (torch.cat([getattr(part, name) for part in parts])[by_row] for name in fields)
+            tokens[finished.row], record[finished.row] = finished.tokens, finished.record
+            log_sigma[finished.row], log_sigma_last[finished.row] = finished.log_sigma, finished.log_sigma_last
     own_calls = (record != 0).sum(1).cpu().numpy()
     evaluations = (1 + (own_calls - 1) * chains.window) * len(z)
     head_calls = np.zeros(len(rows.sequences), np.int64)
     np.maximum.at(head_calls, rows.owner, own_calls)
-    return Denoised(tokens, own_calls, head_calls, evaluations, log_sigma, last)
+    return Denoised(tokens, own_calls, head_calls, evaluations, log_sigma, log_sigma_last)

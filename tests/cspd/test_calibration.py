@@ -280,7 +280,7 @@ def test_a_round_that_decides_no_step_is_an_error(mixture):
     """And not a loop without end."""
     chains = CASE.chains(mixture, 4)
     CASE.start(chains, 3, seed=1)
-    chains._move = lambda *args: move(*args)._replace(decided=torch.tensor([1, 0, 2]))
+    chains._move = lambda *args: move(*args)._replace(left=CASE.num_steps - 1 - torch.tensor([1, 0, 2]))
     with pytest.raises(RuntimeError, match="decided no step"):
         chains.advance()
 
