@@ -99,7 +99,8 @@ class Chains:
 
     def clear(self) -> None:
         """Drops the chains under way."""
-        self._let_go(self._chains)
+        if self._chains:
+            self._let_go(self._chains)
 
     def start(
         self,
