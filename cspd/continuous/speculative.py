@@ -112,7 +112,7 @@ def run_round(
     This is plain autoregression with the denoiser `denoise` below, but that no sequence waits for the others' chains.
 
     Those go on to their next iteration, and their rows join the chains still under way: no call waits for the slowest
-    token, the backbone is called for many at once, and the tables of the chains that stay are moved seldom.
+    token, and the backbone is called for many at once.
     """
     request = batch[0].request
     if request.window == 0:
