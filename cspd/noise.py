@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from cspd import kernels
+
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -96,6 +98,8 @@ def uniform(
     seed: Tensor, purpose: Purpose, position: Tensor, step: Tensor | int = 0, index: Tensor | int = 0, *, num: int
 ) -> Tensor:
     """Uniform draws inside (0, 1), float32 [..., num]; arguments as in `normal`."""
+    if kernels.available(seed.device):
+        return _drawn_by_kernel("uniform", seed, purpose, position, step, index, num)
     return _uniform(bits(seed, purpose, position, step, index, num))
 
 
@@ -106,6 +110,8 @@ def fine_uniform(
 
     Arguments as in `normal`; draws for several purposes, int64 [...], are had by one pass of the generator.
     """
+    if kernels.available(seed.device):
+        return _drawn_by_kernel("fine", seed, purpose, position, step, index, 1).squeeze(-1)
     high, low = bits(seed, purpose, position, step, index, 2).unbind(-1)
     return ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52
 
@@ -125,7 +131,20 @@ def normal(
         position, step, index: integers [...], broadcast; below 2^32, index below MAX_INDEX.
         num: how many a place, d for a token.
     """
+    if kernels.available(seed.device):
+        return _drawn_by_kernel("normal", seed, purpose, position, step, index, num)
     return _box_muller(bits(seed, purpose, position, step, index, num + num % 2))[..., :num]
+
+
+def _drawn_by_kernel(
+    kind: str, seed: Tensor, purpose: Tensor | int, position: Tensor, step: Tensor | int, index: Tensor | int, num: int
+) -> Tensor:
+    """Draws in one launch: the same bits, and normals that agree to two roundings."""
+    from cspd.kernels import philox as kernel
+
+    if isinstance(index, int):
+        check_indices(index, MAX_INDEX)
+    return kernel.draw(kind, seed, purpose, position, step, index, num, INDEX_BITS)
 
 
 def _box_muller(words: Tensor) -> Tensor:
@@ -166,6 +185,11 @@ def chain(
         (`initial` [R, channels], `steps` [R, num_steps, channels], uniform draws [R, num_steps]), indexed by t; the
         uniform draw of step t is word t of the purpose's stream at step 0.
     """
+    if kernels.available(seed.device):
+        from cspd.kernels import philox as kernel
+
+        check_indices(max(index, coin_index), MAX_INDEX)
+        return kernel.chain(seed, position, num_steps, channels, _chain_tags(index, coin_index))
     counts, block, step, tag = _chain_counters(num_steps, channels, index, coin_index, seed.device)
     seed, position = seed.unsqueeze(-1), position.unsqueeze(-1)
     words = torch.stack(philox((block, position, step, tag), _key(seed)), dim=-1)
@@ -184,16 +208,24 @@ def _chain_counters(
     """
     check_indices(max(index, coin_index), MAX_INDEX)
     per_step, for_coins = -(-channels // 4), -(-num_steps // 4)
+    init_tag, step_tag, coin_tag = _chain_tags(index, coin_index)
     parts = [
-        (Purpose.INIT << INDEX_BITS | index, torch.arange(per_step), torch.zeros(1, dtype=torch.int64)),
-        (Purpose.STEP << INDEX_BITS | index, torch.arange(per_step), torch.arange(num_steps)),
-        (Purpose.COIN << INDEX_BITS | coin_index, torch.arange(for_coins), torch.zeros(1, dtype=torch.int64)),
+        (init_tag, torch.arange(per_step), torch.zeros(1, dtype=torch.int64)),
+        (step_tag, torch.arange(per_step), torch.arange(num_steps)),
+        (coin_tag, torch.arange(for_coins), torch.zeros(1, dtype=torch.int64)),
     ]
     counts = [len(block) * len(step) for _, block, step in parts]
     block = torch.cat([block.repeat(len(step)) for _, block, step in parts])
     step = torch.cat([step.repeat_interleave(len(block)) for _, block, step in parts])
     tag = torch.cat([torch.full((n,), tag) for n, (tag, _, _) in zip(counts, parts)])
     return counts, block.to(device), step.to(device), tag.to(device)
+
+
+def _chain_tags(index: int, coin_index: int) -> tuple[int, int, int]:
+    """The counter's last word for x_T, eps_t and the uniform draws."""
+    words = (Purpose.INIT, index), (Purpose.STEP, index), (Purpose.COIN, coin_index)
+    init_tag, step_tag, coin_tag = (purpose << INDEX_BITS | own for purpose, own in words)
+    return init_tag, step_tag, coin_tag
 
 
 def candidates(

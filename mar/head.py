@@ -6,7 +6,7 @@ Source: MAR (arXiv 2406.11838), section 3.2 and appendix; the state-dict names a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -81,9 +81,13 @@ class Head(nn.Module):
         channels: d, the token's dimension.
         width, depth: of the residual MLP.
         cond_dim: D, the dimension of the condition z.
+
+    Attributes:
+        fused: what `denoise` calls in place of its layers, with the same arguments, where a device has kernels for it.
     """
 
     FLOAT32 = ("time_embed", "cond_embed")  # under every precision: all of a chain's steps rest on them
+    fused: Callable[..., Tensor] | None = None
 
     def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
         super().__init__()
@@ -128,6 +132,8 @@ class Head(nn.Module):
 
     def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """(eps, v) [..., 2d] of noisy tokens x [..., d] under split modulations."""
+        if self.fused is not None:
+            return self.fused(self, x, modulations)
         return self.final_layer(self.through_blocks(self.input_proj(x), modulations), *modulations[-1])
 
     def through_blocks(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:

@@ -42,7 +42,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
         "cspd.transfer",
         "cspd.version",
     ],
-    ["cspd.parsing"],
+    ["cspd.parsing", "cspd.kernels"],
     ["mar"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

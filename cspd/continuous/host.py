@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cspd import kernels
 from cspd import noise as philox_noise
 from cspd.continuous.buckets import by_sequence
 from cspd.continuous.memory import check_memory, usual_tokens
@@ -129,6 +130,8 @@ class MARHost:
         graphs: Graphs | None = None,
     ) -> None:
         self.models, self.vae, self.tuning = {"target": target, "draft": draft}, vae, tuning
+        for model in filter(None, self.models.values()):
+            kernels.fuse(model.head, device)
         self.seq_len, self.num_classes = target.config.seq_len, target.config.class_num
         self.image_size = target.config.img_size
         self.defaults = defaults_of(target.config)

@@ -1,0 +1,168 @@
+"""Triton kernels without a GPU: interpreted, compiled, and counted."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from launching import environment
+
+from cspd import kernels, noise
+from mar.head import Head, filled
+from mar.registry import MARS
+
+pytest.importorskip("triton", reason="there is no Triton here")
+
+from launches import noted, resources
+
+from cspd.kernels import drafting, judging, philox, steps
+from cspd.kernels import head as head_kernels
+
+INTERPRETED = Path(__file__).parent.parent / "kernels"
+CUDA = torch.device("cuda", 0)
+NUM_STEPS = 100
+OFFICIAL = ("mar_base", "mar_large", "mar_huge")
+
+
+@pytest.mark.slow  # a minute
+def test_interpreted_kernels_agree_with_pytorch():
+    """The tests in tests/kernels, in the process that Triton's interpreter needs."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
+    done = subprocess.run(command, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    kernels._supported.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    yield
+    kernels._supported.cache_clear()
+
+
+def test_kernels_run_on_ampere_and_later(ampere, monkeypatch):
+    assert kernels.available(CUDA)
+    assert not kernels.available(torch.device("cpu"))
+    kernels._supported.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not kernels.available(CUDA)
+
+
+def test_kernels_can_be_switched_off(ampere, monkeypatch):
+    head = Head(4, 8, 1, 4)
+    monkeypatch.setenv(kernels.SWITCH, "0")
+    kernels.fuse(head, CUDA)
+    assert not kernels.available(CUDA) and head.fused is None
+    monkeypatch.setenv(kernels.SWITCH, "1")
+    kernels.fuse(head, CUDA)
+    assert kernels.available(CUDA) and head.fused is head_kernels.denoise
+    monkeypatch.setenv(kernels.SWITCH, "off")
+    with pytest.raises(ValueError, match=r"CSPD_KERNELS='off'.*give 0"):
+        kernels.available(CUDA)
+
+
+def a_head(name, channels=16, dtype=torch.float32):
+    """A head of an architecture's size, without weights."""
+    config = MARS[name].config
+    with torch.device("meta"):
+        head = Head(channels, config.diffloss_w, config.diffloss_d, 8)
+    return head.to_empty(device="cpu").requires_grad_(False).to(dtype)
+
+
+def layers_of(head, rows, dtype=torch.float32):
+    widths = [3 * head.width] * len(head.res_blocks) + [2 * head.width]
+    return head.split([torch.empty(2, rows, width, dtype=dtype) for width in widths])
+
+
+def denoising_step(head, rows=4, dtype=torch.float32):
+    x, scale = torch.empty(rows, head.channels), torch.empty(rows, 1)
+    head_kernels.ancestral_step(head, x, layers_of(head, rows, dtype), x, scale, 1, 1, 1)
+
+
+def speculative_round(head, chains=4, window=12, dtype=torch.float32):
+    table, state = torch.empty(NUM_STEPS, window, 8 + window), torch.empty(chains, 4, head.channels)
+    draws = torch.empty(chains, NUM_STEPS, head.channels + 1)
+    t = entry = torch.empty(chains, dtype=torch.int64)
+    inputs, last, at = drafting.before_head(table, draws, state, t, entry, filled(chains * window))
+    out = head_kernels.denoise(head, inputs, layers_of(head, chains * NUM_STEPS, dtype), at)
+    judging.after_head(table, draws, state, t, entry, inputs, last, out, torch.empty(chains))
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+@pytest.mark.parametrize("work,around", [(denoising_step, 0), (speculative_round, 2)])
+def test_launches(name, work, around):
+    """A block is three launches of PyTorch's (two products and a SiLU) and one of ours; the last layer is one.
+
+    At MAR-B a denoising step is 25 launches, and a round 27 beside what the chains keep in order.
+    """
+    head = a_head(name)
+    depth = MARS[name].config.diffloss_d
+    with noted() as (launches, operations):
+        work(head)
+    assert Counter(operations) == {"addmm": 2 * depth, "silu": depth}
+    assert len(launches) == depth + 1 + around
+    if name == "mar_base":
+        assert len(launches) + len(operations) == {denoising_step: 25, speculative_round: 27}[work]
+
+
+def test_draws_are_one_launch_each():
+    seed = position = torch.arange(3)
+    with noted() as (launches, operations):
+        philox.draw("normal", seed, noise.Purpose.STEP, position, torch.arange(4).unsqueeze(1), 0, 16, 24)
+        philox.chain(seed, position, NUM_STEPS, 16, (1, 2, 3))
+    assert len(launches) == 2 and operations == ["arange"]  # which the steps are
+
+
+def every_draw(dtype):
+    seed = position = torch.arange(33)
+    for kind in philox.KINDS:
+        philox.draw(kind, seed, 2, position, position.unsqueeze(1), 5, 16, 24)
+    philox.chain(seed, position, NUM_STEPS, 16, (1, 2, 3))
+
+
+def after_calls(dtype):
+    x, out, scale = torch.empty(8, 16), torch.empty(2, 8, 32, dtype=dtype), torch.empty(8, 1)
+    steps.ancestral_step(x, out, x, scale, 1, 1, 1)
+    column = torch.empty(9, 1, 1)
+    steps.window_step(x, out, torch.empty(9, 8, 16), scale, scale, None, column, column, torch.empty(11))
+
+
+LARGEST_REGISTERS = 128  # so that 16 warps of a program have room twice on a multiprocessor, at 64
+ANGLES = 32  # bytes of stack that cosine and sine would use for angles above 100,000, which no draw has
+WORK = {
+    "draws": every_draw,
+    "after calls": after_calls,
+    **{
+        f"{work.__name__} of {name}": lambda dtype, work=work, name=name: work(a_head(name, dtype=dtype), dtype=dtype)
+        for work in (denoising_step, speculative_round)
+        for name in OFFICIAL
+    },
+    "wide window of many channels": lambda dtype: speculative_round(
+        a_head("mar_base", 64, dtype), window=32, dtype=dtype
+    ),
+}
+
+
+@pytest.mark.slow  # compiles for a minute
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", WORK)
+def test_kernels_compile_without_spills(name, dtype, record_property):
+    knobs = pytest.importorskip("triton.knobs", reason="this Triton does not say where its tools are")
+    try:
+        cuobjdump = knobs.nvidia.cuobjdump.path
+    except RuntimeError as error:
+        pytest.skip(f"Triton has no cuobjdump here: {error}")
+    with noted() as (launches, _):
+        WORK[name](dtype)
+    for launch in {launch.kernel.__name__: launch for launch in launches}.values():
+        compiled = launch.compiled()
+        used = resources(compiled.asm["cubin"], cuobjdump)
+        print(f"{launch.kernel.__name__} {used} {launch.options}")
+        assert used["REG"] <= LARGEST_REGISTERS and used["LOCAL"] == 0, used
+        has_angles = "normal" in str(launch.arguments.get("KIND", "")) or launch.kernel is philox._chain_kernel
+        assert used["STACK"] <= (ANGLES if has_angles else 0), used
+        if not has_angles:  # whether a draft is accepted depends on rounding
+            assert "fma.rn.f32" not in compiled.asm["ptx"]

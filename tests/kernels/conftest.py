@@ -1,0 +1,19 @@
+"""Kernels on a CPU: Triton decides on its import whether it interprets them, so these have a process of their own.
+
+`tests/cspd/test_kernels.py` starts it.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETED else ["test_*"]
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield

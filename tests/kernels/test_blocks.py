@@ -1,0 +1,133 @@
+"""The head by kernels, and what follows its call: as PyTorch computes them."""
+
+import pytest
+import torch
+from conftest import relative_error
+
+from cspd.continuous.ancestral import guided
+from cspd.continuous.plan import Window
+from cspd.continuous.windows import _sources, weighted
+from cspd.kernels import head as kernels
+from cspd.kernels import steps
+from mar.head import Head
+
+BF16 = torch.bfloat16
+SIZES = [  # rows, classes, channels, width, depth
+    (2, 2, 5, 33, 2),
+    (1, 1, 5, 33, 1),
+    (3, 2, 16, 48, 3),
+    (2, 2, 64, 40, 2),
+    (33, 2, 16, 48, 2),
+    (1, 2, 16, 1536, 2),
+]
+
+
+def random_head(channels, width, depth):
+    head = Head(channels, width, depth, 8)
+    for parameter in head.parameters():
+        parameter.normal_(std=0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+    return head
+
+
+def random_layers(head, classes, rows):
+    return head.modulations(torch.randn(rows, head.width), head.cond_embed(torch.randn(classes, rows, 8)))
+
+
+@pytest.mark.parametrize("rows,classes,channels,width,depth", SIZES)
+def test_head_agrees(rows, classes, channels, width, depth):
+    head = random_head(channels, width, depth)
+    x, layers = torch.randn(rows, channels), random_layers(head, classes, rows)
+    expected = head.denoise(x, head.split(layers))
+    assert relative_error(kernels.denoise(head, x, head.split(layers)), expected) < 2e-6
+    head.fused = kernels.denoise
+    assert relative_error(head.denoise(x, head.split(layers)), expected) < 2e-6
+
+
+def test_head_in_bfloat16_is_as_near_to_float32_as_pytorchs():
+    head = random_head(16, 48, 3)
+    x, layers = torch.randn(3, 16), random_layers(head, 2, 3)
+    exact = head.denoise(x, head.split(layers))
+    low, low_layers = head.to(BF16), [layer.to(BF16) for layer in layers]
+    by_kernels = kernels.denoise(low, x, low.split(low_layers))
+    assert by_kernels.dtype == torch.float32
+    plain = low.denoise(x.to(BF16), low.split(low_layers)).float()
+    assert relative_error(by_kernels, exact) < max(relative_error(plain, exact), 0.02)
+
+
+def test_modulations_are_read_where_they_are():
+    """Rows of a table by their numbers, twice or never, in place of a gather."""
+    head = random_head(5, 33, 2)
+    layers = random_layers(head, 2, 7)
+    at = torch.tensor([6, 0, 6])
+    x = torch.randn(3, 5)
+    expected = head.denoise(x, head.split([layer[:, at] for layer in layers]))
+    assert relative_error(kernels.denoise(head, x, head.split(layers), at), expected) < 2e-6
+
+
+BAD = {
+    "tokens": ("tokens", lambda x, layers: (x.t().contiguous().t(), layers)),
+    "columns": ("one table", lambda x, layers: (x, [tuple(p.mT.contiguous().mT for p in layer) for layer in layers])),
+    "strides": ("one table", lambda x, layers: (x, [(s.contiguous(), *rest) for s, *rest in layers])),
+    "rows": ("4 rows", lambda x, layers: (x, [tuple(p[:, [0, 1, 2, 2]] for p in layer) for layer in layers])),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_strides_that_no_kernel_reads_are_an_error(bad):
+    message, change = BAD[bad]
+    head = random_head(5, 33, 2)
+    x, layers = change(torch.randn(3, 5), head.split(random_layers(head, 2, 3)))
+    with pytest.raises(ValueError, match=message):
+        kernels.denoise(head, x, layers)
+
+
+@pytest.mark.parametrize("rows,classes,channels", [(33, 2, 16), (1, 1, 5), (3, 2, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_ancestral_step_agrees(rows, classes, channels, dtype):
+    x, noise = torch.randn(2, rows, channels)
+    out = torch.randn(classes, rows, 2 * channels).to(dtype)
+    scale = torch.rand(rows, 1) * 3  # torch.lerp changes its formula at 0.5
+    eps, v = guided(out, scale)
+    expected = torch.addcmul(torch.add(x * 0.9, eps, alpha=-0.3), torch.exp(v * 0.4), noise)
+    assert relative_error(steps.ancestral_step(x, out, noise, scale, 0.9, -0.3, 0.4), expected) < 1e-6
+
+
+@pytest.mark.parametrize("rows,classes,channels", [(1, 2, 5), (1, 1, 5), (3, 2, 64)])
+def test_head_with_its_step_agrees(rows, classes, channels):
+    head = random_head(channels, 48, 2)
+    layers = head.split(random_layers(head, classes, rows))
+    x, noise = torch.randn(2, rows, channels)
+    scale = torch.rand(rows, 1) * 3
+    expected = steps.ancestral_step(x, head.denoise(x, layers), noise, scale, 0.9, -0.3, 0.4)
+    assert relative_error(kernels.ancestral_step(head, x, layers, noise, scale, 0.9, -0.3, 0.4), expected) < 2e-6
+
+
+@pytest.mark.parametrize("rows,channels,num_steps", [(33, 16, 1), (3, 5, 9)])
+@pytest.mark.parametrize("guided", [True, False])
+def test_windows_agree(rows, channels, num_steps, guided):
+    base, slope, mix = (
+        torch.randn(num_steps, 1, 1),
+        torch.randn(num_steps, 1, 1),
+        torch.randn(num_steps + 1, 2 + num_steps),
+    )
+    window = Window(9, torch.arange(num_steps), base, slope, mix, guided)
+    scale, temperature = 3 * torch.rand(rows, 1), torch.rand(rows, 1)
+    x, noise = torch.randn(rows, channels), torch.randn(num_steps, rows, channels)
+    difference = None
+    for classes in (2, 1) if guided else (1, 1):  # the second call has the difference of the first
+        out = torch.randn(classes, rows, 2 * channels)
+        after, kept = steps.window_step(x, out, noise, scale, temperature, difference, base, slope, mix[-1])
+        eps, v = out.chunk(2, dim=-1)
+        difference = (scale - 1) * (eps[0] - eps[1]) if classes == 2 else difference
+        eps = eps[0] if difference is None else eps[0] + difference
+        assert relative_error(after, weighted(mix[-1], _sources(window, x, eps, v[0], temperature, noise))) < 2e-6
+        assert (kept is None) == (difference is None)
+        if guided:
+            assert relative_error(kept, difference) < 1e-6
+        difference, x = kept, after
+
+
+def test_what_is_not_contiguous_is_an_error():
+    x, noise = torch.randn(2, 3, 5)
+    with pytest.raises(ValueError, match=r"out \[2, 3, 10\] has strides .*contiguous"):
+        steps.ancestral_step(x, torch.randn(3, 2, 10).transpose(0, 1), noise, torch.rand(3, 1), 1, 1, 1)
