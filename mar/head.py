@@ -132,7 +132,7 @@ class Head(nn.Module):
 
     def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """(eps, v) [..., 2d] of noisy tokens x [..., d] under split modulations."""
-        if self.fused is not None:
+        if self.fused is not None and not torch.compiler.is_compiling():  # a compiler fuses by itself
             return self.fused(self, x, modulations)
         return self.final_layer(self.through_blocks(self.input_proj(x), modulations), *modulations[-1])
 

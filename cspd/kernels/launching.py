@@ -15,6 +15,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, num_warps: int = 4, **co
     A product and a sum are never contracted to one rounding: whether a draft is accepted depends on rounding, and
     Triton's default for this is about to change.
     """
+    if programs == 0:
+        return
     with torch.cuda.device_of(arguments[0]):
         kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=False, **constants)
 

@@ -16,6 +16,8 @@ from cspd.kernels.launching import launch
 BLOCK = 128  # counters a program
 DIMS = 3  # of the places of draws
 KINDS = {"normal": torch.float32, "uniform": torch.float32, "fine": torch.float64, "bits": torch.int64}
+PLACES = [f"{name}{dim}" for name in ("seed", "position", "step", "index", "purpose") for dim in range(DIMS)]
+NUMBERS = ["step_value", "tag_value", "num_lanes", "num", "blocks", "size1", "size2", *PLACES]  # one kernel for all
 TWO_PI = tl.constexpr(6.283185307179586)
 
 
@@ -42,7 +44,7 @@ def _place(lane, size1, size2, stride0, stride1, stride2):
     return (outer // size1) * stride0 + (outer % size1) * stride1 + (lane % size2) * stride2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _draw_kernel(
     out,
     seed,
@@ -145,8 +147,6 @@ def draw(
     num = 4 if kind == "fine" else num  # both of its words are in one block
     blocks = triton.cdiv(num, 4)
     num_lanes = sizes[0] * sizes[1] * sizes[2] * blocks
-    if num_lanes == 0:
-        return out
     launch(
         _draw_kernel,
         triton.cdiv(num_lanes, BLOCK),
@@ -166,7 +166,7 @@ def draw(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lanes", "init_tag", "step_tag", "coin_tag", "seed_stride", "position_stride"])
 def _chain_kernel(
     initial,
     eps,
@@ -233,21 +233,20 @@ def chain(
     eps = torch.empty(rows, num_steps, channels, device=device)
     coins = torch.empty(rows, num_steps, device=device)
     num_lanes = rows * (triton.cdiv(channels, 4) * (1 + num_steps) + triton.cdiv(num_steps, 4))
-    if num_lanes:
-        launch(
-            _chain_kernel,
-            triton.cdiv(num_lanes, BLOCK),
-            initial,
-            eps,
-            coins,
-            seed,
-            position,
-            num_lanes,
-            num_steps,
-            channels,
-            *tags,
-            seed.stride(0),
-            position.stride(0),
-            BLOCK=BLOCK,
-        )
+    launch(
+        _chain_kernel,
+        triton.cdiv(num_lanes, BLOCK),
+        initial,
+        eps,
+        coins,
+        seed,
+        position,
+        num_lanes,
+        num_steps,
+        channels,
+        *tags,
+        seed.stride(0),
+        position.stride(0),
+        BLOCK=BLOCK,
+    )
     return initial, eps, coins

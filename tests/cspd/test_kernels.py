@@ -130,7 +130,7 @@ def after_calls(dtype):
     steps.window_step(x, out, torch.empty(9, 8, 16), scale, scale, None, column, column, torch.empty(11))
 
 
-LARGEST_REGISTERS = 128  # so that 16 warps of a program have room twice on a multiprocessor, at 64
+LARGEST_REGISTERS = 128  # a thread: with more, a program of 16 warps does not fit on a multiprocessor
 ANGLES = 32  # bytes of stack that cosine and sine would use for angles above 100,000, which no draw has
 WORK = {
     "draws": every_draw,
@@ -138,7 +138,7 @@ WORK = {
     **{
         f"{work.__name__} of {name}": lambda dtype, work=work, name=name: work(a_head(name, dtype=dtype), dtype=dtype)
         for work in (denoising_step, speculative_round)
-        for name in OFFICIAL
+        for name in ("mar_base", "mar_huge")
     },
     "wide window of many channels": lambda dtype: speculative_round(
         a_head("mar_base", 64, dtype), window=32, dtype=dtype
@@ -149,7 +149,7 @@ WORK = {
 @pytest.mark.slow  # compiles for a minute
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", WORK)
-def test_kernels_compile_without_spills(name, dtype, record_property):
+def test_kernels_compile_without_spills(name, dtype):
     knobs = pytest.importorskip("triton.knobs", reason="this Triton does not say where its tools are")
     try:
         cuobjdump = knobs.nvidia.cuobjdump.path
@@ -157,12 +157,12 @@ def test_kernels_compile_without_spills(name, dtype, record_property):
         pytest.skip(f"Triton has no cuobjdump here: {error}")
     with noted() as (launches, _):
         WORK[name](dtype)
-    for launch in {launch.kernel.__name__: launch for launch in launches}.values():
+    for launch in {(launch.kernel, launch.arguments.get("KIND")): launch for launch in launches}.values():
         compiled = launch.compiled()
         used = resources(compiled.asm["cubin"], cuobjdump)
         print(f"{launch.kernel.__name__} {used} {launch.options}")
         assert used["REG"] <= LARGEST_REGISTERS and used["LOCAL"] == 0, used
-        has_angles = "normal" in str(launch.arguments.get("KIND", "")) or launch.kernel is philox._chain_kernel
+        has_angles = launch.arguments.get("KIND") == "normal" or launch.kernel is philox._chain_kernel
         assert used["STACK"] <= (ANGLES if has_angles else 0), used
         if not has_angles:  # whether a draft is accepted depends on rounding
             assert "fma.rn.f32" not in compiled.asm["ptx"]
