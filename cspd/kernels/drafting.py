@@ -8,21 +8,30 @@ from torch import Tensor
 
 from cspd.kernels.launching import check_dense, launch
 
+STATE_ROWS = tl.constexpr(8)  # x_t, eps', x', v', and of the last step decided means and log sigmas of p and q
 SCALARS = tl.constexpr(5)  # columns of a draft table after those of `mix`: base_q, slope, mean_x, mean_eps, base_p
+
+
+@triton.jit
+def begin_of(chain, windows, left, waiting, WINDOW: tl.constexpr):
+    """(the step t that a chain is at, below 0 where it stands still, where its step 0 is in the list of all slots')."""
+    steps = tl.load(left + chain)
+    moving = steps > tl.load(waiting + chain)
+    return tl.where(moving, steps, 0) - 1, tl.load(windows + chain * WINDOW) + 1
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _before_kernel(
     table,
     draws,
+    windows,
     state,
-    t,
-    entry,
+    left,
+    waiting,
     inputs,
     last,
     at,
     num_rows,
-    NUM_STEPS: tl.constexpr,
     WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
@@ -36,25 +45,24 @@ def _before_kernel(
         tl.store(at + row, 0)
     else:
         chain, place = row // WINDOW, row % WINDOW
-        begin = tl.load(t + chain)
-        first_draw = tl.load(entry + chain) * NUM_STEPS
-        tl.store(at + row, first_draw + tl.maximum(begin - place, 0))
+        begin, first_place = begin_of(chain, windows, left, waiting, WINDOW)
+        tl.store(at + row, first_place + tl.maximum(begin - place, 0))
 
         # the noise of each step of the window, sigma_q eps_t
         j = tl.arange(0, WINDOW_BLOCK)
         is_step = j < WINDOW
-        scalars = table + (begin * WINDOW + j) * (WINDOW + 3 + SCALARS) + WINDOW + 3
+        scalars = table + ((begin + 1) * WINDOW + j) * (WINDOW + 3 + SCALARS) + WINDOW + 3
         base_q = tl.load(scalars, is_step, 0)
         slope = tl.load(scalars + 1, is_step, 0)
-        own = state + chain * 4 * CHANNELS + channel
+        own = state + chain * STATE_ROWS * CHANNELS + channel
         v = tl.load(own + 3 * CHANNELS, is_channel, 0)
-        draw = (first_draw + tl.maximum(begin - j, 0)) * (CHANNELS + 1)
+        draw = (first_place + tl.maximum(begin - j, 0)) * (CHANNELS + 1)
         both = is_step[:, None] & is_channel[None, :]
         eps_t = tl.load(draws + draw[:, None] + channel[None, :], both, 0)
         noise = tl.exp(base_q[:, None] + slope[:, None] * v[None, :]) * eps_t
 
         # 1. draft: y is mixed of x_t, eps', x' and the noise
-        mix = table + (begin * WINDOW + place) * (WINDOW + 3 + SCALARS)
+        mix = table + ((begin + 1) * WINDOW + place) * (WINDOW + 3 + SCALARS)
         x = tl.load(own, is_channel, 0)
         y = tl.load(mix) * x
         y += tl.load(mix + 1) * tl.load(own + CHANNELS, is_channel, 0)
@@ -69,37 +77,40 @@ def _before_kernel(
 
 
 def before_head(
-    table: Tensor, draws: Tensor, state: Tensor, t: Tensor, entry: Tensor, filled: int
+    table: Tensor, draws: Tensor, windows: Tensor, state: Tensor, left: Tensor, waiting: Tensor, filled: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Look-up and draft of R chains: what the head is called with.
 
     Args:
-        table: the draft's, float32 [T, W, 3 + W + 5]. draws: [E, T, d + 1]. state: [R, 4, d]. t, entry: int64 [R]. All
-            as in `draft_verify.move`.
+        table: the draft's, float32 [T + 1, W, 3 + W + 5], by the steps left; zeros where there are none.
+        draws: [C, T, d + 1], eps_t and the log of a uniform draw for the steps of C slots.
+        windows: int64 [R, W], where the windows of a chain with no step left would be in the flat list of these steps.
+        state: [R, 8, d], x_t and the anchor's eps', x' and v' first. left: int64 [R], the steps left.
+        waiting: int64 [R], above 0, and then not below `left`, for a chain that stands still.
         filled: rows of the head call, R W or more; those that are more are zeros.
 
     Returns:
-        (inputs [filled, d]: x_t, y_1 .. y_{W-1} of every chain; y_W [R, d]; int64 [filled], the row of each input in
-        flat tables [E T]).
+        (inputs [filled, d]: x_t, y_1 .. y_{W-1} of every chain; y_W [R, d]; int64 [filled], where each input's step is
+        in that list, and its row in tables of modulations).
     """
-    check_dense(table=table, draws=draws, state=state, t=t, entry=entry)
-    (num_steps, window, _), (num_chains, _, channels) = table.shape, state.shape
+    check_dense(table=table, draws=draws, windows=windows, state=state, left=left, waiting=waiting)
+    (_, window, _), (num_chains, _, channels) = table.shape, state.shape
     inputs = state.new_empty(filled, channels)
     last = state.new_empty(num_chains, channels)
-    at = t.new_empty(filled)
+    at = left.new_empty(filled)
     launch(
         _before_kernel,
         filled,
         table,
         draws,
+        windows,
         state,
-        t,
-        entry,
+        left,
+        waiting,
         inputs,
         last,
         at,
         num_chains * window,
-        NUM_STEPS=num_steps,
         WINDOW=window,
         CHANNELS=channels,
         WINDOW_BLOCK=triton.next_power_of_2(window),

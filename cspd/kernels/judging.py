@@ -13,27 +13,30 @@ import triton.language as tl
 from torch import Tensor
 
 from cspd.kernels.arithmetic import guided
-from cspd.kernels.drafting import SCALARS
+from cspd.kernels.drafting import SCALARS, STATE_ROWS, begin_of
 from cspd.kernels.launching import check_dense, launch
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 class After(NamedTuple):
-    """What `after_head` returns of R chains.
+    """What a round does to R chains; a chain that stands still stays as it is.
 
     Attributes:
-        left, decided: int64 [R]. rejected, unresolved: bool [R]. state: [R, 4, d]. All as in `draft_verify.Moved`.
-        gaussians: [4, R, d], mean and log sigma of p, then of q, of the last step decided.
+        state: [R, 8, d]: the state x_t; the anchor's eps', x' and v'; and of the last step decided, means and log
+            sigmas of the Gaussians p and q. Where no step is left, p's mean is the token.
+        left: int64 [R], the steps left.
+        waiting: int64 [R], T where `gaussian.residual` must draw the state before the chain can go on, otherwise 0.
+        place: int64 [R], the step that the round began at, in the flat list of all slots' steps.
+        record: int64 [R], how many steps were decided, negative if the last was resampled; 0 where a chain stood still.
         log_sigma: [R], log sigma_p summed over channels and the decided steps but step 0.
     """
 
-    left: Tensor
-    decided: Tensor
-    rejected: Tensor
-    unresolved: Tensor
     state: Tensor
-    gaussians: Tensor
+    left: Tensor
+    waiting: Tensor
+    place: Tensor
+    record: Tensor
     log_sigma: Tensor
 
 
@@ -48,7 +51,7 @@ def _judged(
     scale,
     chain,
     begin,
-    first_draw,
+    first_place,
     num_inputs,
     place,
     channel,
@@ -57,8 +60,7 @@ def _judged(
     CHANNELS: tl.constexpr,
     CLASSES: tl.constexpr,
 ):
-    """The states that a chain drafted at some places of its window, and both Gaussians there; place [n, 1], or [1, 1],
-    and channel [1, m].
+    """The states drafted at places [n, 1] of a chain's window, and both Gaussians there, for channels [1, m].
 
     Returns:
         (x before the step, eps, v, y, mean_p, log sigma_p, mean_q, log sigma_q, eps_t, log u).
@@ -80,7 +82,7 @@ def _judged(
 
     # the Gaussians
     is_place = place < WINDOW
-    scalars = table + (begin * WINDOW + place) * (WINDOW + 3 + SCALARS) + WINDOW + 3
+    scalars = table + ((begin + 1) * WINDOW + place) * (WINDOW + 3 + SCALARS) + WINDOW + 3
     base_q = tl.load(scalars, is_place, 0)
     slope = tl.load(scalars + 1, is_place, 0)
     mean_x = tl.load(scalars + 2, is_place, 0)
@@ -88,9 +90,9 @@ def _judged(
     base_p = tl.load(scalars + 4, is_place, 0)
     mean_p = mean_x * x + mean_eps * eps
     log_sigma_p = base_p + slope * v
-    anchor_v = tl.load(state + (chain * 4 + 3) * CHANNELS + channel, channel < CHANNELS, 0)
+    anchor_v = tl.load(state + (chain * STATE_ROWS + 3) * CHANNELS + channel, channel < CHANNELS, 0)
     log_sigma_q = base_q + slope * anchor_v
-    draw = (first_draw + tl.maximum(begin - place, 0)) * (CHANNELS + 1)
+    draw = (first_place + tl.maximum(begin - place, 0)) * (CHANNELS + 1)
     eps_t = tl.load(draws + draw + channel, inside, 0)
     mean_q = y - tl.exp(log_sigma_q) * eps_t
     log_uniform = tl.load(draws + draw + CHANNELS, is_place, 0)
@@ -101,19 +103,19 @@ def _judged(
 def _after_kernel(
     table,
     draws,
+    windows,
     state,
-    t,
-    entry,
+    left,
+    waiting,
     inputs,
     last,
     out,
     scale,
-    left,
-    decided,
-    rejected,
-    unresolved,
-    after,
-    gaussians,
+    state_after,
+    left_after,
+    waiting_after,
+    place_after,
+    record,
     log_sigma,
     num_inputs,
     NUM_STEPS: tl.constexpr,
@@ -124,9 +126,7 @@ def _after_kernel(
     CHANNEL_BLOCK: tl.constexpr,
 ):
     chain = tl.program_id(0).to(tl.int64)
-    num_chains = tl.num_programs(0)
-    begin = tl.load(t + chain)
-    first_draw = tl.load(entry + chain) * NUM_STEPS
+    begin, first_place = begin_of(chain, windows, left, waiting, WINDOW)
     place = tl.arange(0, WINDOW_BLOCK)[:, None]
     channel = tl.arange(0, CHANNEL_BLOCK)[None, :]
     inside = (place < WINDOW) & (channel < CHANNELS)
@@ -142,7 +142,7 @@ def _after_kernel(
         scale,
         chain,
         begin,
-        first_draw,
+        first_place,
         num_inputs,
         place,
         channel,
@@ -156,9 +156,9 @@ def _after_kernel(
     log_ratio = tl.sum(tl.where(inside, log_ratio, 0.0), axis=1)[:, None]
     accepted = (log_uniform < log_ratio) | (place >= begin)
     num_accepted = tl.min(tl.min(tl.where(accepted | (place >= WINDOW), WINDOW, place), axis=1), axis=0).to(tl.int64)
-    end = tl.minimum(begin, WINDOW - 1)
+    end = tl.minimum(begin, WINDOW - 1)  # below 0 where the chain stands still, and nothing is rejected
     is_rejected = num_accepted <= end
-    at = tl.minimum(num_accepted, end)
+    at = tl.maximum(tl.minimum(num_accepted, end), 0)
     is_traced = inside & (place <= at) & (place < begin)
     traced = tl.sum(tl.sum(tl.where(is_traced, log_sigma_p, 0.0), axis=1), axis=0)
 
@@ -175,7 +175,7 @@ def _after_kernel(
         scale,
         chain,
         begin,
-        first_draw,
+        first_place,
         num_inputs,
         one,
         channel,
@@ -198,32 +198,41 @@ def _after_kernel(
     is_left_open = tl.max(tl.max((log_uniform <= log_ratio).to(tl.int32), axis=1), axis=0) > 0
 
     # 5. go on from there; where step 0 was decided, p's mean is the token
-    left_over = begin - at - 1
-    x = tl.where(is_rejected, resampled, y)
-    x = tl.where(left_over < 0, mean_p, x)
-    tl.store(left + chain, left_over)
-    tl.store(decided + chain, at + 1)
-    tl.store(rejected + chain, is_rejected)
-    tl.store(unresolved + chain, is_rejected & is_left_open)
+    moving = begin >= 0
+    decided = tl.where(moving, at + 1, 0)
+    before = tl.load(left + chain)
+    tl.store(left_after + chain, before - decided)
+    tl.store(waiting_after + chain, tl.load(waiting + chain) + tl.where(is_rejected & is_left_open, NUM_STEPS, 0))
+    tl.store(place_after + chain, first_place - 1 + before)
+    tl.store(record + chain, tl.where(is_rejected, -decided, decided))
     tl.store(log_sigma + chain, traced)
-    to = after + chain * 4 * CHANNELS + channel
-    tl.store(to, x, is_channel)
-    tl.store(to + CHANNELS, eps, is_channel)
-    tl.store(to + 2 * CHANNELS, anchor, is_channel)
-    tl.store(to + 3 * CHANNELS, v, is_channel)
-    to = gaussians + chain * CHANNELS + channel
-    tl.store(to, mean_p, is_channel)
-    tl.store(to + num_chains * CHANNELS, log_sigma_p, is_channel)
-    tl.store(to + 2 * num_chains * CHANNELS, mean_q, is_channel)
-    tl.store(to + 3 * num_chains * CHANNELS, log_sigma_q, is_channel)
+    old = state + chain * STATE_ROWS * CHANNELS + channel
+    new = state_after + chain * STATE_ROWS * CHANNELS + channel
+    x = tl.where(is_rejected, resampled, y)
+    _store_row(new, old, 0, x, moving, is_channel, CHANNELS)
+    _store_row(new, old, 1, eps, moving, is_channel, CHANNELS)
+    _store_row(new, old, 2, anchor, moving, is_channel, CHANNELS)
+    _store_row(new, old, 3, v, moving, is_channel, CHANNELS)
+    _store_row(new, old, 4, mean_p, moving, is_channel, CHANNELS)
+    _store_row(new, old, 5, log_sigma_p, moving, is_channel, CHANNELS)
+    _store_row(new, old, 6, mean_q, moving, is_channel, CHANNELS)
+    _store_row(new, old, 7, log_sigma_q, moving, is_channel, CHANNELS)
+
+
+@triton.jit
+def _store_row(new, old, number, value, moving, is_channel, CHANNELS: tl.constexpr):
+    """A row of the state, which stays as it is where the chain stands still."""
+    kept = tl.load(old + number * CHANNELS, is_channel, 0)
+    tl.store(new + number * CHANNELS, tl.where(moving, value, kept), is_channel)
 
 
 def after_head(
     table: Tensor,
     draws: Tensor,
+    windows: Tensor,
     state: Tensor,
-    t: Tensor,
-    entry: Tensor,
+    left: Tensor,
+    waiting: Tensor,
     inputs: Tensor,
     last: Tensor,
     out: Tensor,
@@ -232,18 +241,18 @@ def after_head(
     """Steps 2 to 5 of a round of R chains, of the head's outputs.
 
     Args:
-        table, draws, state, t, entry: as given to `before_head`. inputs, last: as it returned them.
-        out: the head's (eps, v) [G, filled, 2d]; G = 2 with the null class second. scale: guidance [R], [R, 1, 1].
+        table .. waiting: as given to `before_head`. inputs, last: as it returned them.
+        out: the head's (eps, v) [G, filled, 2d]; G = 2 with the null class second. scale: guidance [R] or [R, 1, 1].
     """
-    check_dense(table=table, draws=draws, state=state, t=t, entry=entry, inputs=inputs, last=last, out=out, scale=scale)
-    (num_steps, window, _), (num_chains, _, channels) = table.shape, state.shape
+    check_dense(table=table, draws=draws, windows=windows, state=state, left=left, waiting=waiting)
+    check_dense(inputs=inputs, last=last, out=out, scale=scale)
+    (_, window, _), (num_chains, _, channels) = table.shape, state.shape
     made = After(
-        left=torch.empty_like(t),
-        decided=torch.empty_like(t),
-        rejected=torch.empty_like(t, dtype=torch.bool),
-        unresolved=torch.empty_like(t, dtype=torch.bool),
         state=torch.empty_like(state),
-        gaussians=torch.empty_like(state).view(4, num_chains, channels),
+        left=torch.empty_like(left),
+        waiting=torch.empty_like(left),
+        place=torch.empty_like(left),
+        record=torch.empty_like(left),
         log_sigma=state.new_empty(num_chains),
     )
     launch(
@@ -251,16 +260,17 @@ def after_head(
         num_chains,
         table,
         draws,
+        windows,
         state,
-        t,
-        entry,
+        left,
+        waiting,
         inputs,
         last,
         out,
         scale,
         *made,
         len(inputs),
-        NUM_STEPS=num_steps,
+        NUM_STEPS=draws.shape[1],
         WINDOW=window,
         CHANNELS=channels,
         CLASSES=len(out),

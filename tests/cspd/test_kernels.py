@@ -83,12 +83,13 @@ def denoising_step(head, rows=4, dtype=torch.float32):
 
 
 def speculative_round(head, chains=4, window=12, dtype=torch.float32):
-    table, state = torch.empty(NUM_STEPS, window, 8 + window), torch.empty(chains, 4, head.channels)
+    table, state = torch.empty(NUM_STEPS + 1, window, 8 + window), torch.empty(chains, 8, head.channels)
     draws = torch.empty(chains, NUM_STEPS, head.channels + 1)
-    t = entry = torch.empty(chains, dtype=torch.int64)
-    inputs, last, at = drafting.before_head(table, draws, state, t, entry, filled(chains * window))
+    windows, left = torch.empty(chains, window, dtype=torch.int64), torch.empty(chains, dtype=torch.int64)
+    given = table, draws, windows, state, left, left
+    inputs, last, at = drafting.before_head(*given, filled(chains * window))
     out = head_kernels.denoise(head, inputs, layers_of(head, chains * NUM_STEPS, dtype), at)
-    judging.after_head(table, draws, state, t, entry, inputs, last, out, torch.empty(chains))
+    judging.after_head(*given, inputs, last, out, torch.empty(chains))
 
 
 @pytest.mark.parametrize("name", OFFICIAL)

@@ -8,7 +8,7 @@ import torch
 from cspd.continuous.draft_verify import Lookup, draft_table, move
 from cspd.kernels.drafting import before_head
 from cspd.kernels.judging import after_head
-from mar.head import filled
+from mar.head import fill, filled
 
 NUM_STEPS = 12
 
@@ -30,28 +30,24 @@ def a_round(num_chains, channels, window):
 
 
 def head_near_the_draft(table, draws, state, t, entry, classes, of_mean, of_sigma):
-    """In place of a head the outputs that would make p equal to q, and random errors of eps and of log sigma."""
-    num_chains, _, channels = state.shape
-    window = table.shape[1]
+    """(Its inputs, y_W, in place of a head the outputs that would make p equal to q, but for random errors).
 
-    def denoise(inputs, modulations):
-        rows = table[t]
-        base_q, slope, mean_x, mean_eps, base_p = rows[..., 3 + window :].unsqueeze(-1).unbind(2)
-        steps = (t.unsqueeze(1) - torch.arange(window)).clamp(min=0)
-        noise = (base_q + slope * state[:, 3:]).exp() * draws[entry.unsqueeze(1), steps][..., :channels]
-        x = inputs[: num_chains * window].view(num_chains, window, channels)
-        last = (rows[:, -1, : 3 + window].unsqueeze(-1) * torch.cat([state[:, :3], noise], 1)).sum(1, keepdim=True)
-        y = torch.cat([x[:, 1:], last], dim=1)
-        eps = torch.nan_to_num((y - noise - mean_x * x) / mean_eps)
-        v = torch.nan_to_num((base_q + slope * state[:, 3:] - base_p) / slope)
-        eps = eps + of_mean * torch.randn(classes, *x.shape)
-        v = v + torch.nan_to_num(of_sigma / slope, posinf=0) * torch.randn(classes, *x.shape)
-        out = torch.cat([eps, v], dim=-1)
-        padding = torch.zeros(classes, len(inputs) - num_chains * window, 2 * channels)
-        return torch.cat([out.flatten(1, 2), padding], dim=1)
-
-    torch.manual_seed(1)
-    return types.SimpleNamespace(denoise=denoise, split=lambda layers: layers)
+    Args:
+        of_mean, of_sigma: how large the errors are, of eps and of log sigma_p.
+    """
+    channels, window = state.shape[2], table.shape[1]
+    rows = table[t]
+    base_q, slope, mean_x, mean_eps, base_p = rows[..., 3 + window :].unsqueeze(-1).unbind(2)
+    steps = (t.unsqueeze(1) - torch.arange(window)).clamp(min=0)
+    noise = (base_q + slope * state[:, 3:]).exp() * draws[entry.unsqueeze(1), steps][..., :channels]
+    y = (rows[..., : 3 + window].unsqueeze(-1) * torch.cat([state[:, :3], noise], 1).unsqueeze(1)).sum(2)
+    x = torch.cat([state[:, :1], y[:, :-1]], dim=1)
+    eps = torch.nan_to_num((y - noise - mean_x * x) / mean_eps)
+    v = torch.nan_to_num((base_q + slope * state[:, 3:] - base_p) / slope)
+    eps = eps + of_mean * torch.randn(classes, *x.shape)
+    v = v + torch.nan_to_num(of_sigma / slope, posinf=0) * torch.randn(classes, *x.shape)
+    out = fill(torch.cat([eps, v], dim=-1).flatten(1, 2))
+    return x, y[:, -1], types.SimpleNamespace(denoise=lambda x, layers: out, split=lambda layers: layers)
 
 
 SPREADS = {"of the mean": (0.1, 0.0), "of sigma": (0.01, 0.3), "not a number": (float("nan"), 0.0)}
@@ -71,29 +67,45 @@ def test_rounds_agree(num_chains, classes, channels, window, spread):
     table, draws, state, t, entry, scale = a_round(num_chains, channels, window)
     steps = (torch.arange(NUM_STEPS).unsqueeze(1) - torch.arange(window)).clamp(min=0)
     begin = torch.arange(num_chains) * window
-    head = head_near_the_draft(table, draws, state, t, entry, classes, *SPREADS[spread])
+    x, y_last, head = head_near_the_draft(table, draws, state, t, entry, classes, *SPREADS[spread])
     expected = move(head, Lookup(table, steps), draws, [], state, t, entry, scale, begin, trace_sigma=True)
 
-    rows = num_chains * window
-    inputs, last, at = before_head(table, draws, state, t, entry, filled(rows))
-    assert torch.equal(at[:rows], (steps[t] + (entry * NUM_STEPS).unsqueeze(1)).flatten())
+    # the kernels take the steps left, and places in the list of all slots' steps; the second chain waits
+    left, waiting = t + 1, torch.zeros_like(t)
+    waiting[1:2] = NUM_STEPS
+    windows = (entry * NUM_STEPS).unsqueeze(1) - torch.arange(1, window + 1)
+    table = torch.cat([torch.zeros_like(table[:1]), table])
+    old = torch.cat([state, torch.randn(num_chains, 4, channels)], dim=1)
+    given = table, draws, windows, old, left, waiting
+    rows, moving = num_chains * window, waiting == 0
+    inputs, last, at = before_head(*given, filled(rows))
+    own_at = at[:rows].view(num_chains, window)
+    assert torch.equal(own_at[moving], (steps[t] + (entry * NUM_STEPS).unsqueeze(1))[moving])
     assert not at[rows:].any() and not inputs[rows:].any()
-    out = head_near_the_draft(table, draws, state, t, entry, classes, *SPREADS[spread]).denoise(inputs, [])
-    after = after_head(table, draws, state, t, entry, inputs, last, out, scale)
+    torch.testing.assert_close(inputs[:rows].view_as(x)[moving], x[moving], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last[moving], y_last[moving], rtol=1e-5, atol=1e-5)
+    after = after_head(*given, inputs, last, head.denoise(inputs, []), scale)
 
-    for name in ("left", "decided", "rejected", "unresolved"):
-        assert torch.equal(getattr(after, name), getattr(expected, name)), name
+    assert torch.equal(after.left, torch.where(moving, expected.left + 1, left))
+    assert torch.equal(after.record, expected.record * moving)
+    assert torch.equal(after.waiting, waiting + NUM_STEPS * (expected.unresolved & moving))
+    assert torch.equal(after.place, entry * NUM_STEPS + t)
     if num_chains == 33 and spread != "not a number":  # else it would not be a test of them
         assert 0 < expected.rejected.sum() < num_chains and expected.decided.max() > 1
         assert spread == "of the mean" or expected.unresolved.any()
-    pairs = [(after.state, expected.state), *zip(after.gaussians, (*expected.p, *expected.q))]
+    assert torch.equal(after.state[~moving], old[~moving])
+    ended = expected.left < 0  # their token is p's mean; the state itself is of no more use
+    wanted_state = torch.cat([expected.state, torch.stack([*expected.p, *expected.q], dim=1)], dim=1)
+    after.state[ended, 0] = wanted_state[ended, 0]
+    pairs = [(after.state[moving], wanted_state[moving])]
     if spread != "not a number":  # there 0 times NaN is NaN by PyTorch, and no image is made of it
-        pairs.append((after.log_sigma, expected.log_sigma))
+        pairs.append((after.log_sigma[moving], expected.log_sigma[moving]))
     for found, wanted in pairs:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_what_is_not_contiguous_is_an_error():
-    table, draws, state, t, entry, _ = a_round(3, 5, 2)
+    table, draws, state, t, _, _ = a_round(3, 5, 2)
+    windows = torch.zeros(3, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"state .* has strides"):
-        before_head(table, draws, state.transpose(0, 1).contiguous().transpose(0, 1), t, entry, 8)
+        before_head(table, draws, windows, state.mT.contiguous().mT, t, t, 8)
