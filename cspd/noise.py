@@ -139,7 +139,7 @@ def normal(
 def _drawn_by_kernel(
     kind: str, seed: Tensor, purpose: Tensor | int, position: Tensor, step: Tensor | int, index: Tensor | int, num: int
 ) -> Tensor:
-    """Draws in one launch: the same bits, and normals that agree to two roundings."""
+    """Draws in one launch: the same bits, and normals that agree to a few roundings."""
     from cspd.kernels import philox as kernel
 
     if isinstance(index, int):

@@ -1,7 +1,7 @@
 """The draws of `cspd.noise`, one launch each: Philox4x32-10 in 32-bit arithmetic, and Box-Muller.
 
 The random words are those of `noise.bits`, bit for bit, and so are uniform draws. Normals agree with those of PyTorch
-to about two roundings of float32: logarithm, cosine and sine of two libraries differ in their last bit.
+to a few roundings of float32 (1e-6): logarithm, cosine and sine of two libraries differ in their last bit.
 """
 
 from __future__ import annotations
