@@ -70,14 +70,9 @@ def noted() -> Iterator[tuple[list[Launch], list[str]]]:
         yield launches, operations.names
 
 
-@contextlib.contextmanager
-def pretended_h100() -> Iterator[None]:
+def pretended_h100() -> contextlib.AbstractContextManager[Any]:
     """Inside it Triton compiles for an H100."""
-    triton.runtime.driver.set_active(H100())
-    try:
-        yield
-    finally:
-        triton.runtime.driver.reset_active()
+    return mock.patch.object(type(triton.runtime.driver), "active", H100())
 
 
 def resources(cubin: bytes, cuobjdump: str) -> dict[str, int]:
