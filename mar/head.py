@@ -87,7 +87,6 @@ class Head(nn.Module):
     """
 
     FLOAT32 = ("time_embed", "cond_embed")  # under every precision: all of a chain's steps rest on them
-    fused: Callable[..., Tensor] | None = None
 
     def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
         super().__init__()
@@ -97,6 +96,7 @@ class Head(nn.Module):
         self.input_proj = nn.Linear(channels, width)
         self.res_blocks = nn.ModuleList(ResBlock(width) for _ in range(depth))
         self.final_layer = FinalLayer(width, 2 * channels)
+        self.fused: Callable[..., Tensor] | None = None
         self._init_weights()
 
     def _init_weights(self) -> None:
