@@ -102,7 +102,7 @@ def enter(
     Returns:
         (x [N, width] float32, what the wide product takes [G, N, width], in its weights' precision).
     """
-    check_dense(tokens=tokens)
+    tokens = tokens.contiguous()
     shift, scale, _ = modulation
     num_rows, width = len(tokens), shift.shape[-1]
     stream = tokens.new_empty(num_rows, width, dtype=torch.float32)

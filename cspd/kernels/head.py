@@ -212,7 +212,7 @@ def ancestral_step(
     slope: float,
 ) -> Tensor:
     """`denoise` and then `steps.ancestral_step`, without a launch for it: the state [N, d] after a step."""
-    check_dense(noise=noise, scale=scale)
+    x, noise, scale = (tensor.contiguous() for tensor in (x, noise, scale))
     last = _through_blocks(head, x, modulations, None)
     after = torch.empty_like(x)
     numbers = float(mean_x), float(mean_eps), float(slope)

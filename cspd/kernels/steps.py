@@ -39,7 +39,7 @@ def ancestral_step(
         x: [R, d] float32. out: the head's (eps, v) [G, R, 2d], of any precision; G = 2 with the null class second.
         noise: sigma_t eps_t [R, d] but for the part of v. scale: s of each row [R, 1].
     """
-    check_dense(x=x, out=out, noise=noise, scale=scale)
+    x, out, noise, scale = (tensor.contiguous() for tensor in (x, out, noise, scale))
     after = x.new_empty(x.shape)
     arguments = (x, out, noise, scale, after, float(mean_x), float(mean_eps), float(slope), x.numel(), x.shape[1])
     launch(_ancestral_kernel, triton.cdiv(x.numel(), BLOCK), *arguments, CLASSES=len(out), BLOCK=BLOCK)
@@ -108,7 +108,8 @@ def window_step(
         scale, temperature: of each row [R, 1]. difference: what guidance added last, [R, d]; None without guidance.
         base, slope: of the window's steps, [n, 1, 1]. mix: the state's weights [2 + n] on x, eps and the noise.
     """
-    check_dense(x=x, out=out, noise=noise, scale=scale, temperature=temperature, base=base, slope=slope, mix=mix)
+    x, out, noise, scale, temperature = (tensor.contiguous() for tensor in (x, out, noise, scale, temperature))
+    check_dense(base=base, slope=slope, mix=mix)
     if len(out) == 2:
         difference = x.new_empty(x.shape)
     after = x.new_empty(x.shape)
