@@ -1,4 +1,4 @@
-"""The command line: `cspd sample | compare | tune | evaluate | bench | calibrate | methods`."""
+"""The command line: `cspd sample | compare | tune | evaluate | bench | gpu-check | calibrate | methods`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ examples:
       FID, Inception score, KID, precision, recall and class accuracy of 500 images; many GPUs: docs/evaluate.md
   cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
       how fast this machine is, against plain MAR and MAR's sampler as published; `cspd bench --vq`: VQ methods
+  cspd gpu-check --out gpu.json --minutes 9
+      whether this GPU computes what a CPU does, and how fast every size is on it; no files are needed
   cspd calibrate --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt
       what `speculative` does on first use, ahead of time
   cspd methods
@@ -36,7 +38,16 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from cspd.commands import bench, calibrate, compare, evaluate, methods, sample, tune  # takes seconds: see `main`
+    from cspd.commands import (
+        bench,
+        calibrate,
+        compare,
+        evaluate,
+        gpu_check,
+        methods,
+        sample,
+        tune,
+    )  # takes seconds: see `main`
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
@@ -47,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cspd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (sample, compare, tune, evaluate, bench, calibrate, methods):
+    for command in (sample, compare, tune, evaluate, bench, gpu_check, calibrate, methods):
         command.add(commands)
     return parser
 
@@ -55,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns the exit status.
 
-    That is 0, or 2 after an error of the user's, which is printed in one line, or 128 + n after signal n, with what was
-    done and how to go on.
+    That is 0, or 1 where a check failed, or 2 after an error of the user's, which is printed in one line, or 128 + n
+    after signal n, with what was done and how to go on.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show does not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -78,7 +89,7 @@ def _run(argv: list[str] | None) -> int:
 
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        status = args.run(args)
         sys.stdout.flush()  # while an error can still be told
     except BrokenPipeError:
         raise
@@ -90,7 +101,7 @@ def _run(argv: list[str] | None) -> int:
             anew = " without --overwrite" if args.overwrite else ""
             stop.done += f"; the same command{anew} goes on from here"
         raise
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def sample(
     num_sampling_steps: int = 100,
     order: Tensor | None = None,
     noise: Callable[[Tensor, int], Tensor] | None = None,
+    iterations: range | None = None,
 ) -> Tensor:
     """Samples one batch, all sequences in lockstep.
 
@@ -76,6 +77,7 @@ def sample(
         order: int64 [B, L], first generated first; random by default.
         noise: maps (mask of the predicted tokens [B, L], t) to their draws [N, d], row by row; t = T asks for x_T.
             torch's global generator by default.
+        iterations: those of the `num_iter` that are run, by default all; tokens of the others are 0. To time some.
 
     Returns:
         Tokens [B, L, d].
@@ -94,6 +96,9 @@ def sample(
         left = max(1, min(int(mask[0].sum()) - 1, left))
         next_mask = rank >= length - left
         predicted = mask if k == num_iter - 1 else mask & ~next_mask
+        if iterations is not None and k not in iterations:
+            mask = next_mask
+            continue
 
         # z of every position; with guidance the second half of the batch has the null class
         embedding = model.class_emb(labels)

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors import safe_open
 
+from cspd.gpu_check.golden import FOLDER, Golden, golden_mar
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.tokenizer import VQConfig, VQModel
-from mar.model import MAR, MARConfig
+from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
     prefix="cspd-tests-"
 )  # costs, and calibrations of small models, are made anew
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
-GOLDEN = Path(__file__).parent / "golden"
-
-
-class Golden(dict):
-    """Tensors of a golden file by name, and its config."""
-
-    def __init__(self, name: str) -> None:
-        with safe_open(GOLDEN / name, "pt") as file:
-            super().__init__({key: file.get_tensor(key) for key in file.keys()})
-            self.config = json.loads(file.metadata()["config"])
-        self.weights = {key.removeprefix("model."): value for key, value in self.items() if key.startswith("model.")}
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest deviation over largest magnitude."""
-    assert actual.shape == expected.shape
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
+GOLDEN = FOLDER
 
 
 @pytest.fixture(scope="session")
@@ -51,22 +32,7 @@ def vae_golden() -> Golden:
 
 @pytest.fixture(scope="session")
 def small_mar(mar_golden: Golden) -> MAR:
-    c = mar_golden.config
-    config = MARConfig(
-        img_size=c["img"],
-        vae_stride=c["stride"],
-        patch_size=c["patch"],
-        vae_embed_dim=c["C"],
-        embed_dim=c["D"],
-        depth=c["L"],
-        num_heads=c["H"],
-        buffer_size=c["buf"],
-        diffloss_w=c["w"],
-        diffloss_d=c["d"],
-    )
-    model = MAR(config)
-    model.load_state_dict(mar_golden.weights)
-    return model.eval().requires_grad_(False)
+    return golden_mar(mar_golden)
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,11 @@ from cspd.listing import markdown_table, options_table
 
 ROOT = Path(__file__).parent.parent
 ROOMS = [  # a room may import from those below it, and within itself; rooms of one line are beside each other
-    ["cspd"],
+    ["cspd", "cspd.__main__"],
     ["cspd.cli"],
     ["cspd.commands"],
     ["cspd.listing"],
+    ["cspd.gpu_check"],
     ["cspd.comparison", "cspd.bench"],
     ["cspd.evaluation"],
     ["cspd.loading"],

@@ -1,0 +1,35 @@
+"""The windows that the cost model chooses on this device, and what it knows of the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cspd.continuous.costs import measure
+from cspd.gpu_check.models import embedded, random_mar
+from cspd.gpu_check.settings import Cases, Settings
+from cspd.precision import Precision
+from cspd.sequence import Request
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ITERATIONS = (256, 64, 16)
+
+
+def cases(settings: Settings) -> Cases:
+    return {size: lambda size=size: _windows(settings, size) for size in settings.scale.mars}
+
+
+def _windows(settings: Settings, size: str) -> dict[str, Any]:
+    """The window by K and batch, with the embedded model's acceptance, and the costs that they are chosen by."""
+    steps, config = settings.scale.steps, settings.scale.mars[size]
+    engine = embedded(settings, "MAR", 1, settings.device)
+    request = engine.check(Request(0, method="speculative", num_sampling_steps=steps, window=0))
+    calibration = engine.host.tuning.calibrations["target"].get(request)
+    head = random_mar(settings, config, settings.device).target.head
+    costs = measure(head, True, settings.device, Precision("bf16", settings.device))
+    chosen = {}
+    for num_iter in ITERATIONS:
+        tokens = config.seq_len / num_iter
+        windows = {str(batch): costs.window(steps, batch * tokens, calibration) for batch in BATCHES}
+        chosen[f"K = {num_iter}"] = windows
+    return {"windows": chosen, "costs": dataclasses.asdict(costs)}

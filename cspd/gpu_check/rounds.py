@@ -1,0 +1,123 @@
+"""Rounds of sequences that are anywhere in their images, and how long they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cspd.continuous.schedule import timetable
+from cspd.engine import Engine
+from cspd.gpu_check.settings import Settings
+from cspd.lookup import method_of
+from cspd.precision import Stopwatch
+from cspd.sequence import Request, RoundStats, Sequence
+
+SHARES = (0.0, 0.25, 0.5, 0.75)  # of an image's tokens that are known where rounds are timed
+
+
+@dataclass
+class Batch:
+    """Sequences that fill an engine's slots.
+
+    Attributes:
+        sequences: those that are not finished.
+    """
+
+    engine: Engine
+    sequences: list[Sequence]
+
+    @torch.inference_mode()
+    def round(self) -> None:
+        """A round, of which nothing is decoded; none where all are finished."""
+        if not self.sequences:
+            return
+        host, request = self.engine.host, self.sequences[0].request
+        finished = method_of(request).run_round(host, self.sequences, Stopwatch(self.engine.device))
+        self.sequences = [sequence for sequence in self.sequences if sequence not in finished]
+
+
+def starts(request: Request, seq_len: int, num: float | None = None) -> np.ndarray:
+    """Tokens known before each round of an image: by the request's timetable, or `num` more each time."""
+    if num is not None:
+        return np.arange(0, seq_len, num)
+    masked = timetable(request, seq_len).masked
+    return seq_len - np.concatenate([[seq_len], masked[:-1]])
+
+
+def iteration_at(before: np.ndarray, known: float) -> int:
+    """The first iteration, from 0, at whose start so many tokens are known, or the last."""
+    return min(int(np.searchsorted(before, known)), len(before) - 1)
+
+
+@torch.inference_mode()
+def batch_at(engine: Engine, request: Request, share: float) -> Batch:
+    """Every slot of the engine with a sequence that knows this share of its tokens, whatever these are."""
+    host = engine.host
+    method, iteration = method_of(request), 0
+    known = int(share * host.seq_len)
+    if host.family == "MAR":
+        before = starts(request, host.seq_len)
+        iteration = iteration_at(before, known)
+        known = int(before[iteration])
+    host.clear()
+    sequences = []
+    for slot in range(engine.num_slots):
+        own = request.but(label=slot % host.num_classes, seed=slot)
+        sequences.append(
+            Sequence(
+                own,
+                ticket=slot,
+                slot=slot,
+                key=method.round_key(own),
+                iteration=iteration,
+                num_known=known,
+                stats=RoundStats(guarantee=method.guarantee_of(own)),
+            )
+        )
+    host.admit(sequences)
+    return Batch(engine, sequences)
+
+
+def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tuple[dict[int, float], float]:
+    """Seconds of a round of all slots by tokens known at its start, and how many tokens a sequence's round commits.
+
+    Where sequences are at different iterations, as those of `speculative`, a round is an iteration of one of them.
+    """
+    seconds, committed = {}, []
+    for share in SHARES:
+        batch = batch_at(engine, request, share)
+        everyone = list(batch.sequences)
+        known = everyone[0].num_known
+        _run(batch, settings.scale.warm_ups)
+        before = sum(s.iteration for s in everyone), sum(s.num_known for s in everyone)
+        spent = timed(settings, lambda: _run(batch, settings.scale.rounds))  # noqa: B023
+        rounds = sum(s.iteration for s in everyone) - before[0]
+        if rounds:  # none is left to be timed of an image that is almost done
+            seconds[known] = spent * len(everyone) / rounds
+            committed.append((sum(s.num_known for s in everyone) - before[1]) / rounds)
+    engine.host.clear()
+    return seconds, float(np.mean(committed))
+
+
+def _run(batch: Batch, rounds: int) -> None:
+    for _ in range(rounds):
+        batch.round()
+
+
+def timed(settings: Settings, work: Callable[[], object]) -> float:
+    """Seconds until the device has done some work."""
+    settings.synchronize()
+    start = time.perf_counter()
+    work()
+    settings.synchronize()
+    return time.perf_counter() - start
+
+
+def image_ms(seconds: dict[int, float], known: np.ndarray, batch: int) -> float:
+    """Milliseconds of an image in a batch: its rounds, which begin at `known` tokens, as those that were timed."""
+    each = np.interp(known, list(seconds), list(seconds.values()))
+    return 1000 * float(each.sum()) / batch
