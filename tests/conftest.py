@@ -7,7 +7,8 @@ import tempfile
 
 import pytest
 
-from cspd.gpu_check.golden import FOLDER, Golden, golden_mar
+from cspd.gpu_check.golden import FOLDER as GOLDEN  # noqa: F401 - for tests to take from here, as relative_error
+from cspd.gpu_check.golden import Golden, golden_mar, relative_error  # noqa: F401
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.tokenizer import VQConfig, VQModel
 from mar.model import MAR
@@ -17,7 +18,6 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
     prefix="cspd-tests-"
 )  # costs, and calibrations of small models, are made anew
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
-GOLDEN = FOLDER
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 from cspd.continuous.costs import measure
-from cspd.gpu_check.models import embedded, random_mar
+from cspd.gpu_check.models import embedded, random_model
 from cspd.gpu_check.settings import Cases, Settings
 from cspd.precision import Precision
 from cspd.sequence import Request
+from mar.model import MAR
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ITERATIONS = (256, 64, 16)
@@ -25,7 +26,7 @@ def _windows(settings: Settings, size: str) -> dict[str, Any]:
     engine = embedded(settings, "MAR", 1, settings.device)
     request = engine.check(Request(0, method="speculative", num_sampling_steps=steps, window=0))
     calibration = engine.host.tuning.calibrations["target"].get(request)
-    head = random_mar(settings, config, settings.device).target.head
+    head = random_model(MAR, config, settings.device).head
     costs = measure(head, True, settings.device, Precision("bf16", settings.device))
     chosen = {}
     for num_iter in ITERATIONS:

@@ -26,7 +26,7 @@ def format_report(report: dict[str, Any]) -> str:
     for part in TIMES:
         rows = list(_times(report, part))
         if rows:
-            titles = [part, "ms an image", f"x {TIMES[part]}", "x limit", "GiB"]
+            titles = [f"{part}, of a few rounds", "ms an image", f"x {TIMES[part]}", "x limit", "GiB"]
             lines += [tabulate(rows, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")), ""]
     lines += [_top(report["parts"].get("top kernels", {}))]
     left = sum(LEFT_OUT in result for cases in report["parts"].values() for result in cases.values())

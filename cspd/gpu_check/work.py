@@ -17,10 +17,10 @@ from mar.model import MARConfig
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations and bytes."""
+    """Floating-point operations and bytes; arrays [K] where they are of K iterations."""
 
-    flops: float = 0.0
-    bytes: float = 0.0
+    flops: float | np.ndarray = 0.0
+    bytes: float | np.ndarray = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.bytes + other.bytes)
@@ -28,21 +28,21 @@ class Work:
     def __mul__(self, times: float) -> Work:
         return Work(self.flops * times, self.bytes * times)
 
-    def least_seconds(self, peak: float, bandwidth: float) -> float:
-        """On a device of so many operations and bytes a second, if it does both at once."""
-        return max(self.flops / peak, self.bytes / bandwidth)
+    def sum(self) -> Work:
+        """Of all iterations."""
+        return Work(float(np.sum(self.flops)), float(np.sum(self.bytes)))
 
 
-def product(rows: float, inner: int, outer: int, size: int) -> Work:
+def product(rows: float | np.ndarray, inner: int, outer: int, size: int) -> Work:
     """[rows, inner] by weights [inner, outer], numbers of `size` bytes."""
     return Work(2 * rows * inner * outer, size * (rows * inner + inner * outer + rows * outer))
 
 
-def _attention(sequences: float, queries: float, keys: float, dim: int, size: int) -> Work:
+def _attention(sequences: float, queries: float | np.ndarray, keys: float | np.ndarray, dim: int, size: int) -> Work:
     return Work(4 * sequences * queries * keys * dim, 2 * size * sequences * (queries + keys) * dim)
 
 
-def backbone(config: MARConfig, sequences: float, known: float, size: int) -> Work:
+def backbone(config: MARConfig, sequences: float, known: float | np.ndarray, size: int) -> Work:
     """A call of MAR's backbone, of sequences that know so many tokens."""
     dim, total = config.embed_dim, Work()
     for tokens in (config.buffer_size + known, config.buffer_size + config.seq_len):  # encoder, decoder
@@ -58,12 +58,12 @@ def modulation_floats(config: MARConfig) -> int:
     return (3 * config.diffloss_d + 2) * config.diffloss_w
 
 
-def modulations(config: MARConfig, rows: float, size: int) -> Work:
+def modulations(config: MARConfig, rows: float | np.ndarray, size: int) -> Work:
     """What modulates so many rows, made from their conditions."""
     return product(rows, config.diffloss_w, modulation_floats(config), size)
 
 
-def denoise(config: MARConfig, rows: float, size: int) -> Work:
+def denoise(config: MARConfig, rows: float | np.ndarray, size: int) -> Work:
     """A head call of so many rows, whose modulations are there."""
     width, channels = config.diffloss_w, config.token_dim
     blocks = product(rows, width, width, size) * (2 * config.diffloss_d)
@@ -86,7 +86,7 @@ class Chains:
     classes: float = 2.0
     anew: bool = False
 
-    def work(self, config: MARConfig, tokens: float, size: int) -> Work:
+    def work(self, config: MARConfig, tokens: float | np.ndarray, size: int) -> Work:
         """Of so many tokens together."""
         call = denoise(config, tokens * self.classes * self.width, size)
         if self.anew:
@@ -94,17 +94,21 @@ class Chains:
         return call * self.calls + modulations(config, tokens * self.classes * self.steps, size)
 
 
+def iterations(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens known before each of MAR's iterations, and predicted in it, float64 [K]."""
+    masked, _ = cosine(num_iter, seq_len)
+    before = np.concatenate([[seq_len], masked[:-1]]).astype(np.float64)
+    return seq_len - before, before - masked
+
+
 def mar_image(config: MARConfig, batch: int, num_iter: int, chains: Chains, size: int) -> Work:
     """An image by MAR with guidance, in a batch."""
-    masked, _ = cosine(num_iter, config.seq_len)
-    before = np.concatenate([[config.seq_len], masked[:-1]])
-    total = Work()
-    for known, tokens in zip((config.seq_len - before).tolist(), (before - masked).tolist()):
-        total += backbone(config, 2 * batch, known, size) + chains.work(config, batch * tokens, size)
-    return total * (1 / batch)
+    known, tokens = iterations(num_iter, config.seq_len)
+    work = backbone(config, 2 * batch, known, size) + chains.work(config, batch * tokens, size)
+    return work.sum() * (1 / batch)
 
 
-def gpt_forward(config: GPTConfig, sequences: float, nodes: float, known: float, size: int) -> Work:
+def gpt_forward(config: GPTConfig, sequences: float, nodes: float, known: float | np.ndarray, size: int) -> Work:
     """A forward of a GPT over so many codes of each sequence, after those that are known."""
     dim, hidden, rows = config.dim, config.hidden_dim, sequences * nodes
     layer = product(rows, dim, 3 * dim, size) + product(rows, dim, dim, size)
@@ -115,7 +119,5 @@ def gpt_forward(config: GPTConfig, sequences: float, nodes: float, known: float,
 
 def gpt_image(config: GPTConfig, batch: int, codes_a_round: float, nodes: float, size: int) -> Work:
     """An image's codes with guidance, in a batch: the target's forwards alone, of a root and drafted nodes."""
-    total = Work()
-    for known in np.arange(0, config.block_size, codes_a_round).tolist():
-        total += gpt_forward(config, 2 * batch, nodes, known, size)
-    return total * (1 / batch)
+    known = np.arange(0, config.block_size, codes_a_round)
+    return gpt_forward(config, 2 * batch, nodes, known, size).sum() * (1 / batch)

@@ -1,0 +1,226 @@
+"""How long MAR should take on a GPU, from counts: launches, bytes, operations and waits. Nothing here was measured.
+
+python scripts/gpu_costs.py          prints the table
+python scripts/gpu_costs.py --write  puts it into docs/gpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tabulate import tabulate
+
+from cspd.gpu_check.work import Work, backbone, denoise, iterations, modulation_floats, modulations
+from mar.model import MARConfig
+from mar.registry import MARS
+
+DOCS = Path(__file__).parent.parent / "docs" / "gpu.md"
+STEPS = 100  # T
+SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
+BATCHES, ITERATIONS = (1, 8, 64, 256), (64, 256)
+HEAD_CALLS = 10  # N of `calibrated`
+CALLS = {12: 11.4, 24: 8.1}  # head calls per token by W, of the embedded model: docs/benchmarks.md
+LONGEST = 1.08  # rounds until an iteration's tokens are done, over a token's own
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU and its host: the constants of the model.
+
+    Attributes:
+        launch: seconds of the host for a kernel. wait: seconds lost where the host waits for the device. kernel:
+            seconds that the smallest kernel takes on the device, also in a graph. replay: of the host for a graph.
+        bandwidth: bytes a second. peak: operations a second.
+        size: bytes of a number in matrix products; table_size: of one in the table of modulations.
+    """
+
+    launch: float = 5e-6
+    wait: float = 10e-6
+    kernel: float = 2e-6
+    replay: float = 10e-6
+    bandwidth: float = 4.3e12
+    peak: float = 500e12
+    size: int = 2
+    table_size: int = 4
+
+
+H200 = Device()
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of each piece of work: `fixed` and `per_layer` of them; and how often the host waits.
+
+    Attributes:
+        backbone: a call, by layers of encoder and decoder. step: a denoising step with its modulations there, by blocks
+            of the head. round: a round of speculation, by blocks. start: what comes before an iteration's first step.
+        published_backbone, published_step: the same of the published sampler.
+        waits: of an iteration. published_waits: of a step of the published sampler.
+    """
+
+    backbone: tuple[int, int] = (30, 10)
+    step: tuple[int, int] = (8, 6)
+    round: tuple[int, int] = (48, 7)
+    start: tuple[int, int] = (155, 6)
+    published_backbone: tuple[int, int] = (33, 10)
+    published_step: tuple[int, int] = (63, 9)
+    waits: int = 1
+    published_waits: int = 9
+
+
+KERNELS = Kernels()
+
+
+def count(kernels: tuple[int, int], layers: int) -> int:
+    """Kernels of work on so many layers."""
+    fixed, per_layer = kernels
+    return fixed + per_layer * layers
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of every iteration: its kernels, their work [K], and waits of the host; and how often it is repeated."""
+
+    kernels: float
+    work: Work
+    times: float = 1.0
+    waits: float = 0.0
+
+    def on_device(self, device: Device) -> np.ndarray:
+        """Seconds of the device: its least for so many kernels, or for the work."""
+        work = self.work.flops / device.peak + self.work.bytes / device.bandwidth
+        return self.times * np.maximum(self.kernels * device.kernel, work)
+
+    def on_host(self, device: Device, graphs: bool) -> float:
+        """Seconds in which the host launches the kernels, or one graph of them."""
+        return self.times * (device.replay if graphs else self.kernels * device.launch)
+
+
+def as_one(chain: Piece) -> Piece:
+    """A chain whose steps follow one another without the host: one graph can have them all."""
+    return Piece(chain.kernels * chain.times, chain.work * chain.times)
+
+
+def seconds(pieces: list[Piece], device: Device, graphs: bool) -> np.ndarray:
+    """Of each iteration, [K]: the host launches ahead of the device, but where it waits. No graph is waited for."""
+    busy = sum(piece.on_device(device) for piece in pieces)
+    launching = sum(piece.on_host(device, graphs) for piece in pieces)
+    waiting = 0.0 if graphs else device.wait * sum(piece.times * piece.waits for piece in pieces)
+    return np.maximum(busy, launching) + waiting
+
+
+class Iterations(NamedTuple):
+    """What an image is made by: iterations that know and predict so many tokens [K], of a batch, with guidance."""
+
+    config: MARConfig
+    known: np.ndarray
+    tokens: np.ndarray
+    batch: int
+    device: Device
+    kernels: Kernels
+
+    def z(self, kernels: tuple[int, int], waits: float) -> Piece:
+        """The backbone's call."""
+        work = backbone(self.config, 2 * self.batch, self.known, self.device.size)
+        return Piece(count(kernels, 2 * self.config.depth), work, waits=waits)
+
+    def table(self, num_steps: int, classes: float = 2.0) -> Piece:
+        """The modulations of so many steps, and what else comes before the first."""
+        rows = classes * self.batch * self.tokens * num_steps
+        return Piece(
+            count(self.kernels.start, self.config.diffloss_d), modulations(self.config, rows, self.device.size)
+        )
+
+    def call(self, kernels: tuple[int, int], times: float, states: float = 1.0, classes: float = 2.0) -> Piece:
+        """A head call, so often: of so many states of each token."""
+        work = denoise(self.config, classes * self.batch * self.tokens * states, self.device.size)
+        return Piece(count(kernels, self.config.diffloss_d), work, times)
+
+
+def published(of: Iterations) -> list[Piece]:
+    kernels = of.kernels
+    step = of.call(kernels.published_step, STEPS)
+    anew = modulations(of.config, 2 * of.batch * of.tokens, of.device.size)
+    return [
+        of.z(kernels.published_backbone, waits=1),
+        replace(step, work=step.work + anew, waits=kernels.published_waits),
+    ]
+
+
+def ar(of: Iterations) -> list[Piece]:
+    chain = of.call(of.kernels.step, STEPS)
+    return [of.z(of.kernels.backbone, of.kernels.waits), of.table(STEPS), as_one(chain)]
+
+
+def calibrated(of: Iterations) -> list[Piece]:
+    """The null class is evaluated at every other call only."""
+    chain = of.call(of.kernels.step, HEAD_CALLS, classes=1.5)
+    return [of.z(of.kernels.backbone, of.kernels.waits), of.table(HEAD_CALLS, classes=1.5), as_one(chain)]
+
+
+def speculative(window: int, of: Iterations) -> list[Piece]:
+    a_round = of.call(of.kernels.round, LONGEST * CALLS[window] - 1, states=window)
+    # a round picks its rows from the table: reads, writes and reads again
+    floats = 2 * of.batch * of.tokens * window * modulation_floats(of.config)
+    picked = Work(bytes=3 * of.device.table_size * floats)
+    return [
+        of.z(of.kernels.backbone, of.kernels.waits),
+        of.table(STEPS),
+        replace(a_round, work=a_round.work + picked),
+    ]
+
+
+METHODS = {
+    "published": published,
+    "ar": ar,
+    **{f"speculative W={window}": functools.partial(speculative, window) for window in CALLS},
+    f"calibrated N={HEAD_CALLS}": calibrated,
+}
+
+
+def image_ms(
+    size: str, batch: int, num_iter: int, method: str, graphs: bool, device: Device = H200, kernels: Kernels = KERNELS
+) -> float:
+    """Milliseconds of an image in a batch."""
+    config = MARS[SIZES[size]].config
+    pieces = METHODS[method](Iterations(config, *iterations(num_iter, config.seq_len), batch, device, kernels))
+    return 1000 * float(seconds(pieces, device, graphs).sum()) / batch
+
+
+def table() -> str:
+    """The predictions as Markdown: eager and, after a stroke, with graphs."""
+    rows = []
+    for size in SIZES:
+        for batch in BATCHES:
+            for num_iter in ITERATIONS:
+                cells = [f"{image_ms(size, batch, num_iter, 'published', False):.0f}"]
+                for method in [*METHODS][1:]:
+                    eager, graphs = (image_ms(size, batch, num_iter, method, g) for g in (False, True))
+                    cells.append(f"{eager:.0f} / {graphs:.0f}")
+                rows.append([size, batch, num_iter, *cells])
+    return tabulate(rows, ["MAR", "batch", "K", *METHODS], tablefmt="pipe", disable_numparse=True)
+
+
+def written(text: str) -> str:
+    """The page with the table as it is now."""
+    before, rest = text.split("<!-- predicted -->")
+    _, after = rest.split("<!-- /predicted -->")
+    return f"{before}<!-- predicted -->\n\n{table()}\n\n<!-- /predicted -->{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
+    if parser.parse_args().write:
+        DOCS.write_text(written(DOCS.read_text()))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
