@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,27 +86,33 @@ def batch_at(engine: Engine, request: Request, share: float) -> Batch:
 def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tuple[dict[int, float], float]:
     """Seconds of a round of all slots by tokens known at its start, and how many tokens a sequence's round commits.
 
-    Where sequences are at different iterations, as those of `speculative`, a round is an iteration of one of them.
+    Where sequences are at different iterations, as those of `speculative`, a round is an iteration of one of them. Of
+    several the median is taken: in some a graph may be captured.
     """
     seconds, committed = {}, []
     for share in SHARES:
         batch = batch_at(engine, request, share)
         everyone = list(batch.sequences)
         known = everyone[0].num_known
-        _run(batch, settings.scale.warm_ups)
-        before = sum(s.iteration for s in everyone), sum(s.num_known for s in everyone)
-        spent = timed(settings, lambda: _run(batch, settings.scale.rounds))  # noqa: B023
-        rounds = sum(s.iteration for s in everyone) - before[0]
-        if rounds:  # none is left to be timed of an image that is almost done
-            seconds[known] = spent * len(everyone) / rounds
-            committed.append((sum(s.num_known for s in everyone) - before[1]) / rounds)
+        for _ in range(settings.scale.warm_ups):
+            batch.round()
+        each = []
+        for _ in range(settings.scale.rounds):
+            before = _progress(everyone)
+            spent = timed(settings, batch.round)
+            rounds, tokens = _progress(everyone) - before
+            if rounds:  # none is left of an image that is almost done
+                each.append(spent * len(everyone) / rounds)
+                committed.append(tokens / rounds)
+        if each:
+            seconds[known] = statistics.median(each)
     engine.host.clear()
-    return seconds, float(np.mean(committed))
+    return seconds, statistics.mean(committed)
 
 
-def _run(batch: Batch, rounds: int) -> None:
-    for _ in range(rounds):
-        batch.round()
+def _progress(sequences: list[Sequence]) -> np.ndarray:
+    """Iterations and tokens of all sequences, int64 [2]."""
+    return np.array([[s.iteration, s.num_known] for s in sequences]).sum(0)
 
 
 def timed(settings: Settings, work: Callable[[], object]) -> float:

@@ -96,6 +96,8 @@ def _tried(case: Callable[[], dict]) -> dict[str, Any]:
     start = time.monotonic()
     try:
         found = case()
+    except torch.OutOfMemoryError as error:
+        found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
     except Exception:  # whatever it was: the others go on
         found = {"error": traceback.format_exc()}
     found["seconds"] = time.monotonic() - start
