@@ -19,6 +19,7 @@ from cspd.vq.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 GOLDEN_SAMPLES, GOLDEN_LOGITS = 1e-3, 1e-5  # relative errors
+ROUNDING = 1e-4  # of normals, absolute
 WINDOW = 8  # of `speculative`, which otherwise depends on the device
 ALIKE = 0.01  # r.m.s. difference, in standard deviations of the tokens, of two images that differ by rounding alone
 MOST_CHANGED = 0.5  # of the images, by decisions that rounding flipped
@@ -112,15 +113,17 @@ def _golden_logits(settings: Settings) -> dict[str, Any]:
 
 
 def _random_bits(settings: Settings) -> dict[str, Any]:
-    """The generator's words, which are whole numbers, and the normals made of them, which are rounded."""
+    """The generator's words and uniform draws, which are alike to the bit, and normals, which are rounded."""
     drawn = []
     for device in (CPU, settings.device):
         seed = torch.tensor([0, 1, 2**31, 2**40 + 7, 2**63 - 1], device=device).unsqueeze(1)
         position = torch.arange(500, device=device)
-        bits = noise.bits(seed, noise.Purpose.STEP, position, 2**32 - 1, 5, num=16)
-        chain = noise.chain(seed.flatten(), position[:5], 100, 16)
-        drawn.append((bits.cpu(), torch.cat([values.flatten(1).cpu() for values in chain], 1)))
-    (bits, numbers), (own_bits, own_numbers) = drawn
-    error = (numbers - own_numbers).abs().max().item()
-    same = torch.equal(bits, own_bits)
-    return {"same_bits": same, "largest_error": error, "passed": same and error < 1e-4}
+        place = seed, noise.Purpose.CODE, position, 2**32 - 1, 5
+        *normals, coins = noise.chain(seed.flatten(), position[: len(seed)], 100, 16)
+        whole = noise.bits(*place, num=16), noise.uniform(*place, num=3), noise.fine_uniform(*place), coins
+        rounded = noise.normal(*place, num=16), *normals
+        drawn.append([torch.cat([each.cpu().double().flatten() for each in kind]) for kind in (whole, rounded)])
+    (whole, rounded), (own_whole, own_rounded) = drawn
+    error = (rounded - own_rounded).abs().max().item()
+    same = torch.equal(whole, own_whole)
+    return {"same_bits": same, "largest_error": error, "passed": same and error < ROUNDING}

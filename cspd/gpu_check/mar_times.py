@@ -20,14 +20,11 @@ from cspd.gpu_check.rounds import SHARES, image_ms, iteration_at, seconds_a_roun
 from cspd.gpu_check.settings import Cases, Setting, Settings
 from cspd.lookup import parse_method
 from cspd.machine import peak_bytes, reset_peak
-from cspd.precision import Precision
+from cspd.methods import COMMON
 from cspd.sequence import Request
-from mar import reference
-from mar.model import MAR
 
 ALPHA = 0.31  # the share of drafted tokens that `cspd` accepts of the embedded pair at gamma = 8: docs/benchmarks.md
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}  # of a number in matrix products
-LABEL = "of four rounds, scaled to an image"
 
 
 def names(settings: Settings) -> list[str]:
@@ -59,25 +56,15 @@ class _Timer:
 
     def time(self, setting: Setting, name: str) -> dict[str, Any]:
         """Milliseconds of an image, and what it takes."""
-        models = self._of_size(setting.size)
-        reset_peak(self.settings.device)
-        found = _published(self.settings, models.target, setting) if name == PUBLISHED else self._timed(setting, name)
-        least = self._least(setting, name)
-        found |= {"method": name, "how": LABEL, "flops": least.flops, "bytes": least.bytes}
-        return setting._asdict() | found | {"peak_bytes": peak_bytes(self.settings.device)}
-
-    def _of_size(self, size: str) -> MARModels:
-        if self._models is None or self._models[0] != size:
-            self._models = None  # before others are made
-            self._models = size, random_mar(self.settings, self.settings.scale.mars[size], self.settings.device)
-        return self._models[1]
-
-    def _timed(self, setting: Setting, name: str) -> dict[str, Any]:
         settings = self.settings
+        if self._models is None or self._models[0] != setting.size:
+            self._models = None  # before others are made
+            self._models = setting.size, random_mar(settings, settings.scale.mars[setting.size], settings.device)
+        reset_peak(settings.device)
         request = request_of(settings, name, setting.num_iter)
         engine = engine_of(
             settings,
-            self._of_size(setting.size),
+            self._models[1],
             setting.batch,
             settings.device,
             setting.precision,
@@ -85,9 +72,21 @@ class _Timer:
             self._noise(request),
         )
         request = engine.resolve(request)
-        seconds, tokens = seconds_a_round(settings, engine, request)
-        known = starts(request, engine.host.seq_len, tokens if request.method == "cspd" else None)
-        return {"ms": image_ms(seconds, known, setting.batch), "round_ms": _by_known(seconds)}
+        if name == PUBLISHED:
+            seconds, known = published_seconds(settings, engine, request)
+        else:
+            seconds, tokens = seconds_a_round(settings, engine, request)
+            known = starts(request, engine.host.seq_len, tokens if request.method == "cspd" else None)
+        least = self._least(setting, name)
+        return {
+            **setting._asdict(),
+            "method": name,
+            "ms": image_ms(seconds, known, setting.batch),
+            "round_ms": {str(tokens): 1000 * spent for tokens, spent in seconds.items()},
+            "flops": least.flops,
+            "bytes": least.bytes,
+            "peak_bytes": peak_bytes(settings.device),
+        }
 
     def _noise(self, request: Request) -> types.ModuleType | types.SimpleNamespace:
         """Noise that accepts as the embedded model does."""
@@ -122,35 +121,25 @@ class _Timer:
 
 def request_of(settings: Settings, name: str, num_iter: int) -> Request:
     """The request of a method's name with its options; its guidance and temperature are the published ones."""
-    method, options = parse_method(name)
+    method, options = parse_method(name, more=[PUBLISHED])
     own: dict[str, object] = {"num_iter": num_iter, "num_sampling_steps": settings.scale.steps}
     if method == "speculative":
         own["draft"] = "frozen"  # its acceptance is replayed: nothing is to be fitted
-    return Request(0, method=method, family="MAR", **own, **options)
+    return Request(0, method="ar" if method == PUBLISHED else method, family="MAR", **own, **options)
 
 
-def _by_known(seconds: dict[int, float]) -> dict[str, float]:
-    return {str(known): 1000 * spent for known, spent in seconds.items()}
-
-
-def _published(settings: Settings, model: MAR, setting: Setting) -> dict[str, Any]:
-    """The published sampler, some iterations of it."""
-    length, num_iter = model.config.seq_len, setting.num_iter
-    request = Request(0, num_iter=num_iter, cfg=3.0, cfg_schedule="linear")
-    known = starts(request, length)
-    labels = torch.arange(setting.batch, device=settings.device) % model.config.class_num
-    own = {"num_iter": num_iter, "cfg": 3.0, "cfg_schedule": "linear", "num_sampling_steps": settings.scale.steps}
+def published_seconds(settings: Settings, engine: Engine, request: Request) -> tuple[dict[int, float], np.ndarray]:
+    """As `seconds_a_round`, of the published sampler's iterations; and the tokens known before each of them."""
+    known = starts(request, engine.host.seq_len)
+    own = {option.name: getattr(request, option.name) for option in COMMON["MAR"]}
+    labels = torch.arange(engine.num_slots, device=settings.device) % engine.host.num_classes
 
     def run(iteration: int) -> None:
-        with Precision(setting.precision, settings.device).fast():
-            reference.sample(model, labels, **own, iterations=range(iteration, iteration + 1))
+        engine.host.published(labels, own | {"iterations": range(iteration, iteration + 1)})
 
     run(0)
-    seconds = {}
-    for share in SHARES:
-        iteration = iteration_at(known, share * length)
-        seconds[int(known[iteration])] = timed(settings, lambda: run(iteration))  # noqa: B023
-    return {"ms": image_ms(seconds, known, setting.batch), "round_ms": _by_known(seconds)}
+    iterations = [iteration_at(known, share * engine.host.seq_len) for share in SHARES]
+    return {int(known[i]): timed(settings, functools.partial(run, i)) for i in iterations}, known
 
 
 def _drafted_tokens(settings: Settings, setting: Setting, gamma: int) -> work.Work:

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cspd.store import differences
 SCHEMA = "cspd.gpu-check/1"
 SHAPE = {"schema": str, "scale": str, "device": str, "parts": {str: {str: {}}}}
 LEFT_OUT = "left_out"
+NO_GRAPH = "no CUDA graph of"  # what `cspd.graphs` warns of
 NO_TIME = "its part's share of the time was over: the same command goes on from here"
 
 
@@ -92,15 +94,22 @@ def is_missing(result: dict | None) -> bool:
 
 
 def _tried(case: Callable[[], dict]) -> dict[str, Any]:
-    """What a case found, or its error, and the seconds it took; the device's memory is free again."""
+    """What a case found, or its error, its warnings, and the seconds it took; the device's memory is free again.
+
+    It failed where rounds should have been graphs and could not be captured.
+    """
     start = time.monotonic()
-    try:
-        found = case()
-    except torch.OutOfMemoryError as error:
-        found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
-    except Exception:  # whatever it was: the others go on
-        found = {"error": traceback.format_exc()}
+    with warnings.catch_warnings(record=True) as told:
+        try:
+            found = case()
+        except torch.OutOfMemoryError as error:
+            found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
+        except Exception:  # whatever it was: the others go on
+            found = {"error": traceback.format_exc()}
     found["seconds"] = time.monotonic() - start
+    found["warnings"] = list(dict.fromkeys(str(warning.message) for warning in told))
+    if any(NO_GRAPH in text for text in found["warnings"]):
+        found["passed"] = False
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

@@ -54,6 +54,7 @@ def _told(result: dict[str, Any]) -> str:
     if "skipped" in result:
         return result["skipped"]
     silent = ("passed", "seconds", "top", "costs", LEFT_OUT)
+    result = {name: value for name, value in result.items() if value != []}
     parts = [f"{name} {_number(value)}" for name, value in result.items() if name not in silent]
     return ", ".join(parts)[: 2 * WIDEST]
 

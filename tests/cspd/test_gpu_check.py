@@ -22,7 +22,7 @@ from cspd.gpu_check.kernels import WAITS, waits
 from cspd.gpu_check.models import engine_of, random_gpt, random_mar
 from cspd.gpu_check.parts import PARTS, Part
 from cspd.gpu_check.rounds import batch_at, image_ms, starts
-from cspd.gpu_check.run import failures, read_report, run
+from cspd.gpu_check.run import NO_GRAPH, failures, read_report, run
 from cspd.gpu_check.settings import TINY, Settings
 from cspd.gpu_check.tables import format_report
 from cspd.gpu_check.work import product
@@ -68,6 +68,15 @@ def test_an_error_is_kept_and_the_others_go_on(tmp_path, capsys):
     assert main(["gpu-check", "--show", str(out)]) == 0 and "nothing failed" in capsys.readouterr().out
     check(out, parts[1:], overwrite=True)
     assert tried[3:] == ["fine"]
+
+
+def test_a_round_that_could_not_be_captured_has_failed(tmp_path):
+    def case():
+        warnings.warn(f"{NO_GRAPH} 'backbone', which runs as single kernels: why", stacklevel=1)
+        return {"passed": True}
+
+    report = check(tmp_path / "gpu.json", [Part("one", 1.0, lambda settings: {"captured": case})])
+    assert failures(report) == ["one, captured"] and "single kernels: why" in format_report(report)
 
 
 def test_what_time_leaves_out_is_said_and_done_later(tmp_path):
