@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 from cspd.continuous.costs import measure
-from cspd.gpu_check.models import embedded, random_model
+from cspd.gpu_check.models import embedded_calibration, random_model
 from cspd.gpu_check.settings import Cases, Settings
 from cspd.precision import Precision
-from cspd.sequence import Request
 from mar.model import MAR
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -23,9 +22,7 @@ def cases(settings: Settings) -> Cases:
 def _windows(settings: Settings, size: str) -> dict[str, Any]:
     """The window by K and batch, with the embedded model's acceptance, and the costs that they are chosen by."""
     steps, config = settings.scale.steps, settings.scale.mars[size]
-    engine = embedded(settings, "MAR", 1, settings.device)
-    request = engine.check(Request(0, method="speculative", num_sampling_steps=steps, window=0))
-    calibration = engine.host.tuning.calibrations["target"].get(request)
+    calibration = embedded_calibration(settings)
     head = random_model(MAR, config, settings.device).head
     costs = measure(head, True, settings.device, Precision("bf16", settings.device))
     chosen = {}

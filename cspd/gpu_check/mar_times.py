@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from cspd.continuous.calibration import WINDOWS
 from cspd.continuous.models import MARModels
 from cspd.engine import Engine
 from cspd.gpu_check import replay, work
-from cspd.gpu_check.models import embedded, engine_of, modes, random_mar
-from cspd.gpu_check.rounds import SHARES, image_ms, iteration_at, seconds_a_round, starts, timed
+from cspd.gpu_check.models import embedded_calibration, engine_of, modes, random_mar
+from cspd.gpu_check.rounds import SHARES, iteration_at, seconds_a_round, starts, timed, times
 from cspd.gpu_check.settings import Cases, Setting, Settings
 from cspd.lookup import parse_method
 from cspd.machine import peak_bytes, reset_peak
@@ -35,88 +35,72 @@ def names(settings: Settings) -> list[str]:
 
 
 def cases(settings: Settings) -> Cases:
+    scale = settings.scale
+    models = functools.lru_cache(maxsize=1)(lambda size: random_mar(settings, scale.mars[size], settings.device))
+    calls = functools.cache(lambda: dict(zip(WINDOWS, embedded_calibration(settings).calls)))
     found: Cases = {}
-    timer = _Timer(settings)
-    for setting in settings.scale.mar_settings:
+    for setting in scale.mar_settings:
         for name in names(settings):
             own = setting
             if name == PUBLISHED or setting.mode not in modes(settings):  # the published sampler has one way to run
                 own = setting._replace(mode="eager")
             title = f"{own.size}, batch {own.batch}, K = {own.num_iter}, {own.precision}, {own.mode}: {name}"
-            found[title] = functools.partial(timer.time, own, name)
+            found[title] = functools.partial(_time, settings, models, calls, own, name)
     return found
 
 
-class _Timer:
-    """Times one setting after another, and keeps the models of one size at a time."""
+def _time(
+    settings: Settings,
+    models: Callable[[str], MARModels],
+    calls: Callable[[], dict[int, np.ndarray]],
+    setting: Setting,
+    name: str,
+) -> dict[str, Any]:
+    """Milliseconds of an image, and what it takes.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._models: tuple[str, MARModels] | None = None
+    Args:
+        models: of a size. calls: head calls of the embedded model's tokens, int [N] by window.
+    """
+    request = request_of(settings, name, setting.num_iter)
+    # acceptance is as of the embedded model
+    noise: Any = philox_noise
+    if request.method == "speculative":
+        noise = replay.head_calls(calls()[request.window], settings.device)
+    elif request.method == "cspd":
+        noise = replay.token_share(ALPHA)
 
-    def time(self, setting: Setting, name: str) -> dict[str, Any]:
-        """Milliseconds of an image, and what it takes."""
-        settings = self.settings
-        if self._models is None or self._models[0] != setting.size:
-            self._models = None  # before others are made
-            self._models = setting.size, random_mar(settings, settings.scale.mars[setting.size], settings.device)
-        reset_peak(settings.device)
-        request = request_of(settings, name, setting.num_iter)
-        engine = engine_of(
-            settings,
-            self._models[1],
-            setting.batch,
-            settings.device,
-            setting.precision,
-            setting.mode,
-            self._noise(request),
-        )
-        request = engine.resolve(request)
-        if name == PUBLISHED:
-            seconds, known = published_seconds(settings, engine, request)
-        else:
-            seconds, tokens = seconds_a_round(settings, engine, request)
-            known = starts(request, engine.host.seq_len, tokens if request.method == "cspd" else None)
-        least = self._least(setting, name)
-        return {
-            **setting._asdict(),
-            "method": name,
-            "ms": image_ms(seconds, known, setting.batch),
-            "round_ms": {str(tokens): 1000 * spent for tokens, spent in seconds.items()},
-            "flops": least.flops,
-            "bytes": least.bytes,
-            "peak_bytes": peak_bytes(settings.device),
-        }
+    target = models(setting.size)
+    reset_peak(settings.device)
+    engine = engine_of(settings, target, setting.batch, settings.device, setting.precision, setting.mode, noise)
+    request = engine.resolve(request)
+    if name == PUBLISHED:
+        seconds, known = published_seconds(settings, engine, request)
+    else:
+        seconds, tokens = seconds_a_round(settings, engine, request)
+        known = starts(request, engine.host.seq_len, tokens if request.method == "cspd" else None)
+    return {
+        **setting._asdict(),
+        "method": name,
+        **times(seconds, known, setting.batch),
+        **vars(_least(settings, setting, name, calls)),
+        "peak_bytes": peak_bytes(settings.device),
+    }
 
-    def _noise(self, request: Request) -> types.ModuleType | types.SimpleNamespace:
-        """Noise that accepts as the embedded model does."""
-        if request.method == "speculative":
-            return replay.head_calls(self.calls[request.window], self.settings.device)
-        return replay.token_share(ALPHA) if request.method == "cspd" else philox_noise
 
-    def _least(self, setting: Setting, name: str) -> work.Work:
-        """What an image takes at least by a method."""
-        steps, (method, options) = self.settings.scale.steps, parse_method(name, more=[PUBLISHED])
-        if method == "cspd":
-            return _drafted_tokens(self.settings, setting, options["gamma"])
-        if method == "speculative":
-            window = options["window"]
-            chains = work.Chains(steps, self.calls[window].mean() - 1, width=window)
-        elif method == "calibrated":
-            chains = work.Chains(options["head_calls"], options["head_calls"], classes=1.5)
-        else:
-            chains = work.Chains(steps, steps, anew=method == PUBLISHED)
-        config = self.settings.scale.mars[setting.size]
-        return work.mar_image(config, setting.batch, setting.num_iter, chains, BYTES[setting.precision])
-
-    @functools.cached_property
-    def calls(self) -> dict[int, Any]:
-        """Head calls of the embedded model's tokens, int [N] by window."""
-        settings = self.settings
-        engine: Engine = embedded(settings, "MAR", 1, settings.device)
-        request = engine.check(Request(0, method="speculative", num_sampling_steps=settings.scale.steps, window=0))
-        calibration = engine.host.tuning.calibrations["target"].get(request)
-        return dict(zip(WINDOWS, calibration.calls))
+def _least(settings: Settings, setting: Setting, name: str, calls: Callable[[], dict[int, np.ndarray]]) -> work.Work:
+    """What an image takes at least by a method."""
+    steps, (method, options) = settings.scale.steps, parse_method(name, more=[PUBLISHED])
+    if method == "cspd":
+        return _drafted_tokens(settings, setting, options["gamma"])
+    if method == "speculative":
+        window = options["window"]
+        chains = work.Chains(steps, float(calls()[window].mean()) - 1, width=window)
+    elif method == "calibrated":
+        chains = work.Chains(options["head_calls"], options["head_calls"], classes=1.5)
+    else:
+        chains = work.Chains(steps, steps, anew=method == PUBLISHED)
+    config = settings.scale.mars[setting.size]
+    return work.mar_image(config, setting.batch, setting.num_iter, chains, BYTES[setting.precision])
 
 
 def request_of(settings: Settings, name: str, num_iter: int) -> Request:

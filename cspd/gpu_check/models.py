@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from cspd import noise as philox_noise
+from cspd.continuous.calibration import Calibration
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
 from cspd.gpu_check.settings import MODES, Settings
 from cspd.loading import load
+from cspd.lookup import find
 from cspd.methods import EMBEDDED
+from cspd.sequence import Request
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.tokenizer import VQModel
@@ -90,6 +93,13 @@ def embedded(settings: Settings, family: str, max_batch: int, device: torch.devi
     small = {"MAR": (random_mar, scale.mars), "VQ": (random_gpt, scale.gpts)}
     make, configs = small[family]
     return engine_of(settings, make(settings, configs["B"], cpu), max_batch, device, mode=mode)
+
+
+def embedded_calibration(settings: Settings) -> Calibration:
+    """How often the embedded model's drafts are right."""
+    host = embedded(settings, "MAR", 1, settings.device).host
+    request = Request(0, method="speculative", window=0, num_sampling_steps=settings.scale.steps)
+    return host.tuning.calibrations["target"].get(host.check(request, find("speculative", "MAR")))
 
 
 def _how(mode: str) -> dict[str, bool]:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,6 +123,12 @@ def timed(settings: Settings, work: Callable[[], object]) -> float:
     work()
     settings.synchronize()
     return time.perf_counter() - start
+
+
+def times(seconds: dict[int, float], known: np.ndarray, batch: int) -> dict[str, Any]:
+    """Milliseconds of an image as `image_ms`, and of the rounds that were timed, by tokens known."""
+    by_known = {str(tokens): 1000 * spent for tokens, spent in seconds.items()}
+    return {"ms": image_ms(seconds, known, batch), "round_ms": by_known}
 
 
 def image_ms(seconds: dict[int, float], known: np.ndarray, batch: int) -> float:

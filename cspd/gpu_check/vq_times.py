@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from cspd import noise as philox_noise
 from cspd.discrete.models import VQModels
 from cspd.gpu_check import replay, work
 from cspd.gpu_check.models import engine_of, modes, random_gpt
-from cspd.gpu_check.rounds import image_ms, seconds_a_round, starts
+from cspd.gpu_check.rounds import seconds_a_round, starts, times
 from cspd.gpu_check.settings import Cases, Settings
 from cspd.machine import peak_bytes, reset_peak
 from cspd.sequence import Request
@@ -20,47 +21,37 @@ PRECISION, BYTES = "bf16", 2
 
 
 def cases(settings: Settings) -> Cases:
-    found: Cases = {}
-    timer = _Timer(settings)
-    mode = modes(settings)[-1]
-    for size in settings.scale.gpts:
-        for batch in settings.scale.gpt_batches:
-            for name in CODES:
-                title = f"{size}, batch {batch}, {PRECISION}, {mode}: {name}"
-                found[title] = functools.partial(timer.time, size, batch, name, mode)
-    return found
+    scale, mode = settings.scale, modes(settings)[-1]
+    models = functools.lru_cache(maxsize=1)(lambda size: random_gpt(settings, scale.gpts[size], settings.device))
+    return {
+        f"{size}, batch {batch}, {PRECISION}, {mode}: {name}": functools.partial(
+            _time, settings, models, size, batch, name, mode
+        )
+        for size in scale.gpts
+        for batch in scale.gpt_batches
+        for name in CODES
+    }
 
 
-class _Timer:
-    """Times one size after another, and keeps the models of one at a time."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._models: tuple[str, VQModels] | None = None
-
-    def time(self, size: str, batch: int, name: str, mode: str) -> dict[str, Any]:
-        """Milliseconds of an image's codes, and what they take."""
-        settings, codes = self.settings, CODES[name]
-        config = settings.scale.gpts[size]
-        if self._models is None or self._models[0] != size:
-            self._models = None  # before others are made
-            self._models = size, random_gpt(settings, config, settings.device)
-        noise = philox_noise if codes is None else replay.codes_a_round(codes)
-        reset_peak(settings.device)
-        engine = engine_of(settings, self._models[1], batch, settings.device, PRECISION, mode, noise)
-        request = engine.resolve(Request(0, method=name, family="VQ"))
-        seconds, committed = seconds_a_round(settings, engine, request)
-        least = work.gpt_image(config, batch, committed, NODES[name], BYTES)
-        return {
-            "size": size,
-            "batch": batch,
-            "precision": PRECISION,
-            "mode": mode,
-            "method": name,
-            "ms": image_ms(seconds, starts(request, config.block_size, committed), batch),
-            "codes_a_round": committed,
-            "round_ms": {str(known): 1000 * spent for known, spent in seconds.items()},
-            "flops": least.flops,
-            "bytes": least.bytes,
-            "peak_bytes": peak_bytes(settings.device),
-        }
+def _time(
+    settings: Settings, models: Callable[[str], VQModels], size: str, batch: int, name: str, mode: str
+) -> dict[str, Any]:
+    """Milliseconds of an image's codes, and what they take; `models`: of a size."""
+    codes, config = CODES[name], settings.scale.gpts[size]
+    noise = philox_noise if codes is None else replay.codes_a_round(codes)
+    target = models(size)
+    reset_peak(settings.device)
+    engine = engine_of(settings, target, batch, settings.device, PRECISION, mode, noise)
+    request = engine.resolve(Request(0, method=name, family="VQ"))
+    seconds, committed = seconds_a_round(settings, engine, request)
+    return {
+        "size": size,
+        "batch": batch,
+        "precision": PRECISION,
+        "mode": mode,
+        "method": name,
+        "codes_a_round": committed,
+        **times(seconds, starts(request, config.block_size, committed), batch),
+        **vars(work.gpt_image(config, batch, committed, NODES[name], BYTES)),
+        "peak_bytes": peak_bytes(settings.device),
+    }
