@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -103,7 +104,6 @@ def embedded_calibration(settings: Settings) -> Calibration:
 
 
 def _how(mode: str) -> dict[str, bool]:
-    import inspect
-
+    """An engine's arguments of a mode, those that it has."""
     known = inspect.signature(Engine).parameters
     return {name: value for name, value in MODES[mode].items() if name in known}

@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 
 from cspd.cli import main
-from cspd.gpu_check import mar_times, replay
+from cspd.gpu_check import distributions, mar_times, replay
 from cspd.gpu_check.distributions import normal_p
 from cspd.gpu_check.kernels import WAITS, waits
 from cspd.gpu_check.models import engine_of, random_gpt, random_mar
@@ -161,6 +161,21 @@ def test_sequences_begin_anywhere(settings):
     for _ in range(2):
         batch.round()
     assert not batch.sequences
+
+
+def test_sequences_of_codes_begin_anywhere(settings):
+    engine = engine_of(settings, random_gpt(settings, TINY.gpts["B"], CPU), 2, CPU)
+    batch = batch_at(engine, engine.resolve(Request(0, method="sjd-pac", family="VQ")), 0.5)
+    engine.host.codes.fill_(-1)
+    batch.round()
+    codes = engine.host.codes[:, : engine.host.seq_len]
+    assert (codes[:, :32] == -1).all() and (codes[:, 32] >= 0).all()
+
+
+def test_the_coupling_is_tested(settings):
+    """Draws of p pass; those of which no residual is drawn would not."""
+    found = distributions.cases(settings)["coupling, wider q"]()
+    assert found["passed"] and found["p_value"] > 0.01 and found["residual"] > 0.1
 
 
 def test_an_image_is_the_sum_of_its_rounds():
