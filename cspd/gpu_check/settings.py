@@ -168,7 +168,7 @@ TINY = Scale(
     golden=("iter4_cfg3_linear",),
     same_seeds={"images": 2, "num_iter": 8, "num_sampling_steps": 25},
     images=8,
-    samples=10_000,
+    samples=4_000,
     tokenizer=VQConfig(
         ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=64, codebook_dim=2, num_res_blocks=1, attention=False
     ),
