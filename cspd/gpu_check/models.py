@@ -32,7 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 
 def modes(settings: Settings) -> list[str]:
     """Those of `MODES` that can be tried: a CPU has no graphs, and to compile takes half a minute."""
-    possible = {"eager": True, "compiled": not settings.scale.is_tiny, "graphs": settings.cuda}
+    has_graphs = settings.cuda and "graphs" in _how("graphs")
+    possible = {"eager": True, "compiled": not settings.scale.is_tiny, "graphs": has_graphs}
     return [mode for mode in MODES if possible[mode]]
 
 
