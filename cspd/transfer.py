@@ -1,8 +1,10 @@
-"""From the host to the device: everything that is sent at one time goes in one copy, which nobody waits for."""
+"""Between the host and a GPU without either waiting: what is sent goes in one copy from pinned memory, what comes is
+read late.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,3 +35,26 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
         own = there[begin[name] : begin[name] + array.nbytes]
         sent[name] = own.view(torch.from_numpy(array).dtype).view(array.shape)
     return sent
+
+
+def send_integers(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """One array as an int64 tensor."""
+    return send({"values": np.asarray(values, dtype=np.int64)}, device)["values"]
+
+
+class Report:
+    """A tensor on its way to the host. Reading it waits for what was asked of the device before it, and no longer."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tolist(self) -> list:
+        """The values as Python numbers."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._values.tolist()

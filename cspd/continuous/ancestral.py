@@ -14,8 +14,9 @@ from torch import Tensor
 
 from cspd.continuous.buckets import by_row
 from cspd.continuous.denoiser import Denoised, Draw, denoiser
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
 from cspd.continuous.modulations import modulated
+from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.precision import Precision
 from cspd.sequence import Request

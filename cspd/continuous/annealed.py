@@ -14,9 +14,11 @@ from torch import Tensor
 from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, MIXED, SHORT_FIRST, check_first
 from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
+from cspd.transfer import send_integers
 from mar.diffusion import TRAIN_STEPS
 
 # how far above `lower` iteration k of 0 .. last is, 1 .. 0 of the way to `upper`
@@ -70,7 +72,7 @@ def by_length(
         lengths: T of each row, int64 [R] on the host.
     """
     shortest_first = np.argsort(lengths, kind="stable")
-    order = host._tensor(shortest_first)
+    order = send_integers(shortest_first, host.device)
     rows, z = rows.at(shortest_first), z[:, order]
     parts = []
     head_calls = np.zeros(len(rows.sequences), np.int64)

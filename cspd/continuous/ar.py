@@ -13,7 +13,8 @@ import numpy as np
 from cspd.continuous import ancestral
 from cspd.continuous.backbone import Conditions
 from cspd.continuous.denoiser import Denoised
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
 from cspd.sequence import Request, Sequence

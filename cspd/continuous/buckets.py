@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cspd.continuous.denoiser import Draw
+from cspd.transfer import send_integers
 
 
 def by_sequence(
@@ -30,7 +30,7 @@ def by_sequence(
     """
     size = numbers.shape[1]
     padding = host.graphs.size(size, per_octave=2) - size
-    sent = torch.as_tensor(np.pad(numbers, ((0, 0), (0, padding)), "edge"), device=host.device)
+    sent = send_integers(np.pad(numbers, ((0, 0), (0, padding)), "edge"), host.device)
     return host.graphs.run(key, function, sent, state=state)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cspd.continuous.backbone import backbone
 from cspd.continuous.buckets import by_sequence
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.continuous.schedule import timetable
 from cspd.machine import check_fits
 from cspd.option import Option

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from cspd.continuous import ancestral
 from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
 from cspd.continuous.modulations import modulated, on_device, table_bytes
+from cspd.continuous.rows import Rows
 from cspd.option import Option
 from cspd.precision import Precision
 from mar.head import Head

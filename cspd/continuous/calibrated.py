@@ -17,7 +17,8 @@ from torch import Tensor
 from cspd.continuous.ancestral import SHORT
 from cspd.continuous.buckets import by_row
 from cspd.continuous.denoiser import Denoised, Measured, denoiser
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.continuous.windows import Audit, drawing
 from cspd.option import Option, check_integer
 from cspd.sequence import Request

@@ -21,9 +21,9 @@ from cspd.continuous.draft_verify import compiled_move, first_step, lookup, move
 from cspd.continuous.residuals import draw_residual
 from cspd.continuous.slots import LOG_SIGMA_P, MEAN_P, NOBODY, WAITING, Slots, capacity_for, table_size
 from cspd.graphs import Graphs, bucket
-from cspd.late import Report, to_device
 from cspd.noise import DRAFT_OFFSET
 from cspd.precision import Precision
+from cspd.transfer import Report, send_integers
 from mar.diffusion import schedule
 from mar.head import Head, fill
 
@@ -122,7 +122,7 @@ class Chains:
         """
         slots = self._reserve(len(owners), copies=len(z))
         names = torch.stack([row, seed, position], dim=1)
-        self._join(to_device(slots, self.device), names, z, scale, temperature, index)
+        self._join(send_integers(slots, self.device), names, z, scale, temperature, index)
         left, since = self.num_steps - 1, self._launches + 1
         self._chains = self._chains + [_Chain(owner, slot, since, left) for owner, slot in zip(owners, slots)]
         self._rows = None
@@ -198,7 +198,7 @@ class Chains:
     def _padded(self, chains: Sequence[_Chain]) -> Tensor:
         """The chains' slots, int64 on the device, and nobody's up to the next bucket."""
         slots = [chain.slot for chain in chains]
-        return to_device(slots + [NOBODY] * (bucket(len(slots)) - len(slots)), self.device)
+        return send_integers(slots + [NOBODY] * (bucket(len(slots)) - len(slots)), self.device)
 
     def _run_rounds(self, rows: Tensor) -> Tensor:
         """A launch of the chains in slots [R]; returns their progress [R, 4], see `Slots`."""
@@ -252,7 +252,7 @@ class Chains:
     def _search_on(self, chains: list[_Chain]) -> None:
         """Draws them from the candidates after the first ones, by a search that reads from the device."""
         if chains:
-            rows = to_device([chain.slot for chain in chains], self.device)
+            rows = send_integers([chain.slot for chain in chains], self.device)
             self._residual(gaussian.FIRST_BLOCK, gaussian.MAX_TRIES)(rows)
             self._answered(chains)
 
@@ -268,7 +268,7 @@ class Chains:
 
     def _finish(self, chains: Sequence[_Chain], tries: Sequence[int], fallbacks: Sequence[int]) -> Finished:
         """Takes these chains, which have ended, out of their slots."""
-        slots, here = self._slots, to_device([chain.slot for chain in chains], self.device)
+        slots, here = self._slots, send_integers([chain.slot for chain in chains], self.device)
         state = slots.state.index_select(0, here)
         self._let_go(chains)
         return Finished(

@@ -18,7 +18,8 @@ from torch import Tensor
 from cspd.continuous import ar, denoisers  # noqa: F401 - names the denoisers
 from cspd.continuous.denoiser import DENOISERS, Denoised
 from cspd.continuous.gaussian import first_kept
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.continuous.sampling import choices
 from cspd.method import Method
 from cspd.option import Option, check_integer

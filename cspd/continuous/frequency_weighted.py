@@ -13,7 +13,8 @@ from torch import Tensor
 from cspd.continuous.ancestral import FIRST_TIMESTEP, MIXED, SHORT_FIRST, check_first
 from cspd.continuous.annealed import by_length, chain_lengths
 from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.continuous.schedule import timetable
 from cspd.option import Option, check_integer
 from cspd.sequence import Request

@@ -6,7 +6,6 @@ import functools
 import types
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from cspd import kernels
 from cspd import noise as philox_noise
 from cspd.continuous.buckets import by_sequence
 from cspd.continuous.memory import check_memory, usual_tokens
+from cspd.continuous.rows import Rows
 from cspd.continuous.schedule import GUIDANCE, ORDERS, largest, timetable
 from cspd.graphs import Graphs
 from cspd.method import Method, complete
@@ -24,16 +24,13 @@ from cspd.option import Option
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision
 from cspd.sequence import Request, Sequence
-from cspd.transfer import send
+from cspd.transfer import send, send_integers
 from mar import reference
 from mar.diffusion import TRAIN_STEPS
 from mar.head import filled
 from mar.model import MAR, following
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
-
-PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows` on the device
-PER_ROW_ON_HOST = ("owner", "iteration", "num_iter")
 
 NUM_ITER = Option(
     "num_iter",
@@ -56,45 +53,6 @@ MAR_OPTIONS = (
         metavar="T",
     ),
 )
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The tokens that a batch of sequences predicts in one iteration, flat: R rows, a sequence's own in one stretch.
-
-    Attributes:
-        sequences: the batch. known, counts: tokens known to, and rows of, each of them, on the host.
-        sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
-            int64 [R].
-        scale, temperature: float32 [R, 1].
-        owner, iteration, num_iter: int64 [R], on the host: `sequence`; the iteration that the timetable predicts the
-            row in, from 0; and how many there are.
-    """
-
-    sequences: list[Sequence]
-    known: list[int]
-    counts: list[int]
-    sequence: Tensor
-    offset: Tensor
-    slot: Tensor
-    position: Tensor
-    seed: Tensor
-    scale: Tensor
-    temperature: Tensor
-    owner: np.ndarray
-    iteration: np.ndarray
-    num_iter: np.ndarray
-
-    def at(self, which: np.ndarray) -> Rows:
-        """Some of the rows, int64 [n] on the host."""
-        index = send({"index": which}, self.slot.device)["index"]
-        on_device = {name: getattr(self, name)[index] for name in PER_ROW}
-        on_host = {name: getattr(self, name)[which] for name in PER_ROW_ON_HOST}
-        return replace(self, **on_device, **on_host)
-
-    def stretch(self, first: int, count: int) -> Rows:
-        """`count` of the rows, one after the other."""
-        return replace(self, **{name: getattr(self, name)[first : first + count] for name in PER_ROW + PER_ROW_ON_HOST})
 
 
 class MARHost:
@@ -298,7 +256,7 @@ class MARHost:
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [B, L, d], heat [B, L], which tokens are finite, bool [B, L] in generation order) of sequences."""
-        slots = self._tensor([s.slot for s in sequences])
+        slots = send_integers([s.slot for s in sequences], self.device)
         tokens = self.tokens[slots]
         finite = tokens.isfinite().all(-1)
         return tokens, self.heat[slots], finite.gather(1, self.order[slots])
@@ -315,6 +273,3 @@ class MARHost:
         """Images of latents [B, c, h, w], rounded alike in every batch: convolutions of a single image are not."""
         several = latents.repeat(2, 1, 1, 1) if len(latents) == 1 else latents.contiguous()
         return self.vae.decode(several)[: len(latents)]
-
-    def _tensor(self, values: list | np.ndarray) -> Tensor:
-        return send({"values": np.asarray(values)}, self.device)["values"]

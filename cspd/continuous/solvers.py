@@ -17,8 +17,9 @@ from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate
 from cspd.continuous.buckets import by_row
 from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
 from cspd.continuous.modulations import modulated
+from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.precision import Precision
 from cspd.sequence import Request

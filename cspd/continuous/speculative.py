@@ -16,11 +16,12 @@ from cspd.continuous.chain_records import acceptance
 from cspd.continuous.chains import Chains
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.draft_verify import draft_table
-from cspd.continuous.host import MARHost, Rows
-from cspd.late import to_device
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.transfer import send_integers
 
 WINDOW = Option(
     "window",
@@ -134,7 +135,7 @@ def run_round(
     watch.start("other")
     finished = [s for s in batch if s.iteration == s.request.num_iter and s not in running.left]
     if finished:
-        slots = to_device([sequence.slot for sequence in finished], host.device)
+        slots = send_integers([sequence.slot for sequence in finished], host.device)
         records = running.record[slots]
         host.heat[slots] = heat = (records != 0).sum(-1).float()
         per_token = heat.mean(-1).tolist()

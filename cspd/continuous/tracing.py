@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from cspd.continuous import ancestral, ar
 from cspd.continuous.denoiser import Denoised
-from cspd.continuous.host import MARHost, Rows
+from cspd.continuous.host import MARHost
+from cspd.continuous.rows import Rows
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 from mar.model import MAR

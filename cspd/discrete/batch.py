@@ -145,10 +145,3 @@ def unpacked(sequences: list[Sequence], kind: Kind, numbers: Tensor, known: Tens
         filter=Filter(count, mass, kind.most_kept) if kind.most_kept else None,
         rows=rows_of(slot, kind.first_slot, kind.copies),
     )
-
-
-def sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device, without waiting for it."""
-    if device.type == "cuda":
-        numbers = numbers.pin_memory()
-    return numbers.to(device, non_blocking=True)

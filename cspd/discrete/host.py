@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
-from cspd.discrete.batch import Batch, sent
+from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.options import VQ_OPTIONS
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
@@ -21,6 +21,7 @@ from cspd.noise import Purpose
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.transfer import send_integers
 from cspd.vq import reference
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
@@ -116,8 +117,7 @@ class VQHost:
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run: their draws, and empty caches."""
         if sequences:
-            numbers = torch.tensor([[s.slot, s.request.seed] for s in sequences])
-            slots, seeds = sent(numbers, self.device).T
+            slots, seeds = send_integers([[s.slot, s.request.seed] for s in sequences], self.device).T
             position, none = steps(self.draws.shape[1], self.device), steps(1, self.device)
             self.known.index_fill_(0, slots, 0)
             self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position, none, none)
@@ -281,7 +281,7 @@ class VQHost:
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(codes [B, L], heat [B, L], which are codes and not -1, bool [B, L]) of sequences."""
-        slots = sent(torch.tensor([s.slot for s in sequences]), self.device)
+        slots = send_integers([s.slot for s in sequences], self.device)
         codes = self.codes[slots, : self.seq_len]
         return codes, self.heat[slots, : self.seq_len], codes >= 0
 

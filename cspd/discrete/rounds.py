@@ -15,21 +15,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.discrete.batch import Batch, by_slot, packed, sent, unpacked
+from cspd.discrete.batch import Batch, by_slot, packed, unpacked
 from cspd.discrete.host import VQHost
 from cspd.precision import Stopwatch
 from cspd.sequence import RoundStats, Sequence
+from cspd.transfer import Report, send_integers
 
 Work = Callable[[VQHost, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the host
 
 
 class Unread(NamedTuple):
-    """A round that the host has not counted yet: its sequences, the `outcome` on its way, and when that is there."""
+    """A round that the host has not counted yet: its sequences, its `outcome`, and what it commits at most."""
 
     sequences: list[Sequence]
-    numbers: Tensor
+    outcome: Report
+    most: int
     draft_calls: int
-    there: torch.cuda.Event | None
 
 
 def outcome(count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
@@ -53,7 +54,8 @@ def run(
     kept = host.kept[sequences[0].key]
     before: Unread | None = kept.pop("unread", None)
     numbers = launch(host, sequences, watch, work, state, before)
-    now = _coming(host, by_slot(sequences), numbers)
+    most = numbers.shape[1] // 2  # a code for each one drafted ahead, and one more
+    now: Unread | None = Unread(by_slot(sequences), Report(numbers), most, host.draft_calls)
     if host.late:
         kept["unread"], now = now, before
     if now is not None:
@@ -76,8 +78,7 @@ def launch(
     """
     sequences = by_slot(sequences)
     ahead = before.sequences if before else []
-    most_ahead = before.numbers.shape[1] // 2 if before else 0
-    kind, numbers = packed(sequences, host.config, ahead, most_ahead)
+    kind, numbers = packed(sequences, host.config, ahead, before.most if before else 0)
     if host.graphs.enabled:
         kind = kind.bucketed()
         watch.start("backbone")  # of what is replayed, phases are not told apart
@@ -92,28 +93,15 @@ def launch(
         host.draft_calls_of[key] = host.draft_calls
         return made
 
-    made = host.graphs.run(key, whole, sent(numbers, host.device), state=(host.known, *state))
+    made = host.graphs.run(key, whole, send_integers(numbers.numpy(), host.device), state=(host.known, *state))
     host.draft_calls = host.draft_calls_of[key]
     watch.start("other")
     return made
 
 
-def _coming(host: VQHost, sequences: list[Sequence], numbers: Tensor) -> Unread:
-    """Starts to copy what is to be counted."""
-    if numbers.device.type != "cuda":
-        return Unread(sequences, numbers, host.draft_calls, None)
-    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    pinned.copy_(numbers, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
-    return Unread(sequences, pinned, host.draft_calls, there)
-
-
 def _count(host: VQHost, unread: Unread) -> None:
     """Counts a round of each sequence that was not finished before."""
-    if unread.there is not None:
-        unread.there.synchronize()
-    for sequence, (num_accepted, bound, *ahead) in zip(unread.sequences, unread.numbers.tolist()):
+    for sequence, (num_accepted, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
         room = host.seq_len - sequence.num_known
         if room:
             count_round(sequence, min(int(num_accepted) + 1, room))

@@ -69,9 +69,9 @@ def _coupling(settings: Settings, name: str) -> dict[str, Any]:
     x = torch.normal(q[0], q[1].exp(), generator=generator)
     log_uniform = torch.rand(num, generator=generator, device=device).log()
     accepted = log_uniform < log_ratio(x, p, q)
-    mirrored, kept = resample(x, log_uniform, p, q)
+    mirrored, lost = resample(x, log_uniform, p, q)
     made = torch.where(accepted.unsqueeze(1), x, mirrored)
-    rows = (~(accepted | kept)).nonzero().squeeze(1)
+    rows = (~accepted & lost).nonzero().squeeze(1)
 
     def draws(first: int, count: int) -> tuple[Tensor, Tensor]:
         normals, uniform = noise.candidates(rows, rows, torch.ones_like(rows), first, count, CHANNELS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -32,8 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def modes(settings: Settings) -> list[str]:
     """Those of `MODES` that can be tried: a CPU has no graphs, and to compile takes half a minute."""
-    has_graphs = settings.cuda and "graphs" in _how("graphs")
-    possible = {"eager": True, "compiled": not settings.scale.is_tiny, "graphs": has_graphs}
+    possible = {"eager": True, "compiled": not settings.scale.is_tiny, "graphs": settings.cuda}
     return [mode for mode in MODES if possible[mode]]
 
 
@@ -82,7 +80,7 @@ def engine_of(
         precision=precision,
         cache=settings.cache,
         noise=noise,
-        **_how(mode),
+        **MODES[mode],
     )
 
 
@@ -90,7 +88,7 @@ def embedded(settings: Settings, family: str, max_batch: int, device: torch.devi
     """An engine of the embedded models of a family; of small ones with random weights where little is to be done."""
     scale = settings.scale
     if not scale.is_tiny:
-        return load(EMBEDDED[family], max_batch=max_batch, device=device, **_how(mode))
+        return load(EMBEDDED[family], max_batch=max_batch, device=device, **MODES[mode])
     cpu = torch.device("cpu")  # so that all devices have the same weights
     small = {"MAR": (random_mar, scale.mars), "VQ": (random_gpt, scale.gpts)}
     make, configs = small[family]
@@ -102,9 +100,3 @@ def embedded_calibration(settings: Settings) -> Calibration:
     host = embedded(settings, "MAR", 1, settings.device).host
     request = Request(0, method="speculative", window=0, num_sampling_steps=settings.scale.steps)
     return host.tuning.calibrations["target"].get(host.check(request, find("speculative", "MAR")))
-
-
-def _how(mode: str) -> dict[str, bool]:
-    """An engine's arguments of a mode, those that it has."""
-    known = inspect.signature(Engine).parameters
-    return {name: value for name, value in MODES[mode].items() if name in known}

@@ -81,6 +81,8 @@ def batch_at(engine: Engine, request: Request, share: float) -> Batch:
             )
         )
     host.admit(sequences)
+    if host.family == "VQ":
+        host.known.fill_(known)
     return Batch(engine, sequences)
 
 
