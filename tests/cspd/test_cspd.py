@@ -435,14 +435,14 @@ def test_guidance_is_that_of_the_iteration_a_rank_belongs_to(num_iter, target, d
     rows = engine.host.rows(batch, [0, 10], [64, 7])
     assert torch.allclose(rows.scale.squeeze(1), torch.cat([expected, expected[10:17]]))
 
-    used, real = {"draft": [], "target": []}, ancestral.ancestral
+    used, real = {"draft": [], "target": []}, ancestral.follow
     heads = {draft.head: "draft", target.head: "target"}
 
     def follow(head, z, scale, *args):
         used[heads[head]].append(scale.squeeze(1))
         return real(head, z, scale, *args)
 
-    monkeypatch.setattr(ancestral, "ancestral", follow)
+    monkeypatch.setattr(ancestral, "follow", follow)
     engine.generate([request(num_iter=num_iter, num_sampling_steps=2)])
     for parts in used.values():
         assert torch.allclose(torch.cat(parts), expected)
