@@ -15,7 +15,9 @@ from cspd.option import check_integer
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The device asked for, "auto" being CUDA where there is one. Raises ValueError where it cannot be had."""
+    """The device asked for, "auto" being CUDA where there is one, with its number. Raises ValueError where it cannot be
+    had.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -30,6 +32,8 @@ def pick_device(device: str | torch.device) -> torch.device:
         )
     if picked.type not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if picked.type == "cuda" and picked.index is None:  # the current one, which may be another later
+        picked = torch.device("cuda", torch.cuda.current_device())
     return picked
 
 

@@ -51,7 +51,7 @@ class Report:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(values.device))  # which need not be the current device's
 
     def tolist(self) -> list:
         """The values as Python numbers."""

@@ -77,8 +77,8 @@ def test_devices_do_not_mix(gpu):
 def test_what_is_copied_to_the_host_is_late(gpu):
     there = torch.ones(3, device="cuda:0").to("cpu", non_blocking=True)
     copied, later = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    copied.record()
-    later.record()
+    copied.record(torch.cuda.current_stream())
+    later.record(torch.cuda.current_stream())
     assert not copied.query() and (there > 1e38).all()
     with pytest.raises(RuntimeError, match="not ready"):
         copied.elapsed_time(later)

@@ -41,7 +41,8 @@ class Event:
     def __init__(self, gpu: Any, enable_timing: bool = False) -> None:
         self._gpu, self._timeline, self._number = gpu, gpu.timeline, 0
 
-    def record(self, stream: object = None) -> None:
+    def record(self, stream: object) -> None:
+        """Here no stream is taken for granted: torch's own is of the current device, which need not be the tensors'."""
         self._timeline.recorded += 1
         self._number = self._timeline.recorded
 

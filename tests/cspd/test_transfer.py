@@ -7,7 +7,7 @@ import pytest
 import standin
 import torch
 
-from cspd.transfer import send
+from cspd.transfer import Report, send
 
 ARRAYS = {
     "bytes": np.array([True, False, True]),  # the next one begins at an aligned place all the same
@@ -40,3 +40,11 @@ def test_to_a_gpu_all_go_in_one_copy(arrays: dict[str, np.ndarray]) -> None:
         assert sent.keys() == arrays.keys() and all(tensor.device == standin.DEVICE for tensor in sent.values())
         if arrays is ARRAYS:
             check(sent)
+
+
+def test_a_report_is_read_when_it_is_there() -> None:
+    with standin.cuda() as gpu:
+        report = Report(torch.arange(3, device=standin.DEVICE))
+        assert not gpu.reads and not gpu.blocking
+        assert report.tolist() == [0, 1, 2]
+        assert [place.what for place in gpu.reads] == ["event.synchronize"]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import standin
 import torch
 
 from cspd import Engine, MARModels, Request
@@ -242,6 +243,13 @@ def test_no_cuda(device, model):
     assert pick_device("auto").type == "cpu"
     with pytest.raises(ValueError, match=r"cuda.* sees no CUDA device: use device='cpu'"):
         Engine(MARModels(model), device=device)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_cuda_is_one_device(device):
+    """Whatever becomes the current one later."""
+    with standin.cuda():
+        assert pick_device(device) == standin.DEVICE
 
 
 @pytest.mark.parametrize("device", ["gpu", "tpu9", "meta", "cpu:x", ""])
