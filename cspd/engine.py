@@ -172,15 +172,15 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> dict[int, Output]:
         watch = Stopwatch(self.device)
-        admitted = self.scheduler.admit()
-        for family, host in self.hosts.items():
-            host.admit([sequence for sequence in admitted if sequence.request.family == family])
-        batch = self.scheduler.next()
-        if not batch:
-            return {}  # and nothing is being decoded: the last round waited for it
-        method, key = method_of(batch[0].request), batch[0].key
-        host = self.hosts[method.family]
         try:
+            admitted = self.scheduler.admit()
+            for family, host in self.hosts.items():
+                host.admit([sequence for sequence in admitted if sequence.request.family == family])
+            batch = self.scheduler.next()
+            if not batch:
+                return {}  # and nothing is being decoded: the last round waited for it
+            method, key = method_of(batch[0].request), batch[0].key
+            host = self.hosts[method.family]
             finished = method.run_round(host, batch, watch)
             watch.stop()
             self._finisher.add_round(batch, watch)

@@ -61,15 +61,14 @@ def test_rounds_of_a_stream_do_not_wait_for_images(engine, slow, monkeypatch):
     assert [len(outputs) for outputs in rounds] == [0] * 7 + [8]
 
 
-@pytest.mark.parametrize("failing", ["decode", "seconds"])
+@pytest.mark.parametrize("failing", ["admit", "decode", "seconds"])
 def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
     for request in REQUESTS[:6]:
         engine.add_request(request)
     engine.step()
     assert len(engine._finisher) == 1
     with monkeypatch.context() as patch:
-        place = (engine.host, "decode") if failing == "decode" else (Stopwatch, "seconds")
-        patch.setattr(*place, lambda *_: 1 / 0)
+        patch.setattr(Stopwatch if failing == "seconds" else engine.host, failing, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             while len(engine.scheduler):
                 engine.step()
