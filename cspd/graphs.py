@@ -25,22 +25,23 @@ Capture = Callable[[Callable[[], None], Callable[[], Any]], tuple[Any, Replay]]
 class _Recorded:
     """A captured function: its static inputs and results, and how to make these from those.
 
-    It is stale once memory that it reads has been freed.
+    It is in no circle of references: a graph must go when `Graphs` lets it go, not in the middle of a later capture.
     """
 
     inputs: tuple[Tensor, ...]
     results: Any
     replay: Replay
-    is_stale: bool = False
     watched: list[weakref.ref] = field(default_factory=list)
+    freed: list[weakref.ref] = field(default_factory=list)
 
     def watch(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Becomes stale when one of them is freed."""
+        self.watched = [weakref.ref(storage, self.freed.append) for storage in storages]
 
-        def expire(_: weakref.ref) -> None:
-            self.is_stale = True
-
-        self.watched = [weakref.ref(storage, expire) for storage in storages]
+    @property
+    def is_stale(self) -> bool:
+        """Whether memory that it reads has been freed."""
+        return bool(self.freed)
 
 
 class Graphs:
@@ -103,7 +104,7 @@ class Graphs:
         self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
     ) -> _Recorded | None:
         """The function captured; None, with a warning, where it cannot be."""
-        if len(self._recorded) >= MOST_GRAPHS:
+        if len(self._recorded) + len(self._retired) >= MOST_GRAPHS:
             self._drop()
         static = tuple(tensor.clone() for tensor in inputs)
         before = [tensor.clone() for tensor in state]

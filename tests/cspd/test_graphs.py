@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,25 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [3]  # a replay
     runs.run("double", double, torch.ones(1))
     assert len(made) > 2  # captured again
+
+
+def test_stale_graphs_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 4)
+    alive = weakref.WeakSet()
+
+    class Replay:
+        def __call__(self) -> None: ...
+
+    def capture(trials: Callable[[], None], function: Callable[[], Any]) -> tuple[Any, Replay]:
+        trials()
+        alive.add(replay := Replay())
+        return function(), replay
+
+    runs = Graphs(CPU, enabled=True, capture=capture)
+    for _ in range(10):
+        weights = torch.ones(3)  # in the place of those that the last one reads
+        runs.run("scale", lambda x: weights * x, torch.ones(3))
+    assert len(alive) <= 4
 
 
 def test_a_cpu_has_none() -> None:
