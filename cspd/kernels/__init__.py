@@ -29,6 +29,7 @@ def available(device: torch.device) -> bool:
 
 def fuse(head: Head, device: torch.device) -> None:
     """Has a diffusion head that is on a device computed in few launches, where these kernels run."""
+    head.fused = None  # it may have been on another device
     if available(device):
         from cspd.kernels.head import denoise
 

@@ -59,6 +59,8 @@ def test_kernels_can_be_switched_off(ampere, monkeypatch):
     monkeypatch.setenv(kernels.SWITCH, "1")
     kernels.fuse(head, CUDA)
     assert kernels.available(CUDA) and head.fused is head_kernels.denoise
+    kernels.fuse(head, torch.device("cpu"))  # where the model is now
+    assert head.fused is None
     monkeypatch.setenv(kernels.SWITCH, "off")
     with pytest.raises(ValueError, match=r"CSPD_KERNELS='off'.*give 0"):
         kernels.available(CUDA)
