@@ -98,9 +98,10 @@ class Chains:
         return [chain.owner for chain in self._chains]
 
     def clear(self) -> None:
-        """Drops the chains under way."""
-        if self._chains:
-            self._let_go(self._chains)
+        """Drops the chains under way, also those of a start that failed."""
+        self._let_go(self._chains)
+        if self._slots is not None:
+            self._slots.clear()
 
     def start(
         self,
@@ -271,6 +272,7 @@ class Chains:
         slots, here = self._slots, send_integers([chain.slot for chain in chains], self.device)
         state = slots.state.index_select(0, here)
         self._let_go(chains)
+        slots.release([chain.slot for chain in chains])
         return Finished(
             owners=[chain.owner for chain in chains],
             row=slots.names.index_select(0, here)[:, 0],
@@ -283,9 +285,8 @@ class Chains:
         )
 
     def _let_go(self, chains: Sequence[_Chain]) -> None:
-        """Frees the slots of these chains."""
+        """Leaves these chains out from now on."""
         for chain in chains:
             chain.since = math.inf
-        self._slots.release([chain.slot for chain in chains])
         self._chains = [chain for chain in self._chains if chain.since < math.inf]
         self._rows = None

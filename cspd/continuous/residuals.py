@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cspd.continuous import gaussian
 from cspd.continuous.gaussian import residual
-from cspd.continuous.slots import FALLBACKS, MEAN_P, TRIES, WAITING, Slots
+from cspd.continuous.slots import FALLBACKS, MEAN_P, NOBODY, TRIES, WAITING, Slots
 
 
 def draw_residual(
@@ -35,7 +35,7 @@ def draw_residual(
 
     mean_p, log_sigma_p, mean_q, log_sigma_q = state[:, MEAN_P:].unbind(1)
     drawn, tries = residual((mean_p, log_sigma_p), (mean_q, log_sigma_q), draws, first, max_tries)
-    missed = tries > max_tries
+    missed = (tries > max_tries) | (rows == NOBODY)  # who waits for good
     state[:, 0] = drawn
     progress[:, TRIES] += tries.clamp(max=max_tries) - first
     if max_tries == gaussian.MAX_TRIES:

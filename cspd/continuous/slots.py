@@ -83,7 +83,11 @@ class Slots:
         self.first_progress[LEFT], self.first_record[-1] = num_steps - 1, 1
         self.key = object()
         self._table: Table | None = None
-        self._free = [*range(capacity - 1, NOBODY, -1)]  # the next one is the last
+        self.clear()
+
+    def clear(self) -> None:
+        """Makes all slots free."""
+        self._free = [*range(self.capacity - 1, NOBODY, -1)]  # the next one is the last
 
     def take(self, count: int) -> list[int]:
         """Free slots, the first ones first."""

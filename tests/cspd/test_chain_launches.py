@@ -9,6 +9,7 @@ from heads import Case, MixtureHead, finish, merge
 
 from cspd.continuous import gaussian
 from cspd.continuous.chain_records import Finished
+from cspd.continuous.slots import Slots
 
 CENTRES = torch.tensor([[0.9, -0.6, 0.2], [-0.4, 0.7, 1.0], [0.1, -0.2, -1.1]])
 HEAD = MixtureHead(CENTRES, (0.05, 0.1, 0.2), (0.5, 0.3, 0.2), wobble=0.3)
@@ -36,6 +37,20 @@ def test_replayed_launches_make_the_same_tokens(first_block, monkeypatch):
     assert graphed.tries == eager.tries and sum(eager.tries) > 0
     assert (graphed.tokens - eager.tokens).abs().max() < 1e-3
     assert (graphed.log_sigma - eager.log_sigma).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("failing", ["take", "adopt", "write_modulations"])
+def test_what_failed_to_start_takes_no_slot(failing, monkeypatch):
+    draft = CASE.calibration(frozen=True)
+    expected, chains = staggered(draft), CASE.chains(draft, WINDOW)
+    CASE.start(chains, NUM_CHAINS, 4, slice(0, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, failing, lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            CASE.start(chains, NUM_CHAINS, 4, slice(3, NUM_CHAINS))
+    chains.clear()
+    CASE.start(chains, NUM_CHAINS, 4)
+    assert torch.allclose(merge(finish(chains)).tokens, expected.tokens, atol=1e-3)
 
 
 @pytest.mark.slow  # tracing takes seconds
