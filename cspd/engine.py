@@ -36,8 +36,8 @@ class Engine:
 
     Args:
         models: of each family at most one set; a request that does not say otherwise is of the first that has its
-            method. All models are moved to the device, put in eval mode and frozen, in place; their weights stay as
-            they are under every precision.
+            method. All models are moved to the device, put in eval mode and frozen, in place. Weights that are loaded
+            later are not seen by what was made of them: calibrations, and copies in another precision.
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's.
@@ -84,8 +84,7 @@ class Engine:
         self.num_slots = max_batch
         self.scheduler = Scheduler(max_batch)
         self._finisher = Finisher(self.device)
-        self._tickets = 0
-        self._streaming = False
+        self._tickets, self._streaming = 0, False
 
     @property
     def host(self) -> Host:

@@ -25,7 +25,7 @@ from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
-from cspd.transfer import send
+from cspd.transfer import send, send_integers
 
 OPTIONS = (
     Option("gamma", int, "tokens drafted per round", default=8, low=1),
@@ -133,7 +133,7 @@ def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopw
         rows = host.rows(active, [sequence.num_known + offset for sequence in active], [1] * len(active))
         paths, made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
         host.commit(rows, paths.tokens)
-        where = send({"sequence": np.array(index)}, host.device)["sequence"]
+        where = send_integers(index, host.device)
         for values, of_step in zip(drafted, paths):
             values[where, offset] = of_step
         for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
@@ -211,7 +211,7 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     tries = np.zeros(len(accepted), dtype=np.int64)
     rejected = np.flatnonzero(decided & ~accepted)
     if len(rejected):
-        which = send({"rows": rejected}, host.device)["rows"]
+        which = send_integers(rejected, host.device)
         tokens, tried = _resample(host, request, rows, which, p, q)
         host.tokens[rows.slot[which], rows.position[which]] = tokens
         tries[rejected] = tried.cpu().numpy()

@@ -135,10 +135,10 @@ def test_stale_graphs_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> 
         alive.add(replay := Replay())
         return function(), replay
 
-    runs = Graphs(CPU, enabled=True, capture=capture)
+    runs, weights = Graphs(CPU, enabled=True, capture=capture), [torch.ones(3)]
     for _ in range(10):
-        weights = torch.ones(3)  # in the place of those that the last one reads
-        runs.run("scale", lambda x: weights * x, torch.ones(3))
+        runs.run("scale", lambda x: weights[0] * x, torch.ones(3))
+        weights[:] = [torch.ones(3)]  # in the place of those that the graph reads
     assert len(alive) <= 4
 
 
