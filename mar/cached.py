@@ -96,11 +96,12 @@ def refresh(
     known, is_known = model.known(order, num_known, padded)
     x = model.embed(tokens, known, is_known, class_embedding)
     mask = model.attention_mask(F.pad(is_known, (buffer, 0), value=True))
+    nothing = kept.encoder.new_zeros(())  # a Python number would be copied to the device
     for layer, block in zip(kept.encoder, model.encoder_blocks):
         normed = block.norm1(x)
         own = keys_values(block, normed)
         layer[slots, : x.shape[1]] = own[:size].to(layer.dtype)
-        layer[slots, x.shape[1] :] = 0  # what a sequence before left there may be NaN, which a mask does not stop
+        layer[slots, x.shape[1] :] = nothing  # what a sequence before left there may be NaN, which a mask does not stop
         x = attend(block, x, normed, own, mask)
 
     x = model.arrange(model.encoder_norm(x), known, is_known)

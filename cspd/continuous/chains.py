@@ -81,8 +81,7 @@ class Chains:
         self._lookup = lookup(table)
         self._move = compiled_move() if compiled else move
         with precision.full():
-            timesteps = torch.as_tensor(schedule(self.num_steps).timestep_map, device=self.device)
-            self._t_embed = head.time_embed(timesteps)
+            self._t_embed = head.time_embed(send_integers(schedule(self.num_steps).timestep_map, self.device))
         self._graphs = graphs or Graphs(self.device, enabled=False)
         self.rounds = ROUNDS if self._graphs.enabled else 1
         self._late = self._graphs.enabled or self.device.type == "cuda"  # reports are read a launch late

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cspd.transfer import send_integers
 from mar.head import Head
 
 TABLE_SHARE = 1 / 8  # of the device's memory, for precomputed modulations; beyond it they are computed in the rounds
@@ -80,7 +81,8 @@ class Slots:
         self.c_embed = zeros(copies, head.width)
         self.progress[NOBODY, : WAITING + 1] = num_steps
         self.first_progress, self.first_record = self.progress.new_zeros(4), self.record.new_zeros(num_steps)
-        self.first_progress[LEFT], self.first_record[-1] = num_steps - 1, 1
+        self.first_progress[LEFT].fill_(num_steps - 1)  # to assign the number would copy it
+        self.first_record[-1].fill_(1)
         self.key = object()
         self._table: Table | None = None
         self.clear()
@@ -99,8 +101,8 @@ class Slots:
 
     def adopt(self, other: Slots, live: Sequence[int]) -> None:
         """Takes over the chains in another's slots: they are in the first slots here, in their order."""
-        here = torch.tensor(self.take(len(live)), dtype=torch.int64, device=self.state.device)
-        there = torch.tensor(live, dtype=torch.int64, device=self.state.device)
+        here = send_integers(self.take(len(live)), self.state.device)
+        there = send_integers(live, self.state.device)
         for name in PER_SLOT:
             getattr(self, name)[here] = getattr(other, name)[there]
         if self.tabled and other.tabled:

@@ -21,7 +21,7 @@ from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
-from cspd.transfer import send_integers
+from cspd.transfer import send, send_integers
 
 WINDOW = Option(
     "window",
@@ -48,7 +48,7 @@ def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool =
         coefficients, drift = calibration.coefficients, calibration.drift
     table = draft_table(coefficients, drift, request.num_sampling_steps, request.window, request.temperature)
     head = host.models[model].head
-    table = torch.as_tensor(table, device=host.device)
+    table = send({"table": table}, host.device)["table"]
     drafting = model == "draft"
     return Chains(
         head,

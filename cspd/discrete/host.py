@@ -79,7 +79,6 @@ class VQHost:
         self.kept: dict[Hashable, dict] = defaultdict(dict)
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
-        self.graphs = Graphs(device, enabled=False)
         self.draft_calls_of: dict[Hashable, int] = {}
         self.late = device.type == "cuda"
 
