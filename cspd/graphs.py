@@ -57,6 +57,9 @@ class Graphs:
         enabled: otherwise a run is a plain call; by default it is on CUDA. capture: of a function; by default as a
             graph of `device`.
 
+    Attributes:
+        lasting: what graphs read and is no weight, by what it is: it stays whatever sequences come and go.
+
     Raises:
         ValueError: there are no graphs of this device.
     """
@@ -70,6 +73,7 @@ class Graphs:
         self._capture = capture or (cuda_capture(device) if self.enabled else None)
         self._recorded: dict[Hashable, _Recorded | None] = {}
         self._retired: list[Replay] = []
+        self.lasting: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
         """function(*inputs).
@@ -95,6 +99,17 @@ class Graphs:
             recorded.replay()
             # the graphs share their memory: the next one that is replayed may overwrite these
             return tree_map_only(Tensor, torch.clone, recorded.results)
+
+    def last(self, name: str, key: Hashable, make: Callable[[], Any]) -> Any:
+        """make(); where enabled, what it made last under this name, if that was for an equal key."""
+        if not self.enabled:
+            return make()
+        last_key, made = self.lasting.pop(name, (None, None))
+        if last_key != key:
+            made = None  # it goes before the next one needs its memory
+            made = make()
+        self.lasting[name] = key, made
+        return made
 
     def size(self, number: int, per_octave: int = 8) -> int:
         """So many rows or positions as they are computed: up to the next bucket where graphs are enabled."""

@@ -70,6 +70,11 @@ class Precision:
         return sum(self.bytes_to_copy(child) for name, child in module._modules.items() if name not in exact)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of what matrix products give inside `fast`."""
+        return torch.bfloat16 if self.policy == "bf16" else torch.float32
+
+    @property
     def uniform(self) -> bool:
         """Whether `fast` and `full` are the same."""
         return self.policy == "fp32"

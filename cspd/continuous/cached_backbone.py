@@ -17,6 +17,7 @@ from cspd.continuous.schedule import timetable
 from cspd.machine import check_fits
 from cspd.option import Option
 from cspd.sequence import Request, Sequence
+from cspd.transfer import send_integers
 from mar.cached import Counts, Kept, bytes_kept, lazy, refresh, stretch
 from mar.head import filled
 from mar.model import MAR
@@ -70,7 +71,7 @@ class Caches:
     def __init__(self, host: MARHost, request: Request) -> None:
         model, slots = host.target, host.num_slots
         self.shape = self.copies, has_distance = _shape(request)
-        self.kept = Kept.empty(model, self.copies * slots, _dtype(host), host.device)
+        self.kept = Kept.empty(model, self.copies * slots, host.precision.dtype, host.device)
         self.distance = None
         if has_distance:
             self.distance = torch.zeros(slots, host.seq_len + 1, model.config.embed_dim, device=host.device)
@@ -86,11 +87,6 @@ def _shape(request: Request) -> tuple[int, bool]:
     return (2 if request.guided and not request.reuse_null else 1), request.guided and request.reuse_null
 
 
-def _dtype(host: MARHost) -> torch.dtype:
-    """What keys and values are computed in."""
-    return torch.bfloat16 if host.precision.policy == "bf16" else torch.float32
-
-
 def _model(host: MARHost) -> MAR:
     """The target as it computes."""
     return host.precision.prepare(host.target)
@@ -100,7 +96,7 @@ def bytes_per_slot(host: MARHost, request: Request) -> int:
     """Bytes of the caches that a slot adds."""
     copies, has_distance = _shape(request)
     distance = 4 * (host.seq_len + 1) * host.config.embed_dim
-    return copies * bytes_kept(host.target, _dtype(host)) + has_distance * distance
+    return copies * bytes_kept(host.target, host.precision.dtype) + has_distance * distance
 
 
 def resolve(request: Request, host: MARHost) -> Request:
@@ -137,7 +133,7 @@ def conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
         own, known, counts = ([each[i] for i in members] for each in (batch, rows.known, rows.counts))
         parts.append(EVALUATIONS[name](host, own, host.rows(own, known, counts)))
         which.append(np.flatnonzero(of_row == name))
-    back = torch.as_tensor(np.argsort(np.concatenate(which)), device=host.device)
+    back = send_integers(np.argsort(np.concatenate(which)), host.device)
     return torch.cat(parts, dim=1)[:, back]
 
 
@@ -211,7 +207,7 @@ def _caches(host: MARHost, batch: list[Sequence]) -> Caches:
     if "caches" not in kept:
         kept["caches"] = _shared(host, request) or Caches(host, request)
         if host.graphs.enabled:
-            host.lasting["caches", _shape(request)] = kept["caches"]
+            host.graphs.lasting["caches", _shape(request)] = kept["caches"]
     return kept["caches"]
 
 
@@ -219,7 +215,7 @@ def _shared(host: MARHost, request: Request) -> Caches | None:
     """Caches that are there already and would do for a request."""
     there = (kept["caches"] for kept in host.kept.values() if "caches" in kept)
     in_flight = (caches for caches in there if caches.shape == _shape(request))
-    return next(in_flight, host.lasting.get(("caches", _shape(request))))
+    return next(in_flight, host.graphs.lasting.get(("caches", _shape(request))))
 
 
 def _known_after(sequence: Sequence, iterations: int, seq_len: int) -> int:

@@ -13,12 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd import noise
-from cspd.continuous.ancestral import ancestral
+from cspd.continuous.ancestral import drawing
 from cspd.continuous.calibration import WINDOWS, Calibration
 from cspd.continuous.chains import Chains
 from cspd.continuous.draft_verify import draft_table
 from cspd.continuous.slots import table_size
+from cspd.graphs import Graphs
 from cspd.precision import Precision
+from cspd.transfer import send
 from mar.head import Head
 
 GAIN = 0.7  # speculate only if the predicted time is below this share of the ancestral chain's; the margin covers what
@@ -106,21 +108,33 @@ class _AcceptAll:
 
 
 @torch.inference_mode()
-def measure(head: Head, guided: bool, device: torch.device, precision: Precision, compiled: bool = False) -> Costs:
-    """Times the ancestral chain and speculative rounds on random conditions; a second or two for small heads."""
+def measure(
+    head: Head,
+    guided: bool,
+    device: torch.device,
+    precision: Precision,
+    compiled: bool = False,
+    graphs: bool | None = None,
+) -> Costs:
+    """Times the ancestral chain and speculative rounds on random conditions; a second or two for small heads.
+
+    Args:
+        compiled, graphs: as of `cspd.engine.Engine`.
+    """
     copies, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
     coefficients = np.zeros((STEPS, WINDOW, 3))
     coefficients[..., 1] = 1
     table = draft_table(coefficients, np.zeros((STEPS, WINDOW)), STEPS, WINDOW, 1.0)
-    table = torch.as_tensor(table, device=device)
+    table = send({"table": table}, device)["table"]
+    runner = Graphs(device, graphs)
     measured = {"ancestral": [], "start": [], "round": []}
-    rows, limit = [], table_size(head, copies, device)
+    rows, limit = [], table_size(head, copies, precision)
     for size in tqdm(ROWS, desc="timing this device", unit="size", leave=False, delay=2):
         if rows and size * STEPS > limit:
             break
         z = torch.randn(copies, size, head.cond_embed.in_features, generator=generator).to(device)
-        chains = Chains(head, table, precision, _AcceptAll, compiled=compiled)
-        times = _time_one_size(chains, z)
+        chains = Chains(head, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
+        times = _time_one_size(chains, z, runner)
         for name, seconds in times.items():
             smaller = measured[name][-1:]  # more rows never take less time: where they seem to, it was noise
             measured[name].append(max([min(seconds), *smaller]))
@@ -130,18 +144,16 @@ def measure(head: Head, guided: bool, device: torch.device, precision: Precision
     return Costs(rows=rows, inputs=[size * WINDOW for size in rows], table_size=limit, **measured)
 
 
-def _time_one_size(chains: Chains, z: Tensor) -> dict[str, list[float]]:
+def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[float]]:
     """Seconds of an ancestral step, of starting chains (a step), and of a round, for conditions z [G, R, D]."""
-    device, size, channels = z.device, z.shape[1], chains.head.channels
+    device, size = z.device, z.shape[1]
     seed, position = torch.arange(size, device=device), torch.arange(size, device=device)
     ones = torch.ones(size, 1, device=device)  # guidance scales and temperatures
 
-    def step_noise(t: Tensor) -> Tensor:
-        return noise.steps(seed, position, t, channels)
+    draw = drawing(chains.head, noise, ANCESTRAL_STEPS, chains.precision)
 
     def run_ancestral() -> None:
-        x = noise.initial(seed, position, channels)
-        ancestral(chains.head, z, ones, ones, x, step_noise, ANCESTRAL_STEPS, chains.precision)
+        graphs.run("ancestral", draw, z, ones, ones, seed, position)
 
     def start() -> None:
         chains.clear()
@@ -151,7 +163,8 @@ def _time_one_size(chains: Chains, z: Tensor) -> dict[str, list[float]]:
     for _ in range(REPEATS):
         times["ancestral"].append(_seconds(run_ancestral, device) / ANCESTRAL_STEPS)
         times["start"].append(_seconds(start, device) / STEPS)
-        times["round"].append(statistics.median(_seconds(chains.advance, device) for _ in range(ROUNDS)))
+        launches = [_seconds(chains.advance, device) for _ in range(ROUNDS // chains.rounds)]
+        times["round"].append(statistics.median(launches) / chains.rounds)
     return times
 
 

@@ -68,8 +68,7 @@ class MARHost:
     Attributes:
         heat: float32 [slots, L], what each token cost, for pictures; a method says what it means.
         audit: float32 [slots, L], nats, what an audit found of each token, where one is asked for.
-        kept: what methods keep between rounds, by the sequences' key. lasting: what they keep whatever sequences come
-            and go, since graphs read it where it is.
+        kept: what methods keep between rounds, by the sequences' key.
     """
 
     family = "MAR"
@@ -106,7 +105,6 @@ class MARHost:
         self.heat = torch.zeros(num_slots, length, device=device)
         self.audit = torch.zeros(num_slots, length, device=device)
         self.kept: dict[Hashable, dict] = defaultdict(dict)
-        self.lasting: dict[Hashable, Any] = {}
 
     def adopt(self, other: MARHost) -> None:
         """Takes over what another host of the same models was tuned by."""

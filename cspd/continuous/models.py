@@ -56,7 +56,9 @@ class MARModels:
         """
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
         check_memory(self.target, num_slots, usual_tokens(self.target), device, copies)
-        tuning = Tuning(self.target, self.draft, device, precision, compiled, cache)
+        tuning = Tuning(
+            self.target, self.draft, device, precision, compiled, graphs is not None and graphs.enabled, cache
+        )
         return MARHost(
             self.target,
             num_slots,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cspd.precision import Precision
 from cspd.transfer import send_integers
 from mar.head import Head
 
@@ -128,11 +129,11 @@ def capacity_for(needed: int, most: int) -> int:
     return min(doubled, most) if needed <= most else doubled
 
 
-def table_size(head: Head, copies: int, device: torch.device) -> int:
+def table_size(head: Head, copies: int, precision: Precision) -> int:
     """Chains times steps whose modulations may be held at once; copies are 2 with guidance."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+    if precision.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(precision.device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    floats = (3 * len(head.res_blocks) + 2) * head.width * copies  # of a chain's step
-    return int(TABLE_SHARE * memory / (4 * floats))
+    values = (3 * len(head.res_blocks) + 2) * head.width * copies  # of a chain's step
+    return int(TABLE_SHARE * memory / (precision.dtype.itemsize * values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 
 import numpy as np
@@ -39,8 +40,18 @@ DRAFT = Option(
 )
 
 
-def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool = False) -> Chains:
-    """Speculative chains of the host's "target" or "draft", as the request asks for."""
+def chains_of(host: MARHost, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
+    """Speculative chains of the host's "target" or "draft" for sequences that share a round; none is under way.
+
+    Where there are graphs, those of the last requests that asked for the same are taken again.
+    """
+    make = functools.partial(_make_chains, host, model, sequence.request, trace_sigma)
+    chains = host.graphs.last(f"chains of {model}, {trace_sigma=}", sequence.key, make)
+    chains.clear()
+    return chains
+
+
+def _make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool) -> Chains:
     if request.draft == "frozen":
         coefficients, drift = frozen(request.num_sampling_steps)
     else:
@@ -65,10 +76,10 @@ def make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool =
 class _Running:
     """What sequences of one kind share while they run: the chains, and what is left of each one's iteration."""
 
-    def __init__(self, host: MARHost, request: Request) -> None:
-        self.chains = make_chains(host, "target", request)
+    def __init__(self, host: MARHost, sequence: Sequence) -> None:
+        self.chains = chains_of(host, "target", sequence)
         self.left: Counter[Sequence] = Counter()  # tokens still under way
-        shape = (host.num_slots, host.config.seq_len, request.num_sampling_steps)
+        shape = (host.num_slots, host.config.seq_len, sequence.request.num_sampling_steps)
         self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
 
     def begin(self, host: MARHost, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
@@ -120,7 +131,7 @@ def run_round(
         return ar.run_round(host, batch, watch, backbone=backbone)
     kept = host.kept[batch[0].key]
     if "running" not in kept:
-        kept["running"] = _Running(host, request)
+        kept["running"] = _Running(host, batch[0])
     running = kept["running"]
     idle = [s for s in batch if s not in running.left]
     if idle:
@@ -179,7 +190,7 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
         return ancestral.denoise(host, model, rows, z, index=index, densities=densities)
     kept = host.kept[rows.sequences[0].key]
     if (model, densities) not in kept:  # their table is made once
-        kept[model, densities] = make_chains(host, model, request, trace_sigma=densities)
+        kept[model, densities] = chains_of(host, model, rows.sequences[0], trace_sigma=densities)
     chains = kept[model, densities]
     num = len(rows.seed)
     row = torch.arange(num, device=z.device)

@@ -43,7 +43,7 @@ class Tuning:
     """Calibrations and costs, each made on first use.
 
     Args:
-        target, draft: the models. device, precision, compiled: how they run.
+        target, draft: the models. device, precision, compiled, graphs: how they run.
         cache: where calibrations are kept, before the user's cache folder.
     """
 
@@ -54,9 +54,11 @@ class Tuning:
         device: torch.device,
         precision: Precision,
         compiled: bool,
+        graphs: bool,
         cache: Path | None,
     ) -> None:
-        self.target, self.device, self.precision, self.compiled = target, device, precision, compiled
+        self.target, self.device, self.precision = target, device, precision
+        self.compiled, self.graphs = compiled, graphs
         folders = [folder for folder in (cache, user_cache()) if folder]
         self.calibrations = {
             name: Calibrations(model, device, precision, folders)
@@ -70,7 +72,7 @@ class Tuning:
         """The head's costs on this device, measured on first use or `again`; kept in the user's cache folder."""
         if guided not in self._costs or again:
             self._costs[guided] = measured_costs(
-                self.target.head, guided, self.device, self.precision, self.compiled, user_cache(), again
+                self.target.head, guided, self.device, self.precision, self.compiled, self.graphs, user_cache(), again
             )
         return self._costs[guided]
 
@@ -199,6 +201,7 @@ def measured_costs(
     device: torch.device,
     precision: Precision,
     compiled: bool,
+    graphs: bool,
     folder: Path,
     again: bool = False,
 ) -> Costs:
@@ -213,6 +216,7 @@ def measured_costs(
         "head": [head.channels, head.width, len(head.res_blocks), head.cond_embed.in_features],
         "guided": guided,
         "compiled": compiled,
+        "graphs": graphs,
     }
     path = folder / "costs.json"
     entries = _entries(path)
@@ -222,7 +226,7 @@ def measured_costs(
                 costs = Costs(**entry["costs"])
                 costs.check()
                 return costs
-    costs = measure(head, guided, device, precision, compiled)
+    costs = measure(head, guided, device, precision, compiled, graphs)
     others = [entry for entry in entries if entry["key"] != key]
     entries = [*others, {"key": key, "costs": dataclasses.asdict(costs)}]
     with contextlib.suppress(OSError):  # read-only: measured again next time

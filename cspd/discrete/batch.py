@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from cspd.discrete.cache import rows_of
 from cspd.discrete.options import MIXED
 from cspd.discrete.probabilities import Filter, filter_numbers
-from cspd.sequence import Sequence
+from cspd.sequence import Request, Sequence
 from cspd.vq.gpt import GPTConfig
 
 LEAST_BUCKET = 64  # codes committed, in a graph of fixed shape
@@ -58,13 +59,15 @@ class Batch:
     """The sequences of one round, B of them, in the order of their slots.
 
     Attributes:
-        kind: see there. known_t: int64 [B], codes committed.
+        key: of the round. request: with the settings that all of them share. kind: see there.
+        known_t: int64 [B], codes committed.
         slot, seed, label: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
         scale, temperature: float32 [B]. filter: which codes are kept, None where all are.
         rows: cache rows [B * copies], see `cspd.discrete.cache.rows_of`.
     """
 
-    sequences: list[Sequence]
+    key: Hashable
+    request: Request
     kind: Kind
     known_t: Tensor
     slot: Tensor
@@ -128,12 +131,13 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: list[Sequence], 
     return kind, torch.cat([torch.tensor(whole), bits])
 
 
-def unpacked(sequences: list[Sequence], kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
-    """The batch of sequences from what `packed` made of them, on the device; known: int64 [slots], codes committed."""
+def unpacked(key: Hashable, request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
+    """The batch from what `packed` made of its sequences, on the device; known: int64 [slots], codes committed."""
     slot, seed, label, iteration, count = numbers[:5]
     scale, temperature, mass = numbers[5:].view(torch.float64).float()
     return Batch(
-        sequences,
+        key,
+        request,
         kind,
         known[slot],
         slot,

@@ -41,7 +41,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
 
 def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:
     """The round but for what the host counts: its `outcome`."""
-    draft = DRAFTS[batch.sequences[0].request.draft]
+    draft = DRAFTS[batch.request.draft]
     drafted = draft.propose(host, batch)
     verified, last, features = _verify(host, batch, drafted)
     _commit(host, batch, drafted, verified, last)
@@ -55,7 +55,7 @@ def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:
 def _verify(host: VQHost, batch: Batch, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
     """What the rule accepts, the code after it int64 [B], and the target's features [copies, B, N, dim]."""
     shape, codes, Q = drafted
-    rule = rule_of(batch.sequences[0].request)
+    rule = rule_of(batch.request)
     near = near_codes(host.models["tokenizer"], rule.metric, rule.k) if rule.pools else None
     uniforms, after_rejection = _draws(host, batch, shape)
 

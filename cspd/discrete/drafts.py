@@ -58,7 +58,7 @@ def _pick(features: Tensor, index: Tensor) -> Tensor:
 @draft("chain", needs="draft")
 def chain(host: VQHost, batch: Batch) -> Drafted:
     """gamma codes, one after the other, by the draft model."""
-    gamma = batch.sequences[0].request.gamma
+    gamma = batch.request.gamma
     # the last two inputs: of a round that accepted everything, the draft has not seen the last but one
     recent, start = host.last(batch, 2)
     features = host.features(batch, recent, start, "draft")
@@ -106,7 +106,7 @@ def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[T
 @draft("eagle-static", needs="eagle", highest=1 + max(map(len, EAGLE_TREE)))
 def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     """EAGLE-1: always the same tree, siblings drawn without replacement; gamma is its height, at most 5."""
-    request, device = batch.sequences[0].request, host.device
+    request, device = batch.request, host.device
     greedy = request.temperature == 0
     shape, expanded = _static_shape(request.gamma, device)
     num, size = shape.num_nodes, len(batch)
@@ -161,7 +161,7 @@ class Candidates(NamedTuple):
 @draft("eagle-dynamic", needs="eagle", highest=8)
 def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     """EAGLE-2: the likeliest nodes of every depth are expanded, the likeliest of all are kept; gamma is the height."""
-    height = batch.sequences[0].request.gamma
+    height = batch.request.gamma
     branches = min(BRANCHES, host.config.vocab_size)
     candidates = _expand(host, batch, height, branches)
     parent, codes = _rerank(candidates, NODES)

@@ -137,9 +137,9 @@ class VQHost:
         """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
         if model not in self._caches:
             module = self.models[model]
-            dtype = torch.bfloat16 if self.precision.policy == "bf16" else torch.float32
             length = self.config.block_size  # weights do not show it, so that a draft's own may be another
-            self._caches[model] = Cache(module.config, length, len(module.layers), self.num_slots, self.device, dtype)
+            size = length, len(module.layers), self.num_slots
+            self._caches[model] = Cache(module.config, *size, self.device, self.precision.dtype)
         return self._caches[model]
 
     def embed(self, batch: Batch, codes: Tensor, position: Tensor, model: str = "target") -> Tensor:

@@ -79,7 +79,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
 
 def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
     """The round but for what the host counts: its `outcome`."""
-    request = batch.sequences[0].request
+    request = batch.request
     rule = rule_of(request)
     near = near_codes(host.models["tokenizer"], rule.metric, rule.k) if rule.pools else None
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
@@ -101,7 +101,7 @@ def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
 def _draft(host: VQHost, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
     """The window that the round before left, and siblings beside it; a new request's is filled with random codes."""
     vocabulary = host.config.vocab_size
-    codes, Q = (kept[batch.slot] for kept in kept_windows(host, batch.sequences[0].key, comb.path))
+    codes, Q = (kept[batch.slot] for kept in kept_windows(host, batch.key, comb.path))
     is_new = (batch.iteration == 0).unsqueeze(1)
     codes = torch.where(is_new, draws.fill[:, : comb.path], codes)
     Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)

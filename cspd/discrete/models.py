@@ -102,7 +102,7 @@ class VQModels:
 
 def bytes_per_slot(models: VQModels, precision: Precision) -> int:
     """Estimated peak bytes a slot adds: key-value caches, and the distributions of a round."""
-    config, size = models.target.config, 2 if precision.policy == "bf16" else 4
+    config, size = models.target.config, precision.dtype.itemsize
     columns = config.block_size + MOST_NODES
     gpts = [m for m in (models.target, models.draft, models.eagle) if m is not None]
     caches = sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)  # keys, values, the null class's

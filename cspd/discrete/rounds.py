@@ -82,11 +82,12 @@ def launch(
     if host.graphs.enabled:
         kind = kind.bucketed()
         watch.start("backbone")  # of what is replayed, phases are not told apart
-    key = sequences[0].key, kind
+    round_key, request = sequences[0].key, sequences[0].request
+    key = round_key, kind
 
     def whole(numbers: Tensor) -> Tensor:
         host.begin(None if host.graphs.enabled else watch)
-        batch = unpacked(sequences, kind, numbers, host.known)
+        batch = unpacked(round_key, request, kind, numbers, host.known)
         made = work(host, batch)
         committed = made[:, 0].long() + 1
         host.known[batch.slot] = (batch.known_t + committed).clamp(max=host.seq_len)

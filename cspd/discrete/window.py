@@ -93,11 +93,14 @@ class Window(NamedTuple):
 
 def kept_windows(host: VQHost, key: Hashable, path: int) -> tuple[Tensor, Tensor]:
     """Codes int64 [slots, F] and Q [slots, F, V] that sequences of a key keep from round to round."""
+
+    def empty() -> tuple[Tensor, Tensor]:
+        codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
+        return codes, torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
+
     kept = host.kept[key]
     if "window" not in kept:
-        codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
-        Q = torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
-        kept["window"] = codes, Q
+        kept["window"] = host.graphs.last("windows", key, empty)
     return kept["window"]
 
 
@@ -130,7 +133,7 @@ def draw(host: VQHost, batch: Batch, comb: Comb) -> Draws:
 def slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
     """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
     path, vocabulary = codes.shape[1], P.shape[-1]
-    kept_codes, kept_Q = kept_windows(host, batch.sequences[0].key, path)
+    kept_codes, kept_Q = kept_windows(host, batch.key, path)
     first = accepted.unsqueeze(1) + 1
     place = first + steps(path, host.device)  # in the old window
     following = torch.cat([codes, draws.fill[:, path:]], 1)

@@ -68,8 +68,7 @@ def _copy(settings: Settings) -> dict[str, Any]:
 
 def _matmul(settings: Settings, policy: str) -> dict[str, Any]:
     side, precision = settings.scale.matmul, Precision(policy, settings.device)
-    dtype = torch.bfloat16 if policy == "bf16" else torch.float32
-    a, b = torch.randn(2, side, side, device=settings.device).to(dtype)
+    a, b = torch.randn(2, side, side, device=settings.device).to(precision.dtype)
     with torch.inference_mode(), precision.fast():
         seconds = _best(settings, lambda: a @ b)
     return {"tflop_per_s": 2 * side**3 / seconds / 1e12}

@@ -392,14 +392,16 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
         return costs(1e-3 * len(measured), 1e-6)
 
     monkeypatch.setattr(tuning, "measure", spy)
-    get = lambda guided=True, policy="fp32", compiled=False, folder=tmp_path / "kept", **again: measured_costs(  # noqa: E731
-        small_mar.head, guided, CPU, Precision(policy, CPU), compiled, folder, **again
-    )
+
+    def get(guided=True, policy="fp32", compiled=False, graphs=False, folder=tmp_path / "kept", **again) -> Costs:
+        precision = Precision(policy, CPU)
+        return measured_costs(small_mar.head, guided, CPU, precision, compiled, graphs, folder, **again)
+
     first = get()
     assert get() == first == costs(1e-3, 1e-6) and measured == [True]
-    others = [get(guided=False), get(policy="bf16"), get(compiled=True)]
-    assert measured == [True, False, True, True] and get() == first and get(guided=False) == others[0]
-    assert get(again=True) == get() == costs(5e-3, 1e-6) and get(policy="bf16") == others[1]
+    others = [get(guided=False), get(policy="bf16"), get(compiled=True), get(graphs=True)]
+    assert measured == [True, False, True, True, True] and get() == first and get(guided=False) == others[0]
+    assert get(again=True) == get() == costs(6e-3, 1e-6) and get(policy="bf16") == others[1]
     (file,) = (tmp_path / "kept").iterdir()
     assert file.name == "costs.json"
     of_other_make = [{"key": entry["key"], "costs": {"rows": [1]}} for entry in json.loads(file.read_text())]
