@@ -102,8 +102,7 @@ class Engine:
     def describe(self) -> dict:
         """The machine that it runs on, and how, in a few words."""
         how = {"precision": self.precision.policy, "compiled": self.compiled}
-        # None where there are none, as in the records of versions that had none
-        return describe(self.device) | how | {"graphs": self.graphs.enabled or None}
+        return describe(self.device) | how | {"graphs": self.graphs.enabled or None}  # None as in older records
 
     def check(self, request: Request) -> Request:
         """The request with every default filled in but what may take a calibration: the window of `speculative`.
@@ -123,8 +122,7 @@ class Engine:
         request = self.hosts[method.family].resolve(request, method)
         advice = method.advice(request)
         if advice is not None:
-            # always from here, so that Python says it once
-            warnings.warn(advice, stacklevel=1)
+            warnings.warn(advice, stacklevel=1)  # always from here, so that Python says it once
         return request
 
     def _checked(self, request: Request) -> tuple[Request, Method]:

@@ -95,6 +95,7 @@ def _outputs(sequences: list[Sequence], made: _Made) -> dict[int, Output]:
     outputs = {}
     with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
         for sequence, own_finite, image, *of_one in zip(sequences, made.finite, images, made.tokens, made.heat):
+            sequence.complete_stats()
             own_tokens, own_heat = (each.clone() for each in of_one)
             error = _error(sequence, own_finite, image)
             image = None if image is None or error else image.clone()

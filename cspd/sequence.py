@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -160,6 +160,7 @@ class Sequence:
     """A running request: its slot and how far it is. `num_known` tokens of its order are committed.
 
     Sequences of equal `key` can share a round, whatever else differs. `reached` has `num_known` after each iteration.
+    `complete_stats` is called before they are handed out: what it reads from the device is there by then.
     """
 
     request: Request
@@ -170,6 +171,7 @@ class Sequence:
     num_known: int = 0
     reached: list[int] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
+    complete_stats: Callable[[], None] = lambda: None
 
     def iteration_of(self, rank: int) -> int:
         """The iteration, from 1, that committed the token of a rank, from 0, in the generation order."""

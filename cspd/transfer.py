@@ -53,8 +53,12 @@ class Report:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(values.device))  # which need not be the current device's
 
-    def tolist(self) -> list:
-        """The values as Python numbers."""
+    def array(self) -> np.ndarray:
+        """The values."""
         if self._arrived:
             self._arrived.synchronize()
-        return self._values.tolist()
+        return self._values.numpy()
+
+    def tolist(self) -> list:
+        """The values as Python numbers."""
+        return self.array().tolist()

@@ -5,7 +5,7 @@ A host without graphs does the same work at the size that it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,25 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cspd.continuous.denoiser import Draw
-from cspd.transfer import send_integers
 
 
-def by_sequence(
-    host: Any,
-    key: Hashable,
-    function: Callable[[Tensor], Tensor],
-    numbers: np.ndarray,
-    state: Sequence[Tensor] = (),
-) -> Tensor:
-    """What `function` computes of sequences; key and state as in `Graphs.run`.
-
-    Args:
-        numbers: int64 [n, B], n of each sequence. The last sequence is repeated.
-    """
-    size = numbers.shape[1]
+def by_sequence(host: Any, numbers: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """Numbers [n, B], n of each sequence, as int64 [n, size]: the last sequence is repeated."""
+    size = len(numbers[0])
     padding = host.graphs.size(size, per_octave=2) - size
-    sent = send_integers(np.pad(numbers, ((0, 0), (0, padding)), "edge"), host.device)
-    return host.graphs.run(key, function, sent, state=state)
+    return np.pad(np.array(numbers), ((0, 0), (0, padding)), "edge")
 
 
 def by_row(host: Any, key: Hashable | None, draw: Draw, rows: Any, z: Tensor) -> Tensor:

@@ -146,7 +146,8 @@ def _refreshed(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     num_ahead = np.array(until) - known
     padded, most = host.target.padded(int(known.max())), host.graphs.size(filled(int(num_ahead.max())))
     evaluate = functools.partial(_refresh, host, caches, copies, padded, most)
-    z = by_sequence(host, ("refresh", caches, copies, padded, most), evaluate, np.stack([slots, known, num_ahead]))
+    numbers = send_integers(by_sequence(host, [slots, known, num_ahead]), host.device)
+    z = host.graphs.run(("refresh", caches, copies, padded, most), evaluate, numbers)
     caches.known[slots] = known
     return z[:, rows.sequence, rows.offset]
 
@@ -178,7 +179,8 @@ def _lazy(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
     most = Counts(host.target.padded(known), *(host.graphs.size(filled(most)) for most in others))
     evaluate = functools.partial(_evaluate_lazily, host, caches, most)
     changed = caches.kept.decoder[0]  # what it was decides what is computed
-    z = by_sequence(host, ("lazy", caches, most), evaluate, np.column_stack([slots, counts]).T, state=[changed])
+    numbers = send_integers(by_sequence(host, [slots, *counts.T]), host.device)
+    z = host.graphs.run(("lazy", caches, most), evaluate, numbers, state=[changed])
     for sequence in batch:
         sequence.stats.lazy_backbone_calls += 1
     caches.known[slots] = rows.known

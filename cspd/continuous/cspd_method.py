@@ -114,10 +114,7 @@ class _Running:
 
 
 def _running(host: MARHost, sequence: Sequence) -> _Running:
-    kept = host.kept[sequence.key]
-    if "counts" not in kept:
-        kept["counts"] = _Running(host.seq_len)
-    return kept["counts"]
+    return host.kept[sequence.key].setdefault("counts", _Running(host.seq_len))
 
 
 def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:

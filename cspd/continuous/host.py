@@ -198,12 +198,14 @@ class MARHost:
         timetables = [timetable(request, self.seq_len) for request in requests]
         scales = np.stack([each.scale for each in timetables])
         iterations = np.stack([each.iteration for each in timetables])
+        slots = [sequence.slot for sequence in batch]
         sent = send(
             {
+                "contexts": by_sequence(self, [slots, known]),
                 "sequence": owner,
                 "offset": offset,
                 "rank": rank,
-                "slot": np.array([s.slot for s in batch])[owner],
+                "slot": np.array(slots)[owner],
                 "seed": np.array([request.seed for request in requests])[owner],
                 "scale": scales[owner, rank, None].astype(np.float32),
                 "temperature": np.array([request.temperature for request in requests], np.float32)[owner, None],
@@ -226,18 +228,17 @@ class MARHost:
         copies, most = 2 if batch[0].request.guided else 1, self.graphs.size(filled(max(rows.counts)))
         padded = self.models[model].padded(max(rows.known))
         evaluate = functools.partial(self._conditions, model, copies, padded, most)
-        numbers = np.array([[s.slot for s in batch], rows.known])
-        z = by_sequence(self, ("conditions", model, copies, padded, most), evaluate, numbers)
+        z = self.graphs.run(("conditions", model, copies, padded, most), evaluate, rows.contexts)
         return z[:, rows.sequence, rows.offset]
 
-    def _conditions(self, model: str, copies: int, padded: int, most: int, numbers: Tensor) -> Tensor:
+    def _conditions(self, model: str, copies: int, padded: int, most: int, contexts: Tensor) -> Tensor:
         """z [G, B, most, D] of the tokens after those known, of which the encoder sees `padded`.
 
         Args:
-            numbers: int64 [2, B], the slots of sequences, and how many tokens of them are known.
+            contexts: see `Rows`.
         """
         backbone = self.precision.prepare(self.models[model])
-        slots, known = numbers
+        slots, known = contexts
         tokens, order = self.tokens[slots], self.order[slots]
         embedding = backbone.class_emb(self.label[slots])
         if copies == 2:

@@ -20,6 +20,7 @@ class Rows:
 
     Attributes:
         sequences: the batch. known, counts: tokens known to, and rows of, each of them, on the host.
+        contexts: int64 [2, B], their slots and `known`; the last one again where a graph takes more.
         sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
@@ -30,6 +31,7 @@ class Rows:
     sequences: list[Sequence]
     known: list[int]
     counts: list[int]
+    contexts: Tensor
     sequence: Tensor
     offset: Tensor
     slot: Tensor

@@ -21,8 +21,8 @@ from cspd.continuous.host import MARHost
 from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
-from cspd.sequence import Request, Sequence
-from cspd.transfer import send, send_integers
+from cspd.sequence import Request, RoundStats, Sequence
+from cspd.transfer import Report, send, send_integers
 
 WINDOW = Option(
     "window",
@@ -148,14 +148,18 @@ def run_round(
     if finished:
         slots = send_integers([sequence.slot for sequence in finished], host.device)
         records = running.record[slots]
-        host.heat[slots] = heat = (records != 0).sum(-1).float()
-        per_token = heat.mean(-1).tolist()
-        for sequence, head_calls, record in zip(finished, per_token, records.cpu().numpy()):
-            sequence.stats.head_calls_per_token = head_calls
-            sequence.stats.by_lag, sequence.stats.by_step = (
-                counts.tolist() for counts in acceptance(record, request.window)
-            )
+        host.heat[slots] = (records != 0).sum(-1).float()
+        report = Report(records)
+        for index, sequence in enumerate(finished):
+            sequence.complete_stats = functools.partial(_count, sequence.stats, report, index, request.window)
     return finished
+
+
+def _count(stats: RoundStats, records: Report, index: int, window: int) -> None:
+    """Adds what the records [B, L, T] say of a sequence's chains."""
+    record = records.array()[index]
+    stats.head_calls_per_token = float((record != 0).sum(-1).mean())
+    stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
 
 
 def check(request: Request, host: MARHost) -> None:
