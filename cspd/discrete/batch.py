@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,7 +45,8 @@ class Kind(NamedTuple):
 
     def bucketed(self) -> Kind:
         """For a graph: as few different ones as will do, in which nothing follows from how many are committed."""
-        return self._replace(least=0, most=bucket(self.most))
+        first = 0 if self.first_slot == 0 else None  # as where all slots are taken, or one request comes at a time
+        return self._replace(first_slot=first, least=0, most=bucket(self.most))
 
 
 def bucket(most: int) -> int:
@@ -59,14 +60,13 @@ class Batch:
     """The sequences of one round, B of them, in the order of their slots.
 
     Attributes:
-        key: of the round. request: with the settings that all of them share. kind: see there.
+        request: with the settings that all of them share. kind: see there.
         known_t: int64 [B], codes committed.
         slot, seed, label: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
         scale, temperature: float32 [B]. filter: which codes are kept, None where all are.
         rows: cache rows [B * copies], see `cspd.discrete.cache.rows_of`.
     """
 
-    key: Hashable
     request: Request
     kind: Kind
     known_t: Tensor
@@ -96,7 +96,7 @@ def by_slot(sequences: list[Sequence]) -> list[Sequence]:
     return sorted(sequences, key=lambda sequence: sequence.slot)
 
 
-def packed(sequences: list[Sequence], config: GPTConfig, ahead: list[Sequence], most_ahead: int) -> tuple[Kind, Tensor]:
+def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], most_ahead: int) -> tuple[Kind, Tensor]:
     """What a round needs to know of sequences in the order of their slots, for one copy to the device: `unpacked`.
 
     Args:
@@ -131,12 +131,11 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: list[Sequence], 
     return kind, torch.cat([torch.tensor(whole), bits])
 
 
-def unpacked(key: Hashable, request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
+def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
     """The batch from what `packed` made of its sequences, on the device; known: int64 [slots], codes committed."""
     slot, seed, label, iteration, count = numbers[:5]
     scale, temperature, mass = numbers[5:].view(torch.float64).float()
     return Batch(
-        key,
         request,
         kind,
         known[slot],

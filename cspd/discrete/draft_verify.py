@@ -49,7 +49,7 @@ def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:
         each = steps(len(batch), host.device).unsqueeze(1)
         host.keep_features(batch, features[:, each, verified.path])
     accepted = steps(drafted.shape.height, host.device) < verified.count.unsqueeze(1)
-    return outcome(verified.count, verified.bound, verified.judged, accepted)
+    return outcome(host, verified.count, verified.bound, verified.judged, accepted)
 
 
 def _verify(host: VQHost, batch: Batch, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:

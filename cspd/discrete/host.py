@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections import defaultdict
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +43,9 @@ class VQHost:
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
         draws: float64, the same, one inside (0, 1) for each code. known: int64 [slots], codes committed.
-        draft_calls: forwards of draft models in this round; draft_calls_of: in rounds that were, by key and kind.
-        late: whether a round is counted when the next one is on its way.
-        kept: what methods keep between rounds, by the sequences' key. graphs: that rounds run as, the engine's.
+        draft_calls: forwards of draft models in this round. graphs: that rounds run as, the engine's.
+        late: whether a round is counted when the next one is on its way; unread: rounds that are not counted yet, by
+            the sequences' key.
     """
 
     family = "VQ"
@@ -76,22 +77,21 @@ class VQHost:
         self.heat = torch.zeros(num_slots, length, device=device)
         self.known = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
-        self.kept: dict[Hashable, dict] = defaultdict(dict)
+        self.unread: dict[Hashable, Any] = {}
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
-        self.draft_calls_of: dict[Hashable, int] = {}
         self.late = device.type == "cuda"
 
     def adopt(self, other: VQHost) -> None:
         """Takes over what another host of the same models has measured: nothing."""
 
     def forget(self, key: Hashable) -> None:
-        """Drops what methods keep of sequences of one key, none of which is left."""
-        self.kept.pop(key, None)
+        """Drops what is not counted of sequences of one key, none of which is left."""
+        self.unread.pop(key, None)
 
     def clear(self) -> None:
-        """Drops what methods keep of all sequences."""
-        self.kept.clear()
+        """Drops what is not counted of all sequences."""
+        self.unread.clear()
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
@@ -262,6 +262,17 @@ class VQHost:
             columns = self.codes.shape[1] + 1
             self._past = torch.zeros(2, self.num_slots, columns, self.config.dim, device=self.device)
         return self._past
+
+    @functools.cached_property
+    def windows(self) -> tuple[Tensor, Tensor]:
+        """What Jacobi windows keep from round to round, allocated on first use: codes int64 [slots, MOST_NODES - 1],
+        and the distributions [..., V] that they follow.
+
+        They stay, whatever the requests: graphs read them where they are.
+        """
+        size = self.num_slots, MOST_NODES - 1
+        codes = torch.zeros(size, dtype=torch.int64, device=self.device)
+        return codes, torch.zeros(*size, self.config.vocab_size, device=self.device)
 
     def commit(self, batch: Batch, codes: Tensor, heat: Tensor) -> None:
         """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""

@@ -73,8 +73,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """
     request = sequences[0].request
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
-    windows = kept_windows(host, sequences[0].key, comb.path)
-    return run(host, sequences, watch, _judge_and_redraw, state=windows)
+    return run(host, sequences, watch, _judge_and_redraw, state=kept_windows(host, comb.path))
 
 
 def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
@@ -95,13 +94,13 @@ def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
     slide(host, batch, codes, P, verdict.accepted, draws)
 
     accepted = steps(comb.path, host.device) < verdict.accepted.unsqueeze(1)
-    return outcome(verdict.accepted, verdict.bound, verdict.judged, accepted)
+    return outcome(host, verdict.accepted, verdict.bound, verdict.judged, accepted)
 
 
 def _draft(host: VQHost, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
     """The window that the round before left, and siblings beside it; a new request's is filled with random codes."""
     vocabulary = host.config.vocab_size
-    codes, Q = (kept[batch.slot] for kept in kept_windows(host, batch.key, comb.path))
+    codes, Q = (kept[batch.slot] for kept in kept_windows(host, comb.path))
     is_new = (batch.iteration == 0).unsqueeze(1)
     codes = torch.where(is_new, draws.fill[:, : comb.path], codes)
     Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)
@@ -209,8 +208,8 @@ def _commit(host: VQHost, batch: Batch, comb: Comb, window: Window, verdict: Ver
     prefix, sibling, accepted, node, rest, _, _ = (part.unsqueeze(1) for part in verdict)
     last = sample(rest, draws.codes.gather(1, accepted))
 
-    level = steps(comb.path + 2, host.device)
-    codes = functional.pad(window.codes, (0, 2))
+    level = steps(comb.path + 1, host.device)
+    codes = functional.pad(window.codes, (0, 1))
     codes = torch.where((sibling >= 0) & (level == prefix), sibling, codes)
     codes = torch.where(level == accepted, last, codes)
     host.commit(batch, codes, heat=(level < accepted).float())

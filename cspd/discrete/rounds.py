@@ -30,17 +30,18 @@ class Unread(NamedTuple):
     sequences: list[Sequence]
     outcome: Report
     most: int
-    draft_calls: int
 
 
-def outcome(count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
-    """What the host is told of a round [B, 2 + 2 height].
+def outcome(host: VQHost, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
+    """What the host is told of a round [B, 3 + 2 height], also of the draft model's forwards, which a graph repeats.
 
     Args:
         count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
         judged, accepted: bool [B, height], by how far ahead a code was drafted.
     """
-    return torch.cat([count.unsqueeze(1), bound.unsqueeze(1), judged, accepted], 1)
+    draft_calls = torch.full_like(bound, host.draft_calls)
+    one = torch.stack([count, draft_calls, bound], 1)
+    return torch.cat([one, judged, accepted], 1)
 
 
 def run(
@@ -51,13 +52,13 @@ def run(
     Args:
         watch: times the forwards. state: tensors that would not be the same after a second run of the work.
     """
-    kept = host.kept[sequences[0].key]
-    before: Unread | None = kept.pop("unread", None)
+    key = sequences[0].key
+    before: Unread | None = host.unread.pop(key, None)
     numbers = launch(host, sequences, watch, work, state, before)
     most = numbers.shape[1] // 2  # a code for each one drafted ahead, and one more
-    now: Unread | None = Unread(by_slot(sequences), Report(numbers), most, host.draft_calls)
+    now: Unread | None = Unread(by_slot(sequences), Report(numbers), most)
     if host.late:
-        kept["unread"], now = now, before
+        host.unread[key], now = now, before
     if now is not None:
         _count(host, now)
     return [sequence for sequence in sequences if sequence.num_known == host.seq_len]
@@ -77,36 +78,34 @@ def launch(
         before: the round that is not counted yet; the others as in `run`.
     """
     sequences = by_slot(sequences)
-    ahead = before.sequences if before else []
+    request = sequences[0].request
+    ahead = set(before.sequences) if before else set()
     kind, numbers = packed(sequences, host.config, ahead, before.most if before else 0)
     if host.graphs.enabled:
         kind = kind.bucketed()
         watch.start("backbone")  # of what is replayed, phases are not told apart
-    round_key, request = sequences[0].key, sequences[0].request
-    key = round_key, kind
 
     def whole(numbers: Tensor) -> Tensor:
         host.begin(None if host.graphs.enabled else watch)
-        batch = unpacked(round_key, request, kind, numbers, host.known)
+        batch = unpacked(request, kind, numbers, host.known)
         made = work(host, batch)
         committed = made[:, 0].long() + 1
         host.known[batch.slot] = (batch.known_t + committed).clamp(max=host.seq_len)
-        host.draft_calls_of[key] = host.draft_calls
         return made
 
-    made = host.graphs.run(key, whole, send_integers(numbers.numpy(), host.device), state=(host.known, *state))
-    host.draft_calls = host.draft_calls_of[key]
+    key, sent = (sequences[0].key, kind), send_integers(numbers.numpy(), host.device)
+    made = host.graphs.run(key, whole, sent, state=(host.known, *state))
     watch.start("other")
     return made
 
 
 def _count(host: VQHost, unread: Unread) -> None:
     """Counts a round of each sequence that was not finished before."""
-    for sequence, (num_accepted, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
+    for sequence, (num_accepted, draft_calls, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
         room = host.seq_len - sequence.num_known
         if room:
             count_round(sequence, min(int(num_accepted) + 1, room))
-            _count_drafted(sequence.stats, unread.draft_calls, bound, ahead)
+            _count_drafted(sequence.stats, int(draft_calls), bound, ahead)
 
 
 def count_round(sequence: Sequence, committed: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,17 +90,10 @@ class Window(NamedTuple):
     siblings: Tensor
 
 
-def kept_windows(host: VQHost, key: Hashable, path: int) -> tuple[Tensor, Tensor]:
-    """Codes int64 [slots, F] and Q [slots, F, V] that sequences of a key keep from round to round."""
-
-    def empty() -> tuple[Tensor, Tensor]:
-        codes = torch.zeros(host.num_slots, path, dtype=torch.int64, device=host.device)
-        return codes, torch.zeros(host.num_slots, path, host.config.vocab_size, device=host.device)
-
-    kept = host.kept[key]
-    if "window" not in kept:
-        kept["window"] = host.graphs.last("windows", key, empty)
-    return kept["window"]
+def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:
+    """Codes int64 [slots, F] and Q [slots, F, V] that windows keep from round to round."""
+    codes, Q = host.windows
+    return codes[:, :path], Q[:, :path]
 
 
 class Draws(NamedTuple):
@@ -133,7 +125,7 @@ def draw(host: VQHost, batch: Batch, comb: Comb) -> Draws:
 def slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
     """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
     path, vocabulary = codes.shape[1], P.shape[-1]
-    kept_codes, kept_Q = kept_windows(host, batch.key, path)
+    kept_codes, kept_Q = kept_windows(host, path)
     first = accepted.unsqueeze(1) + 1
     place = first + steps(path, host.device)  # in the old window
     following = torch.cat([codes, draws.fill[:, path:]], 1)

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from toys import request_of, toy_models
 
 from cspd import Engine, VQModels
 from cspd.discrete.batch import LEAST_BUCKET, bucket
+from cspd.discrete.cache import MOST_NODES
+from cspd.graphs import Graphs
 from cspd.sequence import Output
-from tests.graphs import replayed
+from tests.graphs import replayed, rerun
 
+LARGEST = {"window": MOST_NODES - 1}
 SMALL = {"sjd": {"window": 6}, "sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ar", "sd", "eagle", "lantern", "sjd")]
 
 
-def outputs(method: str, graphed: bool = False, late: bool = False) -> dict[int, Output]:
-    """Of four requests through three slots, one after the other."""
+def engine_of(graphed: bool, late: bool) -> Engine:
+    """An engine of three slots."""
     engine = Engine(VQModels(**toy_models(codes=9, length=16)), max_batch=3, device="cpu")
     if graphed:
         engine.host.graphs = replayed()
     engine.host.late = late
-    settings = SMALL.get(method, {})
+    return engine
+
+
+def outputs(method: str, graphed: bool = False, late: bool = False, **settings: object) -> dict[int, Output]:
+    """Of four requests, one after the other."""
+    engine = engine_of(graphed, late)
+    settings = SMALL.get(method, {}) | settings
     made: dict[int, Output] = {}
     for seed in range(4):
         request = request_of(method, cfg=1.5 + seed / 4, top_k=seed, **settings)
@@ -33,9 +43,41 @@ def outputs(method: str, graphed: bool = False, late: bool = False) -> dict[int,
     return made
 
 
+def test_rounds_run_as_the_engines_graphs() -> None:
+    engine = engine_of(graphed=False, late=False)
+    assert engine.host.graphs is engine.graphs
+
+
+def test_graphs_serve_later_images_too() -> None:
+    """No memory that they read goes with the images that they were captured for."""
+    captured = []
+
+    def capture(*functions: Callable) -> tuple:
+        captured.append(functions)
+        return rerun(*functions)
+
+    engine = engine_of(graphed=False, late=True)
+    engine.host.graphs = Graphs(engine.device, enabled=True, capture=capture)
+    request = request_of("sjd-pac", **SMALL["sjd-pac"])
+    engine.generate([request] * 3)
+    num_captured = len(captured)
+    engine.generate([request] * 3)
+    assert 0 < num_captured == len(captured)
+
+
 @pytest.mark.parametrize("method", ["eagle2", "sjd-pac", *SLOW])
 def test_graphs_and_late_counts_change_nothing(method: str) -> None:
-    eager, other = outputs(method), outputs(method, graphed=True, late=True)
+    check_same(outputs(method), outputs(method, graphed=True, late=True))
+
+
+@pytest.mark.parametrize("settings", [LARGEST, LARGEST | {"pd_k": 2, "pd_d": 16}])
+def test_a_finished_sequence_has_room_for_a_window(settings: dict) -> None:
+    """Where rounds are counted late it takes part in one more."""
+    check_same(outputs("sjd", **settings), outputs("sjd", late=True, **settings))
+
+
+def check_same(eager: dict[int, Output], other: dict[int, Output]) -> None:
+    """Codes and statistics."""
     for ticket, output in eager.items():
         assert other[ticket].tokens.equal(output.tokens) and other[ticket].heat.equal(output.heat)
         for name in ("committed", "iterations", "draft_backbone_calls", "by_lag", "bound"):

@@ -7,6 +7,7 @@ from scipy import stats
 from toys import CPU, admitted, counts, distribution, draw, host_of, p_value, request_of, sequences, toy_models
 
 from cspd.discrete import draft_verify, drafts, jacobi, rules, tree
+from cspd.discrete.window import kept_windows
 from cspd.lookup import find
 from cspd.noise import Purpose
 from cspd.precision import Stopwatch
@@ -127,7 +128,7 @@ def test_a_window_follows_its_recorded_distributions_whatever_the_rule(method, m
         with torch.inference_mode():
             finished = set(find(method, "VQ").run_round(host, running, Stopwatch(CPU)))
         running = [sequence for sequence in running if sequence not in finished]
-        codes, Q = (kept[:, :-1] for kept in host.kept[None]["window"])  # the last place is always a new one
+        codes, Q = (kept[:, :-1] for kept in kept_windows(host, path))  # the last place is always a new one
         # how often each code is drawn, and how likely the drawn codes are: standard normal for each place
         every_code = torch.eye(Q.shape[-1]).expand(*Q.shape, -1)
         of_codes = torch.cat([every_code, Q.unsqueeze(-1)], -1).double()  # [num, places, V, V + 1]
