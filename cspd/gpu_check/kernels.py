@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from collections import Counter
@@ -31,6 +32,7 @@ class Kernel(NamedTuple):
 def profiled(settings: Settings, work: Callable[[], object]) -> list[Kernel]:
     """The kernels that some work runs, those first that take the most time."""
     cuda = settings.cuda
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes into the bar
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         work()
         settings.synchronize()

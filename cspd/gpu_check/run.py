@@ -62,9 +62,8 @@ def run(
             share = part.share / sum(each.share for each in parts[i:])  # of what the parts before it have left
             cases = report["parts"].setdefault(part.name, {})
             for done in _cases(part, settings, cases, until=now + share * (end - now)):
-                bar.set_description(part.name)
                 bar.n = i + done
-                bar.refresh()
+                bar.set_description(part.name)
                 write_json(out, report)
     return report
 
@@ -74,7 +73,7 @@ def _name(device: torch.device) -> str:
 
 
 def _bar(parts: Sequence[Part], progress: bool) -> tqdm:
-    form = "{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+    form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
     return tqdm(total=len(parts), bar_format=form, disable=not progress)
 
 
@@ -122,7 +121,7 @@ def read_report(path: Path) -> dict[str, Any]:
         report = read_json(path)
         place = misfit(report, SHAPE)
     except ValueError as error:
-        raise ValueError(f"{path} is no report of gpu-check ({error}): give another file") from None
+        raise ValueError(f"{path} is no report of gpu-check ({error}): give another file, or --overwrite") from None
     if place or report["schema"] != SCHEMA:
         raise ValueError(f"{path} is no report of this version of gpu-check: give another file, or --overwrite")
     return report

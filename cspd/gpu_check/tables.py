@@ -8,6 +8,7 @@ from typing import Any
 from tabulate import tabulate
 
 from cspd.bench import PUBLISHED
+from cspd.gpu_check.chosen_windows import BATCHES
 from cspd.gpu_check.run import LEFT_OUT, failures
 
 TIMES = {"MAR times": PUBLISHED, "VQ times": "ar"}  # what the others are compared with
@@ -28,6 +29,9 @@ def format_report(report: dict[str, Any]) -> str:
         if rows:
             titles = [f"{part}, of a few rounds", "ms an image", f"x {TIMES[part]}", "x limit", "GiB"]
             lines += [tabulate(rows, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")), ""]
+    rows = list(_windows(report["parts"].get("windows", {})))
+    if rows:
+        lines += [tabulate(rows, ["W of speculative", *(f"batch {batch}" for batch in BATCHES)]), ""]
     lines += [_top(report["parts"].get("top kernels", {}))]
     left = sum(LEFT_OUT in result for cases in report["parts"].values() for result in cases.values())
     if left:
@@ -53,7 +57,7 @@ def _told(result: dict[str, Any]) -> str:
         return result["error"].strip().splitlines()[-1][:WIDEST]
     if "skipped" in result:
         return result["skipped"]
-    silent = ("passed", "seconds", "top", "costs", LEFT_OUT)
+    silent = ("passed", "seconds", "top", "windows", "costs", LEFT_OUT)
     result = {name: value for name, value in result.items() if value != []}
     parts = [f"{name} {_number(value)}" for name, value in result.items() if name not in silent]
     return ", ".join(parts)[: 2 * WIDEST]
@@ -88,6 +92,13 @@ def _least_ms(machine: dict[str, dict], result: dict[str, Any]) -> float | None:
     if not bandwidth or not peak:
         return None
     return 1000 * max(result["flops"] / (peak * 1e12), result["bytes"] / (bandwidth * 1e9))
+
+
+def _windows(cases: dict[str, dict]) -> Iterator[list]:
+    """Rows of the windows that were chosen, by batch."""
+    for size, result in cases.items():
+        for num_iter, chosen in result.get("windows", {}).items():
+            yield [f"{size}, {num_iter}", *(chosen.get(str(batch)) for batch in BATCHES)]
 
 
 def _top(cases: dict[str, dict]) -> str:
