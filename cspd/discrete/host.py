@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Hashable
 from typing import Any
@@ -45,7 +44,7 @@ class VQHost:
         draws: float64, the same, one inside (0, 1) for each code. known: int64 [slots], codes committed.
         draft_calls: forwards of draft models in this round. graphs: that rounds run as, the engine's.
         late: whether a round is counted when the next one is on its way; unread: rounds that are not counted yet, by
-            the sequences' key.
+            the sequences' key. windows: of Jacobi methods, see `cspd.discrete.window.kept_windows`.
     """
 
     family = "VQ"
@@ -80,6 +79,7 @@ class VQHost:
         self.unread: dict[Hashable, Any] = {}
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
+        self.windows: tuple[Tensor, Tensor] | None = None
         self.late = device.type == "cuda"
 
     def adopt(self, other: VQHost) -> None:
@@ -262,17 +262,6 @@ class VQHost:
             columns = self.codes.shape[1] + 1
             self._past = torch.zeros(2, self.num_slots, columns, self.config.dim, device=self.device)
         return self._past
-
-    @functools.cached_property
-    def windows(self) -> tuple[Tensor, Tensor]:
-        """What Jacobi windows keep from round to round, allocated on first use: codes int64 [slots, MOST_NODES - 1],
-        and the distributions [..., V] that they follow.
-
-        They stay, whatever the requests: graphs read them where they are.
-        """
-        size = self.num_slots, MOST_NODES - 1
-        codes = torch.zeros(size, dtype=torch.int64, device=self.device)
-        return codes, torch.zeros(*size, self.config.vocab_size, device=self.device)
 
     def commit(self, batch: Batch, codes: Tensor, heat: Tensor) -> None:
         """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cspd.discrete.batch import Batch
+from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.host import VQHost
 from cspd.discrete.tree import Shape, shape_of
 from cspd.noise import MAX_INDEX, Purpose, check_indices
@@ -91,7 +92,14 @@ class Window(NamedTuple):
 
 
 def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:
-    """Codes int64 [slots, F] and Q [slots, F, V] that windows keep from round to round."""
+    """Codes int64 [slots, F] and Q [slots, F, V] that windows keep from round to round.
+
+    They are parts of the largest window's, made on first use, which stay: graphs read them where they are.
+    """
+    if host.windows is None:
+        size = host.num_slots, MOST_NODES - 1
+        codes = torch.zeros(size, dtype=torch.int64, device=host.device)
+        host.windows = codes, torch.zeros(*size, host.config.vocab_size, device=host.device)
     codes, Q = host.windows
     return codes[:, :path], Q[:, :path]
 
