@@ -134,6 +134,9 @@ class Head(nn.Module):
         """(eps, v) [..., 2d] of noisy tokens x [..., d] under split modulations."""
         if self.fused is not None and not torch.compiler.is_compiling():  # a compiler fuses by itself
             return self.fused(self, x, modulations)
+        return self._through_layers(x, modulations)
+
+    def _through_layers(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
         return self.final_layer(self.through_blocks(self.input_proj(x), modulations), *modulations[-1])
 
     def through_blocks(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
@@ -145,7 +148,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
         """(eps, v) [N, 2d] of noisy tokens x [N, d] at timesteps t [N] (0..999) under conditions c [N, D]."""
         modulations = self.modulations(self.time_embed(t), self.cond_embed(c))
-        return self.denoise(x, self.split(modulations))
+        return self._through_layers(x, self.split(modulations))
 
 
 def guide(out: Tensor, scale: Tensor | float) -> Tensor:

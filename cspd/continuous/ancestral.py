@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cspd import kernels
 from cspd.continuous.buckets import by_row
 from cspd.continuous.denoiser import Denoised, Draw, denoiser
 from cspd.continuous.host import MARHost
@@ -142,6 +143,8 @@ def follow(
 ) -> Tensor:
     """`ancestral` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
     added = eps_t * (steps.sigma * temperature)
+    if trace is None and outputs is every_output and kernels.available(x.device):
+        return _follow_by_kernels(head, z, scale, x, added, steps, precision)
     for calls, by_call in outputs(head, z, steps.timesteps, precision):
         with precision.full() if calls[0] == 0 else precision.fast():
             for call, output in zip(calls, by_call):
@@ -153,6 +156,21 @@ def follow(
     return x
 
 
+def _follow_by_kernels(
+    head: Head, z: Tensor, scale: Tensor, x: Tensor, added: Tensor, steps: Steps, precision: Precision
+) -> Tensor:
+    """`follow` where a step's last launch has both the head's last layer and `take_step`."""
+    from cspd.kernels.head import ancestral_step
+
+    for calls, own_head, by_call in modulated(head, z, steps.timesteps, precision):
+        with precision.full() if calls[0] == 0 else precision.fast():
+            for call, modulations in zip(calls, by_call):
+                numbers = steps.mean_x[call], steps.mean_eps[call], steps.slope[call]
+                x = ancestral_step(own_head, x, modulations, added[call], scale, *numbers)
+        del by_call, modulations
+    return x
+
+
 def take_step(
     x: Tensor, out: Tensor, noise: Tensor, scale: Tensor, mean_x: float, mean_eps: float, slope: float
 ) -> Tensor:
@@ -161,6 +179,10 @@ def take_step(
     Args:
         noise: tau sigma_t eps_t [R, d], but for the head's share in sigma_t. The last three are of the step.
     """
+    if kernels.available(x.device):
+        from cspd.kernels.steps import ancestral_step
+
+        return ancestral_step(x, out, noise, scale, mean_x, mean_eps, slope)
     eps, v = guided(out, scale)
     mean = torch.add(x * mean_x, eps, alpha=mean_eps)
     return torch.addcmul(mean, torch.exp(v * slope), noise)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from cspd.continuous import gaussian
 from cspd.continuous.chain_records import Finished
-from cspd.continuous.draft_verify import compiled_move, first_step, lookup, move
+from cspd.continuous.draft_verify import first_step, lookup
 from cspd.continuous.residuals import draw_residual
+from cspd.continuous.rounds import move_on
 from cspd.continuous.slots import LOG_SIGMA_P, MEAN_P, NOBODY, WAITING, Slots, capacity_for, table_size
 from cspd.graphs import Graphs, bucket
 from cspd.noise import DRAFT_OFFSET
@@ -82,7 +83,7 @@ class Chains:
         self.trace_sigma, self.drafting = trace_sigma, drafting
         self.num_steps, self.window = table.shape[:2]
         self._lookup = lookup(table)
-        self._move = compiled_move() if compiled else move
+        self._move = move_on(self.device, compiled)
         with precision.full():
             self._t_embed = head.time_embed(send_integers(schedule(self.num_steps).timestep_map, self.device))
         self._graphs = graphs or Graphs(self.device, enabled=False)

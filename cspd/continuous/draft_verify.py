@@ -16,8 +16,7 @@ A window is cut off at step 0. That step adds no noise and is never judged: the 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -288,9 +287,3 @@ def move(
         record=torch.addcmul(decided, decided, rejected, value=-2),
         log_sigma=log_sigma,
     )
-
-
-@functools.cache
-def compiled_move() -> Callable[..., Moved]:
-    """`move` by torch.compile, for any number of chains: half a minute on first use, then fewer and larger kernels."""
-    return torch.compile(move, dynamic=True)

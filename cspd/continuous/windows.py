@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cspd import kernels
 from cspd.continuous.ancestral import Steps, chain_steps, evaluate
 from cspd.continuous.denoiser import Draw
 from cspd.continuous.gaussian import divergence
@@ -64,14 +65,17 @@ def follow(
     for calls, own_head, by_call in modulated(head, z, timesteps, precision, classes):
         with precision.full() if calls[0] == 0 else precision.fast():
             for i, modulations in zip(calls, by_call):
-                window = plan[i]
-                eps, v = own_head.denoise(x, modulations).float().chunk(2, dim=-1)
+                out = own_head.denoise(x, modulations)
+                if visit is None and kernels.available(x.device):
+                    x, difference = _step_by_kernel(plan[i], x, out, by_window[i], scale, temperature, difference)
+                    continue
+                eps, v = out.float().chunk(2, dim=-1)
                 if len(eps) == 2:
                     difference = (scale - 1) * (eps[0] - eps[1])
                 guided = eps[0] if difference is None else eps[0] + difference
-                sources = _sources(window, x, guided, v[0], temperature, by_window[i])
+                sources = _sources(plan[i], x, guided, v[0], temperature, by_window[i])
                 following = visit(i, sources, v[0]) if visit else None
-                x = weighted(window.mix[-1], sources) if following is None else following
+                x = weighted(plan[i].mix[-1], sources) if following is None else following
         del by_call, modulations  # which are large
     return x
 
@@ -95,6 +99,22 @@ def drawing(
         return follow(head, z, scale, temperature, x, eps_t, steps, plan, precision, visit)
 
     return draw
+
+
+def _step_by_kernel(
+    window: Window,
+    x: Tensor,
+    out: Tensor,
+    noise: Tensor,
+    scale: Tensor,
+    temperature: Tensor,
+    difference: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """(The state after a window, the difference of the classes' predictions): what `follow` does after a call."""
+    from cspd.kernels.steps import window_step
+
+    columns = window.base, window.slope, window.mix[-1]
+    return window_step(x, out, noise, scale, temperature, difference, *columns)
 
 
 def _sources(window: Window, x: Tensor, eps: Tensor, v: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ The formulas, and the names, are those of `cspd.continuous.draft_verify` and of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,27 +15,6 @@ from cspd.kernels.drafting import SCALARS, STATE_ROWS, begin_of
 from cspd.kernels.launching import check_dense, launch
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-
-
-class After(NamedTuple):
-    """What a round does to R chains; a chain that stands still stays as it is.
-
-    Attributes:
-        state: [R, 8, d]: the state x_t; the anchor's eps', x' and v'; and of the last step decided, means and log
-            sigmas of the Gaussians p and q. Where no step is left, p's mean is the token.
-        left: int64 [R], the steps left.
-        waiting: int64 [R], T where `gaussian.residual` must draw the state before the chain can go on, otherwise 0.
-        place: int64 [R], the step that the round began at, in the flat list of all slots' steps.
-        record: int64 [R], how many steps were decided, negative if the last was resampled; 0 where a chain stood still.
-        log_sigma: [R], log sigma_p summed over channels and the decided steps but step 0.
-    """
-
-    state: Tensor
-    left: Tensor
-    waiting: Tensor
-    place: Tensor
-    record: Tensor
-    log_sigma: Tensor
 
 
 @triton.jit
@@ -131,7 +108,7 @@ def _after_kernel(
     channel = tl.arange(0, CHANNEL_BLOCK)[None, :]
     inside = (place < WINDOW) & (channel < CHANNELS)
 
-    # 2. verify, 3. accept: the first place that is not accepted; step 0 is never judged
+    # 2. verify, 3. accept: the first place that is not accepted; at step 0 log u is -inf
     _, _, _, y, mean_p, log_sigma_p, _, log_sigma_q, z_q, log_uniform = _judged(
         table,
         draws,
@@ -154,8 +131,8 @@ def _after_kernel(
     z_p = (y - mean_p) * tl.exp(-log_sigma_p)
     log_ratio = log_sigma_q - log_sigma_p + 0.5 * ((z_q - z_p) * (z_q + z_p))
     log_ratio = tl.sum(tl.where(inside, log_ratio, 0.0), axis=1)[:, None]
-    accepted = (log_uniform < log_ratio) | (place >= begin)
-    num_accepted = tl.min(tl.min(tl.where(accepted | (place >= WINDOW), WINDOW, place), axis=1), axis=0).to(tl.int64)
+    accepted = (log_uniform < log_ratio) | (place >= WINDOW)
+    num_accepted = tl.min(tl.min(tl.where(accepted, WINDOW, place), axis=1), axis=0).to(tl.int64)
     end = tl.minimum(begin, WINDOW - 1)  # below 0 where the chain stands still, and nothing is rejected
     is_rejected = num_accepted <= end
     at = tl.maximum(tl.minimum(num_accepted, end), 0)
@@ -237,24 +214,21 @@ def after_head(
     last: Tensor,
     out: Tensor,
     scale: Tensor,
-) -> After:
-    """Steps 2 to 5 of a round of R chains, of the head's outputs.
+) -> tuple[Tensor, ...]:
+    """Steps 2 to 5 of a round of R chains, of the head's outputs. A chain that stands still stays as it is.
 
     Args:
         table .. waiting: as given to `before_head`. inputs, last: as it returned them.
         out: the head's (eps, v) [G, filled, 2d]; G = 2 with the null class second. scale: guidance [R] or [R, 1, 1].
+
+    Returns:
+        (state, left, waiting, place, record, log sigma), the attributes of `draft_verify.Moved` in their order.
     """
     check_dense(table=table, draws=draws, windows=windows, state=state, left=left, waiting=waiting)
     check_dense(inputs=inputs, last=last, out=out, scale=scale)
     (_, window, _), (num_chains, _, channels) = table.shape, state.shape
-    made = After(
-        state=torch.empty_like(state),
-        left=torch.empty_like(left),
-        waiting=torch.empty_like(left),
-        place=torch.empty_like(left),
-        record=torch.empty_like(left),
-        log_sigma=state.new_empty(num_chains),
-    )
+    integers = (torch.empty_like(left) for _ in range(4))
+    made = (torch.empty_like(state), *integers, state.new_empty(num_chains))
     launch(
         _after_kernel,
         num_chains,

@@ -8,7 +8,7 @@ import torch
 from conftest import relative_error
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.draft_verify import compiled_move
+from cspd.continuous.rounds import compiled_move
 
 NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 
