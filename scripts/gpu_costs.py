@@ -78,7 +78,7 @@ class Kernels:
 
 
 KERNELS = Kernels()  # with our own
-PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(73, 6), start=(183, 12), join=(142, 10), gathers=2)
+PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(73, 6), start=(219, 6), join=(142, 10), gathers=2)
 
 
 def count(kernels: tuple[int, int], layers: int) -> int:
