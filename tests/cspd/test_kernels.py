@@ -24,7 +24,7 @@ CUDA = torch.device("cuda", 0)
 NUM_STEPS = 100
 
 
-@pytest.mark.slow  # a minute
+@pytest.mark.slow  # two minutes
 def test_interpreted_kernels_agree_with_pytorch():
     """The tests in tests/kernels, in the process that Triton's interpreter needs."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
