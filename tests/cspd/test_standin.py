@@ -51,10 +51,10 @@ CASES = {  # by family and method
     "VQ ar": Case(VQ, 115, 25),
     "VQ sd": Case(VQ | {"gamma": 3}, 555, 32, LATE_READ),
     "VQ sjd-pac": Case(VQ | {"window": 6, "pd_k": 2, "pd_d": 2}, 395, 27, LATE_READ),
-    "VQ eagle": Case(VQ | {"gamma": 2}, 710, 32, LATE_READ),
+    "VQ eagle": Case(VQ | {"gamma": 2}, 715, 32, LATE_READ),
     "VQ eagle2": Case(VQ | {"gamma": 2}, 570, 55, LATE_READ),
-    "VQ cool-sd": Case(VQ | {"gamma": 2}, 750, 32, LATE_READ),
-    "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 710, 55, LATE_READ),
+    "VQ cool-sd": Case(VQ | {"gamma": 2}, 755, 32, LATE_READ),
+    "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 715, 55, LATE_READ),
 }
 QUICK = [("MAR ar", False), ("MAR ar", True), ("VQ ar", False)]
 
