@@ -18,8 +18,8 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
 
     On a GPU they are parts of one buffer, which is copied from pinned memory; on a CPU nothing is copied.
     """
-    if device.type == "cpu":
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if device.type != "cuda":
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     begin, total = {}, 0
     for name, array in arrays.items():
         begin[name] = total

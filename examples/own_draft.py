@@ -14,7 +14,7 @@ from cspd.discrete.draft_verify import drafting
 @draft("ngram")
 def propose(host, batch):
     """gamma codes after the last earlier place of the last committed code; none (-1) where there is no such place."""
-    gamma = batch.sequences[0].request.gamma
+    gamma = batch.request.gamma
     last, _ = host.last(batch, 1)  # [B, 1]
     codes = host.codes[batch.slot]
     known = batch.known_t.unsqueeze(1)

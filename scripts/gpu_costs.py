@@ -57,7 +57,7 @@ class Kernels:
 
     Attributes:
         backbone: a call, by layers of encoder and decoder. step: a denoising step with its modulations there, by blocks
-            of the head. window: a call of `calibrated`. round: of speculation, a quarter of a launch. start, join: what
+            of the head. window: a call of `calibrated`. round: of speculation, half of a launch. start, join: what
             comes before an iteration's first step, and before its first round.
         published_backbone, published_step: the same of the published sampler.
         gathers: how often a round's modulations are read or written before its head call reads them.
@@ -67,7 +67,7 @@ class Kernels:
     backbone: tuple[int, int] = (30, 10)
     step: tuple[int, int] = (1, 4)
     window: tuple[int, int] = (2, 4)
-    round: tuple[int, int] = (7, 4)
+    round: tuple[int, int] = (10, 4)
     start: tuple[int, int] = (32, 6)
     join: tuple[int, int] = (33, 8)
     published_backbone: tuple[int, int] = (33, 10)
@@ -78,7 +78,7 @@ class Kernels:
 
 
 KERNELS = Kernels()  # with our own
-PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(73, 6), start=(219, 6), join=(142, 10), gathers=2)
+PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(76, 6), start=(219, 6), join=(142, 10), gathers=2)
 
 
 def count(kernels: tuple[int, int], layers: int) -> int:
