@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import shlex
 import sys
 
 from cspd.parsing import Parser
@@ -88,6 +89,7 @@ def _run(argv: list[str] | None) -> int:
     import torch
 
     args = _parser().parse_args(argv)
+    args.line = shlex.join(["cspd", *(sys.argv[1:] if argv is None else argv)])  # as reports name it
     try:
         status = args.run(args)
         sys.stdout.flush()  # while an error can still be told

@@ -69,8 +69,16 @@ def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch
 def describe(device: torch.device) -> dict:
     """The machine that a device belongs to, in a few words."""
     cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _cpu_name() -> str:
+    """The processor as its maker calls it, where Linux tells; else as Python knows it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())
 
 
 def reset_peak(device: torch.device) -> None:

@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> None:
         return f"{len(there)} of {total} chunks of images are in {args.out}/"
 
     with if_stopped(made), store_of(args.out) as store:
-        report, images = compare(rows, num=num, store=store, overwrite=args.overwrite, **run_of, **judge)
+        how = {"overwrite": args.overwrite, "command": args.line}
+        report, images = compare(rows, num=num, store=store, **how, **run_of, **judge)
         print(text_table(report))
         print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
 

@@ -25,18 +25,20 @@ from cspd.engine import Engine
 from cspd.evaluation.images import GRID, ImageFolder, Watched, check_npz, export_npz
 from cspd.evaluation.metrics import SPACES, check, measure
 from cspd.evaluation.processes import Processes
-from cspd.evaluation.reference import file_fingerprint, load_reference
+from cspd.evaluation.reference import load_reference
 from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, Shards, store_of
+from cspd.machine import describe, pick_device
 from cspd.parsing import count, number_list, place, seed
 from cspd.plots import grid, to_pil
+from cspd.ran import file_fingerprint, model_line, models_of, what_ran, without_folders
 from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.store import Store
 from cspd.summary import MEASURES, measured_lines
 
-SCHEMA = "cspd.evaluation/1"
+SCHEMA = "cspd.evaluation/2"
 SPEEDS = ("images_made", "processes", "seconds", "images_per_second")
 COSTS = ("bound_per_image", "head_calls_per_image", "head_calls_per_token")
 SAMPLING = {  # what is shown
@@ -46,7 +48,7 @@ SAMPLING = {  # what is shown
     **MEASURES,
 }
 SHOWN, COLUMNS = 100, 10  # images in the grid
-MEASURING = {"command", "run", "images", "out", "ref", "space", "weights", "npz", "device"}  # not of sampling
+MEASURING = {"command", "line", "run", "images", "out", "ref", "space", "weights", "npz", "device"}  # not of sampling
 DESCRIPTION = (
     "Samples images, or takes a folder of them, and measures them: FID, Inception score, KID, precision, recall and"
     " class accuracy. The labels take turns, and image i has seed SEED + i. The same command goes on where a run was"
@@ -114,7 +116,8 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             how = _how_to_measure(args, images.shape[1:], args.device)
             with Store(args.out, RECORD, SCHEMA, {}, re.escape(GRID), compared=()) as store:
                 store.claim({}, [GRID])
-                _report(args, images, images.labels, how, {"folder": str(args.images)})
+                ran = what_ran(describe(pick_device(args.device)), command=args.line)
+                _report(args, images, images.labels, how, {"folder": str(args.images), "ran": ran})
         return
 
     def made() -> str:
@@ -129,7 +132,8 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             )
         if processes.rank == 0:
             summary["machine"] = engine.describe()
-            about = {"settings": manifest, "sampling": summary}
+            ran = what_ran(summary["machine"], models_of(manifest, engine.host), args.line)
+            about = {"settings": without_folders(manifest), "sampling": summary, "ran": ran}
             if not summary["images_made"]:
                 about |= _earlier_sampling(args.out / RECORD, manifest)
             about |= shards.largest_tokens()
@@ -152,7 +156,9 @@ def _earlier_sampling(path: Path, manifest: dict) -> dict:
         report = read_json(path)
     except (OSError, ValueError):  # it was cut off before it was measured
         return {}
-    is_same = misfit(report, {"sampling": SAMPLING}) is None and report.get("settings") == manifest
+    if misfit(report, {"sampling": SAMPLING, "settings": dict}):
+        return {}
+    is_same = without_folders(report["settings"]) == without_folders(manifest)
     return {"sampling": report["sampling"]} if is_same else {}
 
 
@@ -211,13 +217,17 @@ def format_evaluation(report: dict) -> str:
     against = f"against {reference['name']} ({reference['fingerprint'][:12]})" if reference else ""
     lines = [("images", f"{report['num']:,}", f"{report['space']} space {against}")]
     spread = "" if report["inception_score_std"] is None else f"+- {report['inception_score_std']:.3f} over ten parts"
+    recognised = "recognised as their class"
+    if report["accuracy_ci95"] is not None:
+        low, high = report["accuracy_ci95"]
+        recognised += f", 95 % interval {low:.1%} to {high:.1%}"
     for name, form, note in (
         ("fid", ".3f", ""),
         ("inception_score", ".3f", spread),
         ("kid", ".5f", ""),
         ("precision", ".3f", ""),
         ("recall", ".3f", ""),
-        ("accuracy", ".1%", "recognised as their class"),
+        ("accuracy", ".1%", recognised),
     ):
         value = report[name]
         title = name.upper() if len(name) == 3 else name.replace("_", " ")
@@ -245,4 +255,7 @@ def format_evaluation(report: dict) -> str:
             lines.append(("images/s", f"{sampling['images_per_second']:.2f}", made))
         else:
             lines.append(("images/s", "-", "all were there already"))
+    lines += [(model["role"], "", model_line(model)) for model in report["ran"]["models"]]
+    machine = report["ran"]["machine"]
+    lines.append(("machine", "", f"{machine['device']}, threads: {machine['threads']}"))
     return "\n".join(f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines)

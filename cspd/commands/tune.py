@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
 
     print(f"{len(found)} candidates, looking for the fastest with {wanted(limits)}")
     with if_stopped(made), store_of(args.out) as store:
-        run_of = {"seed": args.seed, "overwrite": args.overwrite}
+        run_of = {"seed": args.seed, "overwrite": args.overwrite, "command": args.line}
         report, images = tune(plain, found, args.labels, args.num, limits, store, **run_of, **judge)
         tuned = report["tune"]
         chosen = [row for row in found if row.name == tuned["chosen"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -14,23 +13,23 @@ from torch import Tensor
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
-from cspd.comparison.jackknife import half, intervals, jackknife
+from cspd.comparison.jackknife import intervals, jackknife
 from cspd.comparison.runs import Chunk, settings_of, taking_turns
 from cspd.comparison.study import Configuration, baselines
 from cspd.evaluation import metrics
+from cspd.evaluation.intervals import around
 from cspd.evaluation.reference import Reference
 from cspd.evaluation.two_sample import LEAST_PAIRS, energy_test
 from cspd.lookup import guarantee_of
 from cspd.machine import spread
+from cspd.ran import models_of, what_ran
 from cspd.sequence import Request
 from cspd.store import Store
 from cspd.summary import LAZY, measured
-from cspd.version import __version__
 
-SCHEMA = "cspd.compare/5"
-TESTS = (("p_value", "law_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
+SCHEMA = "cspd.compare/6"
+TESTS = (("p_value", "paired_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
 QUALITIES = ("fid", "inception_score", "accuracy")
-LIBRARIES = ("torch", "torch-fidelity", "numpy")
 
 
 def compare(
@@ -45,6 +44,7 @@ def compare(
     reference: Reference | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    command: str | None = None,
 ) -> tuple[dict, list[np.ndarray]]:
     """Generates `num` images by each configuration and judges them; the report and the images.
 
@@ -59,10 +59,10 @@ def compare(
         seed: of the first image, where a row has none of its own; the next has the next.
         space, weights, reference: what images are judged in, see `cspd.evaluation.metrics`; space None leaves quality
             and p-values out.
-        overwrite: replace another run that is in the folder.
+        overwrite: replace another run that is in the folder. command: the command line, which the report names.
 
     Returns:
-        A JSON-able report, see `cspd.comparison.tables`, and the images of each row, uint8 [num, H, W, 3].
+        A JSON-able report, see docs/compare.md, and the images of each row, uint8 [num, H, W, 3].
 
     Raises:
         ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
@@ -71,7 +71,18 @@ def compare(
         chunks = turns.make(num)
     judge = {"space": space, "weights": weights, "reference": reference}
     report, images, _ = report_of(rows, turns.plans, chunks, labels, seed, **judge, progress=progress)
-    return report, images
+    return report | {"ran": ran_by(rows, command)}, images
+
+
+def ran_by(rows: Sequence[Configuration], command: str | None) -> dict:
+    """As `what_ran`, of a comparison: each of its models has the names of the "configurations" that use it."""
+    models: dict[tuple, dict] = {}
+    for row in rows:
+        family = row.engine.check(row.request).family
+        for model in models_of(row.files, row.engine.hosts[family]):
+            known = models.setdefault((model["role"], model["sha256"]), model | {"configurations": []})
+            known["configurations"].append(row.name)
+    return what_ran(rows[0].engine.describe(), list(models.values()), command)
 
 
 def report_of(
@@ -94,9 +105,7 @@ def report_of(
         "first_seed": seed,
         "labels": list(labels),
         "max_batch": rows[0].engine.num_slots,
-        "rounds": len(chunks[0]),
-        "machine": rows[0].engine.describe(),
-        "versions": _versions(),
+        "turns": len(chunks[0]),
         "baseline": rows[0].name,
         "space": space,
         "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
@@ -129,7 +138,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
     has_codes = costs[0]["step_compression"] is not None
     judged = sum(cost["judged"] for cost in costs)
     accepted = sum(cost["accepted"] for cost in costs)
-    bound, bound_half = _mean_bound(costs) if guarantee == "bounded" else (None, None)
+    bound, bound_interval = _mean_bound(costs) if guarantee == "bounded" else (None, None)
     near = measured(costs)
     audit_error = near.pop("audit_error")
 
@@ -152,22 +161,22 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "alpha": accepted / judged if judged else None,
         "step_compression": mean("step_compression") if has_codes else None,
         "bound": bound,
-        "bound_ci95": bound_half,
+        "bound_ci95": bound_interval,
         **near,
-        "audit_ci95": None if audit_error is None else half(audit_error),
+        "audit_ci95": None if audit_error is None else around("audit", near["audit"], audit_error),
         "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
     }
 
 
-def _mean_bound(costs: list[dict]) -> tuple[float, float | None]:
-    """Mean of the images' bounds and half of its 95 % interval; None of one image, or where the mean is cut to 1."""
+def _mean_bound(costs: list[dict]) -> tuple[float, list[float] | None]:
+    """Mean of the images' bounds and its 95 % interval; None of one image, or where the mean is cut to 1."""
     bounds = torch.tensor([cost["bound"] for cost in costs], dtype=torch.float64)
     mean = bounds.mean().item()
     if mean >= 1:
         return 1.0, None
     if len(bounds) == 1:
         return mean, None
-    return mean, half(bounds.std() / len(bounds) ** 0.5)
+    return mean, around("bound", mean, float(bounds.std() / len(bounds) ** 0.5))
 
 
 def _judge(
@@ -185,9 +194,9 @@ def _judge(
     `against`: what each row is tested against, of the same seeds and of others. Returns what `jackknife` gave of each.
     """
     missing = report["missing"] = {}
-    halves = [f"{name}_ci95" for name in QUALITIES]
+    known = [f"{name}_ci95" for name in QUALITIES]
     for entry in report["rows"]:
-        entry |= dict.fromkeys([*QUALITIES, *halves, *(key for test in TESTS for key in test)])
+        entry |= dict.fromkeys([*QUALITIES, *known, *(key for test in TESTS for key in test)])
     if space is None:
         reason = "these models have no judge of their own: give Inception's file, --weights"
         missing |= dict.fromkeys([*QUALITIES, "p_value"], reason)
@@ -205,7 +214,7 @@ def _judge(
         entry |= _quality(pictures, extracted, report["labels"], reference, judge, missing)
         names = [name for name in ("fid", "inception_score") if entry[name] is not None]
         left_out.append(jackknife(*extracted, names, reference, len(report["labels"])))
-        entry |= intervals(left_out[-1])
+        entry |= intervals(entry, left_out[-1])
 
     if report["images"] < LEAST_PAIRS:
         missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
@@ -224,18 +233,13 @@ def _quality(
     reference: Reference | None,
     judge: dict,
     missing: dict[str, str],
-) -> dict[str, float | None]:
-    """A row's qualities; adds to `missing` the reason for each that cannot be had."""
+) -> dict[str, float | list[float] | None]:
+    """A row's qualities, with the interval of its accuracy; adds to `missing` the reason for each that is not there."""
     num = len(pictures)
     labels = list(islice(cycle(classes), num))
     measured = metrics.measure(pictures, reference=reference, labels=labels, extracted=extracted, **judge)
     missing |= {name: reason for name, reason in measured["missing"].items() if name in QUALITIES}
-    quality = {name: measured[name] for name in QUALITIES}
-    accuracy = quality["accuracy"]
-    if accuracy is not None:
-        share = (accuracy * num + 1) / (num + 2)  # one hit and one miss more: 8 of 8 is no certainty
-        quality["accuracy_ci95"] = half((share * (1 - share) / num) ** 0.5)
-    return quality
+    return {name: measured[name] for name in (*QUALITIES, "accuracy_ci95")}
 
 
 def _with_statistics(reference: Reference, judge: dict) -> Reference:
@@ -247,13 +251,3 @@ def _with_statistics(reference: Reference, judge: dict) -> Reference:
     if statistics is None:
         return reference
     return dataclasses.replace(reference, statistics=statistics, images=None)
-
-
-def _versions() -> dict:
-    versions = {"cspd": __version__}
-    for name in LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:  # in a source tree
-            continue
-    return versions

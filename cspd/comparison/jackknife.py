@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from cspd.evaluation import metrics
+from cspd.evaluation.intervals import around
 from cspd.evaluation.reference import Reference
 
 PARTS = 25  # that the jackknife splits a row's images into, at most
 LEAST_INTERVAL = 20  # images that the jackknife needs
 LEAST_CYCLES = 4  # cycles through the classes that make class-balanced parts possible
 QUICK_FEATURES = 256  # a FID of Inception's 2,048 features takes many seconds: it gets no interval
-NORMAL = 1.96  # standard errors in half of a 95 % interval
 
 
 def jackknife(
@@ -46,11 +48,6 @@ def standard_error(left_out: np.ndarray) -> float:
     return float(((len(left_out) - 1) * np.var(left_out)) ** 0.5)
 
 
-def intervals(left_out: dict[str, np.ndarray]) -> dict[str, float]:
-    """Halves of 95 % intervals of what `jackknife` gave."""
-    return {f"{name}_ci95": half(standard_error(values)) for name, values in left_out.items()}
-
-
-def half(error: float | Tensor) -> float:
-    """Half of a 95 % interval, of a standard error."""
-    return NORMAL * float(error)
+def intervals(measured: Mapping, left_out: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+    """95 % intervals of what was measured, by what `jackknife` gave of it."""
+    return {f"{name}_ci95": around(name, measured[name], standard_error(values)) for name, values in left_out.items()}

@@ -38,7 +38,9 @@ COLUMNS = [
         ".1f",
         "Sequential calls of the diffusion head for one token; of a cached head those that evaluate its blocks.",
     ),
-    Column("window", "W", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."),
+    Column(
+        "window", "window", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."
+    ),
     Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
     Column(
         "lazy_backbone_calls", "lazy calls", ".1f", "Those of them that compute a part of it, by a cached backbone."
@@ -93,7 +95,7 @@ COLUMNS = [
     Column("p_unpaired", "p unpaired", ".3f", "The same test against plain sampling of other seeds."),
 ]
 INTERVALS = ("accuracy", "fid", "inception_score", "bound", "audit")  # columns that have one, as {key}_ci95
-HALF = " (± half of a 95 % interval)"
+INTERVAL = " [95 % interval]"
 WIDTH = 120  # of the table and the notes in a terminal
 GAP = 2  # between columns there
 
@@ -109,7 +111,7 @@ def columns(report: dict) -> list[Column]:
     shown = []
     for column in COLUMNS:
         if any(row[column.key] is not None for row in report["rows"]):
-            meaning = column.meaning.format(**report, interval=HALF)
+            meaning = column.meaning.format(**report, interval=INTERVAL)
             shown.append(column._replace(title=_title(column, report), meaning=meaning))
     return shown
 
@@ -128,10 +130,11 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
     if column.key == "peak_bytes":
         value = value / 2**20
     text = format(value, column.form)
-    half = row.get(f"{column.key}_ci95")
-    if half is None or short:
+    interval = row.get(f"{column.key}_ci95")
+    if interval is None or short:
         return text
-    return f"{text} ±{half:{column.form}}"
+    low, high = (format(end, column.form) for end in interval)
+    return f"{text} [{low}, {high}]"
 
 
 def _spread(value: dict[str, float], form: str, alone: bool) -> str:
@@ -163,7 +166,10 @@ def notes(report: dict, short: bool = False) -> list[str]:
             " images share their luck: compare theirs with that of plain sampling itself"
         )
     if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
-        told.append("±: half of a 95 % interval; of FID and IS by the jackknife (none for FID by Inception)")
+        told.append(
+            "[least, most]: a 95 % interval; of the class accuracy Wilson's, of FID and IS by the jackknife (none for"
+            " FID by Inception)"
+        )
     if any(row["fid"] is not None for row in rows):
         told.append(
             f"FID-{images}: of {images} images, not of the customary 50,000. Few images raise it: compare it within"
@@ -239,7 +245,7 @@ def _layout(shown: list[Column]) -> dict:
 
 
 def csv_table(report: dict) -> str:
-    """All columns with all digits; what has a spread has three. Empty: not measured."""
+    """All columns with all digits; what has a spread has three, an interval two. Empty: not measured."""
     lines = [_flat(row) for row in report["rows"]]
     fields = dict.fromkeys(key for line in lines for key in line)
     buffer = io.StringIO()
@@ -260,6 +266,8 @@ def _flat(row: dict) -> dict[str, object]:
     for key, value in row.items():
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
             flat |= {key: value["median"], f"{key}_least": value["min"], f"{key}_most": value["max"]}
+        elif key.endswith("_ci95"):
+            flat |= dict(zip((f"{key}_least", f"{key}_most"), value or (None, None)))
         elif isinstance(value, (dict, list)):
             flat[key] = json.dumps(value)
         else:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from cspd.comparison.compare import report_of
+from cspd.comparison.compare import ran_by, report_of
 from cspd.comparison.halving import Trial, fastest, kept, layers, nearest, planned, rungs, survivors
-from cspd.comparison.jackknife import NORMAL, standard_error
+from cspd.comparison.jackknife import standard_error
 from cspd.comparison.runs import TUNE, WRITTEN, Turns, taking_turns
 from cspd.comparison.study import Configuration
 from cspd.comparison.tables import value_of
+from cspd.evaluation.intervals import NORMAL, half_of
 from cspd.evaluation.reference import Reference
 from cspd.parsing import MOST
 from cspd.store import Store
@@ -39,6 +40,7 @@ def tune(
     reference: Reference | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    command: str | None = None,
 ) -> tuple[dict, list[np.ndarray]]:
     """Looks for the fastest candidate within `limits`, by successive halving; the report and the images of its rows.
 
@@ -50,7 +52,7 @@ def tune(
         plain: plain sampling by the user's own settings: what the limits are relative to.
         limits: how much worse than plain sampling a candidate may be. "fid", "inception_score", "accuracy": by this
             share of its value. "divergence": nats per token of the path from plain sampling's, 0 of an exact one.
-        store, seed, space, weights, reference, overwrite: as in `cspd.comparison.compare.compare`.
+        store, seed, space, weights, reference, overwrite, command: as in `cspd.comparison.compare.compare`.
 
     Returns:
         The report of a comparison on the rows of the last rung. Each has "losses", how much worse than plain sampling
@@ -70,6 +72,8 @@ def tune(
         history, report, images = _search(turns, labels, rungs(num), seed, limits, judge)
         failed = {rows[r].name: reason for r, reason in turns.failed.items()}
 
+    last = {row["name"] for row in report["rows"]}
+    report["ran"] = ran_by([row for row in rows if row.name in last], command)
     own = [row for row in report["rows"] if row is not report["rows"][1]]  # by the same seeds
     for row in report["rows"]:
         row["front"] = False
@@ -150,12 +154,12 @@ def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) ->
     if row is plain:
         return {"loss": 0.0, "error": 0.0}
     loss = WORSE[name] * (row[name] / plain[name] - 1)
-    halves = [each[f"{name}_ci95"] for each in (row, plain)]
+    known = [each[f"{name}_ci95"] for each in (row, plain)]
     error = None
     if name in own and name in of_plain:
         error = standard_error(own[name] / of_plain[name])
-    elif None not in halves:
-        error = math.hypot(*halves) / NORMAL / plain[name]
+    elif None not in known:
+        error = math.hypot(*map(half_of, known)) / NORMAL / plain[name]
     return {"loss": loss, "error": error}
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from tabulate import tabulate
 
-from cspd.comparison.jackknife import NORMAL
 from cspd.comparison.tables import COLUMNS, cell, value_of
 from cspd.comparison.tune import WORSE
+from cspd.evaluation.intervals import NORMAL
 
 NAMES = {"fid": "FID", "inception_score": "IS", "accuracy": "recognised", "divergence": "divergence"}
 SHOWN = ("name", "images_per_second", "speed_up", "fid", "inception_score", "accuracy", "difference", "guarantee")
@@ -44,7 +44,7 @@ def front_table(report: dict) -> str:
     known = {column.key: column for column in COLUMNS if any(row[column.key] is not None for row in shown)}
     columns = [known[key] for key in SHOWN if key in known]
     titles = [column.title.format(**report) for column in columns]
-    lines = [[cell(row, column, short=column.key == "images_per_second") for column in columns] for row in shown]
+    lines = [[cell(row, column, short=True) for column in columns] for row in shown]
     keys = [column.key for column in columns]
     if "fid" in keys:
         place = keys.index("fid") + 1

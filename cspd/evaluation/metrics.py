@@ -37,6 +37,7 @@ from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_
 
 from cspd.evaluation.classifier import CLASSES, load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList
+from cspd.evaluation.intervals import wilson
 from cspd.evaluation.reference import Reference
 from cspd.machine import pick_device
 from mar.tensors import CheckpointError, read_tensors
@@ -244,7 +245,8 @@ def measure(
 
     Returns:
         "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (share
-        recognised as their labels), each a float, or None where it cannot be had; "missing", the reasons by name.
+        recognised as their labels), each a float, or None where it cannot be had; "accuracy_ci95", an interval of it;
+        "missing", reasons by name.
 
     Raises:
         ValueError: images or statistics that do not fit the space, or weights that cannot be had.
@@ -275,12 +277,12 @@ def measure(
     values |= of_features(features, logits, by_features, reference)
     values["accuracy"] = None
     if "accuracy" not in missing:
-        recognised = logits.argmax(1) == torch.tensor(labels)
-        values["accuracy"] = recognised.float().mean().item()
+        values["accuracy"] = (logits.argmax(1) == torch.tensor(labels)).float().mean().item()
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
             values[name], missing[name] = None, f"it comes out as {value}"
-    return {"num": len(images), **values, "missing": missing}
+    interval = None if values["accuracy"] is None else wilson(values["accuracy"], len(images))
+    return {"num": len(images), **values, "accuracy_ci95": interval, "missing": missing}
 
 
 def of_features(features: Tensor, logits: Tensor, names: Sequence[str], reference: Reference | None) -> dict:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
 from cspd.loading import embedded_folder
+from cspd.ran import file_fingerprint
 
 PARTS = ("mu", "sigma", "arr_0")
 LARGEST = np.finfo(np.float32).max  # squares of it are finite
@@ -109,12 +110,3 @@ def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
     if negative > ROUNDING * variances.sum():
         raise ValueError(f"sigma has negative variances (down to {variances[0]:.3g}), so it is no covariance")
     return statistics
-
-
-def file_fingerprint(path: Path) -> str:
-    """sha256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()

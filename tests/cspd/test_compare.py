@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.stats
 import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, compare, features, images_of
 
@@ -22,16 +24,30 @@ from cspd.comparison.study import Configuration, configurations, named_entries
 from cspd.continuous import ar
 from cspd.evaluation import metrics
 from cspd.evaluation.classifier import load_classifier
+from cspd.evaluation.intervals import NORMAL, around, half_of, wilson
 from cspd.evaluation.reference import Reference, load_reference
 from cspd.evaluation.two_sample import energy_test
 from cspd.loading import checkpoint_files, embedded
 from cspd.plots import to_pil
 
 
+def test_every_name_in_the_json_is_documented(comparison):
+    _, report = comparison
+    section = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    section = section.split("## `comparison.json`")[1].split("\n## ")[0]
+    ran = report["ran"]
+    parts = [report, report["rows"][0], ran, ran["models"][0], ran["machine"], report["reference"]]
+    names = {name for part in parts for name in part}
+    assert [name for name in sorted(names) if f"`{name}`" not in section] == []
+    assert f"`{report['schema']}`" in section
+    texts = {name for row in report["rows"] for name, value in row.items() if isinstance(value, str)}
+    assert texts == {"name", "method", "guarantee", "paired_baseline"}
+
+
 def test_baselines_come_first_and_once(comparison):
     _, report = comparison
     assert [row["name"] for row in report["rows"]] == NAMES
-    assert report["baseline"] == "ar" and (report["images"], report["rounds"]) == (NUM, 3)
+    assert report["baseline"] == "ar" and (report["images"], report["turns"]) == (NUM, 3)
     asked = {row["name"]: row["settings"] for row in report["rows"]}
     assert [asked[name]["num_iter"] for name in NAMES] == [4, 64, 2, 4, 4]
     assert {settings["num_sampling_steps"] for settings in asked.values()} == {6}
@@ -49,7 +65,7 @@ def test_two_families_are_compared(digits, tmp_path):
     assert "checkpoint=digits32_vq" in names[1] and "null" not in names[1] and "family" not in names[1]
     assert named_entries([names[1]])[0]["checkpoint"] == "digits32_vq"
     made, images = compare([rows[2], rows[1], rows[3]], [1], 1, tmp_path, space="digits", progress=False)
-    assert [row["law_baseline"] for row in made["rows"]] == [None] * 3
+    assert [row["paired_baseline"] for row in made["rows"]] == [None] * 3
     assert [row["step_compression"] is None for row in made["rows"]] == [True, False, False]
     assert [row["head_calls_per_token"] is None for row in made["rows"]] == [False, True, True]
     assert "speed_quality.png" in page.write(made, images, tmp_path)
@@ -97,7 +113,8 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
     plan = cspd.Request(0, method="cool-sd", family="VQ", **rule)
     result = speed_of(row, plan, made, made)
     assert result["alpha"] == 0.45 and result["bound"] == pytest.approx(0.2)
-    assert result["bound_ci95"] == pytest.approx(1.96 * np.std([0.1, 0.4, 0.1], ddof=1) / 3**0.5)
+    half = NORMAL * np.std([0.1, 0.4, 0.1], ddof=1) / 3**0.5
+    assert half > 0.19 and result["bound_ci95"] == pytest.approx([0.2 - half, 0.2 + half])
     loose = speed_of(row, plan, [chunk({"judged": 1, "accepted": 1, "bound": 7.0})] * 2, made)
     assert (loose["bound"], loose["bound_ci95"]) == (1, None)
     assert result["seconds"] == [1.0] and result["step_compression"] == 2 and result["head_calls_per_token"] is None
@@ -111,6 +128,27 @@ def frechet(found):
     return ((mu - reference["mu"]) ** 2).sum() + np.trace(sigma + reference["sigma"] - 2 * root)
 
 
+def wilson_of_scipy(hits, num):
+    interval = scipy.stats.binomtest(hits, num).proportion_ci(method="wilson")
+    return [interval.low, interval.high]
+
+
+@pytest.mark.parametrize(
+    "hits, num", [(0, 1), (1, 1), (8, 8), (7, 8), (0, 500), (37, 500), (250, 500), (49_999, 50_000)]
+)
+def test_the_interval_of_a_share(hits, num):
+    found = wilson(hits / num, num)
+    assert found == pytest.approx(wilson_of_scipy(hits, num), abs=1e-12)
+    assert 0 <= found[0] <= hits / num <= found[1] <= 1 and found[0] < found[1]
+
+
+def test_no_interval_goes_beyond_its_range():
+    assert around("fid", 0.5, 1.0) == pytest.approx([0, 0.5 + NORMAL])
+    assert around("inception_score", 1.5, 1.0)[0] == 1 and around("bound", 0.9, 1.0) == [0, 1]
+    assert around("audit", 5.0, 1.0) == pytest.approx([5 - NORMAL, 5 + NORMAL])
+    assert NORMAL == pytest.approx(scipy.stats.norm.ppf(0.975))
+
+
 def test_quality_is_of_the_images_that_were_made(comparison):
     out, report = comparison
     labels = torch.arange(NUM) % 10
@@ -118,11 +156,7 @@ def test_quality_is_of_the_images_that_were_made(comparison):
         found = features(images_of(out, i))
         right = (load_classifier().out(found).argmax(1) == labels).float().mean().item()
         assert row["accuracy"] == pytest.approx(right)
-        share = (round(right * NUM) + 1) / (NUM + 2)
-        assert (
-            row["accuracy_ci95"] == pytest.approx(1.96 * (share * (1 - share) / NUM) ** 0.5)
-            and row["accuracy_ci95"] > 0
-        )
+        assert row["accuracy_ci95"] == pytest.approx(wilson_of_scipy(round(right * NUM), NUM))
         assert row["fid"] == pytest.approx(frechet(found), rel=1e-2)
         assert row["inception_score"] is None
         assert row["fid_ci95"] is None  # of so few images
@@ -145,15 +179,14 @@ def test_intervals_are_as_wide_as_numbers_vary(num, most):
     reference = Reference("", "", {"mu": training.mean(0).numpy(), "sigma": training.T.cov().numpy()})
     sets = [drawn(num) for _ in range(40)]
     values = [metrics.of_features(*each, names, reference) for each in sets]
-    halves = [intervals(jackknife(*each, names, reference, 10)) for each in sets]
+    found = [intervals(*each) for each in zip(values, [jackknife(*each, names, reference, 10) for each in sets])]
     for name in names:
         true = 1.96 * np.std([value[name] for value in values], ddof=1)
-        told = np.mean([half[f"{name}_ci95"] for half in halves])
+        told = np.mean([half_of(each[f"{name}_ci95"]) for each in found])
         assert 0.75 < told / true < most, name
-    apart = [
-        intervals(jackknife(*each, names, reference, 10**6))["fid_ci95"] for each in sets
-    ]  # not by turns of the classes
-    assert np.mean(apart) > 1.5 * np.mean([half["fid_ci95"] for half in halves])
+    apart = [intervals(*each) for each in zip(values, [jackknife(*each, names, reference, 10**6) for each in sets])]
+    lengths = [[half_of(each["fid_ci95"]) for each in made] for made in (apart, found)]  # not by turns of the classes
+    assert np.mean(lengths[0]) > 1.5 * np.mean(lengths[1])
 
 
 def test_features_are_taken_once(digits, tmp_path, monkeypatch):
@@ -178,7 +211,7 @@ def test_features_are_taken_once(digits, tmp_path, monkeypatch):
     for row, made in zip(report["rows"], images):
         wrapped = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
         measured = metrics.measure(wrapped, labels=[i % 10 for i in range(20)], **ways)  # torch-fidelity, of images
-        assert measured["kid"] is not None and row["fid_ci95"] > 0
+        assert measured["kid"] is not None and 0 <= row["fid_ci95"][0] < row["fid"] < row["fid_ci95"][1]
         for name in ("fid", "inception_score", "accuracy"):
             assert row[name] == pytest.approx(measured[name], rel=1e-4)
 
@@ -188,10 +221,10 @@ def test_p_is_of_the_features_against_ar_with_the_same_settings(comparison):
     bases = [None, None, None, 0, 0]
     for i, (row, base) in enumerate(zip(report["rows"], bases)):
         if base is None:
-            assert row["p_value"] is row["law_baseline"] is None
+            assert row["p_value"] is row["paired_baseline"] is None
         else:
             assert row["p_value"] == energy_test(features(images_of(out, base)), features(images_of(out, i)))
-            assert row["law_baseline"] == NAMES[base]
+            assert row["paired_baseline"] == NAMES[base]
 
 
 def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_path):
@@ -200,7 +233,7 @@ def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_p
     rows = configurations(named_entries(names), quick, lambda models: digits)
     rows = [row for row in rows if row.name in names]  # not those of 64 iterations
     report, images = compare(rows, range(10), 8, tmp_path, space="digits", progress=False)
-    tests = {"p_value": ("law_baseline", [None, None, 0]), "p_unpaired": ("unpaired_baseline", [1, 0, 1])}
+    tests = {"p_value": ("paired_baseline", [None, None, 0]), "p_unpaired": ("unpaired_baseline", [1, 0, 1])}
     for p_value, (name, bases) in tests.items():
         for made, row, base in zip(images, report["rows"], bases):
             expected = None if base is None else energy_test(features(images[base]), features(made))

@@ -26,6 +26,7 @@ from cspd.commands.evaluate import format_evaluation
 from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.shards import EXPLODED, SIZE, Shards, arrays_of
+from cspd.loading import checkpoint_files
 from cspd.lock import LOCK
 from cspd.plots import to_uint8
 
@@ -117,7 +118,12 @@ def test_the_report_says_all_that_was_measured(whole, capsys):
     assert report["reference"]["name"] == "reference.npz"
     request = report["settings"]["request"]
     assert (request["method"], request["num_iter"], request["temperature"]) == ("ar", 2, 1.0)
-    assert report["settings"]["target"]["file"].endswith("target.safetensors")
+    assert report["settings"]["target"]["file"] == "target.safetensors"
+    models = {model["role"]: model for model in report["ran"]["models"]}
+    assert models.keys() == {"target", "vae"} and models["target"]["parameters"] > 8e5
+    assert report["ran"]["command"].startswith("cspd evaluate ")
+    low, high = report["accuracy_ci95"]
+    assert 0 <= low < report["accuracy"] <= high <= 1 and f"95 % interval {low:.1%} to {high:.1%}" in out
     sampling = report["sampling"]
     assert sampling["head_calls_per_token"] == 10 and sampling["guarantee"] == "exact"
     assert sampling["machine"]["torch"] == torch.__version__
@@ -377,7 +383,7 @@ def test_a_changed_setting_is_refused_with_the_difference(whole, capsys, change,
 
 def test_other_weights_are_another_run(whole, tmp_path, capsys):
     vae = tmp_path / "vae.safetensors"
-    vae.write_bytes(Path(report_of(whole)["settings"]["vae"]["file"]).read_bytes())
+    vae.write_bytes(checkpoint_files("digits32")["vae"].read_bytes())
     assert evaluate(whole, "--vae", str(vae)) == 2
     assert "vae.file was" in capsys.readouterr().err
     assert evaluate(tmp_path / "out", "--vae", str(vae), num=2) == 0

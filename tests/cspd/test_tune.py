@@ -22,6 +22,7 @@ from cspd.comparison.halving import Trial
 from cspd.comparison.runs import store_of
 from cspd.comparison.study import Configuration
 from cspd.comparison.tune import OTHER_SEEDS, _add_losses, tune
+from cspd.evaluation.intervals import NORMAL
 from cspd.evaluation.reference import load_reference
 
 STEPS = (2, 3, 4)  # denoising steps of the candidates
@@ -108,8 +109,14 @@ def test_a_finished_search_goes_on_without_making_anything_twice(done, rows):
 def test_errors_are_of_the_ratio_to_the_same_images():
     """Plain sampling's own scatter is no error of what scatters alike."""
     scatter = np.array([1.0, 1.2, 0.9, 1.1])
-    row = {"guarantee": "heuristic", "fid": 1.1, "fid_ci95": 0.3, "inception_score": None, "inception_score_ci95": None}
-    row |= {"accuracy": 0.9, "accuracy_ci95": 0.0196}
+    row = {
+        "guarantee": "heuristic",
+        "fid": 1.1,
+        "fid_ci95": [0.8, 1.4],
+        "inception_score": None,
+        "inception_score_ci95": None,
+    }
+    row |= {"accuracy": 0.9, "accuracy_ci95": [0.88, 0.88 + 2 * 0.01 * NORMAL]}
     rows = [row | {"fid": 1.0, "accuracy": 1.0}, dict(row), dict(row)]
     _add_losses(rows, [{"fid": scatter}, {"fid": scatter[::-1]}, {"fid": 1.1 * scatter}])
     assert rows[2]["losses"]["fid"]["loss"] == pytest.approx(0.1) and rows[2]["losses"]["fid"]["error"] < 1e-12
