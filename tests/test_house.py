@@ -29,9 +29,9 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.vq"],
     ["cspd.method"],
     ["cspd.precision"],
-    ["cspd.summary", "cspd.plots"],
+    ["cspd.summary", "cspd.plots", "cspd.scatter"],
     ["cspd.sequence"],
-    ["cspd.machine", "cspd.store"],
+    ["cspd.machine", "cspd.ran", "cspd.store"],
     ["cspd.items", "cspd.lock"],
     [
         "cspd.graphs",

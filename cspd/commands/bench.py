@@ -16,8 +16,8 @@ from cspd.loading import checkpoint_files, embedded, family_of
 from cspd.lookup import method_names, parse_method
 from cspd.methods import EMBEDDED, METHODS
 from cspd.parsing import count, count_list, name_list, place
-from cspd.plots import Point, speed_quality
-from cspd.records import check_file, publishing, write_json
+from cspd.records import check_file, write_bytes, write_json
+from cspd.scatter import Panel, Point, speed_quality
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -115,7 +115,6 @@ def run(args: argparse.Namespace) -> None:
             limits = speed["min"], speed["max"]
             line, guarantee = method + case, row.get("guarantee", "exact")  # the published sampler is
             points.append(Point(options, speed["median"], row["accuracy"], line, limits, guarantee=guarantee))
-        panels = [("speed-up over plain sampling", "share recognised by the classifier", points)]
-        with publishing(args.plot) as temporary:
-            speed_quality(panels, temporary, _image_format(args.plot))
+        panel = Panel("speed-up over plain sampling", "share recognised by the classifier", points)
+        write_bytes(args.plot, *speed_quality([panel], _image_format(args.plot)))
         print(f"wrote {args.plot}")

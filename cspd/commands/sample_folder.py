@@ -172,7 +172,7 @@ def _write_overviews(out: Path, names: Sequence[str], record: dict, requests: Se
     if heatmap:
         heat = [image.get("heat") for image in shown]
         accepted = method_of(requests[0]).heat == "accepted"
-        write_png(out / HEATMAP, heat_grid(heat, pictures[0].size, captions, columns, accepted))
+        write_png(out / HEATMAP, heat_grid(pictures, heat, captions, columns, accepted))
 
 
 def _add(total: list | None, counts: list) -> list:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,24 +15,32 @@ from PIL import Image
 from cspd.comparison.tables import cell, columns, csv_table, markdown, notes, own_seeds, value_of
 from cspd.comparison.verdict import front_table
 from cspd.method import GUARANTEES
-from cspd.plots import Point, seed_grid, speed_quality
+from cspd.plots import beside, seed_grid
+from cspd.ran import model_line
 from cspd.records import png_of, write_bytes, write_json
+from cspd.scatter import Panel, Point, speed_quality
 
-GRID_WIDTH = 1400  # pixels of images in a row, about
-LEAST_COLUMNS = 8
+COLUMNS = 10  # images of a row that are shown, at most
+MOST_WIDTH = 112  # of an image on the page, in pixels of a browser
 
 
 class Picture(NamedTuple):
-    """A picture of the page: its title, a line below that, and the PNG file's content."""
+    """A picture of the page: what it shows, and the PNG file's content."""
 
     title: str
-    caption: str
     png: bytes
 
     @property
-    def content(self) -> str:
-        """The PNG as a data link has it."""
-        return base64.b64encode(self.png).decode()
+    def link(self) -> str:
+        """The PNG as a data link."""
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+
+
+class Strip(NamedTuple):
+    """A configuration's images on the page."""
+
+    name: str
+    pictures: Sequence[Picture]
 
 
 def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
@@ -41,25 +48,24 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
 
     The folder is claimed: what it holds under these names is of an earlier report.
     """
-    pictures = {}
     panels = _panels(report)
-    if panels:
-        caption = (
-            "Up and to the right is better. Bars: middle half of the turns, 95 % interval of a quality. A point's shape"
-            " is its guarantee."
-        )
-        plot = io.BytesIO()
-        speed_quality(panels, plot)
-        pictures["speed_quality.png"] = Picture("Speed and quality", caption, plot.getvalue())
+    plots = [
+        Picture(f"{panel.quality} against {panel.speed}", png) for panel, png in zip(panels, speed_quality(panels))
+    ]
+    heads, rows = _shown(report, images)
+    is_small = rows[0][1][0].width < MOST_WIDTH
+    strips = []
+    for name, pictures in rows:
+        titles = [f"{name}, {head}" for head in heads]
+        strips.append(Strip(name, [Picture(title, png_of(picture)) for title, picture in zip(titles, pictures)]))
+
+    files = {"report.html": _encoded(html_page(report, plots, strips, is_small))}
+    if plots:
+        files["speed_quality.png"] = png_of(beside([plot.png for plot in plots]))
     else:
         (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
-    same = "The same classes" if own_seeds(report) else "The same classes and seeds"
-    grid = png_of(_grid(report, images))
-    pictures["comparison.png"] = Picture("Images", f"{same} by each configuration.", grid)
-
-    files = {
-        "report.html": _encoded(html_page(report, list(pictures.values()))),
-        **{name: picture.png for name, picture in pictures.items()},
+    files |= {
+        "comparison.png": png_of(seed_grid(rows, [head.replace(", ", "\n") for head in heads])),
         "comparison.md": _encoded(markdown(report)),
         "comparison.csv": _encoded(csv_table(report)),
     }
@@ -74,24 +80,22 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def _grid(report: dict, images: Sequence[np.ndarray]) -> Image.Image:
-    """The first images of each row, one column per seed."""
-    width = max(64, images[0].shape[2])
-    num_columns = min(report["images"], max(LEAST_COLUMNS, GRID_WIDTH // width))
+def _shown(report: dict, images: Sequence[np.ndarray]) -> tuple[list[str], list[tuple[str, list[Image.Image]]]]:
+    """What the first images are of, one column per seed, and those of each row with its name."""
     labels = report["labels"]
     heads = []
-    for i in range(num_columns):
-        seed = f"{i + 1}." if own_seeds(report) else f"seed {report['first_seed'] + i}"
-        heads.append(f"class {labels[i % len(labels)]}\n{seed}")
+    for i in range(min(report["images"], COLUMNS)):
+        seed = "" if own_seeds(report) else f", seed {report['first_seed'] + i}"
+        heads.append(f"class {labels[i % len(labels)]}{seed}")
     rows = []
     for row, made in zip(report["rows"], images):
-        rows.append((row["name"], [Image.fromarray(image) for image in made[:num_columns]]))
-    return seed_grid(rows, heads)
+        rows.append((row["name"], [Image.fromarray(image) for image in made[: len(heads)]]))
+    return heads, rows
 
 
-def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
+def _panels(report: dict) -> list[Panel]:
     """Quality against speed-up and, for VQ models, against codes per forward, which no machine changes."""
-    qualities = {"accuracy": "share of images recognised by the classifier", "fid": f"FID-{report['images']}"}
+    qualities = {"accuracy": "share recognised by the classifier", "fid": f"FID-{report['images']}, lower is better"}
     speeds = {"speed_up": f"speed-up over {report['baseline']}", "step_compression": "codes per forward of the target"}
     base_seconds = report["rows"][0]["seconds"]
     panels = []
@@ -100,7 +104,7 @@ def _panels(report: dict) -> list[tuple[str, str, list[Point]]]:
             measured = [row for row in report["rows"] if row[quality] is not None and row[speed] is not None]
             points = [_point(row, speed, quality, base_seconds) for row in measured]
             if points:
-                panels.append((speed_title, quality_title, points))
+                panels.append(Panel(speed_title, quality_title, points))
     return panels
 
 
@@ -123,8 +127,11 @@ def _label(row: dict) -> tuple[str, str]:
     return (last, line) if swept else (row["name"], row["name"])
 
 
-def html_page(report: dict, pictures: Sequence[Picture]) -> str:
-    """One file that needs no other: table, pictures, settings, machine, and how to read it (report.html.j2)."""
+def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Strip] = (), is_small: bool = False) -> str:
+    """One file that needs no other: table, pictures, settings, what ran, and how to read it (report.html.j2).
+
+    `is_small`: images are enlarged, and their pixels are to be seen.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -140,9 +147,14 @@ def html_page(report: dict, pictures: Sequence[Picture]) -> str:
         command="cspd tune" if search else "cspd compare",
         search=search,
         front=front_table(report) if search else None,
-        pictures=pictures,
+        plots=plots,
+        strips=strips,
+        small=is_small,
+        most_width=MOST_WIDTH,
         columns=columns(report),
         cell=cell,
         notes=notes(report),
+        model_line=model_line,
+        own_seeds=own_seeds(report),
         guarantees={name: meaning for name, meaning in GUARANTEES.items() if name in given},
     )

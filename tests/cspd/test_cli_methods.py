@@ -17,8 +17,8 @@ from cspd.loading import checkpoint_files
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
 FILES = checkpoint_files("digits32")
-SIDE, MARGIN, TOKENS = 64, 4, 8  # of a picture in a grid, in pixels, and tokens a side
-GREY = (211, 211, 211)
+SIDE, MARGIN, TOKENS = 128, 4, 8  # of an image in a heat map, in pixels, and tokens a side
+GREY = (128, 128, 128)
 
 
 def sample(out, *more, labels="0-2"):
@@ -32,18 +32,24 @@ def read(path):
 
 def cells(picture, index):
     """Colours of an image's tokens [64, 3] in a heat map; each is of one colour all over."""
-    left = MARGIN + index * (SIDE + MARGIN)
-    part = np.asarray(picture.convert("RGB"))[MARGIN : MARGIN + SIDE, left : left + SIDE]
+    part = shown(picture, index, SIDE)
     blocks = part.reshape(TOKENS, SIDE // TOKENS, TOKENS, SIDE // TOKENS, 3).swapaxes(1, 2).reshape(64, -1, 3)
     assert (blocks == blocks[:, :1]).all()
     return blocks[:, 0]
 
 
+def shown(picture, index, right=0):
+    """What is shown of an image: itself or, at the right, its tokens."""
+    left = MARGIN + index * (2 * SIDE + MARGIN) + right
+    return np.asarray(picture.convert("RGB"))[MARGIN : MARGIN + SIDE, left : left + SIDE]
+
+
 def legend(out):
-    """Colours in the strip that heatmap.png has below what is as large as grid.png."""
-    grid, heat = (Image.open(out / name).convert("RGB") for name in ("grid.png", "heatmap.png"))
-    assert heat.height == grid.height + 26 and heat.width >= grid.width
-    return heat, {colour for _, colour in heat.crop((0, grid.height, *heat.size)).getcolors(10**6)}
+    """heatmap.png, where images are beside their tokens, and colours in the strip below."""
+    heat = Image.open(out / "heatmap.png").convert("RGB")
+    for i, path in enumerate(sorted(out.glob("*_label*.png"))):
+        assert (shown(heat, i)[::4, ::4] == np.asarray(Image.open(path))).all()
+    return heat, {colour for _, colour in heat.crop((0, heat.height - 30, *heat.size)).getcolors(10**6)}
 
 
 def colour(name, value):
@@ -88,7 +94,7 @@ def test_heat_map_and_record_of_cspd(tmp_path, capsys):
     record = read(tmp_path / "samples.json")
     heat = np.array([image["heat"] for image in record["images"]], dtype=float)
     picture, strip = legend(tmp_path)
-    colours = {0.0: colour("RdYlGn", 0.0), 1.0: colour("RdYlGn", 1.0)}
+    colours = {0.0: colour("viridis", 0.0), 1.0: colour("viridis", 1.0)}
     for i, values in enumerate(heat):
         assert np.isnan(values).sum() == 4  # the prefill
         assert [tuple(c) for c in cells(picture, i).tolist()] == [colours.get(value, GREY) for value in values]

@@ -15,9 +15,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from cspd.comparison import page, tables
-from cspd.plots import MARGIN, MARKS, Point, speed_quality
+from cspd.plots import MARGIN
+from cspd.ran import what_ran
+from cspd.scatter import MARKS, RESOLUTION, SIZE, Panel, Point, speed_quality
 
-SIDE = 64  # of a picture in the grid, in pixels
+SIDE = 96  # of a picture in the grid, in pixels
 
 
 def spread(*values):
@@ -36,7 +38,7 @@ def row(name, **values):
 def made():
     """A report with everything that can be in one, and images: row r's i-th is of one colour, (20 r, 10 i, 99)."""
     rows = [
-        row("ar", accuracy=0.5, fid=9.5, fid_ci95=0.125),
+        row("ar", accuracy=0.5, fid=9.5, fid_ci95=[9.375, 9.75]),
         row(
             "speculative",
             speed_up=spread(1.5, 2.25, 2.5),
@@ -46,7 +48,15 @@ def made():
             accuracy=0.75,
             fid=9.25,
         ),
-        row("cool-sd:delta=2", guarantee="bounded", bound=0.25, bound_ci95=0.01, accuracy=1.0, fid=9.0, p_value=0.5),
+        row(
+            "cool-sd:delta=2",
+            guarantee="bounded",
+            bound=0.25,
+            bound_ci95=[0.24, 0.26],
+            accuracy=1.0,
+            fid=9.0,
+            p_value=0.5,
+        ),
         row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
     ]
     content = {
@@ -55,10 +65,14 @@ def made():
         "first_seed": 5,
         "labels": [3, 4],
         "max_batch": 4,
-        "rounds": 3,
+        "turns": 3,
         "rows": rows,
     }
-    content |= {"machine": {"device": "a <cpu>"}, "versions": {"cspd": "0"}, "baseline": "ar", "space": "digits"}
+    model = {"role": "target", "file": "t.safetensors", "sha256": "e" * 64, "bytes": 1, "parameters": 1_250_000}
+    models = [model | {"configurations": [each["name"] for each in rows]}]
+    models.append(model | {"role": "draft", "file": "d.safetensors", "configurations": ["a|b <i>&"]})
+    content["ran"] = what_ran({"device": "a <cpu>", "threads": 3}, models, "cspd compare --out 'a b'")
+    content |= {"baseline": "ar", "space": "digits"}
     content |= {"reference": {"name": "r.npz", "fingerprint": "f" * 64}}
     content["missing"] = {"inception_score": "12 images: 20 are needed", "inception_score_std": "also"}
     images = [np.zeros((12, 32, 32, 3), np.uint8) for _ in rows]
@@ -106,8 +120,11 @@ def test_all_forms_say_the_same(made, tmp_path):
     lines = list(csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())))
     assert [line["name"] for line in lines] == [each["name"] for each in content["rows"]]
     for line, each in zip(lines, content["rows"]):
-        for key in ("accuracy", "fid", "p_value", "alpha", "bound", "bound_ci95", "peak_bytes"):
+        for key in ("accuracy", "fid", "p_value", "alpha", "bound", "peak_bytes"):
             assert line[key] == ("" if each[key] is None else str(each[key]))
+        for key in ("fid_ci95", "bound_ci95"):
+            ends = [line[f"{key}_least"], line[f"{key}_most"]]
+            assert ends == ["" if each[key] is None else str(end) for end in each[key] or ("", "")]
         assert [float(line[f"speed_up{end}"]) for end in ("_least", "", "_most")] == list(each["speed_up"].values())
         assert json.loads(line["seconds"]) == each["seconds"]
 
@@ -124,8 +141,8 @@ def test_all_forms_say_the_same(made, tmp_path):
     assert by_title[1]["speed-up"] == "2.25 (1.50..2.50)" and by_title[0]["speed-up"] == "1.00"
     assert by_title[0]["images/s"] == "2.00 (1.50..3.00)" and by_title[0]["peak MiB"] == "3"
     assert [line["p"] for line in by_title] == ["", "0.004", "0.500", ""]
-    assert by_title[2]["TV bound"] == "0.250 ±0.010" and by_title[1]["TV bound"] == ""
-    assert [line["FID-12"] for line in by_title] == ["9.50 ±0.12", "9.25", "9.00", "8.00"]
+    assert by_title[2]["TV bound"] == "0.250 [0.240, 0.260]" and by_title[1]["TV bound"] == ""
+    assert [line["FID-12"] for line in by_title] == ["9.50 [9.38, 9.75]", "9.25", "9.00", "8.00"]
     assert "IS" not in cells[0] and "head calls/token" not in cells[0]
 
 
@@ -168,12 +185,21 @@ def test_the_page_needs_no_other(made, tmp_path):
     page.write(content, images, tmp_path)
     text = (tmp_path / "report.html").read_text()
     html = Page(text)
-    assert not {"script", "link", "iframe", "object", "i"} & set(html.tags) and html.tags.count("img") == 2
+    assert not {"script", "link", "iframe", "object", "i"} & set(html.tags) and html.tags.count("img") == 2 + 4 * 10
     assert "url(" not in text and "@import" not in text and "http" not in text
-    assert all(link.startswith("data:image/png;base64,") for link in html.links) and len(html.links) == 2
-    inlined = [base64.b64decode(link.partition(",")[2]) for link in html.links]
-    assert inlined == [(tmp_path / name).read_bytes() for name in ("speed_quality.png", "comparison.png")]
-    for told in ("a <cpu>", "r.npz", "no IS: 12 images: 20 are needed", "FID-12: of 12 images", "cfg=3.0"):
+    assert all(link.startswith("data:image/png;base64,") for link in html.links) and len(html.links) == 42
+    inlined = [np.asarray(Image.open(io.BytesIO(base64.b64decode(link.partition(",")[2])))) for link in html.links]
+    plots, shown = inlined[:2], inlined[2:]
+    both = np.asarray(Image.open(tmp_path / "speed_quality.png").convert("RGB"))
+    assert (np.concatenate([plot[..., :3] for plot in plots], axis=1) == both).all()
+    assert all((picture == images[i // 10][i % 10]).all() for i, picture in enumerate(shown))
+    for told in ("a <cpu>", "r.npz", "no IS: 12 images: 20 are needed", "FID-12: of 12 images", "cfg=3.0", "a b"):
+        assert told in html.text
+    for told in (
+        "t.safetensors, 1.2 million parameters, sha256 eeeeeeeeeeee\n",
+        "eeeeeeeeeeee (of a|b <i>&)",
+        "threads: 3",
+    ):
         assert told in html.text
     assert {"exact", "bounded", "heuristic"} <= set(html.words) and "Against ar, turn by turn" in html.text
 
@@ -193,29 +219,29 @@ def test_what_was_measured_stands_beside_the_guarantee(made):
         "divergence": 0.5375,
         "pixel_difference": 3.25,
     }
-    content["rows"][1] |= {"audit": 0.52, "audit_ci95": 0.1}
+    content["rows"][1] |= {"audit": 0.52, "audit_ci95": [0.42, 0.62]}
     content["rows"][3]["first_timestep"] = 950
     html = page.html_page(content, [])
     assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
     assert "how near is measured" in html  # what the guarantee means
     titles, *lines = Page(html).rows
     cells = [dict(zip(titles, line)) for line in lines]
-    shown = {"difference": "0.046", "divergence": "0.537", "audit": "0.520 ±0.100", "pixel difference": "3.2"}
+    shown = {"difference": "0.046", "divergence": "0.537", "audit": "0.520 [0.420, 0.620]", "pixel difference": "3.2"}
     assert {title: cells[1][title] for title in shown} == shown
     assert all(cells[0][title] == cells[2][title] == "" for title in shown)
     assert [line["first timestep"] for line in cells] == ["", "", "", "950"]
     (_, measured, *_) = csv.DictReader(io.StringIO(tables.csv_table(content)))
-    assert (measured["difference"], measured["audit_ci95"]) == ("0.0461", "0.1")
+    assert (measured["difference"], measured["audit_ci95_most"]) == ("0.0461", "0.62")
 
 
 def test_the_grid_has_a_row_a_configuration_and_a_column_a_seed(made, tmp_path):
     content, images = made
     page.write(content, images, tmp_path)
     picture = np.asarray(Image.open(tmp_path / "comparison.png"))
-    left, top = picture.shape[1] - 12 * (SIDE + MARGIN), picture.shape[0] - 4 * (SIDE + MARGIN)
+    left, top = picture.shape[1] - 10 * (SIDE + MARGIN), picture.shape[0] - 4 * (SIDE + MARGIN)
     assert left > 40 and top > 20
     for r in range(4):
-        for i in range(12):
+        for i in range(10):
             y, x = top + r * (SIDE + MARGIN), left + i * (SIDE + MARGIN)
             part = picture[y : y + SIDE, x : x + SIDE]
             assert (part == (20 * r, 10 * i, 99)).all()
@@ -228,15 +254,15 @@ def test_large_images_are_shown_few_and_as_they_are(made, tmp_path):
     images = [np.full((12, 256, 256, 3), 7 * (r + 1), np.uint8) for r in range(4)]
     page.write(content, images, tmp_path)
     picture = np.asarray(Image.open(tmp_path / "comparison.png"))
-    assert (picture[-256 - MARGIN : -MARGIN, -8 * (256 + MARGIN) :] == 28).all(-1).sum() == 8 * 256 * 256
-    assert picture.shape[1] < 9 * (256 + MARGIN)
+    assert (picture[-256 - MARGIN : -MARGIN, -10 * (256 + MARGIN) :] == 28).all(-1).sum() == 10 * 256 * 256
+    assert picture.shape[1] < 11 * (256 + MARGIN)
 
 
 def test_points_are_where_they_were_measured(made):
     panels = page._panels(made[0])
     assert [(speed, quality) for speed, quality, _ in panels] == [
-        ("speed-up over ar", "share of images recognised by the classifier"),
-        ("speed-up over ar", "FID-12"),
+        ("speed-up over ar", "share recognised by the classifier"),
+        ("speed-up over ar", "FID-12, lower is better"),
     ]
     assert panels[0][2] == [
         ("ar", 1.0, 0.5, "ar", (1.0, 1.0), None, "exact", False),
@@ -244,7 +270,10 @@ def test_points_are_where_they_were_measured(made):
         ("delta=2", 1.0, 1.0, "cool-sd", (1.0, 1.0), None, "bounded", False),
         ("a|b <i>&", 1.0, 0.25, "a|b <i>&", (1.0, 1.0), None, "heuristic", False),
     ]
-    assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_half == 0.125
+    assert [point.quality for point in panels[1][2]] == [9.5, 9.25, 9.0, 8.0] and panels[1][2][0].quality_range == [
+        9.375,
+        9.75,
+    ]
     for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):
         each["step_compression"] = codes
     panels = page._panels(made[0])
@@ -252,7 +281,7 @@ def test_points_are_where_they_were_measured(made):
 
 
 @pytest.fixture
-def plotted(tmp_path, monkeypatch):
+def plotted(monkeypatch):
     """Plots panels; the axes that were drawn."""
     drawn = []
     savefig = Figure.savefig
@@ -262,9 +291,9 @@ def plotted(tmp_path, monkeypatch):
         savefig(figure, *args, **options)
 
     def plot(*panels):
-        speed_quality(panels, tmp_path / "plot.png")
-        assert Image.open(tmp_path / "plot.png").size == (840 * len(panels), 540)
-        return drawn[-1].axes
+        pictures = speed_quality([Panel(*panel) for panel in panels])
+        assert {Image.open(io.BytesIO(png)).size for png in pictures} == {tuple(RESOLUTION * side for side in SIZE)}
+        return [figure.axes[0] for figure in drawn[-len(panels) :]]
 
     monkeypatch.setattr(Figure, "savefig", watched)
     return plot
@@ -279,7 +308,7 @@ def test_names_are_drawn_as_they_are(plotted):
 
 
 def test_labels_of_points_do_not_cover_each_other(plotted):
-    points = [Point(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same", (0.9, 1.1), 0.1) for i in range(6)]
+    points = [Point(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same", (0.9, 1.1), (0.4, 0.55)) for i in range(6)]
     (axes,) = plotted(("speed", "quality", points))
     assert [text.get_text() for text in axes.texts] == [point.label for point in points]
     boxes = [text.get_window_extent() for text in axes.texts]
@@ -301,8 +330,8 @@ def test_the_mark_of_a_point_is_its_guarantee(plotted):
 def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
     here, there = Point("here", 2.0, 0.5, "ar"), Point("there", 4.0, 0.75, "cool-sd")
     left, right = plotted(("speed-up", "share", [here]), ("codes per forward", "share", [there]))
-    assert [text.get_text() for text in left.get_legend().get_texts()] == ["ar", "cool-sd"]
     for axes, point in ((left, here), (right, there)):
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == [point.line]
         (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]
         assert (line.get_label(), *line.get_xydata().tolist()) == (point.line, [point.speed, point.quality])
         low, high = axes.get_ylim()
