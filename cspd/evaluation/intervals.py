@@ -25,7 +25,7 @@ def wilson(share: float, num: int) -> list[float]:
     weight = NORMAL**2 / num
     centre = (share + weight / 2) / (1 + weight)
     half = math.sqrt(share * (1 - share) * weight + (weight / 2) ** 2) / (1 + weight)
-    return [max(0.0, centre - half), min(1.0, centre + half)]
+    return [min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))]  # in spite of rounding
 
 
 def half_of(interval: Sequence[float]) -> float:

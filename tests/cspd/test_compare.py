@@ -134,7 +134,7 @@ def wilson_of_scipy(hits, num):
 
 
 @pytest.mark.parametrize(
-    "hits, num", [(0, 1), (1, 1), (8, 8), (7, 8), (0, 500), (37, 500), (250, 500), (49_999, 50_000)]
+    "hits, num", [(0, 1), (1, 1), (60, 60), (7, 8), (0, 500), (37, 500), (250, 500), (49_999, 50_000)]
 )
 def test_the_interval_of_a_share(hits, num):
     found = wilson(hits / num, num)
