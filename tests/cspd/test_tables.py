@@ -318,6 +318,14 @@ def test_labels_of_points_do_not_cover_each_other(plotted):
         assert not any(box.overlaps(other) for other in boxes[:i]) and not any(box.contains(*at) for at in places)
 
 
+def test_labels_stay_between_the_axes(plotted):
+    points = [Point("left", 1.0, 0.5, "left"), Point("a label that is long", 2.0, 0.25, "a label that is long")]
+    (axes,) = plotted(("speed", "quality", points))
+    frame, boxes = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
+    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 for box in boxes) and len(boxes) == 2
+    assert frame.width > 0.8 * axes.figure.get_window_extent().width
+
+
 def test_the_mark_of_a_point_is_its_guarantee(plotted):
     points = [Point(name, 1.0 + i, 0.5, name, guarantee=name) for i, name in enumerate(MARKS)]
     (axes,) = plotted(("speed-up", "share", points))
