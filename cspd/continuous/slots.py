@@ -118,7 +118,7 @@ class Slots:
         if self._table is None:
             widths = [layer.shape[-1] for layer in layers]
             shape = self.copies, self.capacity, self.num_steps, sum(widths)
-            self._table = Table(layers[0].new_zeros(shape), widths)
+            self._table = Table(layers[0].new_empty(shape), widths)  # large, and few of its rows may be needed
         for own, layer in zip(self._table.layers(), layers):
             own[:, slots] = layer
 

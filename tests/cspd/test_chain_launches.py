@@ -53,6 +53,21 @@ def test_what_failed_to_start_takes_no_slot(failing, monkeypatch):
     assert torch.allclose(merge(finish(chains)).tokens, expected.tokens, atol=1e-3)
 
 
+@pytest.mark.parametrize("graphs", [None, replayed()], ids=["as they are", "replayed"])
+def test_memory_of_free_slots_may_hold_anything(graphs):
+    """The table of modulations is not zeroed: chains that stand still, and what is beyond step 0, read it all the same."""
+    draft = CASE.calibration(frozen=True)
+    expected = staggered(draft, graphs)
+    torch.use_deterministic_algorithms(True)  # which fills it with NaN
+    try:
+        assert torch.empty(1).isnan()
+        made = staggered(draft, graphs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name in ("record", "tokens", "log_sigma", "log_sigma_last"):
+        assert torch.equal(getattr(made, name), getattr(expected, name)), name
+
+
 @pytest.mark.slow  # tracing takes seconds
 def test_a_launch_and_the_residual_are_each_one_program():
     """No graph break: nothing in them is read on the host."""
