@@ -190,9 +190,12 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 def cuda_capture(device: torch.device) -> Capture:
     """Captures CUDA graphs on one stream, into one pool of memory, since they are replayed one after another."""
     aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(trials: Callable[[], None], function: Callable[[], Any]) -> tuple[Any, Replay]:
         nonlocal aside, pool
+        if not captured:  # a pool is gone for good with the last graph in it
+            pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(device)
         aside.wait_stream(here)
@@ -207,6 +210,7 @@ def cuda_capture(device: torch.device) -> Capture:
             aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # those stay as the error left them
             raise
         here.wait_stream(aside)
+        captured.add(graph)
         return results, graph.replay
 
     return capture

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from timeline import Event, Graph, Stream, Timeline
+from timeline import Event, Graph, Pool, Stream, Timeline
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -138,9 +138,9 @@ class StandIn(TorchDispatchMode):
         self.timeline.reach(event or self.timeline.recorded + 1)
 
     @contextlib.contextmanager
-    def capture(self, graph: Graph, **settings: object) -> Iterator[None]:
+    def capture(self, graph: Graph, pool: Pool, **settings: object) -> Iterator[None]:
         """As torch.cuda.graph."""
-        self._graph = graph
+        self._graph = pool.joined_by(graph)
         try:
             yield
         finally:
@@ -279,7 +279,7 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
         "stream": lambda _: contextlib.nullcontext(),
         "CUDAGraph": functools.partial(Graph, gpu),
         "graph": gpu.capture,
-        "graph_pool_handle": lambda: None,
+        "graph_pool_handle": Pool,
     }
     # tensors of inference mode cannot be wrapped, and there are no gradients here
     no_inference = {"__enter__": lambda self: None, "__exit__": lambda self, *error: None}

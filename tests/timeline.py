@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,21 @@ class Stream:
 
     def synchronize(self) -> None:
         self._gpu.wait(self._gpu.reads, "stream.synchronize")
+
+
+class Pool:
+    """As a handle of torch.cuda.graph_pool_handle: of no more use when all graphs that were in the pool are gone."""
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._is_new = True
+
+    def joined_by(self, graph: Graph) -> Graph:
+        if not self._is_new and not self._graphs:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED, please report a bug to PyTorch")
+        self._graphs.add(graph)
+        self._is_new = False
+        return graph
 
 
 class Graph:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import standin
 import torch
 from graphs import CPU, replayed
 
@@ -121,6 +122,17 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [3]  # a replay
     runs.run("double", double, torch.ones(1))
     assert len(made) > 2  # captured again
+
+
+@pytest.mark.filterwarnings("error")  # none is called for want of a graph
+def test_graphs_are_captured_when_all_others_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    with standin.cuda() as gpu:
+        runs = Graphs(standin.DEVICE)
+        for size in (1, 2, 3, 4, 5, 4):
+            gpu.reset()
+            made = runs.run("double", lambda x: 2 * x, torch.ones(size, device=standin.DEVICE))
+            assert made.tolist() == [2] * size and gpu.kernels["graph"] == 1
 
 
 def test_stale_graphs_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
