@@ -20,7 +20,7 @@ from cspd.lookup import choose, method_of
 from cspd.machine import describe, pick_device
 from cspd.method import Host, Method, Models
 from cspd.option import plain
-from cspd.precision import Precision, Stopwatch
+from cspd.precision import Precision, Stopwatch, precision_of
 from cspd.scheduler import Scheduler
 from cspd.sequence import Output, Request, RoundStats, Sequence
 
@@ -40,7 +40,8 @@ class Engine:
             later are not seen by what was made of them: calibrations, and copies in another precision.
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's.
+        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's on
+            the same device.
         compiled: run speculative rounds through torch.compile: half a minute on first use, then faster.
         graphs: replay the work of fixed shape as CUDA graphs, see `cspd.graphs`; by default on CUDA, and nowhere else.
         cache: where calibrations are kept, before the user's cache directory.
@@ -72,7 +73,7 @@ class Engine:
         for each in models:
             each.check()
         self.device = pick_device(device)
-        self.precision = precision if isinstance(precision, Precision) else Precision(precision, self.device)
+        self.precision = precision_of(precision, self.device)
         self.compiled, self.graphs = compiled, Graphs(self.device, graphs)
         self._models: list[Models] = [_placed(each, self.device) for each in models]
         self._settings: dict[str, Any] = {"compiled": compiled, "graphs": graphs, "cache": cache, "noise": noise}

@@ -106,6 +106,22 @@ class Precision:
                 flag.allow_tf32 = value
 
 
+def precision_of(precision: str | Precision, device: torch.device) -> Precision:
+    """The policy of this name for a device, or another engine's.
+
+    Raises:
+        ValueError: unknown policy, or that of an engine on another device, whose copies of weights are there.
+    """
+    if not isinstance(precision, Precision):
+        return Precision(precision, device)
+    if precision.device != device:
+        raise ValueError(
+            f"precision is that of an engine on {precision.device}, and this one is on {device}: give its name,"
+            f" {precision.policy!r}"
+        )
+    return precision
+
+
 class BFloat16Linear(nn.Module):
     """A linear layer with its weights in bfloat16, as its outputs are; inputs may be of any type."""
 

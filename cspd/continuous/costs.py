@@ -170,9 +170,9 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     work()
     if device.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

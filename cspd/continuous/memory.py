@@ -18,7 +18,11 @@ def usual_tokens(target: MAR) -> int:
 
 
 def bytes_per_slot(target: MAR, tokens: int) -> int:
-    """Estimated peak bytes a slot adds: state, and the activations of a guided round that predicts so many tokens."""
+    """Estimated peak bytes a slot adds: state, and the activations of a guided round that predicts so many tokens.
+
+    Not counted: tables of modulations, which take up to an eighth of the device's memory and are made in parts or not
+    at all where they would take more, and what graphs keep of the same activations beside PyTorch's cache.
+    """
     config = target.config
     state = config.seq_len * (4 * config.token_dim + 8)
     activations = 14  # of a transformer's layer: norm, qkv, attention, hidden layer twice, residual

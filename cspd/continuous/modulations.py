@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from cspd.precision import Precision
 from mar.head import Head
 
-MODULATION_BYTES = 16 * 2**20  # of one table of modulations on a CPU, whose cache it fits; longer chains take several
-MODULATION_SHARE = 1 / 8  # of a GPU's memory, the same
+MODULATION_BYTES = 16 * 2**20  # of a chain's table on a CPU, whose cache it fits; longer chains take several
+TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table may take
 
 
 def modulation_size(head: Head) -> int:
@@ -21,11 +22,18 @@ def modulation_size(head: Head) -> int:
     return 4 * (3 * len(head.res_blocks) + 2) * head.width
 
 
+def most_bytes(device: torch.device) -> int:
+    """The most bytes that a table of modulations may take."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(TABLE_SHARE * memory)
+
+
 def table_bytes(device: torch.device) -> int:
-    """Bytes of one table of modulations."""
-    if device.type == "cpu":
-        return MODULATION_BYTES
-    return int(MODULATION_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    """Bytes of a table of modulations that a chain takes step by step."""
+    return MODULATION_BYTES if device.type == "cpu" else most_bytes(device)
 
 
 def modulated(

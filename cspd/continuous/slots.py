@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cspd.continuous.modulations import modulation_size, most_bytes
 from cspd.precision import Precision
 from cspd.transfer import send_integers
 from mar.head import Head
 
-TABLE_SHARE = 1 / 8  # of the device's memory, for precomputed modulations; beyond it they are computed in the rounds
 LEAST = 16  # slots; more are allocated by doubling
 NOBODY = 0  # the slot that fills up a batch: its chain stands still for good
 LEFT, WAITING, TRIES, FALLBACKS = range(4)  # of `Slots.progress`
@@ -130,10 +129,6 @@ def capacity_for(needed: int, most: int) -> int:
 
 
 def table_size(head: Head, copies: int, precision: Precision) -> int:
-    """Chains times steps whose modulations may be held at once; copies are 2 with guidance."""
-    if precision.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(precision.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    values = (3 * len(head.res_blocks) + 2) * head.width * copies  # of a chain's step
-    return int(TABLE_SHARE * memory / (precision.dtype.itemsize * values))
+    """Chains times steps whose modulations may be held at once, of `copies` classes; beyond it rounds compute them."""
+    size = modulation_size(head) // 4 * precision.dtype.itemsize  # of a chain's step and class
+    return most_bytes(precision.device) // (copies * size)

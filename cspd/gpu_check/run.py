@@ -17,11 +17,22 @@ from tqdm import tqdm
 
 from cspd.gpu_check.parts import PARTS, Part
 from cspd.gpu_check.settings import FULL, TINY, Settings
-from cspd.records import misfit, read_json, write_json
+from cspd.records import NUMBER, misfit, read_json, write_json
 from cspd.store import differences
 
 SCHEMA = "cspd.gpu-check/1"
-SHAPE = {"schema": str, "scale": str, "device": str, "parts": {str: {str: {}}}}
+TOP = {"name": str, "count": NUMBER, "microseconds": NUMBER}
+RESULT = {
+    "error?": str,
+    "skipped?": str,
+    "gb_per_s?": NUMBER,
+    "tflop_per_s?": NUMBER,
+    "windows?": {str: {}},
+    "top?": [TOP],
+}
+TIMED = {name: NUMBER for name in ("ms", "flops", "bytes", "peak_bytes", "batch")}
+TIMED |= {"num_iter?": int, **dict.fromkeys(("size", "precision", "method"), str)}
+SHAPE = {"schema": str, "scale": str, "device": str, "parts": {str: {str: RESULT}}}
 LEFT_OUT = "left_out"
 NO_GRAPH = "no CUDA graph of"  # what `cspd.graphs` warns of
 NO_TIME = "its part's share of the time was over: the same command goes on from here"
@@ -119,12 +130,26 @@ def read_report(path: Path) -> dict[str, Any]:
     """A report that `run` wrote. Raises OSError; ValueError where it is none."""
     try:
         report = read_json(path)
-        place = misfit(report, SHAPE)
+        place = misfit(report, SHAPE) or _untimely(report["parts"])
     except ValueError as error:
         raise ValueError(f"{path} is no report of gpu-check ({error}): give another file, or --overwrite") from None
-    if place or report["schema"] != SCHEMA:
-        raise ValueError(f"{path} is no report of this version of gpu-check: give another file, or --overwrite")
+    if not place and report["schema"] != SCHEMA:
+        place = "schema"
+    if place:
+        none = f"{path} is no report of this version of gpu-check: {place} is none of its"
+        raise ValueError(f"{none}; give another file, or --overwrite")
     return report
+
+
+def _untimely(parts: dict[str, dict]) -> str | None:
+    """Where a case that was timed has not what its times are told by; None where all have."""
+    timed = {
+        f"parts.{part}.{name}": result
+        for part, cases in parts.items()
+        for name, result in cases.items()
+        if "ms" in result
+    }
+    return next(filter(None, (misfit(result, TIMED, place) for place, result in timed.items())), None)
 
 
 def failures(report: dict[str, Any]) -> list[str]:

@@ -48,13 +48,15 @@ def _verdict(result: dict[str, Any]) -> str:
         return "left out"
     if "skipped" in result:
         return "skipped"
-    return {True: "passed", False: "FAILED", None: ""}[result.get("passed")]
+    if "passed" not in result:
+        return ""
+    return "FAILED" if result["passed"] is False else "passed"
 
 
 def _told(result: dict[str, Any]) -> str:
     """What a case found, in a line: of an error the last one."""
     if "error" in result:
-        return result["error"].strip().splitlines()[-1][:WIDEST]
+        return result["error"].strip().rpartition("\n")[2][:WIDEST]
     if "skipped" in result:
         return result["skipped"]
     silent = ("passed", "seconds", "top", "windows", "costs", LEFT_OUT)
@@ -77,7 +79,7 @@ def _times(report: dict[str, Any], part: str) -> Iterator[list]:
         if "ms" in result:
             least = _least_ms(report["parts"].get("machine", {}), result)
             plain = base.get(_same(result))
-            speed = plain and plain / result["ms"]
+            speed = plain and result["ms"] and plain / result["ms"]
             yield [name, result["ms"], speed, least and result["ms"] / least, result["peak_bytes"] / 2**30]
 
 

@@ -55,7 +55,7 @@ def test_what_failed_to_start_takes_no_slot(failing, monkeypatch):
 
 @pytest.mark.parametrize("graphs", [None, replayed()], ids=["as they are", "replayed"])
 def test_memory_of_free_slots_may_hold_anything(graphs):
-    """The table of modulations is not zeroed: chains that stand still, and what is beyond step 0, read it all the same."""
+    """The table of modulations is not zeroed, and chains that stand still, or are near step 0, read beyond theirs."""
     draft = CASE.calibration(frozen=True)
     expected = staggered(draft, graphs)
     torch.use_deterministic_algorithms(True)  # which fills it with NaN

@@ -440,7 +440,7 @@ def test_tables_or_rounds_compute_the_modulations(monkeypatch):
         assert torch.equal(rounds.record, whole.record)
         assert (rounds.tokens - whole.tokens).abs().max() < 1e-3
     monkeypatch.undo()
-    monkeypatch.setattr("cspd.continuous.slots.TABLE_SHARE", 0)
+    monkeypatch.setattr("cspd.continuous.modulations.TABLE_SHARE", 0)
     assert (case.speculative(draft, *settings).tokens - whole.tokens).abs().max() < 1e-3
 
 

@@ -15,14 +15,15 @@ import pytest
 import torch
 from scipy import stats
 
+from cspd.bench import PUBLISHED
 from cspd.cli import main
-from cspd.gpu_check import distributions, mar_times, replay
+from cspd.gpu_check import correctness, distributions, mar_times, replay
 from cspd.gpu_check.distributions import normal_p
 from cspd.gpu_check.kernels import WAITS, waits
 from cspd.gpu_check.models import engine_of, random_gpt, random_mar
 from cspd.gpu_check.parts import PARTS, Part
 from cspd.gpu_check.rounds import batch_at, image_ms, starts
-from cspd.gpu_check.run import NO_GRAPH, failures, read_report, run
+from cspd.gpu_check.run import NO_GRAPH, SCHEMA, failures, read_report, run
 from cspd.gpu_check.settings import TINY, Settings
 from cspd.gpu_check.tables import format_report
 from cspd.gpu_check.work import product
@@ -101,6 +102,47 @@ def test_another_file_is_not_overwritten(tmp_path, content, message, capsys):
     out.write_text(content)
     assert main(["gpu-check", "--tiny", "--device", "cpu", "--out", str(out)]) == 2
     assert message in capsys.readouterr().err and out.read_text() == content
+
+
+TIMED = {"size": "B", "batch": 8, "precision": "bf16", "method": "ar", "ms": 1.0, "flops": 1, "bytes": 1}
+TIMED["peak_bytes"] = 1
+DAMAGE = {
+    "parts.a.b": 3,
+    "parts.a.b.error": {"error": 3},
+    "parts.a.b.skipped": {"skipped": None},
+    "parts.a.b.windows.B": {"windows": {"B": [4]}},
+    "parts.a.b.top[0].name": {"top": [{"count": 1, "microseconds": 2}]},
+    "parts.a.b.gb_per_s": {"gb_per_s": "fast"},
+    "parts.a.b.ms": TIMED | {"ms": "long"},
+    "parts.a.b.peak_bytes": {name: value for name, value in TIMED.items() if name != "peak_bytes"},
+    "parts.a.b.size": TIMED | {"size": ["B"]},
+}
+
+
+@pytest.mark.parametrize("place", DAMAGE)
+def test_a_damaged_report_is_not_shown(place, tmp_path, capsys):
+    out = tmp_path / "gpu.json"
+    for result, status in ((TIMED, 0), (DAMAGE[place], 2)):
+        report = {"schema": SCHEMA, "scale": "full", "device": "H100", "parts": {"a": {"b": result}}}
+        out.write_text(json.dumps(report))
+        assert main(["gpu-check", "--show", str(out)]) == status
+    told = capsys.readouterr().err
+    assert f"{out} is no report of this version of gpu-check: {place} is" in told and told.count("\n") == 1
+    out.write_text(out.read_text()[:-9])
+    assert main(["gpu-check", "--show", str(out)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("result", [{"error": ""}, {"passed": "?"}, TIMED | {"ms": 0}])
+def test_odd_results_are_shown(result):
+    parts = {"MAR times": {"a": TIMED | {"method": PUBLISHED}, "b": result}}
+    assert "H100" in format_report({"device": "H100", "scale": "full", "parts": parts})
+
+
+def test_a_cpu_is_not_compared_with_itself(settings):
+    found = correctness.cases(settings)
+    for name in ("MAR speculative: as on a CPU", "random bits"):
+        assert found[name]() == {"skipped": "this is the CPU"}
 
 
 def test_official_sizes_want_a_gpu(tmp_path, capsys):

@@ -21,6 +21,7 @@ from cspd.continuous.memory import bytes_per_slot, check_memory, usual_tokens
 from cspd.lookup import choose, find, method_names
 from cspd.machine import free_bytes, pick_device
 from cspd.parsing import shortened
+from cspd.precision import Precision
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
@@ -262,6 +263,12 @@ def test_no_such_device(device, model):
 def test_unknown_precision(precision, model):
     with pytest.raises(ValueError, match=re.escape(f"precision={precision!r}: choose one of fp32, tf32, bf16")):
         Engine(MARModels(model), device="cpu", precision=precision)
+
+
+def test_a_precision_of_another_device(model):
+    other = Precision("bf16", torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="an engine on cuda:1, and this one is on cpu: give its name, 'bf16'"):
+        Engine(MARModels(model), device="cpu", precision=other)
 
 
 @pytest.mark.parametrize("max_batch", [0, -1, 1.5, True, "8", [], 10**22])
