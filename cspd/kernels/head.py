@@ -20,25 +20,9 @@ from mar.head import Head
 
 
 @triton.jit
-def _last_input(
-    stream,
-    stream_class,
-    update,
-    gate,
-    gate_class,
-    gate_row,
-    shift,
-    scale,
-    stride_class,
-    stride_row,
-    at,
-    num_rows,
-    WIDTH: tl.constexpr,
-    of_class,
-    row,
-    columns,
-):
-    """What the last product takes: the last block's end, standardised and modulated."""
+def _last_input(layer, at, num_rows, of_class, row, columns, WIDTH: tl.constexpr):
+    """What the last product takes: the last block's end, standardised and modulated; `layer`: of `_through_blocks`."""
+    stream, stream_class, update, gate, gate_class, gate_row, shift, scale, stride_class, stride_row = layer
     entry = entry_of(at, row)
     x = row_of(stream + of_class * stream_class + row * WIDTH, columns, WIDTH)
     gate_values = row_of(gate + of_class * gate_class + entry * gate_row, columns, WIDTH)
@@ -58,21 +42,12 @@ def _product(x, weight, bias, output, inside, columns, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def _leave_kernel(
     out,
-    stream,
-    stream_class,
-    update,
-    gate,
-    gate_class,
-    gate_row,
-    shift,
-    scale,
-    stride_class,
-    stride_row,
+    layer,
     at,
-    num_rows,
-    WIDTH: tl.constexpr,
     weight,
     bias,
+    num_rows,
+    WIDTH: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,24 +55,7 @@ def _leave_kernel(
     program = tl.program_id(0).to(tl.int64)
     of_class, row = program // num_rows, program % num_rows
     columns = tl.arange(0, BLOCK)
-    x = _last_input(
-        stream,
-        stream_class,
-        update,
-        gate,
-        gate_class,
-        gate_row,
-        shift,
-        scale,
-        stride_class,
-        stride_row,
-        at,
-        num_rows,
-        WIDTH,
-        of_class,
-        row,
-        columns,
-    )
+    x = _last_input(layer, at, num_rows, of_class, row, columns, WIDTH)
     for first in range(0, 2 * NUM_CHANNELS, CHANNELS):
         output = first + tl.arange(0, CHANNELS)
         inside = output < 2 * NUM_CHANNELS
@@ -114,21 +72,12 @@ def _step_kernel(
     mean_x,
     mean_eps,
     slope,
-    stream,
-    stream_class,
-    update,
-    gate,
-    gate_class,
-    gate_row,
-    shift,
-    scale,
-    stride_class,
-    stride_row,
+    layer,
     at,
-    num_rows,
-    WIDTH: tl.constexpr,
     weight,
     bias,
+    num_rows,
+    WIDTH: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     CLASSES: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -136,43 +85,9 @@ def _step_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    x = _last_input(
-        stream,
-        stream_class,
-        update,
-        gate,
-        gate_class,
-        gate_row,
-        shift,
-        scale,
-        stride_class,
-        stride_row,
-        at,
-        num_rows,
-        WIDTH,
-        0,
-        row,
-        columns,
-    )
+    x = _last_input(layer, at, num_rows, 0, row, columns, WIDTH)
     if CLASSES == 2:
-        x_null = _last_input(
-            stream,
-            stream_class,
-            update,
-            gate,
-            gate_class,
-            gate_row,
-            shift,
-            scale,
-            stride_class,
-            stride_row,
-            at,
-            num_rows,
-            WIDTH,
-            1,
-            row,
-            columns,
-        )
+        x_null = _last_input(layer, at, num_rows, 1, row, columns, WIDTH)
     for first in range(0, NUM_CHANNELS, CHANNELS):
         channel = first + tl.arange(0, CHANNELS)
         inside = channel < NUM_CHANNELS
@@ -235,20 +150,9 @@ def _through_blocks(head: Head, x: Tensor, modulations: Sequence[Modulation], at
     check_dense(update=update)
     *_, (_, _, gate), (shift, scale) = modulations
     stream_class = stream[0].numel() if stream.dim() == 3 else 0
-    places = (*strides(gate), shift, scale, *strides(shift, scale), at)
+    layer = stream, stream_class, update, gate, *strides(gate), shift, scale, *strides(shift, scale)
     product = head.final_layer.linear
-    return (
-        stream,
-        stream_class,
-        update,
-        gate,
-        *places,
-        len(x),
-        head.width,
-        product.weight,
-        product.bias,
-        head.channels,
-    )
+    return layer, at, product.weight, product.bias, len(x), head.width, head.channels
 
 
 def _sizes(head: Head) -> dict[str, int]:

@@ -19,13 +19,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _judged(
-    table,
-    draws,
-    state,
-    out,
-    inputs,
-    last,
-    scale,
+    given,
     chain,
     begin,
     first_place,
@@ -42,6 +36,7 @@ def _judged(
     Returns:
         (x before the step, eps, v, y, mean_p, log sigma_p, mean_q, log sigma_q, eps_t, log u).
     """
+    table, draws, state, out, inputs, last, scale = given
     row = chain * WINDOW + place
     x = tl.load(inputs + row * CHANNELS + channel, inside, 0)
     is_last = place == WINDOW - 1
@@ -76,6 +71,29 @@ def _judged(
     return x, eps, v, y, mean_p, log_sigma_p, mean_q, log_sigma_q, eps_t, log_uniform
 
 
+@triton.jit
+def _log_ratio(z_p, z_q, log_sigma_p, log_sigma_q, inside):
+    """log p(y) / q(y) of states [n, m] that are z_p and z_q when standardised, summed over channels: [n, 1]."""
+    log_ratio = log_sigma_q - log_sigma_p + 0.5 * ((z_q - z_p) * (z_q + z_p))
+    return tl.sum(tl.where(inside, log_ratio, 0.0), axis=1)[:, None]
+
+
+@triton.jit
+def _resampled(y, log_uniform, mean_p, log_sigma_p, mean_q, log_sigma_q, is_channel):
+    """(What takes the place of a rejected state y [1, m], whether its own test leaves it open): `gaussian.resample`."""
+    inverse_sigma_q = tl.exp(-log_sigma_q)
+    xi = (y - mean_q) * inverse_sigma_q
+    axis = (mean_p - mean_q) * tl.exp(-0.5 * (log_sigma_p + log_sigma_q))
+    axis = tl.where(is_channel, axis, 0.0)
+    square = tl.sum(axis * axis, axis=1)[:, None]
+    along = tl.sum(xi * axis, axis=1)[:, None] / tl.maximum(square, TINY)
+    mirrored = xi - 2 * (along * axis)
+    resampled = mean_p + mirrored * tl.exp(log_sigma_p)
+    log_ratio = _log_ratio((resampled - mean_q) * inverse_sigma_q, mirrored, log_sigma_q, log_sigma_p, is_channel)
+    is_left_open = tl.max(tl.max((log_uniform <= log_ratio).to(tl.int32), axis=1), axis=0) > 0
+    return resampled, is_left_open
+
+
 @triton.jit(do_not_specialize=["num_inputs"])
 def _after_kernel(
     table,
@@ -108,31 +126,15 @@ def _after_kernel(
     channel = tl.arange(0, CHANNEL_BLOCK)[None, :]
     inside = (place < WINDOW) & (channel < CHANNELS)
 
+    given = (table, draws, state, out, inputs, last, scale)
+
     # 2. verify, 3. accept: the first place that is not accepted; at step 0 log u is -inf
-    _, _, _, y, mean_p, log_sigma_p, _, log_sigma_q, z_q, log_uniform = _judged(
-        table,
-        draws,
-        state,
-        out,
-        inputs,
-        last,
-        scale,
-        chain,
-        begin,
-        first_place,
-        num_inputs,
-        place,
-        channel,
-        inside,
-        WINDOW,
-        CHANNELS,
-        CLASSES,
+    _, _, _, y, mean_p, log_sigma_p, _, log_sigma_q, eps_t, log_uniform = _judged(
+        given, chain, begin, first_place, num_inputs, place, channel, inside, WINDOW, CHANNELS, CLASSES
     )
-    z_p = (y - mean_p) * tl.exp(-log_sigma_p)
-    log_ratio = log_sigma_q - log_sigma_p + 0.5 * ((z_q - z_p) * (z_q + z_p))
-    log_ratio = tl.sum(tl.where(inside, log_ratio, 0.0), axis=1)[:, None]
-    accepted = (log_uniform < log_ratio) | (place >= WINDOW)
-    num_accepted = tl.min(tl.min(tl.where(accepted, WINDOW, place), axis=1), axis=0).to(tl.int64)
+    log_ratio = _log_ratio((y - mean_p) * tl.exp(-log_sigma_p), eps_t, log_sigma_p, log_sigma_q, inside)
+    is_accepted = (log_uniform < log_ratio) | (place >= WINDOW)
+    num_accepted = tl.min(tl.min(tl.where(is_accepted, WINDOW, place), axis=1), axis=0).to(tl.int64)
     end = tl.minimum(begin, WINDOW - 1)  # below 0 where the chain stands still, and nothing is rejected
     is_rejected = num_accepted <= end
     at = tl.maximum(tl.minimum(num_accepted, end), 0)
@@ -143,36 +145,9 @@ def _after_kernel(
     one = tl.zeros([1, 1], tl.int64) + at
     is_channel = channel < CHANNELS
     anchor, eps, v, y, mean_p, log_sigma_p, mean_q, log_sigma_q, _, log_uniform = _judged(
-        table,
-        draws,
-        state,
-        out,
-        inputs,
-        last,
-        scale,
-        chain,
-        begin,
-        first_place,
-        num_inputs,
-        one,
-        channel,
-        is_channel,
-        WINDOW,
-        CHANNELS,
-        CLASSES,
+        given, chain, begin, first_place, num_inputs, one, channel, is_channel, WINDOW, CHANNELS, CLASSES
     )
-    inverse_sigma_q = tl.exp(-log_sigma_q)
-    xi = (y - mean_q) * inverse_sigma_q
-    axis = (mean_p - mean_q) * tl.exp(-0.5 * (log_sigma_p + log_sigma_q))
-    axis = tl.where(is_channel, axis, 0.0)
-    square = tl.sum(axis * axis, axis=1)[:, None]
-    along = tl.sum(xi * axis, axis=1)[:, None] / tl.maximum(square, TINY)
-    mirrored = xi - 2 * (along * axis)
-    resampled = mean_p + mirrored * tl.exp(log_sigma_p)
-    z_q = (resampled - mean_q) * inverse_sigma_q
-    log_ratio = log_sigma_p - log_sigma_q - 0.5 * ((z_q - mirrored) * (z_q + mirrored))
-    log_ratio = tl.sum(tl.where(is_channel, log_ratio, 0.0), axis=1)[:, None]
-    is_left_open = tl.max(tl.max((log_uniform <= log_ratio).to(tl.int32), axis=1), axis=0) > 0
+    resampled, is_left_open = _resampled(y, log_uniform, mean_p, log_sigma_p, mean_q, log_sigma_q, is_channel)
 
     # 5. go on from there; where step 0 was decided, p's mean is the token
     moving = begin >= 0
