@@ -16,10 +16,11 @@ from mar.head import Head
 
 SWITCH = "CSPD_KERNELS"
 CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
+TRITON = (3, 6)  # the oldest that they were compiled by; before 3.3 no kernel takes tuples
 
 
 def available(device: torch.device) -> bool:
-    """Whether these kernels run on a device: CUDA of compute capability 8.0 or above, with Triton, not switched off.
+    """Whether these kernels run on a device: CUDA of compute capability 8.0 or above, with Triton 3.6 or newer, and not switched off.
 
     Raises:
         ValueError: the switch is neither 0 nor 1.
@@ -47,4 +48,7 @@ def _wanted() -> bool:
 def _supported(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability(device) >= CAPABILITY
+    import triton
+
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return version >= TRITON and torch.cuda.get_device_capability(device) >= CAPABILITY

@@ -13,8 +13,13 @@ SCALARS = tl.constexpr(5)  # columns of a draft table after those of `mix`: base
 
 
 @triton.jit
-def begin_of(chain, windows, left, waiting, WINDOW: tl.constexpr):
-    """(the step t that a chain is at, below 0 where it stands still, where its step 0 is in the list of all slots')."""
+def begin_of(chain, given, WINDOW: tl.constexpr):
+    """(the step t that a chain is at, below 0 where it stands still, where its step 0 is in the list of all slots').
+
+    Args:
+        given: (table, draws, windows, state, left, waiting), see `before_head`.
+    """
+    _, _, windows, _, left, waiting = given
     steps = tl.load(left + chain)
     moving = steps > tl.load(waiting + chain)
     return tl.where(moving, steps, 0) - 1, tl.load(windows + chain * WINDOW) + 1
@@ -22,21 +27,17 @@ def begin_of(chain, windows, left, waiting, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _before_kernel(
-    table,
-    draws,
-    windows,
-    state,
-    left,
-    waiting,
     inputs,
     last,
     at,
+    given,
     num_rows,
     WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
+    table, draws, _, state, _, _ = given
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNEL_BLOCK)
     is_channel = channel < CHANNELS
@@ -45,7 +46,7 @@ def _before_kernel(
         tl.store(at + row, 0)
     else:
         chain, place = row // WINDOW, row % WINDOW
-        begin, first_place = begin_of(chain, windows, left, waiting, WINDOW)
+        begin, first_place = begin_of(chain, given, WINDOW)
         tl.store(at + row, first_place + tl.maximum(begin - place, 0))
 
         # the noise of each step of the window, sigma_q eps_t
@@ -101,15 +102,10 @@ def before_head(
     launch(
         _before_kernel,
         filled,
-        table,
-        draws,
-        windows,
-        state,
-        left,
-        waiting,
         inputs,
         last,
         at,
+        (table, draws, windows, state, left, waiting),
         num_chains * window,
         WINDOW=window,
         CHANNELS=channels,

@@ -19,7 +19,7 @@ TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _judged(
-    given,
+    judged,
     chain,
     begin,
     first_place,
@@ -36,7 +36,7 @@ def _judged(
     Returns:
         (x before the step, eps, v, y, mean_p, log sigma_p, mean_q, log sigma_q, eps_t, log u).
     """
-    table, draws, state, out, inputs, last, scale = given
+    table, draws, state, out, inputs, last, scale = judged
     row = chain * WINDOW + place
     x = tl.load(inputs + row * CHANNELS + channel, inside, 0)
     is_last = place == WINDOW - 1
@@ -96,22 +96,12 @@ def _resampled(y, log_uniform, mean_p, log_sigma_p, mean_q, log_sigma_q, is_chan
 
 @triton.jit(do_not_specialize=["num_inputs"])
 def _after_kernel(
-    table,
-    draws,
-    windows,
-    state,
-    left,
-    waiting,
     inputs,
     last,
     out,
     scale,
-    state_after,
-    left_after,
-    waiting_after,
-    place_after,
-    record,
-    log_sigma,
+    given,
+    made,
     num_inputs,
     NUM_STEPS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -120,17 +110,18 @@ def _after_kernel(
     WINDOW_BLOCK: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
+    table, draws, _, state, left, waiting = given
+    state_after, left_after, waiting_after, place_after, record, log_sigma = made
     chain = tl.program_id(0).to(tl.int64)
-    begin, first_place = begin_of(chain, windows, left, waiting, WINDOW)
+    begin, first_place = begin_of(chain, given, WINDOW)
     place = tl.arange(0, WINDOW_BLOCK)[:, None]
     channel = tl.arange(0, CHANNEL_BLOCK)[None, :]
     inside = (place < WINDOW) & (channel < CHANNELS)
-
-    given = (table, draws, state, out, inputs, last, scale)
+    judged = (table, draws, state, out, inputs, last, scale)
 
     # 2. verify, 3. accept: the first place that is not accepted; at step 0 log u is -inf
     _, _, _, y, mean_p, log_sigma_p, _, log_sigma_q, eps_t, log_uniform = _judged(
-        given, chain, begin, first_place, num_inputs, place, channel, inside, WINDOW, CHANNELS, CLASSES
+        judged, chain, begin, first_place, num_inputs, place, channel, inside, WINDOW, CHANNELS, CLASSES
     )
     log_ratio = _log_ratio((y - mean_p) * tl.exp(-log_sigma_p), eps_t, log_sigma_p, log_sigma_q, inside)
     is_accepted = (log_uniform < log_ratio) | (place >= WINDOW)
@@ -145,7 +136,7 @@ def _after_kernel(
     one = tl.zeros([1, 1], tl.int64) + at
     is_channel = channel < CHANNELS
     anchor, eps, v, y, mean_p, log_sigma_p, mean_q, log_sigma_q, _, log_uniform = _judged(
-        given, chain, begin, first_place, num_inputs, one, channel, is_channel, WINDOW, CHANNELS, CLASSES
+        judged, chain, begin, first_place, num_inputs, one, channel, is_channel, WINDOW, CHANNELS, CLASSES
     )
     resampled, is_left_open = _resampled(y, log_uniform, mean_p, log_sigma_p, mean_q, log_sigma_q, is_channel)
 
@@ -207,17 +198,12 @@ def after_head(
     launch(
         _after_kernel,
         num_chains,
-        table,
-        draws,
-        windows,
-        state,
-        left,
-        waiting,
         inputs,
         last,
         out,
         scale,
-        *made,
+        (table, draws, windows, state, left, waiting),
+        made,
         len(inputs),
         NUM_STEPS=draws.shape[1],
         WINDOW=window,

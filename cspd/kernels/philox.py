@@ -38,6 +38,15 @@ def _pair(first, second):
 
 
 @triton.jit
+def _store_four(to, a, b, c, d, first, end, inside):
+    """Stores numbers `first` to `first` + 3 of a place side by side, but those from `end` on."""
+    tl.store(to, a, inside & (first < end))
+    tl.store(to + 1, b, inside & (first + 1 < end))
+    tl.store(to + 2, c, inside & (first + 2 < end))
+    tl.store(to + 3, d, inside & (first + 3 < end))
+
+
+@triton.jit
 def _place(lane, size1, size2, stride0, stride1, stride2):
     """Where an operand with these strides has the place `lane` of a shape [.., size1, size2]."""
     outer = lane // size2
@@ -108,11 +117,7 @@ def _draw_kernel(
         if KIND == "uniform":
             a, b, c, d = _uniform(a), _uniform(b), _uniform(c), _uniform(d)
         first = block * 4
-        to = out + place * num + first
-        tl.store(to, a, inside & (first < num))
-        tl.store(to + 1, b, inside & (first + 1 < num))
-        tl.store(to + 2, c, inside & (first + 2 < num))
-        tl.store(to + 3, d, inside & (first + 3 < num))
+        _store_four(out + place * num + first, a, b, c, d, first, num, inside)
 
 
 def draw(
@@ -206,18 +211,12 @@ def _chain_kernel(
 
     first = block * 4
     to = coins + row * num_steps + first
-    tl.store(to, _uniform(a), inside & is_coin & (first < num_steps))
-    tl.store(to + 1, _uniform(b), inside & is_coin & (first + 1 < num_steps))
-    tl.store(to + 2, _uniform(c), inside & is_coin & (first + 2 < num_steps))
-    tl.store(to + 3, _uniform(d), inside & is_coin & (first + 3 < num_steps))
+    _store_four(to, _uniform(a), _uniform(b), _uniform(c), _uniform(d), first, num_steps, inside & is_coin)
     n0, n1 = _pair(a, b)
     n2, n3 = _pair(c, d)
     is_normal = inside & (place < per_step * (1 + num_steps))
     to = tl.where(is_init, initial + row * channels, eps + (row * num_steps + step) * channels) + first
-    tl.store(to, n0, is_normal & (first < channels))
-    tl.store(to + 1, n1, is_normal & (first + 1 < channels))
-    tl.store(to + 2, n2, is_normal & (first + 2 < channels))
-    tl.store(to + 3, n3, is_normal & (first + 3 < channels))
+    _store_four(to, n0, n1, n2, n3, first, channels, is_normal)
 
 
 def chain(

@@ -49,6 +49,12 @@ def test_kernels_run_on_ampere_and_later(ampere, monkeypatch):
     assert not kernels.available(CUDA)
 
 
+@pytest.mark.parametrize("version, there", [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True), ("4.0", True)])
+def test_kernels_want_a_triton_that_takes_them(ampere, monkeypatch, version, there):
+    monkeypatch.setattr("triton.__version__", version)
+    assert kernels.available(CUDA) == there
+
+
 def test_kernels_can_be_switched_off(ampere, monkeypatch):
     head = Head(4, 8, 1, 4)
     monkeypatch.setenv(kernels.SWITCH, "0")
