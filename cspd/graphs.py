@@ -50,8 +50,9 @@ class Graphs:
     A function takes tensors and returns tensors: one, or tuples of them. It reads the host nowhere, makes no shape from
     data, draws nothing from torch's generators and calls no other `run`. Beside its inputs it may read tensors that
     stay where they are (weights, slots, constants), and may write in place those that are named as its state. Graphs do
-    not keep these: one whose tensors are gone is captured anew. A constant that the function makes once and keeps
-    (`functools.cache`) is made in a trial run. What it returns is the caller's own, like any result.
+    not keep these: one whose tensors are gone is captured anew. (A tensor that Triton kernels alone read is not seen:
+    it must go together with one that an operation reads, or be part of the key.) A constant that the function makes
+    once and keeps (`functools.cache`) is made in a trial run. What it returns is the caller's own, like any result.
 
     Args:
         enabled: otherwise a run is a plain call; by default it is on CUDA. capture: of a function; by default as a

@@ -20,7 +20,7 @@ TRITON = (3, 6)  # the oldest that they were compiled by; before 3.3 no kernel t
 
 
 def available(device: torch.device) -> bool:
-    """Whether these kernels run on a device: CUDA of compute capability 8.0 or above, with Triton 3.6 or newer, and not switched off.
+    """Whether these kernels run on a device: CUDA of compute capability 8.0 or above, with `TRITON`, not switched off.
 
     Raises:
         ValueError: the switch is neither 0 nor 1.
