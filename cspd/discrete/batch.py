@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cspd.discrete.cache import rows_of
 from cspd.discrete.options import MIXED
-from cspd.discrete.probabilities import Filter, filter_numbers
+from cspd.discrete.probabilities import LEAST_TEMPERATURE, Filter, filter_numbers
 from cspd.sequence import Request, Sequence
 from cspd.vq.gpt import GPTConfig
 
@@ -61,15 +61,17 @@ class Batch:
 
     Attributes:
         request: with the settings that all of them share. kind: see there.
-        known_t: int64 [B], codes committed.
+        known_t: int64 [B], codes committed. known_rows: int64 [B * copies], the same of each copy.
         slot, seed, label: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
-        scale, temperature: float32 [B]. filter: which codes are kept, None where all are.
+        scale, temperature: float32 [B], the latter 1 where it is 0 (`greedy`).
+        filter: which codes are kept, None where all are.
         rows: cache rows [B * copies], see `cspd.discrete.cache.rows_of`.
     """
 
     request: Request
     kind: Kind
     known_t: Tensor
+    known_rows: Tensor
     slot: Tensor
     seed: Tensor
     label: Tensor
@@ -89,6 +91,11 @@ class Batch:
     @property
     def greedy(self) -> bool:
         return self.kind.greedy
+
+    @property
+    def same_image(self) -> bool:
+        """Whether drafts are accepted where they are what the target draws with the request's own draws."""
+        return self.request.coupling == "same-image"
 
 
 def by_slot(sequences: list[Sequence]) -> list[Sequence]:
@@ -117,7 +124,8 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
         [sequence.iteration + (sequence in ahead) for sequence in sequences],
         counts,
     ]
-    real = [cfg, temperature, masses]
+    divisors = [1.0 if tau == 0 else max(tau, LEAST_TEMPERATURE) for tau in temperature]
+    real = [cfg, divisors, masses]
     bits = torch.tensor(real, dtype=torch.float64).view(torch.int64)
     kind = Kind(
         size=len(sequences),
@@ -131,14 +139,21 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     return kind, torch.cat([torch.tensor(whole), bits])
 
 
+def of_copies(batch: Batch, tensor: Tensor) -> Tensor:
+    """Rows of a tensor [B, ...] for each copy of a sequence, side by side: [B * copies, ...]."""
+    return tensor.repeat_interleave(batch.copies, 0) if batch.copies > 1 else tensor
+
+
 def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
     """The batch from what `packed` made of its sequences, on the device; known: int64 [slots], codes committed."""
     slot, seed, label, iteration, count = numbers[:5]
     scale, temperature, mass = numbers[5:].view(torch.float64).float()
+    known_t = known[slot]
     return Batch(
         request,
         kind,
-        known[slot],
+        known_t,
+        known_t.repeat_interleave(kind.copies) if kind.copies > 1 else known_t,
         slot,
         seed,
         label,

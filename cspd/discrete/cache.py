@@ -52,26 +52,25 @@ class Cache:
     def look(
         self,
         rows: Tensor | slice,
-        copies: int,
         start: Tensor,
         most: int,
         together: bool,
         count: int,
-        sees: Tensor | None = None,
+        seen: Tensor | None = None,
         columns: Tensor | None = None,
     ) -> tuple[CacheView, Tensor | None]:
         """Where keys and values of a forward go, and which columns each input looks at.
 
         Args:
-            rows: int64 [R] or a slice, `copies` of them a sequence. start: int64 [B]; most: what it is at most, on the
-                host; together: whether all are just that. count: N, inputs of a sequence.
-            sees, columns: as in `cspd.discrete.host.VQHost.features`.
+            rows: int64 [R] or a slice. start: int64 [R]; most: what it is at most, on the host; together: whether all
+                are just that. count: N, inputs of a row.
+            seen: bool [N, M + 2] or [R, N, M + 2]; columns: as in `cspd.discrete.host.VQHost.features`.
 
         Returns:
             The view, and a mask, bool [R or 1, 1, N, width]; None where all inputs look at all columns.
         """
         own = steps(count, start.device) if columns is None else columns
-        width = most + (count if sees is None else sees.shape[-1])
+        width = most + (count if seen is None else seen.shape[-1] - 2)
         if not together:
             width = min(_stepped(width), self.tensor.shape[3])
 
@@ -79,20 +78,18 @@ class Cache:
         if together and columns is None:
             places = slice(most, most + count)
         else:
-            places = (start.unsqueeze(1) + own).repeat_interleave(copies, 0)
+            places = start.unsqueeze(1) + own
         view = CacheView(*self.tensor, rows, places, width)
 
         # which columns each input looks at; where all are together, the mask of one is that of all
         first = start[:1] if together else start
-        if sees is not None:
-            mask = mask_of(first if sees.dim() == 2 else start, sees, width)
+        if seen is not None:
+            mask = mask_of(first if seen.dim() == 2 else start, seen, width)
         elif together and count == 1:
             return view, None
         else:
             last = (first.unsqueeze(1) + own).unsqueeze(-1)
             mask = steps(width, start.device) <= last
-        if len(mask) > 1:
-            mask = mask.repeat_interleave(copies, 0)
         return view, mask.unsqueeze(1)
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
@@ -103,11 +100,17 @@ class Cache:
         self.tensor[:, :, rows, target] = self.tensor[:, :, rows, source]
 
 
-def mask_of(start: Tensor, sees: Tensor, width: int) -> Tensor:
-    """bool [B, N, width]: all columns before start [B], and what sees [N, M] or [B, N, M] says of those from it on."""
-    count = sees.shape[-1]
-    committed, beyond = sees.new_ones(*sees.shape[:-1], 1), sees.new_zeros(*sees.shape[:-1], 1)
-    table = torch.cat([committed, sees, beyond], -1).expand(len(start), -1, -1)
-    place = steps(width, start.device) - (start.unsqueeze(1) - 1)
-    index = place.clamp(0, count + 1).unsqueeze(1)
-    return table.gather(2, index.expand(-1, table.shape[1], -1))
+def seen_of(sees: Tensor) -> Tensor:
+    """bool [..., N, M + 2]: what sees [..., N, M] says of M columns, after all before them, and before all others."""
+    before, beyond = sees.new_ones(*sees.shape[:-1], 1), sees.new_zeros(*sees.shape[:-1], 1)
+    return torch.cat([before, sees, beyond], -1)
+
+
+def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
+    """bool [R, N, width]: all columns before start [R], and what `seen_of`, [N, M + 2] or [R, N, M + 2], says of those
+    from it on.
+    """
+    place = steps(width + 1, start.device)[1:] - start.unsqueeze(1)
+    index = place.clamp(0, seen.shape[-1] - 1).unsqueeze(1)
+    seen = seen.expand(len(start), -1, -1)
+    return seen.gather(2, index.expand(-1, seen.shape[1], -1))

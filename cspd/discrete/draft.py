@@ -15,15 +15,18 @@ from torch import Tensor
 from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.host import VQHost
-from cspd.discrete.tree import Shape
+from cspd.discrete.tree import Draws, Shape
 
 
 class Drafted(NamedTuple):
-    """Codes to judge: the tree's shape, codes int64 [B, N] with the root first (-1: none), Q as in `tree.walk`."""
+    """Codes to judge: the tree's shape, codes int64 [B, N] with the root first (-1: none), Q as in `tree.walk`, and the
+    tree's draws where the draft has taken them already.
+    """
 
     shape: Shape
     codes: Tensor
     Q: Tensor | None
+    draws: Draws | None = None
 
 
 @dataclass(frozen=True)

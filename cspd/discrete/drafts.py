@@ -21,8 +21,8 @@ from cspd.discrete import tree
 from cspd.discrete.batch import Batch
 from cspd.discrete.draft import Drafted, draft
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import draw_siblings, likeliest, sample
-from cspd.noise import Purpose
+from cspd.discrete.probabilities import draw_siblings, likeliest, nearby, sample
+from cspd.discrete.tree_draws import draw_tree
 from cspd.vq.steps import steps
 
 # EAGLE-1's tree of 25 codes: the path of ranks (rank, rank, ...) has so many children
@@ -55,6 +55,13 @@ def _pick(features: Tensor, index: Tensor) -> Tensor:
     return features[:, each, index]
 
 
+def _expected(batch: Batch, q: Tensor, u: Tensor) -> Tensor:
+    """How likely the target is to commit each code [B, N, V], by the draft's distributions q [B, N, V] and the draw
+    u [B, 1] by which same-image coupling will.
+    """
+    return nearby(q, u) if batch.same_image and not batch.greedy else q
+
+
 @draft("chain", needs="draft")
 def chain(host: VQHost, batch: Batch) -> Drafted:
     """gamma codes, one after the other, by the draft model."""
@@ -63,14 +70,17 @@ def chain(host: VQHost, batch: Batch) -> Drafted:
     recent, start = host.last(batch, 2)
     features = host.features(batch, recent, start, "draft")
     features = _pick(features, (batch.known_t - start).unsqueeze(1))
-    u = host.drawn(batch, steps(gamma, host.device))
+    u = host.drawn(batch, steps(gamma, host.device)).split(1, 1)
     codes, Q = [host.last(batch, 1)[0]], []
     for i in range(gamma):
         if i > 0:
             features = host.features(batch, codes[-1], i, "draft")
         q = host.distributions(batch, features, "draft")
         Q.append(q)
-        codes.append(sample(q, u[:, i : i + 1]))
+        if batch.same_image:
+            codes.append(likeliest(_expected(batch, q, u[i]), 1).squeeze(-1))
+        else:
+            codes.append(sample(q, u[i]))
     return Drafted(_chain_shape(gamma, host.device), torch.cat(codes, 1), torch.cat(Q, 1))
 
 
@@ -82,9 +92,28 @@ def _eagle_root(host: VQHost, batch: Batch, height: int) -> Tensor:
     return _pick(features, (batch.known_t - start).unsqueeze(1))
 
 
+class Level(NamedTuple):
+    """The n nodes of a static tree that have children, at one depth; of their children, [n, K] with gaps, the place is
+    where they are when that is written flat.
+
+    Attributes:
+        nodes, depth: int64 [n]. seen: bool [n, N + 2], see `tree.Shape.seen`.
+        children: int64 [n, K], their nodes, 0 in a gap. present: int64 [m], the places of all children.
+        inner: int64 [n'], of those that have children too. parents: int64 [n'], which of the n is the parent of those.
+    """
+
+    nodes: Tensor
+    depth: Tensor
+    seen: Tensor
+    children: Tensor
+    present: Tensor
+    inner: Tensor
+    parents: Tensor
+
+
 @functools.lru_cache(maxsize=64)
-def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[Tensor]]:
-    """EAGLE-1's tree down to a height, and the nodes of each depth that have children."""
+def _static_tree(height: int, device: torch.device) -> tuple[tree.Shape, list[Level]]:
+    """EAGLE-1's tree down to a height, and its levels."""
     paths = [()]
     for parent, count in EAGLE_TREE.items():
         if len(parent) < height:
@@ -100,48 +129,62 @@ def _static_shape(height: int, device: torch.device) -> tuple[tree.Shape, list[T
         level = [path for path in paths if len(path) == depth and node[path] in parents]
         widths.append(max(EAGLE_TREE[path] for path in level))
         expanded.append(torch.tensor([node[path] for path in level], device=device))
-    return tree.shape_of(torch.tensor(parents, device=device), widths, torch.cat(expanded)), expanded
+    shape = tree.Shape(torch.tensor(parents, device=device), widths, torch.cat(expanded))
+    levels = [_level(shape, *level) for level in zip(expanded, widths)]
+    return shape, levels
+
+
+def _level(shape: tree.Shape, nodes: Tensor, width: int) -> Level:
+    """The level of these nodes, which have `width` children at most."""
+    rows = torch.searchsorted(shape.inner, nodes)
+    children = shape.children[rows, :width]
+    place = children.flatten()
+    present = place >= 0
+    inner = torch.where(present & torch.isin(place, shape.inner))[0]
+    return Level(
+        nodes,
+        shape.depth[nodes],
+        shape.seen[nodes],
+        children.clamp(min=0),
+        torch.where(present)[0],
+        inner,
+        inner // width,
+    )
 
 
 @draft("eagle-static", needs="eagle", highest=1 + max(map(len, EAGLE_TREE)))
 def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     """EAGLE-1: always the same tree, siblings drawn without replacement; gamma is its height, at most 5."""
-    request, device = batch.request, host.device
-    greedy = request.temperature == 0
-    shape, expanded = _static_shape(request.gamma, device)
-    num, size = shape.num_nodes, len(batch)
-    codes = torch.full((size, num), -1, dtype=torch.int64, device=device)
-    codes[:, :1] = host.last(batch, 1)[0]
-    Q, first = [], 0
-    ahead, node = (shape.depth - 1).clamp(min=0), steps(num, device)
-    u = host.uniform(batch, Purpose.CODE, ahead, node, fresh=False)
+    shape, levels = _static_tree(batch.request.gamma, host.device)
+    chosen = batch.greedy or batch.same_image
+    draws = None if chosen else draw_tree(host, batch, shape)
+    u = host.drawn(batch, steps(shape.height, host.device)).split(1, 1)
     features = _eagle_root(host, batch, shape.height)
-    of_nodes = features.new_zeros(*features.shape[:2], num, features.shape[3])
-    for depth, nodes in enumerate(expanded):
-        if depth > 0:
-            features = host.features(
-                batch,
-                codes[:, nodes],
-                model="eagle",
-                depth=shape.depth[nodes],
-                sees=shape.sees[nodes],
-                columns=nodes,
-                past=of_nodes[:, :, shape.parent[nodes]],
-            )
-        of_nodes[:, :, nodes] = features
-        q = host.distributions(batch, features, "eagle", soft=greedy)
+    codes, Q = [host.last(batch, 1)[0]], []
+    for depth, level in enumerate(levels):
+        q = host.distributions(batch, features, "eagle", soft=batch.greedy)
         Q.append(q)
-        children = shape.children[first : first + len(nodes), : shape.widths[depth]]  # [n, K]
-        first += len(nodes)
-        places = children.clamp(min=0)
-        if greedy:
-            drawn = likeliest(q, children.shape[1])
+        if chosen:
+            drafted = likeliest(_expected(batch, q, u[depth]), level.children.shape[1])
         else:
-            drawn = draw_siblings(q, u[:, places])
-        # where there is no child, the root's own code is written to the root
-        drawn = torch.where(children >= 0, drawn, codes[:, :1, None])
-        codes[:, places.flatten()] = drawn.flatten(1)
-    return Drafted(shape, codes, None if greedy else torch.cat(Q, 1))
+            drafted = draw_siblings(q, draws.codes[:, level.children])
+        drafted = drafted.flatten(1)
+        codes.append(drafted[:, level.present])
+        if depth + 1 == len(levels):
+            break
+
+        # those that have children themselves, each seeing its ancestors and itself
+        below = levels[depth + 1]
+        features = host.features(
+            batch,
+            drafted[:, level.inner],
+            model="eagle",
+            depth=below.depth,
+            seen=below.seen,
+            columns=below.nodes,
+            past=features[:, :, level.parents],
+        )
+    return Drafted(shape, torch.cat(codes, 1), None if chosen else torch.cat(Q, 1), draws)
 
 
 class Candidates(NamedTuple):
@@ -165,7 +208,7 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     branches = min(BRANCHES, host.config.vocab_size)
     candidates = _expand(host, batch, height, branches)
     parent, codes = _rerank(candidates, NODES)
-    shape = tree.shape_of(parent, widths=[branches] * height)
+    shape = tree.Shape(parent, [branches] * height, inner=slice(None))
     root = host.last(batch, 1)[0]
     return Drafted(shape, torch.cat([root, codes], 1), None)
 
@@ -175,15 +218,17 @@ def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidate
     size, device = len(batch), host.device
     each = steps(size, device).unsqueeze(1)
     width = 1 + (height - 1) * branches  # cache columns from the root on: its own, and of what is expanded
-    column = steps(width, device)
-    sees = (column == 0).expand(size, 1, width)
+    column = steps(width + 2, device)  # the first stands for all before the root, see `seen_of`; the second is its own
+    seen = (column <= 1).expand(size, 1, width + 2)
     number = torch.zeros(size, 1, dtype=torch.int64, device=device)  # of the nodes expanded at this depth
     confidence = torch.zeros(size, 1, dtype=torch.float64, device=device)
     features = _eagle_root(host, batch, height)
+    u = host.drawn(batch, steps(height, device)).split(1, 1)
     levels, first = [], 1  # the number of the first node at this depth
     for depth in range(1, height + 1):
         # children, each as confident as its path: the product of the draft's probabilities
-        q, codes = host.distributions(batch, features, "eagle", soft=True).topk(branches)  # [B, n, branches]
+        q = _expected(batch, host.distributions(batch, features, "eagle", soft=True), u[depth - 1])
+        q, codes = q.topk(branches)  # [B, n, branches]
         log_q = q.double().log().clamp(min=LEAST_LOG).nan_to_num(nan=LEAST_LOG)  # NaN would come before its parent
         confidence = (confidence.unsqueeze(-1) + log_q).flatten(1)
         parent = number.unsqueeze(-1).expand_as(codes).flatten(1)
@@ -198,15 +243,14 @@ def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidate
         first += codes.shape[1]
         above = best // branches  # among the nodes expanded last
         start = 1 + (depth - 1) * branches
-        columns = column[start : start + branches]
-        sees = sees[each, above] | (column == columns.unsqueeze(1))
+        seen = seen[each, above] | (column == column[1 + start : 1 + start + branches].unsqueeze(1))
         features = host.features(
             batch,
             codes.gather(1, best),
             model="eagle",
             depth=_depths(depth, branches, device)[-branches:],
-            sees=sees,
-            columns=columns,
+            seen=seen,
+            columns=column[start : start + branches],
             past=_pick(features, above),
         )
     codes, parent, confidence = (torch.cat(parts, -1) for parts in zip(*levels))

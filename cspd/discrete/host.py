@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
-from cspd.discrete.batch import Batch
+from cspd.discrete.batch import Batch, of_copies
 from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.options import VQ_OPTIONS
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
@@ -44,7 +44,8 @@ class VQHost:
         draws: float64, the same, one inside (0, 1) for each code. known: int64 [slots], codes committed.
         draft_calls: forwards of draft models in this round. graphs: that rounds run as, the engine's.
         late: whether a round is counted when the next one is on its way; unread: rounds that are not counted yet, by
-            the sequences' key. windows: of Jacobi methods, see `cspd.discrete.window.kept_windows`.
+            the sequences' key. windows, nodes: of Jacobi methods, see `cspd.discrete.window.kept_windows` and
+            `cspd.discrete.jacobi_same_image.kept_nodes`.
     """
 
     family = "VQ"
@@ -72,7 +73,8 @@ class VQHost:
         self.defaults = defaults_of(target.config)
         self.image_size = self.defaults.image_size
         length = self.config.block_size + MOST_NODES  # a round may commit past the end
-        self.codes = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(num_slots, 1 + length, dtype=torch.int64, device=device)  # the first is the class
+        self.codes = self._inputs[:, 1:]
         self.heat = torch.zeros(num_slots, length, device=device)
         self.known = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
@@ -80,6 +82,7 @@ class VQHost:
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
         self.windows: tuple[Tensor, Tensor] | None = None
+        self.nodes: Tensor | None = None
         self.late = device.type == "cuda"
 
     def adopt(self, other: VQHost) -> None:
@@ -143,15 +146,14 @@ class VQHost:
         return self._caches[model]
 
     def embed(self, batch: Batch, codes: Tensor, position: Tensor, model: str = "target") -> Tensor:
-        """Inputs [B * copies, N, dim] of codes [B, N] at positions [B, N]: of the class where the position is 0."""
+        """Inputs [R, N, dim], R = B * copies, of codes [B, N] at positions [R, N]: of the class where that is 0."""
         module = self.models["target" if model == "eagle" else model]
+        of_codes = module.tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
         if batch.kind.least >= codes.shape[1]:  # no input is before the last so many
-            return module.tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
+            return of_codes
         null = torch.full_like(batch.label, self.config.num_classes)
         classes = torch.stack([batch.label, null], 1)[:, : batch.copies].flatten()
         of_class = module.cls_embedding.embedding_table(classes).unsqueeze(1)
-        codes, position = (t.repeat_interleave(batch.copies, 0) for t in (codes, position))
-        of_codes = module.tok_embeddings(codes.clamp(min=0))
         return torch.where(position.unsqueeze(-1) == 0, of_class, of_codes)
 
     def features(
@@ -162,7 +164,7 @@ class VQHost:
         model: str = "target",
         *,
         depth: Tensor | None = None,
-        sees: Tensor | None = None,
+        seen: Tensor | None = None,
         columns: Tensor | None = None,
         past: Tensor | None = None,
     ) -> Tensor:
@@ -172,25 +174,30 @@ class VQHost:
             start: everything in the cache before this column is seen by all: int64 [B], none beyond the last committed
                 input, or for all so many columns beyond it.
             depth: int64 [N] or [B, N], positions of the codes beyond `start`; by default one after the other.
-            sees: bool [N, M] or [B, N, M], which of the M columns from `start` on each code looks at; by default its
-                own and those before it.
+            seen: `seen_of` bool [N, M] or [B, N, M], which of the M columns from `start` on each code looks at; by
+                default its own and those before it.
             columns: int64 [N], where the codes' keys and values go, beyond `start`; by default one after the other.
             past: [copies, B, N, dim], to "eagle": the features before the codes.
         """
         most = batch.kind.most
         together = isinstance(start, int) and batch.kind.together  # all start at one column
-        if isinstance(start, int):
-            most, start = most + start, batch.known_t + start
+        if isinstance(start, Tensor):
+            start = of_copies(batch, start)
+        else:
+            most, start = most + start, batch.known_rows + start if start else batch.known_rows
         count = codes.shape[1]
         if depth is None:
             depth = steps(count, self.device)
+        elif depth.dim() == 2:
+            depth = of_copies(batch, depth)
+        if seen is not None and seen.dim() == 3:
+            seen = of_copies(batch, seen)
         position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
-        view, mask = self.cache(model).look(batch.rows, batch.copies, start, most, together, count, sees, columns)
+        view, mask = self.cache(model).look(batch.rows, start, most, together, count, seen, columns)
         self._start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
         with self.precision.fast():
             inputs = self.embed(batch, codes, position, model)
-            position = position.repeat_interleave(batch.copies, 0)
             if model == "eagle":
                 table = self.target.table(position)
                 features = self.models[model](past.transpose(0, 1).flatten(0, 1), inputs, table, mask, view)
@@ -213,28 +220,26 @@ class VQHost:
         logits = guide(logits.float(), batch.scale)
         if batch.greedy and not soft:
             return likeliest_point(logits)
-        temperature = torch.ones_like(batch.temperature) if batch.greedy else batch.temperature
-        return probabilities(logits, temperature, batch.filter)
+        return probabilities(logits, batch.temperature, batch.filter)
 
     def drawn(self, batch: Batch, ahead: Tensor) -> Tensor:
         """As `uniform`, the request's own draws: a draft that equals the target draws what the target would have."""
         return self.draws[batch.slot.unsqueeze(1), batch.known_t.unsqueeze(1) + ahead]
 
     def uniform(
-        self, batch: Batch, purpose: Tensor | int, ahead: Tensor, index: Tensor | None = None, fresh: bool = True
+        self, batch: Batch, purpose: Tensor | int, ahead: Tensor, index: Tensor, fresh: Tensor | int = 1
     ) -> Tensor:
         """Draws inside (0, 1), float64 [B, n], for the codes `ahead`, int64 [n] or [B, n], of the committed ones.
 
         Args:
             purpose: of all, or of each, int64 [n]: few calls are faster than many.
             index: int64 [n] or [B, n], which of several draws for a code.
-            fresh: whether the draw is this round's alone, as where a decision looks at it and the code may be judged
-                again. Others may only be looked at in the round that commits the code.
+            fresh: 1 where the draw is this round's alone, as where a decision looks at it and the code may be judged
+                again, of all or of each, int64 [n]. Others, 0, may only be looked at in the round that commits the
+                code.
         """
         position = batch.known_t.unsqueeze(1) + ahead
-        none = steps(1, self.device)
-        step = batch.iteration.unsqueeze(1) if fresh else none
-        index = none if index is None else index
+        step = batch.iteration.unsqueeze(1) * fresh
         return self.noise.fine_uniform(batch.seed.unsqueeze(1), purpose, position, step, index)
 
     def last(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
@@ -242,9 +247,9 @@ class VQHost:
 
         The input at position p is the code before p; at 0 it is the class, and beyond the committed codes anything.
         """
-        start = (batch.known_t - count + 1).clamp(min=0)
-        place = start.unsqueeze(1) + steps(count, self.device) - 1
-        return self.codes[batch.slot.unsqueeze(1), place.clamp(min=0)], start
+        start = (batch.known_t - (count - 1)).clamp(min=0) if count > 1 else batch.known_t
+        position = start.unsqueeze(1) + steps(count, self.device)
+        return self._inputs[batch.slot.unsqueeze(1), position], start
 
     def past_features(self, batch: Batch, position: Tensor) -> Tensor:
         """The target's features before positions [B, N], for EAGLE: [copies, B, N, dim]; 0 before the class."""
@@ -272,10 +277,9 @@ class VQHost:
 
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
-        start = batch.known_t.unsqueeze(1)
-        source = start + path
+        start = batch.known_rows.unsqueeze(1)
+        source = start + of_copies(batch, path)
         target = start + steps(path.shape[1], self.device)
-        source, target = (columns.repeat_interleave(batch.copies, 0) for columns in (source, target))
         self.cache("target").move(batch.rows, source, target)
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:

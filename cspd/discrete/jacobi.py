@@ -18,53 +18,36 @@ A round:
    it all are drawn from P (section 3.3). Either way they follow P, which is the next round's Q.
 6. Slide the window behind the committed codes. New places get codes at random.
 
+This is maximal coupling; `cspd.discrete.jacobi_same_image` has the round of same-image coupling.
+
 The window is a comb: siblings are children of the first path and have none of their own, since the paper's full K-ary
 tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see docs/bounds.md.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cspd.discrete import jacobi_same_image
 from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft_verify import check_rule
 from cspd.discrete.host import VQHost
+from cspd.discrete.jacobi_same_image import kept_nodes
 from cspd.discrete.judging import Judged, judge_siblings
 from cspd.discrete.neighbours import near_codes
-from cspd.discrete.options import MIXED
+from cspd.discrete.options import MIXED, coupling_option
 from cspd.discrete.probabilities import draw_siblings, likeliest, sample, without
 from cspd.discrete.rounds import outcome, run
 from cspd.discrete.rules import Rule, rule_of, rule_options
-from cspd.discrete.window import Comb, Draws, Window, comb_of, draw, kept_windows, slide
+from cspd.discrete.window import Comb, Draws, Verdict, Window, comb_of, draw, kept_windows, slide
 from cspd.method import Method
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
 from cspd.vq.steps import steps
-
-
-class Verdict(NamedTuple):
-    """What became of a window.
-
-    Attributes:
-        prefix: int64 [B], codes of the first path that are accepted. sibling: int64 [B], the code accepted after them
-            from beside the path, -1: none. accepted: int64 [B], how many that makes.
-        node: int64 [B], the last accepted one. rest: [B, V], the distribution of the code after it.
-        judged: bool [B, F], whether the rule judged a place. bound: [B], the sum of its local bounds.
-    """
-
-    prefix: Tensor
-    sibling: Tensor
-    accepted: Tensor
-    node: Tensor
-    rest: Tensor
-    judged: Tensor
-    bound: Tensor
 
 
 def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -73,6 +56,8 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     """
     request = sequences[0].request
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
+    if request.coupling == "same-image":
+        return run(host, sequences, watch, jacobi_same_image.judge_and_redraw, state=(kept_nodes(host),))
     return run(host, sequences, watch, _judge_and_redraw, state=kept_windows(host, comb.path))
 
 
@@ -121,7 +106,7 @@ def _verify(host: VQHost, batch: Batch, comb: Comb, rule: Rule, window: Window) 
     """P [B, N, V], the target's distribution after each node: one forward (line 2)."""
     root = host.last(batch, 1)[0]
     nodes = torch.cat([root, window.codes, window.siblings.flatten(1)], 1)
-    features = host.features(batch, nodes, depth=comb.shape.depth, sees=comb.shape.sees)
+    features = host.features(batch, nodes, depth=comb.shape.depth, seen=comb.shape.seen)
     return host.distributions(batch, features, soft=rule.greedy)
 
 
@@ -241,7 +226,12 @@ OPTIONS = (
     Option("window", int, "codes judged at once", default=64, low=1, high=MOST_NODES - 1, metavar="W"),
     Option("pd_k", int, "candidates at a level of the comb; 1 drafts no siblings", default=1, low=1, high=16),
     Option("pd_d", int, "levels of the comb; 0 drafts no siblings", default=0, high=16),
-    Option("continuation", bool, "keep codes after a rejection where they can be", default=False),
+    Option(
+        "continuation",
+        bool,
+        "keep codes after a rejection where they can be, as same-image coupling always does",
+        default=False,
+    ),
 )
 
 
@@ -255,7 +245,7 @@ def check(request: Request, host: VQHost) -> None:
     check_rule(request, host)
 
 
-def jacobi(name: str, summary: str, papers: dict[str, str], **defaults: object) -> Method:
+def jacobi(name: str, summary: str, papers: dict[str, str], coupling: str = "maximal", **defaults: object) -> Method:
     """A method that drafts by Jacobi iteration, with these defaults of `OPTIONS`; any rule can be asked for."""
     options = [option.but(default=defaults.get(option.name, option.default)) for option in OPTIONS]
     return Method(
@@ -265,7 +255,7 @@ def jacobi(name: str, summary: str, papers: dict[str, str], **defaults: object) 
         summary=summary,
         papers=papers,
         run_round=run_round,
-        options=(*options, *rule_options()),
+        options=(*options, *rule_options(), coupling_option(coupling)),
         mixed=lambda request: MIXED,
         check=check,
         of_request=lambda request: rule_of(request).guarantee,
@@ -274,11 +264,12 @@ def jacobi(name: str, summary: str, papers: dict[str, str], **defaults: object) 
 
 SJD = jacobi(
     "sjd",
-    "Jacobi: the target drafts a window for itself",
+    "Jacobi: the target drafts a window for itself; same seed, same image as ar, fewer forwards",
     {
         "2410.01699": "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi"
         " Decoding"
     },
+    coupling="same-image",
 )
 SJD_PAC = jacobi(
     "sjd-pac",

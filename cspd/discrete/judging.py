@@ -89,12 +89,14 @@ def _drawn(
             Q = without(Q, candidates[..., i - 1])
         f = rule.accept(P, Q, depth, near)
         accepts.append(f.gather(-1, code))
-        bounds.append(rule.bound(P, Q, f))
+        if rule.guarantee != "exact":
+            bounds.append(rule.bound(P, Q, f))
 
         # what its rejection leaves for the next
         left = rule.resample(P, Q, f, code.squeeze(-1), near)
         P = torch.where(present[..., i : i + 1], left, P)
-    return _Judgement(torch.cat(accepts, -1), torch.stack(bounds, -1), P)
+    f = torch.cat(accepts, -1)
+    return _Judgement(f, torch.stack(bounds, -1) if bounds else torch.zeros_like(f), P)
 
 
 def _points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Judgement:
@@ -130,22 +132,23 @@ def _points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _
 def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _Judgement:
     """Of candidates that were chosen, by a rule that pools: what each takes over depends on what those before left."""
     places = rule.reach(candidates.clamp(min=0), near)
-    weights = P.clone()  # but for its scale
+    # a spare column, which is empty, is for candidates that are not there
+    places = torch.where((candidates >= 0).unsqueeze(-1), places, P.shape[-1])
+    weights = functional.pad(P, (0, 1))  # but for its scale
     total = weights.sum(-1, keepdim=True)
-    owns, accepts = [], []
-    for i, x in enumerate(candidates.split(1, -1)):
-        reach = places[..., i, :]
+    owns, absorbed = [], []
+    for reach in places.unbind(-2):
         before = weights.gather(-1, reach)
         mass = before / total.clamp(min=TINY)  # 0 where nothing is left
-        f, taken = rule.pool(mass)
+        mass_absorbed, taken = rule.pool(mass)
         owns.append(mass[..., :1])
-        accepts.append(f)
+        absorbed.append(mass_absorbed)
 
         # what its rejection leaves for the next
-        after = before.masked_fill(taken & (x >= 0), 0)
-        total = weights.scatter_(-1, reach, after).sum(-1, keepdim=True)
-    f, own = torch.cat(accepts, -1), torch.cat(owns, -1)
-    return _Judgement(f, (f - own).clamp(min=0), torch.where(total > 0, weights / total, P))
+        total = weights.scatter_(-1, reach, before.masked_fill(taken, 0)).sum(-1, keepdim=True)
+    own = torch.cat(owns, -1)
+    f = (own + torch.cat(absorbed, -1)).clamp(max=1)
+    return _Judgement(f, (f - own).clamp(min=0), torch.where(total > 0, weights[..., :-1] / total, P))
 
 
 def _greedily(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _Judgement:

@@ -10,4 +10,18 @@ VQ_OPTIONS = (
     Option("top_k", int, "likeliest codes that are kept; 0 keeps all", metavar="K"),
     Option("top_p", float, "mass of the likeliest codes that are kept; 1 keeps all", above=0, high=1, metavar="P"),
 )
+COUPLING = Option(
+    "coupling",
+    ("maximal", "same-image"),
+    "what is accepted: as much of a draft as can be, or what ar draws: same seed, same image as ar, fewer forwards",
+    default="maximal",
+    implied=True,
+    only_with=("rule", ("exact",)),
+    off="maximal",
+)
 MIXED = tuple(option.name for option in VQ_OPTIONS)  # may differ between the sequences of a round
+
+
+def coupling_option(default: str) -> Option:
+    """`COUPLING` of a method; one that is not everyone's is written into requests."""
+    return COUPLING.but(default=default, implied=default == COUPLING.default)

@@ -14,6 +14,8 @@ from torch.nn import functional
 from cspd.vq.steps import steps
 
 TINY = torch.finfo(torch.float32).tiny
+LEAST_TEMPERATURE = 1e-5  # LlamaGen's
+SPREAD = 0.1  # of `nearby`: how far a draft's distribution function is from the target's
 
 
 def guide(logits: Tensor, scale: Tensor) -> Tensor:
@@ -50,10 +52,10 @@ def probabilities(logits: Tensor, temperature: Tensor, kept: Filter | None = Non
     """Probabilities [B, ..., V] of logits, as LlamaGen (arXiv 2406.06525): temperature, top-k, top-p of what is left.
 
     Args:
-        logits: [B, ..., V]. temperature: [B], above 0. kept: by default all codes.
+        logits: [B, ..., V]. temperature: [B], not below LEAST_TEMPERATURE. kept: by default all codes.
     """
     per_sequence = [-1, *[1] * (logits.dim() - 1)]
-    scaled = logits / temperature.view(per_sequence).clamp(min=1e-5)
+    scaled = logits / temperature.view(per_sequence)
     if kept is not None:
         least = _least_kept(scaled, kept, per_sequence)
         scaled = scaled.masked_fill(scaled < least, -torch.inf)
@@ -105,7 +107,8 @@ def _drawn(P: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     sums = P.cumsum(-1).masked_fill(P <= 0, 0)
     total = sums.amax(-1)
     level = u * total
-    return (sums > level.unsqueeze(-1)).int().argmax(-1), total
+    is_above = sums > level.unsqueeze(-1)
+    return is_above.view(torch.uint8).argmax(-1), total
 
 
 def without(Q: Tensor, x: Tensor) -> Tensor:
@@ -135,7 +138,20 @@ def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
     return torch.where(torch.stack(totals, -1) > 0, torch.stack(siblings, -1), -1)
 
 
+def nearby(Q: Tensor, u: Tensor) -> Tensor:
+    """How likely each code [..., V] is to be the target's `sample` at draws u [...], by a draft's distribution Q.
+
+    The target's distribution function is near Q's, not equal to it. So its code at u is Q's at a draw near u, taken to
+    be Cauchy around it between 0 and 1, which asks for one number, SPREAD. Float64, for Q [..., V] that sums to 1.
+    """
+    edges = functional.pad(Q.double().cumsum(-1), (1, 0))
+    below = ((edges - u.unsqueeze(-1)) / SPREAD).atan()
+    return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+
+
 def likeliest(Q: Tensor, count: int) -> Tensor:
     """The codes of most probability, int64 [..., count], likeliest first, -1 where the codebook has fewer."""
     found = Q.topk(min(count, Q.shape[-1])).indices
+    if found.shape[-1] == count:
+        return found
     return functional.pad(found, (0, count - found.shape[-1]), value=-1)

@@ -21,10 +21,11 @@ EAGLE = drafting(
 )
 EAGLE2 = drafting(
     "eagle2",
-    "EAGLE-2: a tree by the drafter's confidence",
+    "EAGLE-2: a tree by the drafter's confidence; same seed, same image as ar, fewer forwards",
     {"2406.16858": "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees"},
     draft="eagle-dynamic",
     gamma=6,
+    coupling="same-image",
 )
 COOL_SD_PAPER = {
     "2601.09212": "Annealed Relaxation of Speculative Decoding for Faster Autoregressive Image Generation (COOL-SD)"

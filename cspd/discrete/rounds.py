@@ -20,6 +20,7 @@ from cspd.discrete.host import VQHost
 from cspd.precision import Stopwatch
 from cspd.sequence import RoundStats, Sequence
 from cspd.transfer import Report, send_integers
+from cspd.vq.steps import steps
 
 Work = Callable[[VQHost, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the host
 
@@ -39,9 +40,9 @@ def outcome(host: VQHost, count: Tensor, bound: Tensor, judged: Tensor, accepted
         count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
         judged, accepted: bool [B, height], by how far ahead a code was drafted.
     """
-    draft_calls = torch.full_like(bound, host.draft_calls)
-    one = torch.stack([count, draft_calls, bound], 1)
-    return torch.cat([one, judged, accepted], 1)
+    draft_calls = steps(host.draft_calls + 1, host.device)[-1].expand_as(count)
+    one = [column.unsqueeze(1) for column in (count, draft_calls, bound)]
+    return torch.cat([*one, judged, accepted], 1)
 
 
 def run(

@@ -179,13 +179,13 @@ class Rule:
         """The judgement of a chosen code by pooling, from the probabilities [..., 1 + k] of what it reaches.
 
         Returns:
-            (f at the code [..., 1], bool [..., 1 + k], of which its rejection leaves nothing).
+            (what the code takes over [..., 1], bool [..., 1 + k], of which its rejection leaves nothing).
         """
         own, around = mass[..., :1], mass[..., 1:]
-        given = around.cumsum(-1) < self._limit(own)
-        f = (own + (around * given).sum(-1, keepdim=True)).clamp(max=1)
+        limit = self.delta if self.name == "lantern" else self.lam * own
+        given = around.cumsum(-1) < limit
         taken = torch.zeros_like(given) if self.optimal else given
-        return f, functional.pad(taken, (1, 0), value=True)
+        return (around * given).sum(-1, keepdim=True), functional.pad(taken, (1, 0), value=True)
 
     def _neighbours(self, near: Tensor | None) -> Tensor:
         """int64 [V, k], nearest first."""

@@ -6,6 +6,7 @@ parent comes before its children. Shapes are [N] where all sequences of a batch 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cspd.discrete.cache import seen_of
 from cspd.discrete.judging import judge_siblings
+from cspd.discrete.probabilities import sample
 from cspd.discrete.rules import Rule
 from cspd.vq.steps import steps
 
@@ -23,62 +26,78 @@ class Shape:
     """The shape of a tree of N nodes.
 
     Attributes:
-        parent: int64 [..., N], -1 of the root. depth: int64 [..., N], 0 at the root.
-        inner: int64 [M], or a slice, the nodes that may have children, ascending.
-        children: int64 [..., M, K], theirs, -1 where there is none, in the order judged.
-        sees: bool [..., N, N], the ancestors of each node, itself included.
+        parent: int64 [..., N], -1 of the root.
         widths: the most children that a node has, at each depth but the largest.
+        inner: int64 [M], or a slice, the nodes that may have children, ascending.
         chain: whether node i is at depth i, so that nothing moves when it is committed.
     """
 
     parent: Tensor
-    depth: Tensor
-    inner: Tensor | slice
-    children: Tensor
-    sees: Tensor
     widths: Sequence[int]
-    chain: bool
+    inner: Tensor | slice
+    chain: bool = False
 
     @property
     def num_nodes(self) -> int:
-        return self.depth.shape[-1]
+        return self.parent.shape[-1]
 
     @property
     def height(self) -> int:
         """The largest depth."""
         return len(self.widths)
 
+    @functools.cached_property
+    def above(self) -> Tensor:
+        """int64 [..., N], each node's parent; the root's is the root."""
+        return self.parent.clamp(min=0)
 
-def shape_of(parent: Tensor, widths: Sequence[int], inner: Tensor | slice = slice(None), chain: bool = False) -> Shape:
-    """The shape with these parents, int64 [..., N]: parent[..., 0] = -1, and a node's children in ascending order."""
-    height, most_children = len(widths), max(widths)
-    num = parent.shape[-1]
-    index = steps(num, parent.device)
-    is_child = parent >= 0
+    @functools.cached_property
+    def sees(self) -> Tensor:
+        """bool [..., N, N], the ancestors of each node, itself included."""
+        index = steps(self.num_nodes, self.parent.device)
+        ancestor = self.above
+        # every node sees itself and its parent, then what those see, and so on: the generations double
+        sees = (index == index.unsqueeze(1)) | (index == ancestor.unsqueeze(-1))
+        for _ in range((self.height - 1).bit_length()):
+            sees = sees | sees.gather(-2, ancestor.unsqueeze(-1).expand_as(sees))
+            ancestor = ancestor.gather(-1, ancestor)
+        return sees
 
-    # every node sees itself and its parent, then what those see, and so on: the generations double
-    ancestor = parent.clamp(min=0)
-    sees = (index == index.unsqueeze(1)) | (index == ancestor.unsqueeze(-1))
-    for _ in range((height - 1).bit_length()):
-        sees = sees | sees.gather(-2, ancestor.unsqueeze(-1).expand_as(sees))
-        ancestor = ancestor.gather(-1, ancestor)
-    depth = sees.sum(-1) - 1
+    @functools.cached_property
+    def seen(self) -> Tensor:
+        """bool [..., N, N + 2], `sees` as a forward takes it."""
+        return seen_of(self.sees)
 
-    # a node's rank among its siblings is how many of them come before it
-    siblings = parent.unsqueeze(-1) == parent.unsqueeze(-2)
-    rank = (siblings & (index < index.unsqueeze(1))).sum(-1)
-    # written flat; a spare column takes the root, which is no child
-    columns = most_children + 1
-    flat = torch.where(is_child, parent.clamp(min=0) * columns + rank, most_children)
-    children = parent.new_full((*parent.shape, columns), -1).flatten(-2)
-    children = children.scatter(-1, flat, torch.where(is_child, index, -1)).unflatten(-1, (num, -1))
-    children = children[..., inner, :most_children]
-    return Shape(parent, depth, inner, children, sees, widths, chain)
+    @functools.cached_property
+    def depth(self) -> Tensor:
+        """int64 [..., N], 0 at the root."""
+        return self.sees.sum(-1) - 1
+
+    @functools.cached_property
+    def has_children(self) -> Tensor:
+        """bool [..., N]."""
+        return self.sees.sum(-2) > 1
+
+    @functools.cached_property
+    def children(self) -> Tensor:
+        """int64 [..., M, K], those of the inner nodes in the order they are judged, which is theirs; -1: none."""
+        parent, num, most = self.parent, self.num_nodes, max(self.widths)
+        index = steps(num, parent.device)
+        is_child = parent >= 0
+        # a node's rank among its siblings is how many of them come before it
+        siblings = parent.unsqueeze(-1) == parent.unsqueeze(-2)
+        rank = (siblings & (index < index.unsqueeze(1))).sum(-1)
+        # written flat; a spare column takes the root, which is no child
+        columns = most + 1
+        flat = torch.where(is_child, self.above * columns + rank, most)
+        children = parent.new_full((*parent.shape, columns), -1).flatten(-2)
+        children = children.scatter(-1, flat, torch.where(is_child, index, -1)).unflatten(-1, (num, -1))
+        return children[..., self.inner, :most]
 
 
 def chain(length: int, device: torch.device) -> Shape:
     """`length` codes one after the other."""
-    return shape_of(torch.arange(-1, length, device=device), [1] * length, slice(length), chain=True)
+    return Shape(torch.arange(-1, length, device=device), [1] * length, slice(length), chain=True)
 
 
 class Verified(NamedTuple):
@@ -86,17 +105,63 @@ class Verified(NamedTuple):
 
     Attributes:
         count: int64 [B], drafted codes accepted. path: int64 [B, 1 + height], the root and their nodes, 0 beyond.
-        rest: [B, V], the distribution of the code after them.
-        rejected: bool [B], whether candidates were judged for that place, and all rejected.
-        judged: bool [B, height], whether candidates of a depth were. bound: [B], the sum of the rule's local bounds.
+        last: int64 [B], the code after them. judged: bool [B, height], whether candidates of a depth were.
+        bound: [B], the sum of the rule's local bounds.
     """
 
     count: Tensor
     path: Tensor
-    rest: Tensor
-    rejected: Tensor
+    last: Tensor
     judged: Tensor
     bound: Tensor
+
+
+def _path(shape: Shape, accepted: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """The longest path of accepted nodes, bool [B, N], from the root: `Verified.path`, and bool [B, N], those on it.
+
+    Of siblings one at most is accepted. `room`: int64 [B, 1], codes still to come: the path is no longer.
+    """
+    node = steps(shape.num_nodes, accepted.device)
+    accepted = (accepted & (shape.depth <= room)) | (node == 0)
+    on_path = (accepted.unsqueeze(1) | ~shape.sees).all(2)
+    place = on_path * shape.depth
+    path = place.new_zeros(len(accepted), 1 + shape.height)
+    return path.scatter_(1, place, on_path * node), on_path
+
+
+def _judged(shape: Shape, path: Tensor, count: Tensor, room: Tensor) -> Tensor:
+    """`Verified.judged`, of paths on which so many codes were accepted; room: int64 [B, 1]."""
+    level = steps(shape.height, path.device)
+    has_children = shape.has_children.expand(len(path), -1).gather(1, path[:, :-1])
+    return has_children & (level <= count.unsqueeze(1)) & (level < room)
+
+
+def follow(shape: Shape, codes: Tensor, drawn: Tensor, room: Tensor) -> Verified:
+    """The longest path from the root of codes that the target draws itself: that is what is committed, so that the
+    drafts decide how many forwards an image takes, and nothing else (docs/bounds.md).
+
+    Args:
+        codes: int64 [B, N], of siblings no two alike; the root's is not read. drawn: int64 [B, N], what the target
+            draws after each node. room: as in `walk`.
+    """
+    size, room = len(codes), room.unsqueeze(1)
+    above = shape.above.expand(size, -1)
+    path, on_path = _path(shape, codes == drawn.gather(1, above), room)
+    count = on_path.sum(1) - 1
+    last = drawn.gather(1, path.amax(1, keepdim=True)).squeeze(1)  # a child comes after its parent
+    return Verified(count, path, last, _judged(shape, path, count, room), torch.zeros_like(count, dtype=torch.float32))
+
+
+class Draws(NamedTuple):
+    """Uniform draws of a tree: `codes` and `nodes` [B, N], by which siblings are drawn, and by which each is accepted;
+    and [B, 1 + height], by the depth of the code after the path: `own`, the request's, and `rejected`, where all
+    candidates were.
+    """
+
+    codes: Tensor
+    nodes: Tensor
+    own: Tensor
+    rejected: Tensor
 
 
 def walk(
@@ -105,7 +170,7 @@ def walk(
     codes: Tensor,
     P: Tensor,
     Q: Tensor | None,
-    uniforms: Tensor,
+    draws: Draws,
     room: Tensor,
     near: Tensor | None = None,
 ) -> Verified:
@@ -115,43 +180,37 @@ def walk(
     Args:
         codes: int64 [B, N]; the root's is not read. P: [B, N, V], the target's distribution after each node.
         Q: [B, M, V], from which the inner nodes' children were drawn without replacement; None where they were chosen.
-        uniforms: uniform draws [B, N], of each node. room: int64 [B], codes still to come: no more are judged.
-        near: int64 [V, k], for rules that pool.
+        room: int64 [B], codes still to come: no more are judged. near: int64 [V, k], for rules that pool.
     """
     size, room = len(codes), room.unsqueeze(1)
-    node = steps(shape.num_nodes, codes.device)
-    level = steps(shape.height, codes.device)
+    each = steps(size, codes.device)
 
     # which child of each inner node is accepted
     children = shape.children.expand(size, -1, -1)  # [B, M, K]
-    is_child = children >= 0
     column = children.clamp(min=0).flatten(1)
-    of_children = codes.gather(1, column).view_as(children)
-    candidates = torch.where(is_child, of_children, -1)
-    uniforms = uniforms.gather(1, column).view_as(children)
+    candidates = codes.gather(1, column).view_as(children).masked_fill(children < 0, -1)
+    uniforms = draws.nodes.gather(1, column).view_as(children)
     depth = shape.depth[..., shape.inner]
     P_inner = P[:, shape.inner]
     outcome = judge_siblings(rule, P_inner, Q, candidates, uniforms, depth + 1, near)
 
-    # a node is on the path where it is accepted and all its ancestors are; the root always
-    chosen = children.gather(2, outcome.index.clamp(min=0).unsqueeze(2)).squeeze(2)
-    chosen = torch.where(outcome.index >= 0, chosen, 0)
-    accepted = (shape.depth == 0).expand(size, -1).scatter(1, chosen, True)
-    accepted = accepted & (shape.depth <= room)
-    on_path = (accepted.unsqueeze(1) | ~shape.sees).all(2)
-    place = on_path * shape.depth
-    path = place.new_zeros(size, 1 + shape.height).scatter(1, place, on_path * node)
-    count, last = place.amax(1), path.amax(1)  # a child comes after its parent
+    # a node is on the path where it is accepted and all its ancestors are
+    is_accepted = outcome.index >= 0
+    chosen = children.gather(2, outcome.index.clamp(min=0).unsqueeze(2)).squeeze(2) * is_accepted
+    accepted = torch.zeros_like(codes, dtype=torch.bool).scatter_(1, chosen, True)
+    path, on_path = _path(shape, accepted, room)
+    count = on_path.sum(1) - 1
 
-    # what was judged on the way
-    judged = on_path[:, shape.inner] & (depth < room) & is_child.any(2)
-    by_depth = (judged.unsqueeze(2) & (depth.unsqueeze(-1) == level)).any(1)
+    # what the rule judged on the way
+    judged = on_path[:, shape.inner] & (depth < room) & shape.has_children[..., shape.inner]
     bound = torch.where(judged, outcome.bound, 0).sum(1)
 
-    # what comes after: the target's own distribution, or what the rejections left of it
-    each = steps(size, codes.device)
-    all_rejected = judged & (outcome.index < 0)  # of one node at most, the last
-    rejected = all_rejected.any(1)
+    # the code after them: the target's own, or if all candidates were rejected what that left of its distribution
+    all_rejected = judged & ~is_accepted  # of one node at most, the last
+    rejected = all_rejected.any(1, keepdim=True)
     residual = outcome.residual[each, all_rejected.int().argmax(1)]
-    rest = torch.where(rejected.unsqueeze(1), residual, rule.target(P[each, last]))
-    return Verified(count, path, rest, rejected, by_depth, bound)
+    own = rule.target(P[each, path.amax(1)])  # a child comes after its parent
+    place = count.unsqueeze(1)
+    u = torch.where(rejected, draws.rejected.gather(1, place), draws.own.gather(1, place))
+    last = sample(torch.where(rejected, residual, own), u.squeeze(1))
+    return Verified(count, path, last, _judged(shape, path, count, room), bound)

@@ -1,4 +1,4 @@
-"""Jacobi windows: their shape, a comb; what is in them; and the random numbers that a round takes."""
+"""Jacobi windows: their shape, a comb; what is in them, and what becomes of it; the random numbers of a round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from cspd.discrete.batch import Batch
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.host import VQHost
-from cspd.discrete.tree import Shape, shape_of
+from cspd.discrete.tree import Shape
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.vq.steps import steps
 
@@ -51,7 +51,7 @@ def comb_of(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
     for level in range(depth):
         parents += [level] * beside
     widths = [pd_k] * depth + [1] * (path - depth)
-    shape = shape_of(torch.tensor(parents, device=device), widths)
+    shape = Shape(torch.tensor(parents, device=device), widths, inner=slice(None))
     return Comb(path, depth, siblings, shape, *_streams(path, siblings))
 
 
@@ -89,6 +89,25 @@ class Window(NamedTuple):
     codes: Tensor
     Q: Tensor
     siblings: Tensor
+
+
+class Verdict(NamedTuple):
+    """What became of a window.
+
+    Attributes:
+        prefix: int64 [B], codes of the first path that are accepted. sibling: int64 [B], the code accepted after them
+            from beside the path, -1: none. accepted: int64 [B], how many that makes.
+        node: int64 [B], the last accepted one. rest: [B, V], the distribution of the code after it.
+        judged: bool [B, F], whether the rule judged a place. bound: [B], the sum of its local bounds.
+    """
+
+    prefix: Tensor
+    sibling: Tensor
+    accepted: Tensor
+    node: Tensor
+    rest: Tensor
+    judged: Tensor
+    bound: Tensor
 
 
 def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:

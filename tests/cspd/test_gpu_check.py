@@ -183,7 +183,7 @@ def test_chains_take_the_head_calls_that_are_replayed(settings):
 def test_rounds_commit_the_codes_that_are_replayed(method, num, settings):
     models = random_gpt(settings, TINY.gpts["B"], CPU)
     engine = engine_of(settings, models, 2, CPU, noise=replay.codes_a_round(num))
-    outputs = engine.generate([Request(i, seed=i, method=method, family="VQ") for i in range(2)])
+    outputs = engine.generate([Request(i, seed=i, method=method, coupling="maximal") for i in range(2)])
     assert [output.stats.step_compression for output in outputs] == pytest.approx([num, num], rel=0.06)
 
 

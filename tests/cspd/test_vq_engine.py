@@ -243,11 +243,12 @@ def test_resolved_requests_are_as_version_0_1_0_recorded_them():
         "cool-sd": {"draft": "eagle-static", "gamma": 5, "rule": "cool-sd", "delta": 1.1},
         "lantern": {"draft": "eagle-dynamic", "gamma": 6, "rule": "lantern", "delta": 0.2, "k": 100, "optimal": False},
         "lantern++": {"draft": "eagle-static", "gamma": 5, "rule": "lantern++", "lam": 1.0, "k": 10, "optimal": False},
-        "sjd": {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False, "rule": "exact"},
+        "sjd": {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False, "rule": "exact", "coupling": "maximal"},
         "sjd-pac": {"window": 64, "pd_k": 4, "pd_d": 3, "continuation": True, "rule": "exact"},
     }
     for method, settings in own.items():
-        assert engine.check(Request(0, method=method)).settings == published | settings
+        request = Request(0, method=method, coupling=settings.get("coupling"))
+        assert engine.check(request).settings == published | settings
 
 
 def test_a_request_is_a_plain_value():

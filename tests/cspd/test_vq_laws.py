@@ -16,14 +16,15 @@ NUM = 20_000
 SAME, OTHER = 1e-4, 1e-8  # p-values: seeds are fixed, so the right distribution never fails, and a wrong one is far off
 SMALL = {"window": 2}  # shorter than the sequence, so that codes are appended and judged
 COMB = {"window": 4, "pd_k": 3, "pd_d": 1}  # a path of 2 and two siblings
+MAXIMAL = {"coupling": "maximal"}  # `test_same_image.py` has the other
 EXACT = {
     "ar": ("ar", {}),
     "chain": ("sd", {"gamma": 2}),
     "static tree": ("eagle", {"gamma": 2}),
-    "dynamic tree": ("eagle2", {"gamma": 2}),
-    "jacobi": ("sjd", SMALL),
-    "jacobi AC": ("sjd", SMALL | {"continuation": True}),
-    "jacobi PD": ("sjd", COMB),
+    "dynamic tree": ("eagle2", {"gamma": 2} | MAXIMAL),
+    "jacobi": ("sjd", SMALL | MAXIMAL),
+    "jacobi AC": ("sjd", SMALL | {"continuation": True} | MAXIMAL),
+    "jacobi PD": ("sjd", COMB | MAXIMAL),
     "jacobi PD AC": ("sjd-pac", COMB),
 }
 
