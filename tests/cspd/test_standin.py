@@ -48,13 +48,13 @@ CASES = {  # by family and method
     "MAR lazymar": Case(LATE | {"warmup": 1, "refresh": 2}, 510, 55),
     "MAR gtr": Case(LATE, 1500, 75, LENGTHS),
     "MAR cspd": Case(LATE | {"gamma": 3}, 1940, 1590, COMPARE),
-    "VQ ar": Case(VQ, 115, 25),
-    "VQ sd": Case(VQ | {"gamma": 3}, 555, 32, LATE_READ),
-    "VQ sjd-pac": Case(VQ | {"window": 6, "pd_k": 2, "pd_d": 2}, 395, 27, LATE_READ),
-    "VQ eagle": Case(VQ | {"gamma": 2}, 715, 32, LATE_READ),
-    "VQ eagle2": Case(VQ | {"gamma": 2}, 570, 55, LATE_READ),
-    "VQ cool-sd": Case(VQ | {"gamma": 2}, 755, 32, LATE_READ),
-    "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 715, 55, LATE_READ),
+    "VQ ar": Case(VQ, 110, 25),
+    "VQ sd": Case(VQ | {"gamma": 3}, 535, 32, LATE_READ),
+    "VQ sjd-pac": Case(VQ | {"window": 6, "pd_k": 2, "pd_d": 2}, 380, 27, LATE_READ),
+    "VQ eagle": Case(VQ | {"gamma": 2}, 580, 32, LATE_READ),
+    "VQ eagle2": Case(VQ | {"gamma": 2}, 380, 55, LATE_READ),
+    "VQ cool-sd": Case(VQ | {"gamma": 2}, 625, 32, LATE_READ),
+    "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 655, 55, LATE_READ),
 }
 QUICK = [("MAR ar", False), ("MAR ar", True), ("VQ ar", False)]
 
