@@ -1,7 +1,8 @@
-"""Trains the embedded KL autoencoder on coloured digits: python scripts/train_vae.py
+"""Trains a KL autoencoder on coloured digits, or on a folder of images: python scripts/train_vae.py --data FOLDER
 
 A Gaussian likelihood with a fixed variance is weighed against the KL term: latent channels that do not pay for
-themselves stay at the prior, and the latents come out near unit variance.
+themselves stay at the prior, and the latents come out near unit variance. With --free-nats every channel may carry so
+much for nothing (free bits, Kingma et al. 2016, eq. 15), so that each is used.
 """
 
 from __future__ import annotations
@@ -10,57 +11,93 @@ import argparse
 from pathlib import Path
 
 import torch
-from digits import coloured_digits
-from torch import Tensor
-from training import HELD_OUT_SEED, export, fit
+from pictures import add_data_options, data_of
+from torch import Tensor, nn
+from training import HELD_OUT_SEED, device_of_process, export, fit
 
-from mar.registry import create_vae
+from mar.registry import VAES, create_vae
+from mar.vae import AutoencoderKL
+
+PART = 64  # images that are measured at a time
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_data_options(parser)
+    parser.add_argument("--arch", default="kl_digits32", choices=VAES)
     parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--variance", type=float, default=0.002, help="of a pixel (in -1..1) given the latent")
+    parser.add_argument("--free-nats", type=float, default=0.0, help="per channel and cell")
     parser.add_argument("--run", type=Path, default=Path("runs/vae"), help="resumes from here if it was cut off")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
     args = parser.parse_args()
 
-    settings = {name: getattr(args, name) for name in ("steps", "batch", "lr", "variance")}
+    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
+    settings = {name: getattr(args, name) for name in names}
+    data = data_of(args)
+    device = device_of_process()
     torch.manual_seed(0)
-    vae = create_vae("kl_digits32").train()
+    vae = create_vae(args.arch).to(device).train()
 
-    def reconstruct(images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        mean, logvar = vae.encode(images)
-        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
-        latent = mean + (0.5 * logvar).exp() * noise
-        return vae.decode(latent), kl.flatten(1).sum(1).mean()
-
-    def loss_fn(step: int) -> tuple[Tensor, dict[str, float]]:
-        images, _ = coloured_digits(args.batch, seed=step)
-        generator = torch.Generator().manual_seed(step)
-        noise = torch.randn(args.batch, 16, 8, 8, generator=generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            decoded, kl = reconstruct(images, noise)
+    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
+        images = data.draw(args.batch, number, "train")[0].to(device)
+        generator = torch.Generator().manual_seed(number)
+        side = args.size // vae.config.stride
+        noise = torch.randn(args.batch, vae.config.embed_dim, side, side, generator=generator).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            mean, logvar = vae.encode(images)
+            per_channel = nats(mean, logvar)
+            decoded = vae.decode(mean + (0.5 * logvar).exp() * noise)
+        kl = per_channel.clamp_min(args.free_nats).sum() * side**2
         mse = (decoded.float() - images).square().mean()
         loss = mse + 2 * args.variance / images[0].numel() * kl
         psnr = -10 * torch.log10(mse / 4).item()
-        return loss, {"psnr": round(psnr, 2), "kl": round(kl.item(), 1)}
+        total, least = per_channel.sum().item() * side**2, per_channel.min().item()
+        return loss, {"psnr": round(psnr, 2), "kl": round(total, 1), "least": round(least, 3)}
+
+    held_out = data.draw(512, HELD_OUT_SEED, "held-out")[0]
+
+    def show(model: nn.Module) -> Tensor:
+        images = held_out[:32].to(device)
+        return torch.cat([images, model.decode(model.encode(images)[0])]) / 2 + 0.5
 
     vae, seconds = fit(
-        vae, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr, weight_decay=0.0, ema_decay=0.0
+        vae,
+        loss_fn,
+        run=args.run,
+        settings=settings,
+        steps=args.steps,
+        lr=args.lr,
+        weight_decay=0.0,
+        ema_decay=0.0,
+        show=show,
     )
-    with torch.inference_mode():
-        images, _ = coloured_digits(512, seed=HELD_OUT_SEED, split="held-out")
-        vae = vae.half().float()  # as stored
-        mean, logvar = vae.encode(images)
-        std = (mean.var(correction=0) + logvar.exp().mean()).sqrt().item()
-        mse = (vae.decode(mean).clamp(-1, 1) - images).square().mean()
-        psnr = -10 * torch.log10(mse / 4).item()
-        informative = int((mean.var(dim=(0, 2, 3)) > 0.5).sum())
-    print(f"held-out PSNR {psnr:.2f} dB, latent s.d. {std:.4f}, {informative} of 16 channels carry information")
-    export(vae, args.out, "kl_digits32", seconds, half=lambda name: True)
+    report(vae.cpu().half().float(), held_out)  # as stored
+    export(vae, args.out, args.arch, seconds, half=lambda name: True)
+
+
+def nats(mean: Tensor, logvar: Tensor) -> Tensor:
+    """KL divergence from the prior of posteriors [B, c, h, w], per cell: their mean [c] in float32."""
+    mean, logvar = mean.float(), logvar.float()
+    kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
+    return kl.mean(dim=(0, 2, 3))
+
+
+@torch.inference_mode()
+def report(vae: AutoencoderKL, images: Tensor) -> None:
+    """Prints what the autoencoder keeps of held-out images, and what each channel carries of it."""
+    parts = images.split(PART)
+    posteriors = [vae.encode(part) for part in parts]
+    mean, logvar = (torch.cat(each) for each in zip(*posteriors))
+    decoded = torch.cat([vae.decode(part) for part in mean.split(PART)])
+    mse = (decoded.clamp(-1, 1) - images).square().mean()
+    std = (mean.var(correction=0) + logvar.exp().mean()).sqrt().item()
+    carried = nats(mean, logvar)
+    channels = ", ".join(f"{each:.2f}" for each in carried.tolist())
+    print(f"held-out PSNR {-10 * torch.log10(mse / 4).item():.2f} dB, latent s.d. {std:.4f}")
+    print(f"KL per channel, nats per cell: {channels}; the least is {carried.min() / carried.mean():.2f} of the mean")
 
 
 if __name__ == "__main__":

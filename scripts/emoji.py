@@ -1,0 +1,273 @@
+"""Builds the emoji data set, 64x64 RGB on white in 10 classes, from packages of npm: python scripts/emoji.py
+
+Six sets of pictures under licences that let a trained model be shipped; those that ask derived works to be under their
+own licence (OpenMoji, EmojiOne 1) or allow no reuse (Apple, Facebook) are left out. One emoji in ten is held out in
+all of its drawings, with both genders and every skin tone, so that no vendor's copy of a held-out emoji is trained on.
+
+Packages are fetched by `npm pack` once, and checked. A run that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import re
+import subprocess
+import tarfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+from tqdm import tqdm
+
+from cspd.records import write_json, write_png
+
+SIZE, DRAWN = 64, 60  # pixels of a picture, and of the emoji in its middle
+HELD_OUT_EVERY = 10
+
+# the first that the subgroup's name begins with decides
+CLASSES = {
+    "faces": ("face-", "cat-face", "monkey-face"),
+    "people": ("person", "family"),
+    "body": ("hand", "body-parts"),
+    "animals": ("animal-",),
+    "nature": ("plant-", "sky-weather"),
+    "food": ("food-", "drink", "dishware"),
+    "travel": ("transport-air", "transport-ground", "transport-water", "place-", "hotel"),
+    "symbols": (
+        *("emotion", "heart", "alphanum", "arrow", "av-symbol", "currency", "gender", "geometric", "keycap", "math"),
+        *("other-symbol", "punctuation", "religion", "transport-sign", "warning", "zodiac"),
+    ),
+    "flags": ("country-flag", "flag", "subdivision-flag"),
+    "objects": ("",),
+}
+TONES = 5
+NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+
+
+class Package(NamedTuple):
+    """One package of npm: its name and version, and the SHA-256 of its file."""
+
+    name: str
+    version: str
+    sha256: str
+
+
+class Vendor(NamedTuple):
+    """One set of pictures. `read` gives their hexadecimal code points, without variation selectors, and SVG or WebP."""
+
+    package: Package
+    licence: str
+    author: str
+    read: Callable[[dict[str, bytes], dict[str, str]], Iterator[tuple[str, bytes]]]
+
+
+def hexcode(text: str) -> str:
+    """Code points in lower case, joined by hyphens, without the variation selector that some vendors write."""
+    return "-".join(part for part in text.lower().split("-") if part != "fe0f")
+
+
+def squashed(name: str) -> str:
+    """A name by which vendors' spellings agree."""
+    name = re.sub(r"flag-for-(flag-)?", "flag-", name.lower())
+    return re.sub(r"[^a-z0-9]", "", name)
+
+
+def icons(files: dict[str, bytes], hexcodes: dict[str, str]) -> Iterator[tuple[str, bytes]]:
+    """The SVGs of an Iconify package, which names its icons; older ones do not have their code points."""
+    table = json.loads(files["icons.json"])
+    bodies = {name: icon for name, icon in table["icons"].items()}
+    renamed = {name: alias["parent"] for name, alias in table.get("aliases", {}).items() if alias.keys() == {"parent"}}
+    listed = {name: hexcode(code) for code, name in json.loads(files.get("chars.json", b"{}")).items()}
+    for name in [*bodies, *renamed]:
+        code = listed.get(name) or hexcodes.get(squashed(name))
+        icon = bodies[renamed.get(name, name)]
+        if code is None:
+            continue
+        width, height = (icon.get(side, table[side]) for side in ("width", "height"))
+        box = f"{icon.get('left', 0)} {icon.get('top', 0)} {width} {height}"
+        yield code, f'<svg {NAMESPACES} viewBox="{box}">{icon["body"]}</svg>'.encode()
+
+
+def webps(files: dict[str, bytes], hexcodes: dict[str, str]) -> Iterator[tuple[str, bytes]]:
+    """A package of one WebP for each emoji. Its country flags are left out: they are not Microsoft's."""
+    for name, content in files.items():
+        code = hexcode(Path(name).stem)
+        if name.endswith(".webp") and not re.match("1f1[ef].-1f1", code):
+            yield code, content
+
+
+EMOJIBASE = Package(
+    "emojibase-data", "17.0.0", "d01d0e2ca4e22cb402679532155342c71e2e871f25c32223c013b8b166ebdf5a"
+)  # MIT: names and groups
+VENDORS = {
+    "noto": Vendor(
+        Package("@iconify-json/noto", "1.2.9", "3e918d88fc945c0bb3d468dbace6f88caef67f01c9f0e7bcae0915a042e8f1ad"),
+        "Apache-2.0",
+        "Google, Noto Emoji",
+        icons,
+    ),
+    "noto-v1": Vendor(
+        Package("@iconify-json/noto-v1", "1.2.5", "2bf62c26c2c2884aa99e90aec942cdaee17a5921f05690694f4978ad4b017c37"),
+        "Apache-2.0",
+        "Google, Noto Emoji 1",
+        icons,
+    ),
+    "twemoji": Vendor(
+        Package("@iconify-json/twemoji", "1.2.5", "19046dff7d8707ce96212ec86468b36ac5f8e60409629dd13f809265c6d0ebb7"),
+        "CC-BY-4.0",
+        "Twitter and contributors, Twemoji",
+        icons,
+    ),
+    "emojione": Vendor(
+        Package("@iconify-json/emojione", "1.2.3", "26a14f44284407e8bcde91799388dca2bfd91dbcd55a97f425524a1c5b73610e"),
+        "CC-BY-4.0",
+        "EmojiOne 2 and EmojiTwo",
+        icons,
+    ),
+    "fxemoji": Vendor(
+        Package("@iconify-json/fxemoji", "1.2.2", "f3e72b3c59d05e1db03b7e308d55c0d05bd7ba3f625a90da1b79313c12858eef"),
+        "Apache-2.0",
+        "Mozilla, FxEmojis",
+        icons,
+    ),
+    "fluent-flat": Vendor(
+        Package(
+            "@iconify-json/fluent-emoji-flat",
+            "1.2.6",
+            "7d064769dee690815f823bc5bcc511d957198caf9f5edd8dd9c1aa48a6aeb175",
+        ),
+        "MIT",
+        "Microsoft, Fluent Emoji",
+        icons,
+    ),
+    "fluent-3d": Vendor(
+        Package("@lobehub/fluent-emoji-3d", "1.1.0", "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58"),
+        "MIT",
+        "Microsoft, Fluent Emoji",
+        webps,
+    ),
+}
+
+
+class Emoji(NamedTuple):
+    """One emoji of the Unicode list: its name, class, what it is held out with, keywords, and skin tone or None."""
+
+    name: str
+    category: str
+    family: str
+    tags: list[str]
+    tone: int | None
+
+
+def fetched(package: Package, folder: Path) -> dict[str, bytes]:
+    """A package's files by their paths in it, from `folder` or else from npm's registry.
+
+    Raises:
+        OSError: npm is missing or fails, or the file has other content than it had.
+    """
+    file = folder / f"{package.name.lstrip('@').replace('/', '-')}-{package.version}.tgz"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "pack", f"{package.name}@{package.version}", "--pack-destination", str(folder.resolve())]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise FileNotFoundError("npm, which fetches the packages, is not installed: install Node.js") from error
+        except subprocess.CalledProcessError as error:
+            raise OSError(f"{package.name} cannot be fetched: {error.stderr.strip()}") from error
+    content = file.read_bytes()
+    if hashlib.sha256(content).hexdigest() != package.sha256:
+        raise OSError(f"{file} is not version {package.version} as it was published: delete it and run again")
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        members = [member for member in archive if member.isfile()]
+        return {member.name.split("/", 1)[1]: archive.extractfile(member).read() for member in members}
+
+
+def unicode_list(files: dict[str, bytes]) -> tuple[dict[str, Emoji], dict[str, str]]:
+    """All emojis by code points, and code points by squashed name."""
+    groups = json.loads(files["meta/groups.json"])
+    names = json.loads(files["meta/unicode-names.json"])
+    emojis, hexcodes = {}, {squashed(name): hexcode(code) for code, name in names.items()}
+    for entry in json.loads(files["en/data.json"]):
+        if "group" not in entry or groups["groups"][str(entry["group"])] == "component":
+            continue
+        subgroup = groups["subgroups"][str(entry["subgroup"])]
+        category = next(name for name, starts in CLASSES.items() if subgroup.startswith(starts))
+        family = re.sub(r"\b(wo)?m[ae]n\b|\bperson\b|\bpeople\b", "", entry["label"])
+        for variant in [entry, *entry.get("skins", [])]:
+            tone = variant.get("tone")
+            code = hexcode(variant["hexcode"])
+            emojis[code] = Emoji(variant["label"], category, " ".join(family.split()), entry.get("tags", []), tone)
+            hexcodes[squashed(variant["label"])] = code
+    return emojis, hexcodes
+
+
+def digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+
+
+def held_out_families(emojis: dict[str, Emoji]) -> set[tuple[str, str]]:
+    """Each tenth family of every class, in an order without a meaning."""
+    by_class = defaultdict(set)
+    for emoji in emojis.values():
+        by_class[emoji.category].add(emoji.family)
+    held_out = set()
+    for category, families in by_class.items():
+        ordered = sorted(families, key=digest)
+        held_out |= {(category, family) for family in ordered[::HELD_OUT_EVERY]}
+    return held_out
+
+
+def picture(content: bytes) -> Image.Image:
+    """An SVG or WebP in the middle of a white square."""
+    import resvg_py
+
+    if content.startswith(b"<svg"):
+        content = bytes(resvg_py.svg_to_bytes(svg_string=content.decode(), width=2 * DRAWN))
+    drawn = Image.open(io.BytesIO(content)).convert("RGBA")
+    drawn.thumbnail((DRAWN, DRAWN), Image.Resampling.LANCZOS)
+    canvas = Image.new("RGBA", (SIZE, SIZE), "white")
+    corner = ((SIZE - drawn.width) // 2, (SIZE - drawn.height) // 2)
+    canvas.alpha_composite(drawn, corner)
+    return canvas.convert("RGB")
+
+
+def wanted(code: str, emoji: Emoji, vendor: str) -> bool:
+    """Of the five skin tones of a vendor's emoji one is taken, beside the yellow one: people are many as it is."""
+    if emoji.tone is None:
+        return True
+    return emoji.tone == 1 + digest(f"{emoji.family} {vendor}") % TONES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packages", type=Path, default=Path("data/packages"), help="where fetched files are kept")
+    parser.add_argument("--out", type=Path, default=Path("data/emoji64"), help="gets train/, held_out/, captions.json")
+    args = parser.parse_args()
+
+    emojis, hexcodes = unicode_list(fetched(EMOJIBASE, args.packages))
+    held_out = held_out_families(emojis)
+    captions = {}
+    for vendor, (package, _, _, read) in VENDORS.items():
+        found = dict(read(fetched(package, args.packages), hexcodes))
+        codes = sorted(code for code in found if code in emojis and wanted(code, emojis[code], vendor))
+        for code in tqdm(codes, desc=vendor):
+            emoji = emojis[code]
+            split = "held_out" if (emoji.category, emoji.family) in held_out else "train"
+            path = Path(split) / emoji.category / f"{code}_{vendor}.png"
+            captions[str(path)] = {"name": emoji.name, "tags": emoji.tags, "vendor": vendor}
+            file = args.out / path
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_png(file, picture(found[code]))
+    write_json(args.out / "captions.json", captions)
+    print(f"{args.out}: {len(captions)} pictures")
+
+
+if __name__ == "__main__":
+    main()

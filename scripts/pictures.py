@@ -1,0 +1,109 @@
+"""What the training programs train on: coloured digits, or a folder of class-named folders of pictures of any size."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from digits import coloured_digits
+from torch import Tensor
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+DIGITS = "digits"
+HELD_OUT_EVERY = 10  # of a class's pictures, where the folder itself holds none out
+MARGIN = 1 / 16  # of the side, by which pictures are padded before a square is cut out of them
+LEAST_AREA = 0.8  # of that square, as a share of the padded picture
+HUE = 0.02  # of a turn of the colour circle
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set that is drawn from by a seed; the same arguments give the same images.
+
+    Attributes:
+        classes: their names, in the order of their labels.
+        draw: maps (num, seed, split) to images [num, 3, size, size] in -1..1 and labels [num], of all classes equally
+            often. The split is "train" or "held-out"; pictures held out are not augmented.
+    """
+
+    classes: list[str]
+    draw: Callable[[int, int, str], tuple[Tensor, Tensor]]
+
+
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `data_of` reads."""
+    parser.add_argument("--data", default=DIGITS, help="'digits', or a folder of class-named folders of images")
+    parser.add_argument("--size", type=int, default=32, help="of the images, pixels per side; others are resized")
+    parser.add_argument("--upright", default="", help="classes whose images are never mirrored, with commas between")
+
+
+def data_of(args: argparse.Namespace) -> Data:
+    """The data set that flags name.
+
+    A folder has train/ and held_out/, each with one folder for each class; or only the classes' folders, and then each
+    tenth image of a class is held out.
+
+    Raises:
+        FileNotFoundError: no such folder, or a class without images.
+        ValueError: digits of another size, classes that do not agree, or a class that is not there.
+    """
+    if args.data == DIGITS:
+        if args.size != 32:
+            raise ValueError(f"--size {args.size}: coloured digits have 32 pixels per side")
+        return Data([str(digit) for digit in range(10)], coloured_digits)
+
+    folder = Path(args.data)
+    has_splits = (folder / "held_out").is_dir()
+    images = ImageFolder(folder / "train" if has_splits else folder)
+    paths = {"train": _by_class(images)}
+    if has_splits:
+        held_out = ImageFolder(folder / "held_out")
+        if held_out.classes != images.classes:
+            raise ValueError(f"{folder}: train has the classes {images.classes}, held_out has {held_out.classes}")
+        paths["held-out"] = _by_class(held_out)
+    else:
+        paths = {
+            "train": [[path for i, path in enumerate(own) if i % HELD_OUT_EVERY] for own in paths["train"]],
+            "held-out": [own[::HELD_OUT_EVERY] for own in paths["train"]],
+        }
+    upright = [name for name in args.upright.split(",") if name]
+    for name in upright:
+        if name not in images.classes:
+            raise ValueError(f"--upright {name}: the classes of {folder} are {', '.join(images.classes)}")
+    mirrored = [name not in upright for name in images.classes]
+    return Data(images.classes, _drawing(images.loader, paths, mirrored, args.size))
+
+
+def _by_class(images: ImageFolder) -> list[list[str]]:
+    paths: list[list[str]] = [[] for _ in images.classes]
+    for path, label in images.samples:
+        paths[label].append(path)
+    return paths
+
+
+def _drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bool], size: int) -> Callable:
+    square = v2.Compose([v2.ToImage(), v2.Resize(size), v2.CenterCrop(size)])
+    mirror = v2.RandomHorizontalFlip()
+    padded = v2.Pad(round(size * MARGIN), padding_mode="edge")
+    cut = v2.RandomResizedCrop(size, scale=(LEAST_AREA, 1), ratio=(1, 1), interpolation=v2.InterpolationMode.BICUBIC)
+    augment = v2.Compose([padded, cut, v2.ColorJitter(hue=HUE)])
+
+    def image(split: str, label: int) -> Tensor:
+        own = paths[split][label]
+        picked = square(load(own[int(torch.randint(len(own), ()))]))
+        if split == "held-out":
+            return picked
+        return augment(mirror(picked) if mirrored[label] else picked)
+
+    def draw(num: int, seed: int, split: str = "train") -> tuple[Tensor, Tensor]:
+        with torch.random.fork_rng(devices=[]):  # torchvision draws from torch's own generator
+            torch.manual_seed(seed)
+            labels = torch.randperm(num) % len(mirrored)
+            images = torch.stack([image(split, label) for label in labels.tolist()])
+        return images.float() / 127.5 - 1, labels
+
+    return draw
