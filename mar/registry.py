@@ -46,9 +46,17 @@ def _official(embed_dim: int, depth: int, num_heads: int, width: int, head_depth
     return MARSpec(config, "kl16", SamplingDefaults(cfg=cfg))
 
 
-def _digits(embed_dim: int, depth: int, num_heads: int, width: int, head_depth: int) -> MARSpec:
+def _embedded(
+    embed_dim: int,
+    depth: int,
+    num_heads: int,
+    width: int,
+    head_depth: int,
+    img_size: int = 32,
+    vae: str = "kl_digits32",
+) -> MARSpec:
     config = MARConfig(
-        img_size=32,
+        img_size=img_size,
         vae_stride=4,
         embed_dim=embed_dim,
         depth=depth,
@@ -58,15 +66,17 @@ def _digits(embed_dim: int, depth: int, num_heads: int, width: int, head_depth: 
         diffloss_w=width,
         diffloss_d=head_depth,
     )
-    return MARSpec(config, "kl_digits32", SamplingDefaults(temperature_unguided=1.0))
+    return MARSpec(config, vae, SamplingDefaults(temperature_unguided=1.0))
 
 
 MARS: dict[str, MARSpec] = {
     "mar_base": _official(768, 12, 12, 1024, 6, cfg=2.9),
     "mar_large": _official(1024, 16, 16, 1280, 8, cfg=3.0),
     "mar_huge": _official(1280, 20, 16, 1536, 12, cfg=3.2),
-    "mar_digits32": _digits(192, 3, 6, 256, 3),
-    "mar_digits32_draft": _digits(96, 2, 4, 160, 2),
+    "mar_digits32": _embedded(192, 3, 6, 256, 3, 32, "kl_digits32"),
+    "mar_digits32_draft": _embedded(96, 2, 4, 160, 2, 32, "kl_digits32"),
+    "mar_emoji64": _embedded(192, 4, 6, 224, 3, 64, "kl_emoji64"),
+    "mar_emoji64_draft": _embedded(96, 2, 4, 160, 2, 64, "kl_emoji64"),
 }
 
 VAES: dict[str, KLConfig] = {

@@ -146,7 +146,9 @@ VENDORS = {
         icons,
     ),
     "fluent-3d": Vendor(
-        Package("@lobehub/fluent-emoji-3d", "1.1.0", "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58"),
+        Package(
+            "@lobehub/fluent-emoji-3d", "1.1.0", "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58"
+        ),
         "MIT",
         "Microsoft, Fluent Emoji",
         webps,

@@ -1,4 +1,4 @@
-"""Trains the classifier that judges the embedded models on real coloured digits: python scripts/train_classifier.py"""
+"""Trains the classifier that judges embedded models, on real images: python scripts/train_classifier.py"""
 
 from __future__ import annotations
 
@@ -6,37 +6,59 @@ import argparse
 from pathlib import Path
 
 import torch
-from digits import coloured_digits
+from pictures import add_data_options, data_of
 from torch import Tensor
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, export, fit
+from training import HELD_OUT_SEED, device_of_process, export, fit
 
-from cspd.evaluation.classifier import DigitClassifier, accuracy
+from cspd.evaluation.classifier import CLASSIFIERS, Classifier, accuracy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    add_data_options(parser)
+    parser.add_argument("--arch", default="digits32", choices=CLASSIFIERS)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.02)
     parser.add_argument("--run", type=Path, default=Path("runs/classifier"), help="resumes from here if it was cut off")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/classifier.safetensors"))
     args = parser.parse_args()
 
-    settings = {name: getattr(args, name) for name in ("steps", "batch", "lr")}
+    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "weight_decay")
+    settings = {name: getattr(args, name) for name in names}
+    data = data_of(args)
+    device = device_of_process()
     torch.manual_seed(0)
-    model = DigitClassifier().train()
+    model = Classifier(CLASSIFIERS[args.arch]).to(device).train()
 
-    def loss_fn(step: int) -> tuple[Tensor, dict[str, float]]:
-        images, labels = coloured_digits(args.batch, seed=step)
-        loss = F.cross_entropy(model(images), labels, label_smoothing=0.05)
-        return loss, {"loss": round(loss.item(), 3)}
+    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
+        images, labels = (part.to(device) for part in data.draw(args.batch, number, "train"))
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(images).float()
+        loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
+        recognised = (logits.argmax(1) == labels).float().mean().item()
+        return loss, {"loss": round(loss.item(), 3), "recognised": round(recognised, 3)}
 
     # batch statistics are not averaged: take the last weights, which the learning rate's decay has settled
-    model, seconds = fit(model, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr, ema_decay=0.0)
-    images, labels = coloured_digits(4000, seed=HELD_OUT_SEED, split="held-out")
+    model, seconds = fit(
+        model,
+        loss_fn,
+        run=args.run,
+        settings=settings,
+        steps=args.steps,
+        lr=args.lr,
+        weight_decay=args.weight_decay,
+        ema_decay=0.0,
+    )
+    model = model.cpu().eval()
+    images, labels = data.draw(4000, HELD_OUT_SEED, "held-out")
     print(f"held-out accuracy {accuracy(model, (images + 1) / 2, labels):.4f}")
-    export(model, args.out, "digit_classifier", seconds)
+    for label, name in enumerate(data.classes):
+        own = labels == label
+        print(f"  {name}: {accuracy(model, (images[own] + 1) / 2, labels[own]):.3f}")
+    export(model, args.out, f"{args.arch}_classifier", seconds, half=lambda name: name.endswith(("weight", "bias")))
 
 
 if __name__ == "__main__":

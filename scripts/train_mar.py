@@ -1,4 +1,4 @@
-"""Trains an embedded MAR on the latents of coloured digits: python scripts/train_mar.py --arch mar_digits32
+"""Trains a MAR on the latents of coloured digits, or of a folder of images: python scripts/train_mar.py --data FOLDER
 
 Two stages: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the
 head's rows is at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform
@@ -8,24 +8,28 @@ timesteps visit it once in a thousand.
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from digits import coloured_digits
-from safetensors.torch import load_file
+from latents import Batch, Batches, latents
+from pictures import add_data_options, data_of
 from torch import Tensor, nn
-from tqdm import trange
-from training import export, fit
+from training import device_of_process, export, fit
 
+import cspd
+from mar.checkpoint import load_vae
 from mar.diffusion import TRAIN_STEPS, training_loss
 from mar.head import Head
 from mar.model import MAR
-from mar.registry import MARS, create_mar, create_vae
+from mar.registry import MARS, mar_spec
 
 LABEL_DROP = 0.1
+SHOWN = 24  # images, drawn as it goes
 FIRST_STEP_SHARE = 0.15  # of the head's rows, at timestep 999
 FIRST_STEP_WEIGHT = {"whole": 20.0, "head": 1000.0}  # their error is multiplied by 316 when sampling
+HEAD_IN_FLOAT32 = ("input_proj", "in_ln", "final_layer.linear")  # what x_t passes; elsewhere rounding costs 1e-5 of it
 
 
 def near_identity(head: Head) -> None:
@@ -50,61 +54,6 @@ def near_identity(head: Head) -> None:
         head.final_layer.linear.weight[:channels].copy_(basis[:, :channels].T / amplitude)
 
 
-def latents(vae_file: Path, num: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Posterior means and standard deviations [num, 64, 16] of `num` training images, and labels."""
-    vae = create_vae("kl_digits32")
-    vae.load_state_dict(load_file(vae_file))
-    vae.eval()
-    means, stds, labels = [], [], []
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        for i in trange(0, num, 500, desc="latents"):
-            images, label = coloured_digits(500, seed=10**6 + i)
-            mean, logvar = vae.encode(images)
-            means.append(mean.float() * vae.config.scale)
-            stds.append((0.5 * logvar.float()).exp() * vae.config.scale)
-            labels.append(label)
-
-    def tokens(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts).flatten(2).transpose(1, 2).contiguous().clone()
-
-    return tokens(means), tokens(stds), torch.cat(labels)
-
-
-class Batch(NamedTuple):
-    """What the whole model is trained on in one step; all images know equally many tokens, as MAR trains.
-
-    Attributes:
-        tokens: [B, L, d]. order: int64 [B, L]. num_known: of the tokens. labels: int64 [B].
-        generator: for all other draws of the step.
-    """
-
-    tokens: Tensor
-    order: Tensor
-    num_known: int
-    labels: Tensor
-    generator: torch.Generator
-
-
-class Batches:
-    """The training data; maps a step's number to its batch."""
-
-    def __init__(self, data: tuple[Tensor, Tensor, Tensor], batch: int, mask_ratio_min: float) -> None:
-        self.means, self.stds, self.labels = data
-        self.batch, self.mask_ratio_min = batch, mask_ratio_min
-
-    def __call__(self, step: int) -> Batch:
-        generator = torch.Generator().manual_seed(step)
-        index = torch.randint(len(self.labels), (self.batch,), generator=generator)
-        means = self.means[index]
-        tokens = means + self.stds[index] * torch.randn(means.shape, generator=generator)
-        length = means.shape[1]
-        order = torch.rand(self.batch, length, generator=generator).argsort(dim=1)
-        uniform = torch.rand((), generator=generator).item()
-        mask_ratio = 1 - (1 - self.mask_ratio_min) * uniform**1.5
-        num_masked = max(1, round(length * mask_ratio))
-        return Batch(tokens, order, length - num_masked, self.labels[index], generator)
-
-
 def head_loss(
     head: Head, x0: Tensor, z: Tensor, generator: torch.Generator, weight: float
 ) -> tuple[Tensor, dict[str, float]]:
@@ -113,7 +62,8 @@ def head_loss(
     first = int(rows * FIRST_STEP_SHARE)
     t = torch.randint(TRAIN_STEPS, (rows,), generator=generator)
     t[:first] = TRAIN_STEPS - 1
-    mse, vb = training_loss(head, x0, z, t, torch.randn(x0.shape, generator=generator))
+    noise = torch.randn(x0.shape, generator=generator)
+    mse, vb = training_loss(head, x0, z, t.to(x0.device), noise.to(x0.device))
     mse_first = mse[:first].mean()
     mse_rest = mse[first:].mean()
     vb_rest = vb[first:].mean()
@@ -130,18 +80,19 @@ def masked_rows(model: MAR, batch: Batch, num_rows: int) -> tuple[Tensor, Tensor
     """Clean tokens [num_rows, d] and conditions [num_rows, D] of masked positions of a batch."""
     tokens, order, num_known, labels, generator = batch
     drop = torch.rand(len(labels), 1, generator=generator) < LABEL_DROP
-    embedding = torch.where(drop, model.fake_latent, model.class_emb(labels))
+    embedding = torch.where(drop.to(labels.device), model.fake_latent, model.class_emb(labels))
     z = model(tokens, order, [num_known] * len(tokens), embedding)
     masked = order[:, num_known:].unsqueeze(-1)
     x0 = tokens.gather(1, masked.expand(-1, -1, tokens.shape[-1])).flatten(0, 1)
     z = z.gather(1, masked.expand(-1, -1, z.shape[-1])).flatten(0, 1)
-    picked = torch.randint(len(x0), (num_rows,), generator=generator)
+    picked = torch.randint(len(x0), (num_rows,), generator=generator).to(labels.device)
     return x0[picked], z[picked]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="mar_digits32", choices=[name for name in MARS if "digits" in name])
+    add_data_options(parser)
+    parser.add_argument("--arch", default="mar_digits32", choices=MARS, help="its size of images gives way to --size")
     parser.add_argument("--steps", type=int, default=5000, help="of the whole model")
     parser.add_argument("--head-steps", type=int, default=800, help="of the head alone, afterwards")
     parser.add_argument("--batch", type=int, default=64)
@@ -150,32 +101,48 @@ def main() -> None:
     parser.add_argument("--mask-ratio-min", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--vae", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
+    parser.add_argument("--latents", type=Path, help="where encoded images are kept (default: in --run)")
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     run = args.run or Path("runs") / args.arch
 
-    names = ("arch", "steps", "batch", "rows", "images", "mask_ratio_min", "lr")
-    settings = {name: getattr(args, name) for name in names}
-    data = latents(args.vae, args.images)
-    batches = Batches(data, args.batch, args.mask_ratio_min)
+    names = ("data", "size", "upright", "images")
+    drawn = {name: getattr(args, name) for name in names} | {"vae": str(args.vae)}
+    names = ("arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
+    settings = drawn | {name: getattr(args, name) for name in names}
+    device = device_of_process()
+    source = data_of(args)
+    vae = load_vae(args.vae)
+    data = latents(vae, source, args.images, device, args.latents or run / "latents.safetensors", drawn)
+    batches = Batches(data, args.batch, args.mask_ratio_min, device)
     torch.manual_seed(0)
-    model = create_mar(args.arch).train()
+    sizes = {"img_size": args.size, "vae_stride": vae.config.stride, "class_num": len(source.classes)}
+    model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
     near_identity(model.head)
+    model.to(device).train()
 
-    def whole(step: int) -> tuple[Tensor, dict[str, float]]:
-        batch = batches(step)
-        with torch.autocast("cpu", torch.bfloat16):
+    def whole(number: int) -> tuple[Tensor, dict[str, float]]:
+        batch = batches(number)
+        with torch.autocast(device.type, torch.bfloat16):
             x0, z = masked_rows(model, batch, args.rows)
             return head_loss(model.head, x0, z, batch.generator, FIRST_STEP_WEIGHT["whole"])
 
-    model, seconds = fit(model, whole, run=run / "whole", settings=settings, steps=args.steps, lr=args.lr)
+    def show(averaged: nn.Module) -> Tensor:
+        models = cspd.MARModels(copy.deepcopy(averaged), vae=vae)  # an engine makes its weights constants
+        engine = cspd.Engine(models, max_batch=SHOWN, device=device)
+        labels = [i % len(source.classes) for i in range(SHOWN)]
+        quick = {"method": "ar", "num_iter": 16, "num_sampling_steps": 25}
+        requests = [cspd.Request(label, seed=i, **quick) for i, label in enumerate(labels)]
+        return torch.stack([output.image for output in engine.generate(requests)])
 
-    def head_alone(step: int) -> tuple[Tensor, dict[str, float]]:
-        batch = batches(10**6 + step)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    model, seconds = fit(model, whole, run=run / "whole", settings=settings, steps=args.steps, lr=args.lr, show=show)
+
+    def head_alone(number: int) -> tuple[Tensor, dict[str, float]]:
+        batch = batches(10**6 + number)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             x0, z = masked_rows(model, batch, args.rows)
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        with torch.autocast(device.type, torch.bfloat16, enabled=False):
             return head_loss(head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["head"])
 
     head: nn.Module = model.head
@@ -190,8 +157,14 @@ def main() -> None:
         )
         head.load_state_dict(average.state_dict())
         seconds += head_seconds
-    # the head's first step multiplies rounding by 316: it stays in float32
-    export(model, args.out, args.arch, seconds, half=lambda name: not name.startswith("diffloss."))
+    export(model, args.out, args.arch, seconds, half=may_be_half)
+
+
+def may_be_half(name: str) -> bool:
+    """Whether a tensor is stored in float16: not where the head's first step multiplies its rounding by 316."""
+    if not name.startswith("diffloss."):
+        return True
+    return not name.endswith("bias") and not any(part in name for part in HEAD_IN_FLOAT32)
 
 
 if __name__ == "__main__":

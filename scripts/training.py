@@ -113,6 +113,7 @@ def fit(
         }
         with publishing(last) as temporary:
             torch.save(state, temporary)
+        log.write(step, seconds)
         log.draw()
 
     def show_samples() -> None:
@@ -142,7 +143,9 @@ def fit(
         clock = now
         bar.set_postfix(shown, refresh=False)
         if rank == 0:
-            log.add(step + 1, seconds, shown)
+            log.pending.append(shown)
+            if len(log.pending) == LOG_EVERY:
+                log.write(step + 1, seconds)
         if now - saved > SAVE_SECONDS:
             save(step + 1)
             saved = now
@@ -173,11 +176,11 @@ class Log:
         if len(self.entries) < len(lines):  # steps after the last save are taken once more
             write_bytes(self.file, "".join(json.dumps(entry) + "\n" for entry in self.entries).encode())
 
-    def add(self, step: int, seconds: float, shown: dict[str, float]) -> None:
-        self.pending.append(shown)
-        if step % LOG_EVERY:
+    def write(self, step: int, seconds: float) -> None:
+        """The means of what is pending, if anything is."""
+        if not self.pending:
             return
-        means = {name: sum(each[name] for each in self.pending) / len(self.pending) for name in shown}
+        means = {name: sum(each[name] for each in self.pending) / len(self.pending) for name in self.pending[0]}
         entry = {"step": step, "seconds": round(seconds, 1)} | {name: round(mean, 6) for name, mean in means.items()}
         self.pending.clear()
         self.entries.append(entry)

@@ -99,9 +99,7 @@ def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "_ROOTS", (tmp_path,))
     file = tmp_path / "digits32" / "classifier.safetensors"
     shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
-    with pytest.raises(
-        CheckpointError, match=f"{file}: not the weights of DigitClassifier: missing: stages.0.0.weight"
-    ):
+    with pytest.raises(CheckpointError, match=f"{file}: not the weights of Classifier: missing: stages.0.0.weight"):
         load_classifier()
     shutil.copy(loading.__file__, file)
     with pytest.raises(CheckpointError, match="begins with"):

@@ -1,0 +1,94 @@
+"""What MAR models are trained on: the latents of a data set, encoded once, and batches of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pictures import Data
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import trange
+from training import is_first
+
+from cspd.records import publishing
+from mar.vae import AutoencoderKL
+
+PART = 500  # images that are encoded at a time
+
+
+class Latents(NamedTuple):
+    """Posterior means and standard deviations of images' tokens, each float16 [N, L, d], and labels int64 [N]."""
+
+    means: Tensor
+    stds: Tensor
+    labels: Tensor
+
+
+def latents(vae: AutoencoderKL, data: Data, num: int, device: torch.device, cache: Path, settings: dict) -> Latents:
+    """Of `num` training images, scaled to unit variance.
+
+    They are kept in the file `cache`. It is made anew where it was made with other settings, plain values.
+    """
+    made_with = {name: str(value) for name, value in settings.items()}
+    if cache.exists():
+        with safe_open(cache, "pt") as file:
+            if file.metadata() == made_with:
+                return Latents(*(file.get_tensor(name) for name in Latents._fields))
+
+    vae = vae.to(device)
+    parts = []
+    for start in trange(0, num, PART, desc="latents"):
+        images, labels = data.draw(min(PART, num - start), 10**6 + start, "train")
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
+            mean, logvar = vae.encode(images.to(device))
+        std = (0.5 * logvar.float()).exp()
+        parts.append((_tokens(mean * vae.config.scale), _tokens(std * vae.config.scale), labels))
+    whole = Latents(*(torch.cat(each) for each in zip(*parts)))
+    if is_first():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with publishing(cache) as temporary:
+            save_file(whole._asdict(), temporary, metadata=made_with)
+    return whole
+
+
+def _tokens(latent: Tensor) -> Tensor:
+    """Latents [B, d, h, w] to tokens [B, h * w, d], on the CPU."""
+    return latent.flatten(2).transpose(1, 2).half().cpu().contiguous().clone()  # a clone is no inference tensor
+
+
+class Batch(NamedTuple):
+    """What the whole model is trained on in one step; all images know equally many tokens, as MAR trains.
+
+    Attributes:
+        tokens: [B, L, d]. order: int64 [B, L]. num_known: of the tokens. labels: int64 [B].
+        generator: for all other draws of the step, on the CPU.
+    """
+
+    tokens: Tensor
+    order: Tensor
+    num_known: int
+    labels: Tensor
+    generator: torch.Generator
+
+
+class Batches:
+    """The training data; maps a draw's number to its batch, on a device."""
+
+    def __init__(self, data: Latents, batch: int, mask_ratio_min: float, device: torch.device) -> None:
+        self.data, self.batch, self.mask_ratio_min, self.device = data, batch, mask_ratio_min, device
+
+    def __call__(self, number: int) -> Batch:
+        generator = torch.Generator().manual_seed(number)
+        index = torch.randint(len(self.data.labels), (self.batch,), generator=generator)
+        means = self.data.means[index].float()
+        tokens = means + self.data.stds[index].float() * torch.randn(means.shape, generator=generator)
+        length = means.shape[1]
+        order = torch.rand(self.batch, length, generator=generator).argsort(dim=1)
+        uniform = torch.rand((), generator=generator).item()
+        mask_ratio = 1 - (1 - self.mask_ratio_min) * uniform**1.5
+        num_known = length - max(1, round(length * mask_ratio))
+        labels = self.data.labels[index]
+        return Batch(tokens.to(self.device), order.to(self.device), num_known, labels.to(self.device), generator)
