@@ -227,9 +227,9 @@ def held_out_families(emojis: dict[str, Emoji]) -> set[tuple[str, str]]:
 
 def picture(content: bytes) -> Image.Image:
     """An SVG or WebP in the middle of a white square."""
-    import resvg_py
-
     if content.startswith(b"<svg"):
+        import resvg_py  # needed nowhere else
+
         content = bytes(resvg_py.svg_to_bytes(svg_string=content.decode(), width=2 * DRAWN))
     drawn = Image.open(io.BytesIO(content)).convert("RGBA")
     drawn.thumbnail((DRAWN, DRAWN), Image.Resampling.LANCZOS)

@@ -1,4 +1,4 @@
-"""Trains an embedded GPT on the codes of coloured digits: python scripts/train_gpt.py --out FILE
+"""Trains a GPT on the codes of coloured digits, or of a folder of images: python scripts/train_gpt.py --data FOLDER
 
 Next-token cross-entropy over all codes of an image, a tenth of the labels replaced by the null class, as LlamaGen.
 """
@@ -6,18 +6,19 @@ Next-token cross-entropy over all codes of an image, a tenth of the labels repla
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from pathlib import Path
 
 import torch
-from digits import coloured_digits
+from pictures import add_data_options, data_of
 from torch import Tensor
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, export, fit
+from training import HELD_OUT_SEED, device_of_process, export, fit
 
 from cspd.vq.checkpoint import load_gpt, load_tokenizer
 from cspd.vq.gpt import GPT
-from cspd.vq.registry import GPTS, create_gpt
+from cspd.vq.registry import GPTS, gpt_spec
 
 LABEL_DROP = 0.1
 
@@ -30,7 +31,8 @@ def cross_entropy(model: GPT, labels: Tensor, codes: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="gpt_digits32", choices=[name for name in GPTS if "digits" in name])
+    add_data_options(parser)
+    parser.add_argument("--arch", default="gpt_digits32", choices=GPTS, help="its number of codes gives way to --size")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1.5e-3)
@@ -41,36 +43,41 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    settings = {name: getattr(args, name) for name in ("arch", "steps", "batch", "lr", "first_seed")}
-    settings["init"] = str(args.init)
-    tokenizer = load_tokenizer(args.tokenizer)
+    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "first_seed")
+    settings = {name: getattr(args, name) for name in names} | {"init": str(args.init)}
+    data = data_of(args)
+    device = device_of_process()
+    tokenizer = load_tokenizer(args.tokenizer).to(device)
     torch.manual_seed(0)
-    model = create_gpt(args.arch).train()
+    side = args.size // tokenizer.config.stride
+    sizes = {"block_size": side**2, "num_classes": len(data.classes), "vocab_size": tokenizer.config.codebook_size}
+    model = GPT(dataclasses.replace(gpt_spec(args.arch).config, **sizes))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.0 if name == "output.weight" else 0.02)
     if args.init:
         model.load_state_dict(load_gpt(args.init, args.arch).state_dict())
+    model.to(device).train()
 
-    def loss_fn(step: int) -> tuple[Tensor, dict[str, float]]:
-        seed = args.first_seed + step
-        images, labels = coloured_digits(args.batch, seed=seed)
+    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
+        seed = args.first_seed + number
+        images, labels = (part.to(device) for part in data.draw(args.batch, seed, "train"))
         with torch.no_grad():
             codes = tokenizer.encode(images)
         generator = torch.Generator().manual_seed(seed)
-        drop = torch.rand(len(labels), generator=generator) < LABEL_DROP
+        drop = torch.rand(len(labels), generator=generator).to(device) < LABEL_DROP
         labels = torch.where(drop, model.config.num_classes, labels)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = cross_entropy(model, labels, codes)
         return loss, {"bits": round(loss.item() / math.log(2), 3)}
 
     run = args.run or Path("runs") / args.arch
     model, seconds = fit(model, loss_fn, run=run, settings=settings, steps=args.steps, lr=args.lr)
     with torch.inference_mode():
-        images, labels = coloured_digits(512, seed=HELD_OUT_SEED, split="held-out")
-        model = model.half().float()  # as stored
-        batches = zip(labels.split(64), tokenizer.encode(images).split(64))
-        nats = sum(cross_entropy(model, *batch).item() for batch in batches) / 8
+        images, labels = data.draw(512, HELD_OUT_SEED, "held-out")
+        model, tokenizer = model.cpu().half().float(), tokenizer.cpu()  # as stored
+        parts = zip(labels.split(64), images.split(64))
+        nats = sum(cross_entropy(model, label, tokenizer.encode(part)).item() for label, part in parts) / 8
     print(f"held-out {nats / math.log(2):.3f} bits per code")
     export(model, args.out, args.arch, seconds, half=lambda name: True)
 

@@ -29,7 +29,7 @@ from cspd.plots import to_pil
 from cspd.records import append_json, publishing, write_bytes, write_png
 
 SAVE_SECONDS = 120
-SHOW_SECONDS = 900
+DRAW_SECONDS = 900
 LOG_EVERY = 10  # steps
 HELD_OUT_SEED = 10**9  # training draws never come near
 
@@ -66,13 +66,14 @@ def fit(
 ) -> tuple[nn.Module, float]:
     """Trains `model` in place and resumes from `run`/last.pt if it is there.
 
-    Beside it are log.jsonl and curves.png, of the numbers that `loss_fn` gives, and samples.png.
+    Beside it are log.jsonl and curves.png, of the numbers that `loss_fn` gives, and samples.png. The pictures are drawn
+    every quarter of an hour.
 
     Args:
         loss_fn: maps the number of a draw to (loss, numbers to show). Its randomness must come from that number alone,
             so that a resumed run goes on as if it had not stopped.
         settings: what the run depends on, plain values; a run with other settings is not resumed.
-        show: maps the averaged model to images [N, 3, H, W] in 0..1, which are drawn every quarter of an hour.
+        show: maps the averaged model to images [N, 3, H, W] in 0..1.
 
     Returns:
         The exponential average of the weights (ema_decay = 0: the last ones) as a model, and the seconds trained,
@@ -114,17 +115,19 @@ def fit(
         with publishing(last) as temporary:
             torch.save(state, temporary)
         log.write(step, seconds)
-        log.draw()
 
-    def show_samples() -> None:
-        if show is None or rank > 0:
+    def draw() -> None:
+        if rank > 0:
+            return
+        log.draw()
+        if show is None:
             return
         average.module.eval()
         with torch.inference_mode():
             images = show(average.module)
         write_png(run / "samples.png", to_pil(make_grid(images.clamp(0, 1).cpu(), padding=0)))
 
-    saved = shown_at = clock = time.monotonic()
+    saved = drawn_at = clock = time.monotonic()
     bar = tqdm(range(start, steps), initial=start, total=steps, mininterval=2.0, desc=run.name, disable=rank > 0)
     for step in bar:
         decay = 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01
@@ -149,12 +152,12 @@ def fit(
         if now - saved > SAVE_SECONDS:
             save(step + 1)
             saved = now
-        if now - shown_at > SHOW_SECONDS:
-            show_samples()
-            shown_at = now
+        if now - drawn_at > DRAW_SECONDS:
+            draw()
+            drawn_at = now
     if start < steps:
         save(steps)
-        show_samples()
+        draw()
     return average.module.eval(), seconds
 
 

@@ -1,0 +1,218 @@
+"""Training programs: each trains on a folder of 40 images and samples from it, and goes on where it was cut off."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import training
+from pictures import data_of
+from PIL import Image
+from torch import nn
+from train_mar import may_be_half
+from training import export, fit
+
+from cspd.loading import checkpoint_files
+from cspd.vq.checkpoint import load_gpt, load_tokenizer
+from mar.checkpoint import load_mar, load_vae
+
+ROOT = Path(__file__).parent.parent
+SIZE = 16
+CLASSES = [f"class_{i}" for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """40 images of 20x18 pixels, white at the left, in ten classes."""
+    root = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for name in CLASSES:
+        (root / name).mkdir()
+        for i in range(4):
+            pixels = random.integers(0, 100, (18, 20, 3), dtype=np.uint8)
+            pixels[:, :10] = 255
+            Image.fromarray(pixels).save(root / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture
+def train(folder, tmp_path, monkeypatch):
+    """A function that runs a program for two steps on the folder, and returns the file that it makes."""
+
+    def run(program, **options):
+        out = tmp_path / f"{program}.safetensors"
+        given = {"data": folder, "size": SIZE, "steps": 2, "batch": 4, "run": tmp_path / program, "out": out} | options
+        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        importlib.import_module(program).main()
+        return out
+
+    return run
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    with Image.open(path) as image:
+        return image.size
+
+
+def test_autoencoder_and_mar(train, tmp_path):
+    vae = train("train_vae", arch="kl_emoji64", free_nats=0.5)
+    assert load_vae(vae).config.stride == 4
+    options = {"arch": "mar_emoji64_draft", "images": 20, "rows": 16, "head_steps": 2, "vae": vae}
+    assert train("train_mar", **options).exists()
+    run = tmp_path / "train_mar"
+    assert size_of(run / "whole" / "samples.png") == (8 * SIZE, 3 * SIZE)
+    assert {path.name for path in run.rglob("*.png")} == {"curves.png", "samples.png"}
+    assert json.loads((run / "head" / "log.jsonl").read_text())["step"] == 2
+
+
+@pytest.mark.slow
+def test_tokenizer_gpt_and_eagle(train, tmp_path):
+    tokenizer = train("train_tokenizer")
+    assert load_tokenizer(tokenizer).config.stride == 2
+    assert size_of(tmp_path / "train_tokenizer" / "samples.png")[0] == 8 * SIZE
+    target = train("train_gpt", arch="gpt_digits32_draft", tokenizer=tokenizer)
+    assert load_gpt(target).config.num_classes == 10
+    assert train("train_eagle", arch="gpt_digits32_draft", target=target, tokenizer=tokenizer).exists()
+
+
+@pytest.mark.slow
+def test_classifier(train, capsys):
+    assert train("train_classifier", arch="emoji64").exists()
+    assert "class_9" in capsys.readouterr().out
+
+
+def trained(run, cut_off_at=None):
+    """The weights of a small model after 25 steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+
+    def loss_fn(number):
+        if number == cut_off_at:
+            raise KeyboardInterrupt
+        generator = torch.Generator().manual_seed(number)
+        loss = model(torch.randn(8, 3, generator=generator)).square().mean()
+        return loss, {"loss": loss.item()}
+
+    return fit(model, loss_fn, run=run, settings={"lr": 0.1}, steps=25, lr=0.1, warmup=5)[0].weight
+
+
+def test_a_run_that_was_cut_off_ends_as_if_it_had_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0)
+    cut, whole = tmp_path / "cut", trained(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained(cut, cut_off_at=13)
+    with (cut / "log.jsonl").open("a") as file:
+        file.write('{"step": 14, "seconds": 1.0, "loss": 1.0}\n')  # logged, but not saved
+    assert torch.equal(trained(cut), whole)
+    steps = [json.loads(line)["step"] for line in (cut / "log.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 26))
+    with pytest.raises(SystemExit, match="another --run"):
+        fit(nn.Linear(3, 2), lambda number: None, run=cut, settings={"lr": 0.2}, steps=25, lr=0.2)
+
+
+PARALLEL = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from training import device_of_process, fit, is_first
+
+device_of_process()
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+per_step = int(sys.argv[2])  # draws of this process
+
+def loss_fn(number):
+    draws = [torch.randn(8, 3, generator=torch.Generator().manual_seed(number * per_step + i)) for i in range(per_step)]
+    loss = sum(model(draw).square().mean() for draw in draws) / per_step
+    return loss, {"loss": loss.item()}
+
+model, _ = fit(model, loss_fn, run=Path(sys.argv[1]), settings={}, steps=5, lr=0.1)
+if is_first():
+    torch.save(model.state_dict(), Path(sys.argv[1]) / "weights.pt")
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_a_step(tmp_path):
+    """Two processes with one draw each take the steps of one process with two."""
+    program = tmp_path / "parallel.py"
+    program.write_text(PARALLEL)
+    weights = []
+    for processes in (1, 2):
+        run = tmp_path / str(processes)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        places = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+        environment = os.environ | {"PYTHONPATH": places}
+        subprocess.run([*command, str(program), str(run), str(2 // processes)], check=True, env=environment)
+        weights.append(torch.load(run / "weights.pt")["weight"])
+    torch.testing.assert_close(*weights)
+
+
+def test_a_head_is_stored_in_half_precision_where_it_costs_nothing(tmp_path):
+    """The first step multiplies errors by 316; x_t has unit variance."""
+    model = load_mar(checkpoint_files("digits32")["draft"])
+    file = tmp_path / "mar.safetensors"
+    export(model, file, "mar_digits32_draft", 0.0, half=may_be_half)
+    assert file.stat().st_size < 2.2 * sum(p.numel() for p in model.parameters())
+    x, z, t = torch.randn(500, 16), torch.randn(500, 96), torch.full((500,), 999)
+    stored, whole = (each.head(x, t, z)[:, :16] for each in (load_mar(file), model))
+    error = (stored - whole).square().mean().sqrt()
+    assert 316 * error < 0.15  # 0.5 if all of it were in half precision
+
+
+def data(folder, size=SIZE, upright=""):
+    return data_of(Namespace(data=str(folder), size=size, upright=upright))
+
+
+def test_a_folder_is_drawn_from(folder):
+    own = data(folder, upright="class_0,class_3")
+    assert own.classes == CLASSES
+    images, labels = own.draw(200, 5, "train")
+    assert images.shape == (200, 3, SIZE, SIZE) and images.min() >= -1 and images.max() <= 1
+    assert torch.bincount(labels).tolist() == [20] * 10
+    again, _ = own.draw(200, 5, "train")
+    assert torch.equal(images, again)
+
+    # the left half is white unless an image is mirrored
+    brightness = images.mean(dim=(1, 2))
+    mirrored = brightness[:, 0] < brightness[:, -1]
+    upright = (labels == 0) | (labels == 3)
+    assert not mirrored[upright].any()
+    assert 0.35 < mirrored[~upright].float().mean() < 0.65
+
+
+def test_held_out_images_are_others(folder, tmp_path):
+    own = data(folder)
+    drawn = {
+        split: {image.numpy().tobytes() for image in own.draw(100, 1, split)[0]} for split in ("train", "held-out")
+    }
+    assert len(drawn["held-out"]) == 10  # one of each class, not augmented
+    for split in ("train", "held_out"):
+        (tmp_path / split).mkdir()
+        for name in CLASSES[:3]:
+            (tmp_path / split / name).symlink_to(folder / name)
+    split_by_the_user = data(tmp_path)
+    assert split_by_the_user.classes == CLASSES[:3]
+    assert len({image.numpy().tobytes() for image in split_by_the_user.draw(100, 1, "held-out")[0]}) == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"upright": "faces"}, "--upright faces: the classes of .* are class_0"),
+        ({"folder": "digits"}, "--size 16: coloured digits have 32"),
+        ({"folder": "nowhere"}, "nowhere"),
+    ],
+)
+def test_bad_data(folder, options, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        data(**{"folder": folder} | options)
