@@ -185,9 +185,13 @@ def fetched(package: Package, folder: Path) -> dict[str, bytes]:
     content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != package.sha256:
         raise OSError(f"{file} is not version {package.version} as it was published: delete it and run again")
+    files = {}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        members = [member for member in archive if member.isfile()]
-        return {member.name.split("/", 1)[1]: archive.extractfile(member).read() for member in members}
+        for member in archive:
+            member_file = archive.extractfile(member)  # None of a folder
+            if member_file is not None:
+                files[member.name.split("/", 1)[1]] = member_file.read()
+    return files
 
 
 def unicode_list(files: dict[str, bytes]) -> tuple[dict[str, Emoji], dict[str, str]]:
@@ -210,7 +214,7 @@ def unicode_list(files: dict[str, bytes]) -> tuple[dict[str, Emoji], dict[str, s
 
 
 def digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def held_out_families(emojis: dict[str, Emoji]) -> set[tuple[str, str]]:

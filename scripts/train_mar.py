@@ -10,18 +10,20 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import torch
 from latents import Batch, Batches, latents
 from pictures import add_data_options, data_of
-from torch import Tensor, nn
+from torch import Tensor
 from training import device_of_process, export, fit
 
 import cspd
 from mar.checkpoint import load_vae
 from mar.diffusion import TRAIN_STEPS, training_loss
-from mar.head import Head
+from mar.head import Head, ResBlock
 from mar.model import MAR
 from mar.registry import MARS, mar_spec
 
@@ -48,7 +50,7 @@ def near_identity(head: Head) -> None:
     with torch.no_grad():
         head.input_proj.weight.copy_(amplitude * basis[:, :channels])
         head.input_proj.bias.copy_(constant)
-        for block in head.res_blocks:
+        for block in cast(Iterable[ResBlock], head.res_blocks):
             block.in_ln.weight.fill_(gain)
             block.in_ln.bias.copy_(-gain * constant)
         head.final_layer.linear.weight[:channels].copy_(basis[:, :channels].T / amplitude)
@@ -107,8 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     run = args.run or Path("runs") / args.arch
 
-    names = ("data", "size", "upright", "images")
-    drawn = {name: getattr(args, name) for name in names} | {"vae": str(args.vae)}
+    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")} | {"vae": str(args.vae)}
     names = ("arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
     settings = drawn | {name: getattr(args, name) for name in names}
     device = device_of_process()
@@ -128,13 +129,13 @@ def main() -> None:
             x0, z = masked_rows(model, batch, args.rows)
             return head_loss(model.head, x0, z, batch.generator, FIRST_STEP_WEIGHT["whole"])
 
-    def show(averaged: nn.Module) -> Tensor:
+    def show(averaged: MAR) -> Tensor:
         models = cspd.MARModels(copy.deepcopy(averaged), vae=vae)  # an engine makes its weights constants
         engine = cspd.Engine(models, max_batch=SHOWN, device=device)
         labels = [i % len(source.classes) for i in range(SHOWN)]
-        quick = {"method": "ar", "num_iter": 16, "num_sampling_steps": 25}
-        requests = [cspd.Request(label, seed=i, **quick) for i, label in enumerate(labels)]
-        return torch.stack([output.image for output in engine.generate(requests)])
+        quick = {"num_iter": 16, "num_sampling_steps": 25}
+        requests = [cspd.Request(label, seed=i, method="ar", settings=quick) for i, label in enumerate(labels)]
+        return torch.stack([output.image for output in engine.generate(requests) if output.image is not None])
 
     model, seconds = fit(model, whole, run=run / "whole", settings=settings, steps=args.steps, lr=args.lr, show=show)
 
@@ -145,7 +146,7 @@ def main() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=False):
             return head_loss(head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["head"])
 
-    head: nn.Module = model.head
+    head = model.head
     if args.head_steps:
         average, head_seconds = fit(
             head,

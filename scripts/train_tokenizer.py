@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 from pictures import add_data_options, data_of
-from torch import Tensor, nn
+from torch import Tensor
 from training import HELD_OUT_SEED, device_of_process, export, fit
 
 from cspd.vq.registry import TOKENIZERS, create_tokenizer
+from cspd.vq.tokenizer import VQModel
 
 COMMITMENT = 0.25
 REVIVE_EVERY = 20  # steps
@@ -70,7 +71,7 @@ def main() -> None:
 
     images = data.draw(512, HELD_OUT_SEED, "held-out")[0]
 
-    def show(model: nn.Module) -> Tensor:
+    def show(model: VQModel) -> Tensor:
         shown = images[:32].to(device)
         return torch.cat([shown, model.decode(model.encode(shown))]) / 2 + 0.5
 

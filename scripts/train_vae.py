@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from pictures import add_data_options, data_of
-from torch import Tensor, nn
+from torch import Tensor
 from training import HELD_OUT_SEED, device_of_process, export, fit
 
 from mar.registry import VAES, create_vae
@@ -59,7 +59,7 @@ def main() -> None:
 
     held_out = data.draw(512, HELD_OUT_SEED, "held-out")[0]
 
-    def show(model: nn.Module) -> Tensor:
+    def show(model: AutoencoderKL) -> Tensor:
         images = held_out[:32].to(device)
         return torch.cat([images, model.decode(model.encode(images)[0])]) / 2 + 0.5
 

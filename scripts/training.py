@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from tqdm import tqdm
 from cspd.plots import to_pil
 from cspd.records import append_json, publishing, write_bytes, write_png
 
+Model = TypeVar("Model", bound=nn.Module)
+Tensors = tuple[Tensor, ...] | list[Tensor]
 SAVE_SECONDS = 120
 DRAW_SECONDS = 900
 LOG_EVERY = 10  # steps
@@ -52,7 +55,7 @@ def is_first() -> bool:
 
 
 def fit(
-    model: nn.Module,
+    model: Model,
     loss_fn: Callable[[int], tuple[Tensor, dict[str, float]]],
     *,
     run: Path,
@@ -62,8 +65,8 @@ def fit(
     warmup: int = 200,
     weight_decay: float = 0.02,
     ema_decay: float = 0.999,
-    show: Callable[[nn.Module], Tensor] | None = None,
-) -> tuple[nn.Module, float]:
+    show: Callable[[Model], Tensor] | None = None,
+) -> tuple[Model, float]:
     """Trains `model` in place and resumes from `run`/last.pt if it is there.
 
     Beside it are log.jsonl and curves.png, of the numbers that `loss_fn` gives, and samples.png. The pictures are drawn
@@ -85,11 +88,12 @@ def fit(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
 
-    def ema(averages: list[Tensor], current: list[Tensor], num: Tensor) -> None:
+    def ema(averages: Tensors, current: Tensors, num: Tensor | int) -> None:
         # a short memory at first: a constant one would keep a share of the initial weights
         torch._foreach_lerp_(averages, current, max(1 - ema_decay, 9 / (int(num) + 10)))
 
     average = AveragedModel(model, multi_avg_fn=ema)
+    averaged = cast(Model, average.module)
     start, seconds = 0, 0.0
     if last.exists():
         state = torch.load(last, weights_only=True, map_location="cpu")
@@ -122,9 +126,8 @@ def fit(
         log.draw()
         if show is None:
             return
-        average.module.eval()
         with torch.inference_mode():
-            images = show(average.module)
+            images = show(averaged.eval())
         write_png(run / "samples.png", to_pil(make_grid(images.clamp(0, 1).cpu(), padding=0)))
 
     saved = drawn_at = clock = time.monotonic()
@@ -158,7 +161,7 @@ def fit(
     if start < steps:
         save(steps)
         draw()
-    return average.module.eval(), seconds
+    return averaged.eval(), seconds
 
 
 def _average_gradients(parameters: list[nn.Parameter], world: int) -> None:
