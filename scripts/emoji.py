@@ -29,20 +29,21 @@ from cspd.records import write_json, write_png
 SIZE, DRAWN = 64, 60  # pixels of a picture, and of the emoji in its middle
 HELD_OUT_EVERY = 10
 
-# the first that the subgroup's name begins with decides
+LEFT_OUT = ("sky-weather", "place-map", "body-parts", "hair-style", "skin-tone")  # they look like no class
+# a class has the subgroups of Unicode's list whose names begin so; the first class that has one gets it
 CLASSES = {
-    "faces": ("face-", "cat-face", "monkey-face"),
-    "people": ("person", "family"),
-    "body": ("hand", "body-parts"),
     "animals": ("animal-",),
-    "nature": ("plant-", "sky-weather"),
-    "food": ("food-", "drink", "dishware"),
-    "travel": ("transport-air", "transport-ground", "transport-water", "place-", "hotel"),
+    "faces": ("face-", "cat-face", "monkey-face"),
+    "flags": ("country-flag", "flag", "subdivision-flag"),
+    "food_and_plants": ("food-", "drink", "plant-"),
+    "hands": ("hand",),
+    "people": ("person", "family"),
+    "places": ("place-", "hotel"),
     "symbols": (
         *("emotion", "heart", "alphanum", "arrow", "av-symbol", "currency", "gender", "geometric", "keycap", "math"),
         *("other-symbol", "punctuation", "religion", "transport-sign", "warning", "zodiac"),
     ),
-    "flags": ("country-flag", "flag", "subdivision-flag"),
+    "vehicles": ("transport-air", "transport-ground", "transport-water"),
     "objects": ("",),
 }
 TONES = 5
@@ -200,9 +201,11 @@ def unicode_list(files: dict[str, bytes]) -> tuple[dict[str, Emoji], dict[str, s
     names = json.loads(files["meta/unicode-names.json"])
     emojis, hexcodes = {}, {squashed(name): hexcode(code) for code, name in names.items()}
     for entry in json.loads(files["en/data.json"]):
-        if "group" not in entry or groups["groups"][str(entry["group"])] == "component":
+        if "subgroup" not in entry:  # a letter that flags are spelled with
             continue
         subgroup = groups["subgroups"][str(entry["subgroup"])]
+        if subgroup.startswith(LEFT_OUT):
+            continue
         category = next(name for name, starts in CLASSES.items() if subgroup.startswith(starts))
         family = re.sub(r"\b(wo)?m[ae]n\b|\bperson\b|\bpeople\b", "", entry["label"])
         for variant in [entry, *entry.get("skins", [])]:

@@ -1,10 +1,14 @@
-"""Trains the classifier that judges embedded models, on real images: python scripts/train_classifier.py"""
+"""Trains the classifier that judges embedded models, on real images: python scripts/train_classifier.py
+
+Each image is blended with another of its batch, and so are their labels (mixup, Zhang et al. 2018).
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+import numpy as np
 import torch
 from pictures import add_data_options, data_of
 from torch import Tensor
@@ -13,9 +17,11 @@ from training import HELD_OUT_SEED, device_of_process, export, fit
 
 from cspd.evaluation.classifier import CLASSIFIERS, Classifier, accuracy
 
+MIXED = 0.2  # parameter of the beta distribution of a blend's shares
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
     parser.add_argument("--arch", default="digits32", choices=CLASSIFIERS)
     parser.add_argument("--steps", type=int, default=4000)
@@ -35,10 +41,14 @@ def main() -> None:
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images, labels = (part.to(device) for part in data.draw(args.batch, number, "train"))
+        share = np.random.default_rng(number).beta(MIXED, MIXED)  # equally often near 0 and near 1
         with torch.autocast(device.type, torch.bfloat16):
-            logits = model(images).float()
-        loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
-        recognised = (logits.argmax(1) == labels).float().mean().item()
+            logits = model(torch.lerp(images, images.roll(1, 0), share)).float()
+        own = F.cross_entropy(logits, labels, label_smoothing=0.05)
+        other = F.cross_entropy(logits, labels.roll(1), label_smoothing=0.05)
+        loss = torch.lerp(own, other, share)
+        likelier = labels if share < 0.5 else labels.roll(1)
+        recognised = (logits.argmax(1) == likelier).float().mean().item()
         return loss, {"loss": round(loss.item(), 3), "recognised": round(recognised, 3)}
 
     # batch statistics are not averaged: take the last weights, which the learning rate's decay has settled

@@ -24,7 +24,7 @@ def listed(entries):
 
 def test_a_drink_is_food_and_a_tool_an_object():
     emojis, hexcodes = listed([entry("hot beverage", "2615", 1), entry("hammer", "1F528", 2)])
-    assert [emojis[code].category for code in ("2615", "1f528")] == ["food", "objects"]
+    assert [emojis[code].category for code in ("2615", "1f528")] == ["food_and_plants", "objects"]
     assert hexcodes["hammer"] == "1f528"
 
 
