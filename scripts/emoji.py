@@ -1,8 +1,8 @@
 """Builds the emoji data set, 64x64 RGB on white in 10 classes, from packages of npm: python scripts/emoji.py
 
-Six sets of pictures under licences that let a trained model be shipped; those that ask derived works to be under their
-own licence (OpenMoji, EmojiOne 1) or allow no reuse (Apple, Facebook) are left out. One emoji in ten is held out in
-all of its drawings, with both genders and every skin tone, so that no vendor's copy of a held-out emoji is trained on.
+Seven sets of pictures under licences that let a trained model be shipped. Those that ask derived works to be under
+their own licence (OpenMoji, EmojiOne 1) or allow no reuse (Apple, Facebook) are left out. One emoji in ten is held out
+in all of its drawings, with both genders and every skin tone: no vendor's copy of a held-out emoji is trained on.
 
 Packages are fetched by `npm pack` once, and checked. A run that was cut off goes on where it was.
 """
@@ -132,7 +132,7 @@ VENDORS = {
     ),
     "fxemoji": Vendor(
         Package("@iconify-json/fxemoji", "1.2.2", "f3e72b3c59d05e1db03b7e308d55c0d05bd7ba3f625a90da1b79313c12858eef"),
-        "Apache-2.0",
+        "CC-BY-4.0",
         "Mozilla, FxEmojis",
         icons,
     ),

@@ -31,6 +31,7 @@ from cspd.records import append_json, publishing, write_bytes, write_png
 
 Model = TypeVar("Model", bound=nn.Module)
 Tensors = tuple[Tensor, ...] | list[Tensor]
+MODULES = ("model", "average", "optimizer")  # of a state
 SAVE_SECONDS = 120
 DRAW_SECONDS = 900
 LOG_EVERY = 10  # steps
@@ -82,89 +83,89 @@ def fit(
         The exponential average of the weights (ema_decay = 0: the last ones) as a model, and the seconds trained,
         earlier runs included.
     """
-    run.mkdir(parents=True, exist_ok=True)
-    last = run / "last.pt"
     rank, world = _rank_and_world()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-
-    def ema(averages: Tensors, current: Tensors, num: Tensor | int) -> None:
-        # a short memory at first: a constant one would keep a share of the initial weights
-        torch._foreach_lerp_(averages, current, max(1 - ema_decay, 9 / (int(num) + 10)))
-
-    average = AveragedModel(model, multi_avg_fn=ema)
-    averaged = cast(Model, average.module)
-    start, seconds = 0, 0.0
-    if last.exists():
-        state = torch.load(last, weights_only=True, map_location="cpu")
-        if state.get("settings") != settings:
-            raise SystemExit(f"{last} was trained with {state.get('settings')}: give another --run, or delete it")
-        model.load_state_dict(state["model"])
-        average.load_state_dict(state["average"])
-        optimizer.load_state_dict(state["optimizer"])
-        start, seconds = state["step"], state["seconds"]
-    log = Log(run, start)
-
-    def save(step: int) -> None:
-        if rank > 0:
-            return
-        state = {
-            "model": model.state_dict(),
-            "average": average.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": step,
-            "seconds": seconds,
-            "settings": settings,
-        }
-        with publishing(last) as temporary:
-            torch.save(state, temporary)
-        log.write(step, seconds)
+    state = _State(run, model, settings, lr, weight_decay, ema_decay)
+    log = Log(run, state.step)
+    averaged = cast(Model, state.average.module)
+    parameters = state.optimizer.param_groups[0]["params"]
 
     def draw() -> None:
-        if rank > 0:
-            return
         log.draw()
-        if show is None:
-            return
-        with torch.inference_mode():
-            images = show(averaged.eval())
-        write_png(run / "samples.png", to_pil(make_grid(images.clamp(0, 1).cpu(), padding=0)))
+        if show is not None:
+            with torch.inference_mode():
+                images = show(averaged.eval())
+            write_png(run / "samples.png", to_pil(make_grid(images.clamp(0, 1).cpu(), padding=0)))
 
-    saved = drawn_at = clock = time.monotonic()
-    bar = tqdm(range(start, steps), initial=start, total=steps, mininterval=2.0, desc=run.name, disable=rank > 0)
+    first_step = state.step
+    saved = drawn = clock = time.monotonic()
+    numbers = range(first_step, steps)
+    bar = tqdm(numbers, initial=first_step, total=steps, mininterval=2.0, desc=run.name, disable=rank > 0)
     for step in bar:
         decay = 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / warmup, decay)
+        state.optimizer.param_groups[0]["lr"] = lr * min((step + 1) / warmup, decay)
         loss, shown = loss_fn(step * world + rank)
-        optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        if world > 1:
-            _average_gradients(parameters, world)
+        _average_gradients(parameters, world)
         nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        average.update_parameters(model)
+        state.optimizer.step()
+        state.average.update_parameters(model)
+
         now = time.monotonic()
-        seconds += now - clock
-        clock = now
+        state.seconds += now - clock
+        state.step, clock = step + 1, now
         bar.set_postfix(shown, refresh=False)
-        if rank == 0:
-            log.pending.append(shown)
-            if len(log.pending) == LOG_EVERY:
-                log.write(step + 1, seconds)
-        if now - saved > SAVE_SECONDS:
-            save(step + 1)
+        is_last = state.step == steps
+        if rank > 0:
+            continue
+        log.add(state, shown)
+        if now - saved > SAVE_SECONDS or is_last:
+            log.write(state)
+            state.save()
             saved = now
-        if now - drawn_at > DRAW_SECONDS:
+        if now - drawn > DRAW_SECONDS or is_last:
             draw()
-            drawn_at = now
-    if start < steps:
-        save(steps)
-        draw()
-    return averaged.eval(), seconds
+            drawn = now
+    return averaged.eval(), state.seconds
+
+
+class _State:
+    """All that a run needs to go on: weights, their average, the optimizer's moments, how far it is."""
+
+    def __init__(
+        self, run: Path, model: nn.Module, settings: dict, lr: float, weight_decay: float, ema_decay: float
+    ) -> None:
+        def ema(averages: Tensors, current: Tensors, num: Tensor | int) -> None:
+            # a short memory at first: a constant one would keep a share of the initial weights
+            torch._foreach_lerp_(averages, current, max(1 - ema_decay, 9 / (int(num) + 10)))
+
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.model, self.average = model, AveragedModel(model, multi_avg_fn=ema)
+        self.optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+        self.settings, self.step, self.seconds = settings, 0, 0.0
+        self.file = run / "last.pt"
+        run.mkdir(parents=True, exist_ok=True)
+        if self.file.exists():
+            self._load()
+
+    def _load(self) -> None:
+        state = torch.load(self.file, weights_only=True, map_location="cpu")
+        if state.get("settings") != self.settings:
+            raise SystemExit(f"{self.file} was trained with {state.get('settings')}: give another --run, or delete it")
+        for name in MODULES:
+            getattr(self, name).load_state_dict(state[name])
+        self.step, self.seconds = state["step"], state["seconds"]
+
+    def save(self) -> None:
+        state = {name: getattr(self, name).state_dict() for name in MODULES}
+        state |= {"step": self.step, "seconds": self.seconds, "settings": self.settings}
+        with publishing(self.file) as temporary:
+            torch.save(state, temporary)
 
 
 def _average_gradients(parameters: list[nn.Parameter], world: int) -> None:
+    if world == 1:
+        return
     for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -182,12 +183,18 @@ class Log:
         if len(self.entries) < len(lines):  # steps after the last save are taken once more
             write_bytes(self.file, "".join(json.dumps(entry) + "\n" for entry in self.entries).encode())
 
-    def write(self, step: int, seconds: float) -> None:
+    def add(self, state: _State, shown: dict[str, float]) -> None:
+        self.pending.append(shown)
+        if len(self.pending) == LOG_EVERY:
+            self.write(state)
+
+    def write(self, state: _State) -> None:
         """The means of what is pending, if anything is."""
         if not self.pending:
             return
         means = {name: sum(each[name] for each in self.pending) / len(self.pending) for name in self.pending[0]}
-        entry = {"step": step, "seconds": round(seconds, 1)} | {name: round(mean, 6) for name, mean in means.items()}
+        entry = {"step": state.step, "seconds": round(state.seconds, 1)}
+        entry |= {name: round(mean, 6) for name, mean in means.items()}
         self.pending.clear()
         self.entries.append(entry)
         append_json(self.file, entry)
