@@ -1,7 +1,7 @@
 """cspd: fast sampling of autoregressive image models, with tested guarantees.
 
 >>> engine = cspd.load("digits32")
->>> output = engine.generate([cspd.Request(label=3, seed=7)])[0]
+>>> engine.sample(["three", 7], seed=7)[0].save("three.png")
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from cspd.discrete.models import VQModels
     from cspd.engine import Engine
     from cspd.loading import load
+    from cspd.methods import register
     from cspd.sequence import Output, Request, RoundStats
 
-__all__ = ["Engine", "MARModels", "Output", "Request", "RoundStats", "VQModels", "__version__", "load"]
+__all__ = ["Engine", "MARModels", "Output", "Request", "RoundStats", "VQModels", "__version__", "load", "register"]
 HOMES = {
     "Engine": "cspd.engine",
     "MARModels": "cspd.continuous.models",
@@ -27,6 +28,7 @@ HOMES = {
     "RoundStats": "cspd.sequence",
     "VQModels": "cspd.discrete.models",
     "load": "cspd.loading",
+    "register": "cspd.methods",
 }
 
 

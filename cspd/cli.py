@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import shlex
@@ -10,6 +11,7 @@ import sys
 
 from cspd.parsing import Parser
 from cspd.stopping import Stopped, follow_launcher, stoppable
+from cspd.telling import telling
 from cspd.version import __version__
 
 BROKEN_PIPE = 141  # as a shell has it of a process that SIGPIPE ended
@@ -86,11 +88,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    import torch
+    with telling("starting") if sys.stderr.isatty() else contextlib.nullcontext():
+        import torch
 
-    args = _parser().parse_args(argv)
-    args.line = shlex.join(["cspd", *(sys.argv[1:] if argv is None else argv)])  # as reports name it
+        from cspd.commands.options import load_plugins
+
     try:
+        load_plugins(sys.argv[1:] if argv is None else argv)
+        args = _parser().parse_args(argv)
+        args.line = shlex.join(["cspd", *(sys.argv[1:] if argv is None else argv)])  # as reports name it
         status = args.run(args)
         sys.stdout.flush()  # while an error can still be told
     except BrokenPipeError:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import types
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from cspd import noise as philox_noise
-from cspd.finishing import Finisher
+from cspd import saving
+from cspd.flight import Flight
 from cspd.graphs import Graphs
 from cspd.lookup import choose, method_of
 from cspd.machine import describe, pick_device
-from cspd.method import Host, Method, Models
+from cspd.method import Host, Method, Models, placed
 from cspd.option import plain
-from cspd.precision import Precision, Stopwatch, precision_of
-from cspd.scheduler import Scheduler
+from cspd.precision import Precision, precision_of
 from cspd.sequence import Output, Request, RoundStats, Sequence
+from cspd.streaming import Item, OnProgress, check_all, checked, from_threads, stream
 
-NAMED = 3  # requests of one fault that are named one by one
-BAR_FORMAT = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
+CLOSED = "this engine is closed: make another one, as by cspd.load"
+Label = int | str | None
 
 
 class Engine:
@@ -36,19 +36,15 @@ class Engine:
 
     Args:
         models: of each family at most one set; a request that does not say otherwise is of the first that has its
-            method. All models are moved to the device, put in eval mode and frozen, in place. Weights that are loaded
-            later are not seen by what was made of them: calibrations, and copies in another precision.
+            method. They are moved to the device, put in eval mode and frozen, in place. Weights that are loaded later
+            are not seen by what was made of them: calibrations, and copies in another precision.
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's on
-            the same device.
+        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's on the same device.
         compiled: run speculative rounds through torch.compile: half a minute on first use, then faster.
         graphs: replay the work of fixed shape as CUDA graphs, see `cspd.graphs`; by default on CUDA, and nowhere else.
         cache: where calibrations are kept, before the user's cache directory.
         noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.
-
-    Attributes:
-        hosts: by family, "MAR" or "VQ".
 
     Raises:
         ValueError: models that do not fit each other, no such device, unknown precision, graphs without CUDA, or too
@@ -75,25 +71,32 @@ class Engine:
         self.device = pick_device(device)
         self.precision = precision_of(precision, self.device)
         self.compiled, self.graphs = compiled, Graphs(self.device, graphs)
-        self._models: list[Models] = [_placed(each, self.device) for each in models]
+        self._models: list[Models] = [placed(each, self.device) for each in models]
         self._settings: dict[str, Any] = {"compiled": compiled, "graphs": graphs, "cache": cache, "noise": noise}
         self.hosts: dict[str, Host] = {}
+        how: dict[str, Any] = {"compiled": compiled, "graphs": self.graphs, "cache": cache}
         for each in self._models:
-            self.hosts[each.family] = each.host(
-                max_batch, self.device, self.precision, noise, compiled=compiled, graphs=self.graphs, cache=cache
-            )
-        self.num_slots = max_batch
-        self.scheduler = Scheduler(max_batch)
-        self._finisher = Finisher(self.device)
-        self._tickets, self._streaming = 0, False
+            self.hosts[each.family] = each.host(max_batch, self.device, self.precision, noise, **how)
+        self.num_slots, self._closed = max_batch, False
+        self._classes = {each.family: each.classes for each in self._models}
+        self._flight = Flight(self.hosts, max_batch, self.device)
+        self.scheduler = self._flight.scheduler
+        self._inbox: deque = deque()  # of the requests of `add_request`
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{family} {host.image_size}x{host.image_size}" for family, host in self.hosts.items())
+        how = f"{sizes} pixels; {self.num_slots} slots, {self.device}, {self.precision.policy}"
+        return f"<Engine, {'closed' if self._closed else how}>"
 
     @property
     def host(self) -> Host:
         """The first family's."""
+        self._check_open()
         return next(iter(self.hosts.values()))
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine over the same models."""
+        self._check_open()
         settings = {"device": self.device, "precision": self.precision, **self._settings}  # and its copies of weights
         engine = Engine(*self._models, max_batch=max_batch, **settings)
         for family, host in self.hosts.items():
@@ -113,6 +116,10 @@ class Engine:
         """
         return self._checked(request)[0]
 
+    def name_of(self, request: Request) -> str:
+        """The name of the class of a checked request; its number where classes have no names."""
+        return self._classes[str(request.family)].name_of(request.label)
+
     def resolve(self, request: Request) -> Request:
         """The request with every default filled in, checked. Raises ValueError on a bad one.
 
@@ -120,7 +127,8 @@ class Engine:
         settings that are seldom meant.
         """
         request, method = self._checked(request)
-        request = self.hosts[method.family].resolve(request, method)
+        with self._flight.turns.take():
+            request = self.hosts[method.family].resolve(request, method)
         advice = method.advice(request)
         if advice is not None:
             warnings.warn(advice, stacklevel=1)  # always from here, so that Python says it once
@@ -129,171 +137,164 @@ class Engine:
     def _checked(self, request: Request) -> tuple[Request, Method]:
         if not isinstance(request, Request):
             raise ValueError(f"{request!r} is no request: give cspd.Request(label, ...)")
+        self._check_open()
         request, method = choose(request, list(self.hosts))
+        if isinstance(request.label, str):
+            request = request.but(label=self._classes[method.family].number_of(request.label))
+        if request.label is None and request.cfg is None:  # there is nothing to guide towards
+            request = request.but(cfg=1.0)
         return self.hosts[method.family].check(request, method), method
 
     def add_request(self, request: Request) -> int:
-        """Queues a request and returns its ticket.
+        """Queues a request and returns its ticket. Raises ValueError on a bad one, which harms no other."""
+        with self._flight.turns.take():
+            return self._queue(request, self._inbox).ticket
 
-        Raises:
-            ValueError: a bad request; it harms no other. RuntimeError: a stream has the engine to itself.
-        """
-        self._refuse_beside_a_stream()
-        return self._queue(request)
-
-    def _refuse_beside_a_stream(self) -> None:
-        if self._streaming:
-            raise RuntimeError("a stream has the engine to itself: finish it first, or give it the requests")
-
-    def _queue(self, request: Request) -> int:
-        request = self.resolve(request)
-        method = method_of(request)
-        ticket = self._tickets
-        self._tickets += 1
-        stats = RoundStats(guarantee=method.guarantee_of(request))
-        self.scheduler.add(Sequence(request, ticket, key=method.round_key(request), stats=stats))
-        return ticket
+    def _queue(self, request: Request, inbox: deque) -> Sequence:
+        resolved = self.resolve(request)
+        method = method_of(resolved)
+        sequence = Sequence(
+            resolved,
+            key=method.round_key(resolved),
+            stats=RoundStats(guarantee=method.guarantee_of(resolved)),
+            class_name=self.name_of(resolved),
+            asked=request,
+            inbox=inbox,
+        )
+        self._flight.add(sequence)
+        return sequence
 
     def step(self) -> dict[int, Output]:
-        """Runs one round of one kind of request and returns the outputs that are there, by ticket.
+        """Runs one round of one kind of request and returns the outputs of `add_request` that are there, by ticket.
 
-        On a GPU decoding overlaps later rounds, so an image may be returned a few rounds late; the last round returns
-        all that remain. An error or interruption drops all requests in flight, and images that are being decoded. An
-        output that is not finite harms no other: it has an `error` and no image.
+        On a GPU an image may be returned a few rounds late; the last round returns all that remain. An error or
+        interruption drops everything in flight. An output that is not finite has an `error` and no image.
 
-        Raises:
-            RuntimeError: a stream has the engine to itself.
+        Raises RuntimeError where a round failed that another thread ran.
         """
-        self._refuse_beside_a_stream()
-        return self._step()
+        outputs: dict[int, Output] = {}
+        self._check_open()
+        with self._flight.turns.take():
+            try:
+                self._flight.run_round()
+                for message in self._inbox:
+                    sequence, output = checked(*message)
+                    if output is not None:
+                        outputs[sequence.ticket] = output
+            finally:
+                self._inbox.clear()
+        return outputs
 
-    @torch.inference_mode()
-    def _step(self) -> dict[int, Output]:
-        watch = Stopwatch(self.device)
-        try:
-            admitted = self.scheduler.admit()
-            for family, host in self.hosts.items():
-                host.admit([sequence for sequence in admitted if sequence.request.family == family])
-            batch = self.scheduler.next()
-            if not batch:
-                return {}  # and nothing is being decoded: the last round waited for it
-            method, key = method_of(batch[0].request), batch[0].key
-            host = self.hosts[method.family]
-            finished = method.run_round(host, batch, watch)
-            watch.stop()
-            self._finisher.add_round(batch, watch)
-            for sequence in batch:
-                if len(sequence.reached) < sequence.iteration:
-                    sequence.reached.append(sequence.num_known)
-            self.scheduler.release(finished)
-            if len(finished) == len(batch):
-                host.forget(key)
-            if finished:
-                self._finisher.add(host, finished)
-            return self._finisher.ready(wait=not len(self.scheduler))
-        except BaseException:  # cut off in the middle of a round, its state is no one's any more
-            self._clear()
-            raise
+    def cancel(self, request: Request | int) -> bool:
+        """Takes a request out that is not finished, this very object or that of a ticket; any thread may.
 
-    def stream(self, requests: Iterable[Request], progress: bool = False) -> Iterator[tuple[int, Output]]:
-        """Yields (index of the request, output) as requests finish; `progress` shows a bar that counts images.
+        It gives no output. Its slot is free at once, or a round later. Returns whether there was such a request: one
+        that its stream has not read yet is none.
+        """
+        with self._flight.turns.take():
+            meant = [each for each in self._flight.unfinished() if request is each.asked or request == each.ticket]
+            self._flight.cancel(meant)
+        return bool(meant)
+
+    def stream(
+        self,
+        requests: Iterable[Request],
+        progress: bool = False,
+        on_progress: OnProgress | None = None,
+        every: int = 1,
+    ) -> Iterator[Item]:
+        """Yields (index of the request, output) as requests finish.
 
         `requests` may be endless: it is read as slots become free, one ahead, so that no queue grows. A stream that
-        is left early takes its requests out of the engine.
+        is left early takes its requests out of the engine. Several streams, of several threads too, share its slots.
+
+        Args:
+            progress: show a bar of images, or of the tokens of a single one.
+            on_progress: called as (request, fraction, preview) for each request under way, every so many rounds:
+                `preview()` is Pillow's image of what is known by then, and costs nothing where it is not called.
 
         Raises:
             ValueError: at a bad request, when it is read; those read before are finished first.
             FloatingPointError: after all others were yielded, where tokens or images were not finite.
-            RuntimeError: other requests are in flight.
+            RuntimeError: a round failed that another thread ran.
         """
-        if self._streaming or len(self.scheduler):
-            raise RuntimeError(f"{len(self.scheduler)} requests are in flight: finish them, or the other stream, first")
-        source: Iterator[tuple[int, Request]] | None = enumerate(requests)
-        self._streaming = True
-        index_of: dict[int, int] = {}
-        error: ValueError | None = None
-        lost: dict[int, str] = {}
-        finished = 0
-        total = len(requests) if isinstance(requests, Sized) else None
-        bar = tqdm(total=total, unit="image", bar_format=BAR_FORMAT if total else None, disable=not progress)
-        try:
-            while True:
-                # one more than there are slots: a round that ends all of them then does not wait for their images
-                while source and len(self.scheduler) <= self.num_slots:
-                    try:
-                        index, request = next(source)
-                        index_of[self._queue(request)] = index
-                    except StopIteration:
-                        source = None
-                    except ValueError as bad:
-                        error, source = bad, None
-                if not index_of:
-                    break
-                outputs = self._step()
-                finished += len(outputs)
-                bar.n = finished + self._under_way()
-                bar.update(0)
-                for ticket, output in outputs.items():
-                    index = index_of.pop(ticket)
-                    if output.error:
-                        lost[index] = output.error
-                    else:
-                        yield index, output
-        finally:
-            bar.close()
-            self._clear()
-            self._streaming = False
-        if error:
-            raise error
-        if lost:
-            first = f"{_named([min(lost)])}: " if len(lost) > 1 else ""
-            raise FloatingPointError(f"{_named(sorted(lost))} gave no image: {first}{lost[min(lost)]}")
+        self._check_open()
+        return stream(self._flight, self._queue, requests, progress, on_progress, every)
 
-    def generate(self, requests: Iterable[Request] | Request, progress: bool = False) -> list[Output]:
-        """The outputs of all requests, or of a single one, in their order; `progress` shows a bar.
+    def stream_async(
+        self, requests: Iterable[Request], on_progress: OnProgress | None = None, every: int = 1
+    ) -> AsyncIterator[Item]:
+        """As `stream`, for `async for`: other threads run the rounds, and call `on_progress`."""
+        self._check_open()
+        return from_threads(stream, self._flight, self._queue, requests, False, on_progress, every)
+
+    def generate(
+        self,
+        requests: Iterable[Request] | Request,
+        progress: bool = False,
+        on_progress: OnProgress | None = None,
+        every: int = 1,
+    ) -> list[Output]:
+        """The outputs of all requests that are not cancelled, or of a single one, in their order; see `stream`.
 
         Raises:
-            ValueError: before any work, naming every bad request.
+            ValueError: before any work, naming every bad request; of what has no length, as `stream`, which reads it
+                as slots become free.
             FloatingPointError: as in `stream`, which gives the other outputs too.
         """
-        requests = [requests] if isinstance(requests, Request) else list(requests)
-        bad: dict[str, list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            try:
-                self.resolve(request)
-            except ValueError as error:
-                bad[str(error)].append(index)
-        if bad:
-            raise ValueError("; ".join(f"{_named(alike)}: {error}" for error, alike in bad.items()))
-        outputs = dict(self.stream(requests, progress))
-        return [outputs[index] for index in range(len(requests))]
+        requests = [requests] if isinstance(requests, Request) else requests
+        if isinstance(requests, Sized):
+            check_all(self.resolve, requests)
+        outputs = dict(self.stream(requests, progress, on_progress, every))
+        return [outputs[index] for index in sorted(outputs)]
 
-    def _under_way(self) -> float:
-        """How many images' worth is done of what is in flight: those being decoded, and shares of the others."""
-        done = float(len(self._finisher))
-        for family, host in self.hosts.items():
-            known = [s.num_known for s in self.scheduler.in_flight() if s.request.family == family]
-            done += sum(known) / host.seq_len
-        return done
+    def sample(
+        self,
+        labels: Label | Iterable[Label],
+        seed: int = 0,
+        method: str | None = None,
+        *,
+        progress: bool = False,
+        on_progress: OnProgress | None = None,
+        **settings: object,
+    ) -> list[Output]:
+        """An image of each label, in their order: `engine.sample([207, "otter"], seed=3, cfg=4)`.
 
-    def _clear(self) -> None:
-        """Drops everything in flight."""
-        self.scheduler.clear()
-        self._finisher.clear()
-        for host in self.hosts.values():
-            host.clear()
+        Args:
+            labels: classes by number or name, or None, the model's images of no class; one or many.
+            seed: of the first image; the next has the next. settings: as of `Request`. Others as of `generate`.
+        """
+        several = plain(labels)
+        if several is None or isinstance(several, (int, str)):
+            several = [several]
+        requests = [Request(label, seed + i, method, settings=settings) for i, label in enumerate(several)]
+        return self.generate(requests, progress, on_progress)
 
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Writes the models to a new folder, which `cspd.load` reads. Raises ValueError, OSError."""
+        self._check_open()
+        if len(self._models) > 1:
+            raise ValueError("a folder has models of one family: save them from an engine of its own each")
+        saving.save(self._models[0], folder)
 
-def _named(indices: list[int]) -> str:
-    """Requests by their indices, of many the first and how many there are."""
-    if len(indices) == 1:
-        return f"request {indices[0]}"
-    numbers = ", ".join(map(str, indices[:NAMED]))
-    return f"requests {numbers}" + (f" ... ({len(indices)} of them)" if len(indices) > NAMED else "")
+    def close(self) -> None:
+        """Drops what is in flight and lets the models go, as `with` does at its end. Nothing can be run then."""
+        with self._flight.turns.take():
+            self._flight.drop(RuntimeError(CLOSED))
+            self._closed = True
+            self.hosts, self._models, self._flight.hosts = {}, [], {}
+            self.graphs = Graphs(self.device, enabled=False)
+            self.precision = Precision(self.precision.policy, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(CLOSED)
 
-def _placed(models: Any, device: torch.device) -> Any:
-    """The models on a device, in eval mode and frozen."""
-    modules = {f.name: getattr(models, f.name) for f in dataclasses.fields(models)}
-    placed = {name: m.to(device).eval().requires_grad_(False) for name, m in modules.items() if m is not None}
-    return dataclasses.replace(models, **placed)
+    def __enter__(self) -> Engine:
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -49,7 +49,7 @@ class Finisher:
 
     def __len__(self) -> int:
         """Images under way."""
-        return sum(len(work.sequences) for work in self._work if work.made)
+        return len(self.sequences())
 
     def add_round(self, sequences: list[Sequence], watch: Stopwatch) -> None:
         """Sequences are charged the seconds of a round, when it is past."""
@@ -70,16 +70,20 @@ class Finisher:
             watch.stop()
         self._work.append(_Work(sequences, watch, made))
 
-    def ready(self, wait: bool) -> dict[int, Output]:
-        """The outputs that are there, by ticket; all that there will be, if told to `wait`."""
-        outputs: dict[int, Output] = {}
+    def sequences(self) -> list[Sequence]:
+        """Those that images are under way of."""
+        return [sequence for work in self._work if work.made for sequence in work.sequences]
+
+    def ready(self, wait: bool) -> list[tuple[Sequence, Output]]:
+        """The outputs that are there; all that there will be, if told to `wait`."""
+        outputs: list[tuple[Sequence, Output]] = []
         while self._work and (wait or self._work[0].watch.is_past() or self._num_batches() > AHEAD):
             work = self._work.popleft()
             for phase, spent in work.watch.seconds().items():
                 for sequence in work.sequences:
                     sequence.stats.seconds[phase] += spent
             if work.made:
-                outputs |= _outputs(work.sequences, work.made)
+                outputs += _outputs(work.sequences, work.made)
         return outputs
 
     def clear(self) -> None:
@@ -90,16 +94,17 @@ class Finisher:
         return sum(1 for work in self._work if work.made)
 
 
-def _outputs(sequences: list[Sequence], made: _Made) -> dict[int, Output]:
+def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:
     images = [None] * len(sequences) if made.images is None else made.images
-    outputs = {}
+    outputs = []
     with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
         for sequence, own_finite, image, *of_one in zip(sequences, made.finite, images, made.tokens, made.heat):
             sequence.complete_stats()
             own_tokens, own_heat = (each.clone() for each in of_one)
             error = _error(sequence, own_finite, image)
             image = None if image is None or error else image.clone()
-            outputs[sequence.ticket] = Output(sequence.request, own_tokens, image, own_heat, sequence.stats, error)
+            what = sequence.request, own_tokens, image, own_heat, sequence.stats, error, sequence.class_name
+            outputs.append((sequence, Output(*what)))
     return outputs
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
+from cspd import hub
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
 from cspd.method import Models
+from cspd.saving import DESCRIPTION, described
+from cspd.telling import telling
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
@@ -34,6 +37,17 @@ _VQ_FILES = {
     "eagle": ("eagle.safetensors",),
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_c2i.pt"),
 }
+# what is fetched with a target from the hub
+_COMPANIONS = (
+    DESCRIPTION,
+    *(
+        pattern
+        for files in (_MAR_FILES, _VQ_FILES)
+        for part, patterns in files.items()
+        if part != "target"
+        for pattern in patterns
+    ),
+)
 
 
 def embedded() -> dict[str, Path]:
@@ -59,6 +73,11 @@ def _path(place: str | Path, what: str) -> Path:
     return Path(place)
 
 
+def _is_remote(checkpoint: str | Path) -> bool:
+    """Whether it is a name on the hub, and no place here."""
+    return isinstance(checkpoint, str) and hub.is_name(checkpoint)
+
+
 def _find(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
 
@@ -67,9 +86,11 @@ def _target_file(checkpoint: str | Path) -> Path:
     """The file of an embedded name, a folder or a target's file."""
     known = embedded()
     place = known.get(str(checkpoint), _path(checkpoint, "checkpoint"))
+    patterns = dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"])
+    if _is_remote(checkpoint):
+        place = hub.fetched(str(checkpoint), tuple(patterns), _COMPANIONS)
     if place.is_file():
         return place
-    patterns = dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"])
     found = _find(place, patterns) if place.is_dir() else []
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
@@ -121,7 +142,8 @@ def load(
     """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
 
     Args:
-        checkpoints: embedded names, folders with official files, or targets' files; "digits32" by default.
+        checkpoints: embedded names, folders with official files or as `Engine.save_pretrained` writes them, targets'
+            files, or names on the Hugging Face hub ("org/name", "org/name/file"); "digits32" by default.
         arch: the target's size (`mar.registry.MARS`, `cspd.vq.registry.GPTS`); found out from the file by default.
         vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
         draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
@@ -151,13 +173,12 @@ def load(
             raise CheckpointError(
                 f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
             )
-        if decoder == "tokenizer":
-            models.append(_vq_models(target, arch, files["draft"], files["eagle"], decoder_file))
-        else:
-            large = load_mar(target, arch)
-            small = load_mar(files["draft"]) if files["draft"] else None
-            models.append(MARModels(large, small, load_vae(decoder_file)))
-            cache = target.parent / "calibration"
+        with telling(f"loading {target}"):
+            if decoder == "tokenizer":
+                models.append(_vq_models(target, arch, files["draft"], files["eagle"], decoder_file))
+            else:
+                models.append(_mar_models(target, arch, files["draft"], decoder_file))
+                cache = None if _is_remote(checkpoint) else target.parent / "calibration"
     return Engine(
         *models,
         max_batch=max_batch,
@@ -169,10 +190,20 @@ def load(
     )
 
 
+def _mar_models(target_file: Path, arch: str | None, draft_file: Path | None, vae_file: Path) -> MARModels:
+    target = load_mar(target_file, arch)
+    draft = load_mar(draft_file) if draft_file else None
+    classes, _ = described(target_file.parent, target.config.class_num)
+    return MARModels(target, draft, load_vae(vae_file), classes)
+
+
 def _vq_models(
     target_file: Path, arch: str | None, draft_file: Path | None, eagle_file: Path | None, tokenizer_file: Path
 ) -> VQModels:
     target = load_gpt(target_file, arch)
+    classes, num_tokens = described(target_file.parent, target.config.num_classes)
+    if num_tokens is not None:
+        target.config = dataclasses.replace(target.config, block_size=num_tokens)
     draft = load_gpt(draft_file) if draft_file else None
     eagle = load_eagle(eagle_file) if eagle_file else None
     if eagle and eagle.config.dim != target.config.dim:  # it lies beside, but is another target's
@@ -180,4 +211,4 @@ def _vq_models(
     smaller: list[GPT | Eagle] = [model for model in (draft, eagle) if model]
     for model in smaller:  # weights fit any resolution
         model.config = dataclasses.replace(model.config, block_size=target.config.block_size)
-    return VQModels(target, draft, eagle, load_tokenizer(tokenizer_file))
+    return VQModels(target, draft, eagle, load_tokenizer(tokenizer_file), classes)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from cspd.classes import ClassNames
 from cspd.graphs import Graphs
 from cspd.option import Option, check_integer
 from cspd.precision import Precision, Stopwatch
@@ -116,7 +118,10 @@ def complete(
     """
     fill = {name: value for name, value in published.items() if getattr(request, name) is None}
     request = method.fill(request.but(**fill))
-    check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
+    if request.label is not None:
+        check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
+    elif request.guided:
+        raise ValueError(f"cfg={request.cfg!r} guides towards a class and label=None is none: leave it out, or give 1")
     check_integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
     shared = {option.name: option for option in common}
     for name, value in request.settings.items():
@@ -174,6 +179,9 @@ class Host(Protocol):
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of tokens; None without a decoder."""
 
+    def so_far(self, sequence: Sequence) -> Tensor:
+        """Tokens [1, L(, d)] of a running sequence, those that are unknown as nothing."""
+
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Tokens by the sampler as the models' authors published it; settings of every method of the family."""
 
@@ -185,9 +193,13 @@ class Host(Protocol):
 
 
 class Models(Protocol):
-    """The models of a family: a dataclass of modules. `MARModels`, `VQModels`."""
+    """The models of a family: a dataclass of modules, and of their classes' names. `MARModels`, `VQModels`."""
 
     family: ClassVar[str]
+
+    @property
+    def classes(self) -> ClassNames:
+        """The names of the classes."""
 
     def check(self) -> None:
         """Raises ValueError where the models do not fit each other."""
@@ -204,3 +216,15 @@ class Models(Protocol):
         cache: Path | None = None,
     ) -> Host:
         """A host of these models, which fit and are on the device already. Raises ValueError on too little memory."""
+
+
+def modules_of(models: Models) -> dict[str, nn.Module]:
+    """The modules of a family's models, by name, without those that are not there."""
+    parts = {field.name: getattr(models, field.name) for field in dataclasses.fields(models)}  # type: ignore[arg-type]
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def placed(models: Any, device: torch.device) -> Any:
+    """The models on a device, in eval mode and frozen."""
+    modules = {name: module.to(device).eval().requires_grad_(False) for name, module in modules_of(models).items()}
+    return dataclasses.replace(models, **modules)

@@ -1,4 +1,4 @@
-"""The list of methods. `cspd.lookup` answers questions on it."""
+"""The list of methods, and how to add one's own. `cspd.lookup` answers questions on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cspd.continuous import published as samplers
 from cspd.continuous.host import MAR_OPTIONS
 from cspd.discrete import jacobi, published
 from cspd.discrete.options import VQ_OPTIONS
-from cspd.method import Method
+from cspd.method import GUARANTEES, Method
 from cspd.option import Option
 
 METHODS: list[Method] = [
@@ -35,3 +35,25 @@ METHODS: list[Method] = [
 COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  # options of all methods of a family
 EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint of each family that comes with cspd
 DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}
+_BUILT_IN = tuple(METHODS)
+
+
+def register(method: Method) -> None:
+    """Adds a method of one's own: requests, studies and the command line (`--plugin`) have it from then on.
+
+    One that was registered under the same name before is replaced, as where a notebook's cell is run twice.
+
+    Raises:
+        TypeError: it is no `Method`. ValueError: cspd has one of this name, or its family or guarantee is unknown.
+    """
+    if not isinstance(method, Method):
+        raise TypeError(f"{method!r} is no method: give a cspd.method.Method, as sampling() or drafting() make them")
+    for what, known in (("family", COMMON), ("guarantee", GUARANTEES)):
+        if getattr(method, what) not in known:
+            raise ValueError(
+                f"method {method.name!r}: {what}={getattr(method, what)!r}: choose one of {', '.join(known)}"
+            )
+    same = [each for each in METHODS if (each.name, each.family) == (method.name, method.family)]
+    if same and same[0] in _BUILT_IN:
+        raise ValueError(f"method {method.name!r} is one of cspd's for {method.family}: give yours another name")
+    METHODS[:] = [each for each in METHODS if each not in same] + [method]

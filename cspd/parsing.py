@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 MOST = 10_000_000  # of what is counted, such as images
 MOST_LISTED = 100_000  # numbers in a list
+MOST_NAMED = 60  # words that an error lists
 LARGEST_SEED = 2**63 - 1
 SPAN = re.compile(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", re.ASCII)  # "5" or "0-3"
 _SHORT = reprlib.Repr()  # never the whole of what may be endless
@@ -51,7 +52,8 @@ def closest(word: object, known: Collection[str]) -> str | None:
 def choice(word: object, known: Collection[str]) -> str:
     """What an error over an unknown word ends with: what was perhaps meant, or else all that there is."""
     meant = closest(word, known)
-    return f"did you mean {meant}?" if meant else f"choose one of {', '.join(known)}"
+    more = f" ... ({len(known):,} in all)" if len(known) > MOST_NAMED else ""
+    return f"did you mean {meant}?" if meant else f"choose one of {', '.join([*known][:MOST_NAMED])}{more}"
 
 
 def number_list(text: str) -> list[int]:
@@ -65,6 +67,17 @@ def number_list(text: str) -> list[int]:
             f"{shortened(text)} is no list of numbers: write it like 0-9 or 1,5,7-9 ({limits})"
         )
     return [number for low, high in ends for number in range(low, high + 1)]
+
+
+def label_list(text: str) -> list[int | str | None]:
+    """ "0-2,golden retriever,none" to [0, 1, 2, "golden retriever", None]: classes by number or name, or no class."""
+    labels: list[int | str | None] = []
+    for part in text.split(","):
+        if re.fullmatch(r"[\s\d-]*", part):
+            labels += number_list(part)
+        else:
+            labels.append(None if part.strip() == "none" else part.strip())
+    return labels
 
 
 def float_list(text: str) -> list[float]:

@@ -7,10 +7,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 MARGIN = 4
 WIDE = 1000  # pixels that a grid of small images is enlarged to, about
@@ -19,25 +17,6 @@ LONGEST = 4096  # pixels of a grid's longer side: larger images are reduced
 LINE = 22  # height of a heat map's legend, in pixels
 BAR = 240  # width of its colours, from the least to the most
 UNKNOWN = (128, 128, 128)  # between viridis' darkest and lightest, for those who see no colours
-
-
-def to_uint8(image: Tensor) -> Tensor:
-    """uint8 of floats in 0..1, of any shape such as [3, H, W]; uint8 stays as it is.
-
-    Raises:
-        ValueError: other values, or NaN: as 8 bits they would wrap around.
-    """
-    if image.dtype == torch.uint8:
-        return image
-    if not image.is_floating_point() or not ((image >= 0) & (image <= 1)).all():
-        dtype, low, high = image.dtype, image.min().item(), image.max().item()
-        raise ValueError(f"an image of {dtype} from {low:g} to {high:g}: give uint8, or floats in 0..1")
-    return (image * 255).round().to(torch.uint8)
-
-
-def to_pil(image: Tensor) -> Image.Image:
-    """A PIL image of [3, H, W], rounded as by `to_uint8`."""
-    return Image.fromarray(to_uint8(image).permute(1, 2, 0).numpy())
 
 
 def _scaled(image: Image.Image, columns: int, rows: int) -> tuple[int, int]:
@@ -56,11 +35,18 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image.resize(size, Image.Resampling.NEAREST if larger else Image.Resampling.BOX)
 
 
+def _font(size: int, texts: Sequence[str], width: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """A font of this size, or of a smaller one in which all texts are so narrow, if they can still be read."""
+    font = ImageFont.load_default(size=size)
+    widest = max((font.getlength(text) for text in texts), default=0)
+    return font if widest <= width else ImageFont.load_default(size=max(8, int(size * width / widest)))
+
+
 def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -> Image.Image:
     """Images in rows of `columns`, each over its caption, enlarged or reduced by a whole factor to a useful size."""
     rows = math.ceil(len(images) / columns)
     width, height = size = _scaled(images[0], columns, rows)
-    font = ImageFont.load_default(size=min(20, max(12, height // 6)))
+    font = _font(min(20, max(12, height // 6)), captions, width)
     caption_height = math.ceil(font.getbbox("Ag")[3]) + MARGIN
     column_width = width + MARGIN
     row_height = height + caption_height + MARGIN

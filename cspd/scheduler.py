@@ -18,11 +18,15 @@ class Scheduler:
     def __init__(self, num_slots: int) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
+        self.num_slots = num_slots
         self._free = list(reversed(range(num_slots)))
 
     def __len__(self) -> int:
-        """Sequences not finished."""
-        return len(self.waiting) + sum(map(len, self.running.values()))
+        """Sequences not finished. Any thread may ask."""
+        return len(self.waiting) + sum(map(len, list(self.running.values())))
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self.waiting or sequence in self.running.get(sequence.key, ())
 
     def in_flight(self) -> list[Sequence]:
         """The running sequences."""
@@ -58,6 +62,13 @@ class Scheduler:
             if not self.running[key]:
                 del self.running[key]
             self._free.append(sequence.slot)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Takes a sequence out, waiting or running."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.release([sequence])
 
     def clear(self) -> None:
         """Drops everything, finished or not."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import os
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from cspd.option import option_names, plain
-from cspd.parsing import choice
+from cspd.parsing import choice, shortened
+from cspd.pixels import to_pil
+from cspd.records import png_of
 
 PHASES = ("backbone", "head", "draft", "decode", "other")
 
@@ -21,7 +26,7 @@ class Request:
     """One image to make.
 
     Attributes:
-        label: class, 0 .. number of classes - 1.
+        label: class, 0 .. number of classes - 1, or its name; None: no class, as the model makes images without one.
         seed: of everything random in this image, 0 .. 2^63 - 1.
         method: its name, see `cspd methods`; by default `speculative` of MAR, `sjd-pac` of VQ models.
         family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
@@ -36,7 +41,7 @@ class Request:
         TypeError: a setting that nobody has.
     """
 
-    label: int
+    label: int | str | None
     seed: int = 0
     method: str | None = None
     family: str | None = None
@@ -44,7 +49,7 @@ class Request:
 
     def __init__(
         self,
-        label: int,
+        label: int | str | None,
         seed: int = 0,
         method: str | None = None,
         *,
@@ -73,7 +78,8 @@ class Request:
 
     def __repr__(self) -> str:
         named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family, **self.settings}
-        return f"Request({', '.join(f'{name}={value!r}' for name, value in named.items() if value is not None)})"
+        shown = {name: value for name, value in named.items() if value is not None or name == "label"}
+        return f"Request({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def but(self, **changes: Any) -> Request:
         """The same request but for some settings; None leaves one open."""
@@ -160,18 +166,24 @@ class Sequence:
     """A running request: its slot and how far it is. `num_known` tokens of its order are committed.
 
     Sequences of equal `key` can share a round, whatever else differs. `reached` has `num_known` after each iteration.
-    `complete_stats` is called before they are handed out: what it reads from the device is there by then.
+    `complete_stats` is called before they are handed out: what it reads from the device is there by then. `is_busy`
+    tells whether work is under way between rounds that will write to the slot. `asked` is the request as it was given;
+    what becomes of it goes to the `inbox` of who gave it (`cspd.flight`).
     """
 
     request: Request
-    ticket: int
+    ticket: int = -1
     slot: int = -1
     key: Hashable = None
+    class_name: str = ""
+    asked: Request | None = None
+    inbox: deque = field(default_factory=deque)
     iteration: int = 0
     num_known: int = 0
     reached: list[int] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
     complete_stats: Callable[[], None] = lambda: None
+    is_busy: Callable[[], bool] = lambda: False
 
     def iteration_of(self, rank: int) -> int:
         """The iteration, from 1, that committed the token of a rank, from 0, in the generation order."""
@@ -190,6 +202,9 @@ class Output:
             a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design.
         stats: what it cost.
         error: None; or of a request whose tokens or image are not finite, which request it is, and where that began.
+        class_name: of the request's label; its number where classes have no names.
+
+    A notebook shows the picture.
     """
 
     request: Request
@@ -198,3 +213,26 @@ class Output:
     heat: Tensor
     stats: RoundStats
     error: str | None = None
+    class_name: str = ""
+
+    def pil(self) -> Image.Image:
+        """The image as Pillow's. Raises ValueError where there is none."""
+        if self.image is None:
+            raise ValueError(f"there is no image: {self.error or 'the engine has no autoencoder or tokenizer'}")
+        return to_pil(self.image)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the image to a file, whose name says the format (.png). Raises ValueError, OSError."""
+        self.pil().save(path)
+
+    def _repr_png_(self) -> bytes | None:
+        return None if self.image is None else png_of(self.pil())
+
+    def __repr__(self) -> str:
+        if self.error:
+            return f"<Output: {shortened(self.error)}>"
+        request = self.request
+        size = "no image" if self.image is None else f"{self.image.shape[2]}x{self.image.shape[1]} pixels"
+        seconds = sum(self.stats.seconds.values())
+        how = f"{request.method}, {self.stats.guarantee}, {seconds:.3g} s"
+        return f"<Output: {self.class_name or request.label}, seed {request.seed}, {how}; {size}>"

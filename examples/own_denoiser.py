@@ -1,11 +1,12 @@
-"""A denoiser of one's own: guidance in the noisiest steps only, after arXiv 2404.07724.
+"""A denoiser of one's own: guidance in the noisiest steps, after arXiv 2404.07724, and no null class in the others.
 
-The null class is not evaluated in the others. Its line in cspd/methods.py: `own_denoiser.METHOD`.
+cspd sample --plugin examples/own_denoiser.py --method early-guidance --guided-share 0.3
 """
 
 import numpy as np
 import torch
 
+import cspd
 from cspd.continuous.ancestral import evaluate
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.modulations import modulated
@@ -33,8 +34,7 @@ def denoise(host, model, rows, z, *, index=0, densities=False):
             x = s.mean_x[step] * x + s.mean_eps[step] * eps
             if step > 0:
                 x = x + torch.exp(s.log_sigma_base[step] + s.log_sigma_slope[step] * v) * noise[step]
-    calls = np.full(len(x), len(s))
-    return Denoised(x, calls, len(s), evaluations=np.full(len(x), sum(classes)))
+    return Denoised(x, np.full(len(x), len(s)), len(s), evaluations=np.full(len(x), sum(classes)))
 
 
-METHOD = sampling("early-guidance", "guidance in the noisiest steps only", {}, denoiser="early-guidance")
+cspd.register(sampling("early-guidance", "guidance in the noisiest steps only", {}, denoiser="early-guidance"))

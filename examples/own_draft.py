@@ -1,11 +1,12 @@
 """A draft without a model: the codes that followed the last time the last code stood there (n-gram, prompt lookup).
 
-They are chosen, not drawn, so the rule judges them as point masses: exact. Its line in cspd/methods.py:
-`own_draft.METHOD`.
+They are chosen, not drawn, so the rule judges them as point masses: exact.
+cspd sample --plugin examples/own_draft.py --checkpoint digits32_vq --method ngram
 """
 
 import torch
 
+import cspd
 from cspd.discrete import tree
 from cspd.discrete.draft import Drafted, draft
 from cspd.discrete.draft_verify import drafting
@@ -27,4 +28,4 @@ def propose(host, batch):
     return Drafted(tree.chain(gamma, host.device), torch.cat([last, drafted], 1), None)
 
 
-METHOD = drafting("ngram", "a chain of codes that followed before", {}, draft="ngram", gamma=4)
+cspd.register(drafting("ngram", "a chain of codes that followed before", {}, draft="ngram", gamma=4))

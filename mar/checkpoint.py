@@ -151,6 +151,12 @@ def _what_it_is(tensors: dict[str, Tensor], wanted: Kind, candidates: Collection
     return f"not the weights of {expected}; compared with {nearest}, {differences}: give the file of one of these"
 
 
+def named_size(model: nn.Module) -> str | None:
+    """The name of the size whose tensors a model has, of any kind; None where there is none."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return next((name for kind in KINDS for name in kind.names if _shapes(kind.create, name) == own), None)
+
+
 def _on_meta(create: Callable[[str], Model], name: str) -> Model:
     with torch.device("meta"):
         return create(name)

@@ -16,7 +16,7 @@ from training import HELD_OUT_SEED
 
 from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.metrics import LEAST, SPACES, features
-from cspd.plots import to_uint8
+from cspd.pixels import to_uint8
 from cspd.records import publishing
 
 PART = 1000  # images drawn at a time

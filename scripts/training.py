@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchvision.utils import make_grid
 from tqdm import tqdm
 
-from cspd.plots import to_pil
+from cspd.pixels import to_pil
 from cspd.records import append_json, publishing, write_bytes, write_png
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+from cspd import telling
 from cspd.gpu_check.golden import FOLDER as GOLDEN  # noqa: F401 - for tests to take from here, as relative_error
 from cspd.gpu_check.golden import Golden, golden_mar, relative_error  # noqa: F401
 from cspd.vq.gpt import GPT, GPTConfig
@@ -17,6 +18,7 @@ from mar.vae import AutoencoderKL, KLConfig
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
     prefix="cspd-tests-"
 )  # costs, and calibrations of small models, are made anew
+telling.PATIENCE = 3600.0  # a slow machine does not add lines to what commands print
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests share models, and golden tensors are on the CPU
 
 

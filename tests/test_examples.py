@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import relative_error
+from stores import small_checkpoint
 from toys import counts, distribution, draw, p_value, request_of, toy_models
 
-from cspd import Engine, MARModels, Request, methods
+from cspd import Engine, MARModels, Request, methods, register
+from cspd.cli import main
 from cspd.continuous.denoiser import DENOISERS
 from cspd.discrete.draft import DRAFTS
 
@@ -19,17 +23,17 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture
 def added(monkeypatch):
-    """A function that adds an example's method to the list, for one test."""
+    """A function that imports an example, which adds its method to the list, for one test."""
     registries = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS)]
+    before_all = list(methods.METHODS)
 
     def add(name):
         monkeypatch.syspath_prepend(str(EXAMPLES))
         monkeypatch.delitem(sys.modules, name, raising=False)
-        method = __import__(name).METHOD
-        monkeypatch.setattr(methods, "METHODS", [*methods.METHODS, method])
-        return method
+        __import__(name)
 
     yield add
+    methods.METHODS[:] = before_all
     for registry, before in registries:
         registry.clear()
         registry.update(before)
@@ -73,3 +77,45 @@ def test_one_image(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(EXAMPLES / "one_image.py"))
     assert (tmp_path / "seven.png").exists() and "guarantee: exact" in capsys.readouterr().out
+
+
+def test_the_command_line_has_it(added, tmp_path, capsys):
+    plugin = ["--plugin", str(EXAMPLES / "own_denoiser.py")]
+    models = ["--checkpoint", small_checkpoint(), "--device", "cpu", "--labels", "3", "--out", str(tmp_path)]
+    own = ["--method", "early-guidance", "--guided-share", "0.4", "--num-iter", "2", "--num-sampling-steps", "20"]
+    assert main(["sample", *plugin, *models, *own]) == 0
+    (image,) = json.loads((tmp_path / "samples.json").read_text())["images"]
+    assert (image["request"]["method"], image["request"]["guided_share"]) == ("early-guidance", 0.4)
+    assert main(["methods", "--plugin", str(EXAMPLES / "own_draft.py")]) == 0
+    assert "a chain of codes that followed before" in capsys.readouterr().out
+
+
+def test_help_names_its_flag(added, capsys):
+    with pytest.raises(SystemExit):
+        main(["sample", "--plugin", str(EXAMPLES / "own_denoiser.py"), "--help"])
+    shown = capsys.readouterr().out
+    assert "--guided-share" in shown and "early-guidance" in shown
+
+
+@pytest.mark.parametrize(
+    "text, message", [("x = 1", "registers no method: end it with cspd.register"), (None, "no such file")]
+)
+def test_a_plugin_that_is_none(text, message, tmp_path, capsys):
+    if text:
+        (tmp_path / "own.py").write_text(text)
+    assert main(["methods", "--plugin", str(tmp_path / "own.py")]) == 2
+    assert f"cspd: --plugin {tmp_path}/own.py" in (error := capsys.readouterr().err) and message in error
+
+
+def test_what_cannot_be_registered(added):
+    added("own_draft")
+    own = methods.METHODS[-1]
+    with pytest.raises(ValueError, match=r"method 'ar' is one of cspd's for VQ: give yours another name"):
+        register(dataclasses.replace(own, name="ar"))
+    with pytest.raises(ValueError, match="method 'ngram': guarantee='sure': choose one of exact, "):
+        register(dataclasses.replace(own, guarantee="sure"))
+    with pytest.raises(TypeError, match="'ngram' is no method"):
+        register("ngram")
+    again = dataclasses.replace(own, summary="as where a cell is run twice")
+    register(again)
+    assert methods.METHODS[-1] is again and own not in methods.METHODS

@@ -30,7 +30,8 @@ from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, Shards, store_of
 from cspd.machine import describe, pick_device
 from cspd.parsing import count, number_list, place, seed
-from cspd.plots import grid, to_pil
+from cspd.pixels import to_pil
+from cspd.plots import grid
 from cspd.ran import file_fingerprint, model_line, models_of, what_ran, without_folders
 from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request

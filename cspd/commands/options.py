@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+import runpy
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -11,7 +12,7 @@ from cspd.engine import Engine
 from cspd.listing import Use, uses
 from cspd.loading import checkpoint_files, family_of, load
 from cspd.lookup import choose, method_names, method_of
-from cspd.methods import COMMON, DEFAULTS
+from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
@@ -53,7 +54,36 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="replay what is launched again and again as CUDA graphs (default: on a GPU; there are none on a CPU)",
     )
+    add_plugin_option(group)
     group.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads (default: torch's)")
+
+
+def add_plugin_option(group: argparse._ActionsContainer) -> None:
+    """Read by `load_plugins` before there is any parser."""
+    group.add_argument(
+        "--plugin",
+        type=place,
+        action="append",
+        metavar="FILE",
+        help="a Python file that registers methods (docs/api.md)",
+    )
+
+
+def load_plugins(argv: Sequence[str]) -> None:
+    """Runs the files that --plugin names; the methods that they register have flags and help as all others.
+
+    Raises:
+        ValueError: a file registers nothing. FileNotFoundError, and what its own code raises.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    add_plugin_option(early)
+    for file in early.parse_known_args(argv)[0].plugin or ():
+        if not file.is_file():
+            raise FileNotFoundError(f"--plugin {file}: no such file")
+        before = list(METHODS)
+        runpy.run_path(str(file), run_name=file.stem)
+        if before == METHODS:
+            raise ValueError(f"--plugin {file} registers no method: end it with cspd.register(...)")
 
 
 def add_method_option(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,9 @@ from cspd.commands.options import (
     run_settings,
 )
 from cspd.commands.sample_folder import RECORD, sample_to_folder
-from cspd.parsing import count, number_list, place, seed
+from cspd.engine import Engine
+from cspd.parsing import count, label_list, place, seed
+from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.summary import LAZY, measured_lines
 
@@ -29,7 +31,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_method_option(sample)
     add_request_options(sample)
     group = sample.add_argument_group("what to make")
-    group.add_argument("--labels", type=number_list, default="0-9", help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
+    group.add_argument(
+        "--labels",
+        "--classes",
+        type=label_list,
+        default="0-9",
+        help="classes by number or name, like 0-9 or 1,5,seven; none: of no class (default: 0-9)",
+    )
     group.add_argument("--num", type=count, help="images in all; the labels take turns (default: one a label)")
     group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
@@ -53,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     phases = ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
     if summary["images_made"]:
         speed = f"{summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s"
-        print(f"{summary['images_made']} images in {speed}")
+        print(f"{summary['images_made']} image{'s' if summary['images_made'] > 1 else ''} in {speed}")
     else:
         print(f"all {num} images were there already")
     if "step_compression" in summary:
@@ -73,8 +81,8 @@ def run(args: argparse.Namespace) -> None:
             f" {summary['head_calls_per_image']:.0f} sequential head calls"
             f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
         )
-    if summary["window"] and "step_compression" not in summary:
-        print(f"window {summary['window']}: --window {summary['window']} gives these images on any machine")
+    if summary["window"] is not None and "step_compression" not in summary:
+        print(f"window {summary['window']}: {_window_told(engine, requests[0], summary['window'])}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")
@@ -83,3 +91,12 @@ def run(args: argparse.Namespace) -> None:
     if args.heatmap:
         print(f"wrote {args.out / 'heatmap.png'} (what each token cost)")
     print(f"wrote {args.out / 'grid.png'} (all images), {args.out / RECORD} (settings, statistics), {num} PNGs")
+
+
+def _window_told(engine: Engine, request: Request, window: int) -> str:
+    """What to tell of the window of `speculative`, and why it is 0."""
+    if window:
+        return f"--window {window} gives these images on any machine"
+    if request.window == 0:
+        return "as asked for, so nothing was drafted"
+    return f"nothing was drafted: {engine.host.tuning.why_none(engine.check(request), engine.num_slots)}"

@@ -18,7 +18,8 @@ from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
 from cspd.items import tell_damaged
 from cspd.lookup import method_of
-from cspd.plots import grid, heat_grid, to_pil
+from cspd.pixels import to_pil
+from cspd.plots import grid, heat_grid
 from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, read_text, write_bytes, write_png
 from cspd.sequence import Request
 from cspd.store import Store, differences, kept_choices
@@ -27,7 +28,7 @@ from cspd.summary import STATS, summary_of
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
 JOURNAL = "samples.journal"  # a line of JSON for each image since the record was written
-NAMES = rf"\d+_label\d+_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
+NAMES = rf"\d+_label(\d+|none)_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
 IMAGE = {"index": int, "request": dict, "stats": STATS, "heat?": [MAYBE]}
 GRID_LIMIT = 400  # images in the grid, at most
 
@@ -56,7 +57,8 @@ def sample_to_folder(
         ValueError: a bad request, or what `Store.claim` raises.
     """
     requests = [engine.check(request) for request in requests]
-    names = [f"{i:05d}_label{r.label}_seed{r.seed}.png" for i, r in enumerate(requests)]
+    labels = ["none" if request.label is None else request.label for request in requests]
+    names = [f"{i:05d}_label{labels[i]}_seed{r.seed}.png" for i, r in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     overviews = OVERVIEWS if heatmap else (GRID,)
     with Store(out, RECORD, SCHEMA, {"settings": dict, "images": [IMAGE]}, NAMES, ("settings", "requests")) as store:
@@ -79,7 +81,7 @@ def sample_to_folder(
         record["summary"]["judged_and_accepted"] = totals  # of the images of this run
         store.save(record)
         (out / JOURNAL).unlink(missing_ok=True)
-        _write_overviews(out, names, record, requests, heatmap)
+        _write_overviews(engine, out, names, record, requests, heatmap)
     return record
 
 
@@ -159,7 +161,9 @@ def _sample(
     return made, totals
 
 
-def _write_overviews(out: Path, names: Sequence[str], record: dict, requests: Sequence[Request], heatmap: bool) -> None:
+def _write_overviews(
+    engine: Engine, out: Path, names: Sequence[str], record: dict, requests: Sequence[Request], heatmap: bool
+) -> None:
     """The grid of the first images and, if asked for, what their tokens cost."""
     shown = record["images"][:GRID_LIMIT]
     columns = next((n for n in (10, 8) if len(shown) % n == 0), min(10, len(shown)))
@@ -167,7 +171,7 @@ def _write_overviews(out: Path, names: Sequence[str], record: dict, requests: Se
     for image in shown:
         with Image.open(out / names[image["index"]]) as picture:
             pictures.append(picture.convert("RGB"))
-    captions = [str(requests[image["index"]].label) for image in shown]
+    captions = [engine.name_of(requests[image["index"]]) for image in shown]
     write_png(out / GRID, grid(pictures, captions, columns))
     if heatmap:
         heat = [image.get("heat") for image in shown]

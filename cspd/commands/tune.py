@@ -168,6 +168,8 @@ def command(args: argparse.Namespace, row: Configuration) -> str:
     words = ["cspd", "sample", "--method", str(row.request.method)]
     usual = {"checkpoint": "digits32", "device": "auto", "precision": "fp32"}
     settings = {name: value for name, value in settings_of(row.request).items() if name in option_names()}
+    for file in args.plugin or ():
+        words += ["--plugin", str(file)]
     given = {name: getattr(args, name) for name in MODEL} | settings | {"max_batch": args.max_batch}
     for name, value in given.items():
         flag = "--" + name.replace("_", "-")

@@ -21,16 +21,18 @@ from tqdm import tqdm
 from cspd.comparison.study import Configuration
 from cspd.items import read_item, tell_damaged, write_item
 from cspd.machine import peak_bytes, reset_peak
-from cspd.plots import to_pil
+from cspd.pixels import to_pil
 from cspd.records import MAYBE, NUMBER, misfit, parse_json
 from cspd.sequence import Output, Request
 from cspd.store import DECIDED, Store, kept_choices
+from cspd.streaming import OnProgress
 from cspd.summary import ADDED, LAZY, MEASURED
 
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
 CHUNKS = "chunks"
 TUNE = "tune.json"  # of a search
+BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 WRITTEN = ("report.html", "speed_quality.png", "comparison.png", "comparison.md", "comparison.csv", "comparison.json")
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
 REST = {  # of a chunk, as JSON
@@ -109,11 +111,24 @@ class Turns:
     def _make(self, r: int, i: int) -> None:
         requests = self.parts[r][i]
         if r not in self.warm:
-            self.rows[r].engine.generate(requests)  # all: kernels are chosen for their shapes
+            warming = self._showing(f"{self.rows[r].name}: warming up", 0)
+            self.rows[r].engine.generate(requests, on_progress=warming)  # all: kernels are chosen for their shapes
             self.warm.add(r)
-        self.made[r, i] = _timed(self.rows[r], requests)
+        self.made[r, i] = _timed(self.rows[r], requests, self._showing(self.rows[r].name))
         _write(self.folder / _file(r, i), self.made[r, i], self._made_of(r, i))
-        self.bar.update(len(requests))
+
+    def _showing(self, name: str, worth: float = 1) -> OnProgress:
+        """Moves the bar with the images of a turn, each `worth` so many."""
+        before, shares = self.bar.n, {}
+
+        def show(request: Request, share: float, preview: object) -> None:
+            shares[request] = share
+            done = sum(shares.values())
+            self.bar.set_postfix_str(name if worth else f"{name} {done:.1f}", refresh=False)
+            self.bar.n = before + worth * done
+            self.bar.update(0)
+
+        return show
 
 
 @contextlib.contextmanager
@@ -163,7 +178,7 @@ def taking_turns(
     files = [_file(r, i) for r in range(len(rows)) for i in range(len(turns))]
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
-    with tqdm(total=num * len(rows), unit="image", disable=not progress) as bar:
+    with tqdm(total=num * len(rows), unit="image", bar_format=BAR, disable=not progress) as bar:
         plans = []
         failed: dict[int, str] | None = {} if may_fail else None
         for r, row in enumerate(rows):
@@ -225,10 +240,10 @@ def _given(request: Request) -> dict:
     return {key: value for key, value in request.to_dict().items() if value is not None}
 
 
-def _timed(row: Configuration, requests: list[Request]) -> Chunk:
+def _timed(row: Configuration, requests: list[Request], on_progress: OnProgress) -> Chunk:
     reset_peak(row.engine.device)
     start = time.perf_counter()
-    outputs = row.engine.generate(requests)
+    outputs = row.engine.generate(requests, on_progress=on_progress)
     seconds, peak = time.perf_counter() - start, peak_bytes(row.engine.device)
     if outputs[0].image is None:
         raise ValueError(f"{row.name}: an engine without autoencoder makes no images to compare")

@@ -241,7 +241,7 @@ def planned(host: MARHost, batch: list[Sequence], rows: Rows, known_before: np.n
 
 def _inputs(host: MARHost, slots: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, order, class embedding) of slots [B], `copies` of each, the null class second."""
-    embedding = host.target.class_emb(host.label[slots])
+    embedding = host.classes["target"][host.label[slots]]
     if copies == 2:
         embedding = torch.cat([embedding, host.target.fake_latent.expand_as(embedding)])
     return host.tokens[slots].repeat(copies, 1, 1), host.order[slots].repeat(copies, 1), embedding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS, WINDOW, ROUNDS = 128, 8, 12  # of what is timed: long enough that no chain ends in it
 ANCESTRAL_STEPS = STEPS // 4
 REPEATS, PATIENCE = 5, 0.5  # sizes grow until one takes this many seconds
+ENOUGH = 3.0  # seconds of one size, after which two repeats will do: noise matters where times are short
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ class Costs:
             rows_left = rows * share / chance  # how many then are, on average
             seconds += chance * _interpolate(rows_left * window, self.inputs, self.round)
         return seconds
+
+    def may_gain(self, num_steps: int, rows: float) -> bool:
+        """Whether some window would be taken if every draft were right: if none, there is nothing to calibrate for."""
+        if rows * num_steps > self.table_size:
+            return False
+        windows = [window for window in WINDOWS if window <= num_steps]
+        fewest = [np.array([1 + math.ceil((num_steps - 1) / window)]) for window in windows]
+        least = min(self.head_seconds(num_steps, rows, window, calls) for window, calls in zip(windows, fewest))
+        return bool(least < GAIN * self.head_seconds(num_steps, rows, 0))
 
     def window(self, num_steps: int, rows: float, calibration: Calibration) -> int:
         """The window W with the least predicted time for so many tokens at once; 0 unless one gains 30%."""
@@ -129,7 +140,7 @@ def measure(
     runner = Graphs(device, graphs)
     measured = {"ancestral": [], "start": [], "round": []}
     rows, limit = [], table_size(head, copies, precision)
-    for size in tqdm(ROWS, desc="timing this device", unit="size", leave=False, delay=2):
+    for size in tqdm(ROWS, desc="timing this device", unit="size", leave=False, delay=0.5):
         if rows and size * STEPS > limit:
             break
         z = torch.randn(copies, size, head.cond_embed.in_features, generator=generator).to(device)
@@ -160,7 +171,10 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[
         chains.start(range(size), position, seed, position, z, ones, ones)
 
     times = {"ancestral": [], "start": [], "round": []}
-    for _ in range(REPEATS):
+    begun = time.perf_counter()
+    for repeat in range(REPEATS):
+        if repeat > 1 and time.perf_counter() - begun > ENOUGH:
+            break
         times["ancestral"].append(_seconds(run_ancestral, device) / ANCESTRAL_STEPS)
         times["start"].append(_seconds(start, device) / STEPS)
         launches = [_seconds(chains.advance, device) for _ in range(ROUNDS // chains.rounds)]

@@ -69,6 +69,7 @@ class MARHost:
         heat: float32 [slots, L], what each token cost, for pictures; a method says what it means.
         audit: float32 [slots, L], nats, what an audit found of each token, where one is asked for.
         kept: what methods keep between rounds, by the sequences' key.
+        classes: float32 [classes + 1, D], embeddings of each model's classes, and last of the null class (label None).
     """
 
     family = "MAR"
@@ -105,6 +106,7 @@ class MARHost:
         self.heat = torch.zeros(num_slots, length, device=device)
         self.audit = torch.zeros(num_slots, length, device=device)
         self.kept: dict[Hashable, dict] = defaultdict(dict)
+        self.classes = {name: _classes(model) for name, model in self.models.items() if model is not None}
 
     def adopt(self, other: MARHost) -> None:
         """Takes over what another host of the same models was tuned by."""
@@ -167,7 +169,7 @@ class MARHost:
         sent = send(
             {
                 "slot": np.array([s.slot for s in together]),
-                "label": np.array([s.request.label for s in together]),
+                "label": np.array([self.num_classes if s.request.label is None else s.request.label for s in together]),
                 "seed": np.array([s.request.seed for s in together]),
             },
             self.device,
@@ -240,7 +242,7 @@ class MARHost:
         backbone = self.precision.prepare(self.models[model])
         slots, known = contexts
         tokens, order = self.tokens[slots], self.order[slots]
-        embedding = backbone.class_emb(self.label[slots])
+        embedding = self.classes[model][self.label[slots]]
         if copies == 2:
             embedding = torch.cat([embedding, backbone.fake_latent.expand_as(embedding)])
         inputs = tokens, order, known, following(order, known, most)
@@ -260,6 +262,10 @@ class MARHost:
         finite = tokens.isfinite().all(-1)
         return tokens, self.heat[slots], finite.gather(1, self.order[slots])
 
+    def so_far(self, sequence: Sequence) -> Tensor:
+        """Tokens [1, L, d] of a running sequence, 0 where they are unknown."""
+        return self.results([sequence])[0]
+
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of tokens [B, L, d]; None without autoencoder."""
         if self.vae is None:
@@ -272,3 +278,8 @@ class MARHost:
         """Images of latents [B, c, h, w], rounded alike in every batch: convolutions of a single image are not."""
         several = latents.repeat(2, 1, 1, 1) if len(latents) == 1 else latents.contiguous()
         return self.vae.decode(several)[: len(latents)]
+
+
+def _classes(model: MAR) -> Tensor:
+    """Embeddings of a model's classes and of the null class [classes + 1, D]."""
+    return torch.cat([model.class_emb.weight, model.fake_latent])

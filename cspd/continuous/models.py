@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from cspd.classes import NO_NAMES, ClassNames
 from cspd.continuous.host import MARHost
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.tuning import Tuning
@@ -26,6 +27,7 @@ class MARModels:
         target: the model whose images are made; its published settings are the requests' defaults.
         draft: a smaller model of the same tokens, for methods that draft.
         vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
+        classes: the names of the target's classes.
     """
 
     family: ClassVar[str] = MARHost.family
@@ -33,6 +35,7 @@ class MARModels:
     target: MAR
     draft: MAR | None = None
     vae: AutoencoderKL | None = None
+    classes: ClassNames = NO_NAMES
 
     def host(
         self,

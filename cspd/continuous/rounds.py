@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from cspd import kernels
 from cspd.continuous.draft_verify import Lookup, Moved, move
 from cspd.continuous.slots import Embeddings, Table
+from cspd.telling import telling
 from mar.head import Head, filled
 
 
@@ -24,7 +27,13 @@ def move_on(device: torch.device, compiled: bool) -> Callable[..., Moved]:
 @functools.cache
 def compiled_move() -> Callable[..., Moved]:
     """`move` by torch.compile, for any number of chains: half a minute on first use, then fewer and larger kernels."""
-    return torch.compile(move, dynamic=True)
+    compiled, calls = torch.compile(move, dynamic=True), itertools.count()
+
+    def told(*args: object, **more: object) -> Moved:
+        with telling("compiling speculative rounds, about half a minute") if next(calls) == 0 else nullcontext():
+            return compiled(*args, **more)
+
+    return told
 
 
 def move_by_kernels(

@@ -89,12 +89,17 @@ class _Running:
         self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
         self.left.update(owners)
         for sequence, count in zip(sequences, rows.counts):
+            sequence.is_busy = functools.partial(self.has, sequence)
             sequence.iteration += 1
             sequence.num_known += count
             sequence.stats.iterations += 1
             sequence.stats.backbone_calls += 1
             sequence.stats.head_calls += 1
             sequence.stats.head_evaluations += count * len(z)
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether chains of a sequence are under way."""
+        return sequence in self.left
 
     def advance(self, host: MARHost) -> None:
         """A launch of all chains, of one head call or some; commits the tokens of those that end."""

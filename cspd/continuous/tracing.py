@@ -17,6 +17,7 @@ from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 from mar.model import MAR
 
+DELAY = 0.5  # seconds until there is a bar
 TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what a fit sees: the sampler's own tokens
 
 
@@ -62,10 +63,15 @@ def _of_tokens(values: Tensor, which: Tensor) -> Tensor:
     return values.index_select(max(0, values.dim() - 2), which)
 
 
+def num_traced(length: int, device: torch.device) -> int:
+    """Images of L tokens that a trace takes: two at least, but on a CPU, where a large model would take minutes."""
+    return max(1 if device.type == "cpu" else 2, -(-TRACE_TOKENS // length))
+
+
 def trace(model: MAR, request: Request, device: torch.device, precision: Precision, held_out: bool = False) -> Trace:
     """256 tokens of the sampler's own, labels and iterations mixed; `held_out`: others, of other labels and seeds."""
     length, num_classes = model.config.seq_len, model.config.class_num
-    num_images = max(2, -(-TRACE_TOKENS // length))
+    num_images = num_traced(length, device)
     spread = max(1, num_classes // num_images)  # between the labels
     first = num_images if held_out else 0
     common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
@@ -77,15 +83,21 @@ def trace(model: MAR, request: Request, device: torch.device, precision: Precisi
     host, watch = MARHost(model, num_images, device, precision), Stopwatch(device)
     host.admit(batch)
     parts: list[Trace] = []
-    for _ in tqdm(range(common["num_iter"]), desc="calibrating", unit="iteration", leave=False, delay=2):
-        ar.run_round(host, batch, watch, denoise=functools.partial(_traced, parts))
+    steps = common["num_iter"] * request.num_sampling_steps
+    with tqdm(total=steps, desc="calibrating", unit="step", leave=False, delay=DELAY) as bar:
+        for _ in range(common["num_iter"]):
+            ar.run_round(host, batch, watch, denoise=functools.partial(_traced, parts, bar))
     return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
 
 
-def _traced(parts: list[Trace], host: MARHost, model: str, rows: Rows, z: Tensor) -> Denoised:
-    """The ancestral chains of an iteration's rows, which are added to `parts`."""
+def _traced(parts: list[Trace], bar: tqdm, host: MARHost, model: str, rows: Rows, z: Tensor) -> Denoised:
+    """The ancestral chains of an iteration's rows, which are added to `parts`; the bar counts their steps."""
     steps: list[Tensor] = []
-    keep = lambda t, x, eps, v: steps.append(torch.stack([x, eps, v]))  # noqa: E731
+
+    def keep(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
+        steps.append(torch.stack([x, eps, v]))
+        bar.update()
+
     made = ancestral.denoise(host, model, rows, z, trace=keep)
     steps.reverse()  # they ran from T - 1 down to 0
     x, eps, v = torch.stack(steps, dim=1)

@@ -23,10 +23,11 @@ from cspd.continuous.costs import Costs, measure
 from cspd.continuous.kept import Kept, remember
 from cspd.continuous.plan import Plan, Predictor, Window, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
-from cspd.continuous.tracing import TRACE_SEED, Trace, trace
+from cspd.continuous.tracing import TRACE_SEED, Trace, num_traced, trace
 from cspd.precision import Precision
 from cspd.records import publishing
 from cspd.sequence import Request
+from cspd.telling import telling
 from mar.head import Head
 from mar.model import MAR
 
@@ -86,9 +87,23 @@ class Tuning:
     def _window(self, request: Request, num_slots: int) -> int:
         if request.temperature == 0 or request.num_sampling_steps < 3:  # no densities, or nothing to draft
             return 0
-        tokens = request.gamma or self.target.config.seq_len / request.num_iter  # of an iteration, of one sequence
+        costs, rows = self.costs(request.guided), self._rows(request, num_slots)
+        if not costs.may_gain(request.num_sampling_steps, rows):
+            return 0
         calibration = self.calibrations["target"].get(request)
-        return self.costs(request.guided).window(request.num_sampling_steps, num_slots * tokens, calibration)
+        return costs.window(request.num_sampling_steps, rows, calibration)
+
+    def _rows(self, request: Request, num_slots: int) -> float:
+        """Tokens that are denoised at once: those of an iteration, of all slots."""
+        return num_slots * (request.gamma or self.target.config.seq_len / request.num_iter)
+
+    def why_none(self, request: Request, num_slots: int) -> str:
+        """Why the window of a request is 0, where this device decided."""
+        num_steps = request.num_sampling_steps
+        if request.temperature == 0 or num_steps < 3:
+            return f"temperature={request.temperature}, num_sampling_steps={num_steps}: there is nothing to draft"
+        rows = self._rows(request, num_slots)
+        return f"with {rows:.0f} tokens at once ({num_slots} slots) drafting would not be faster on this device"
 
 
 class Calibrations:
@@ -150,7 +165,8 @@ class Calibrations:
         """All that chains depend on."""
         if self._weights is None:
             self._weights = content_hash(self.model)
-        return {
+        num_images = num_traced(self.model.config.seq_len, self.device)
+        return ({} if num_images > 1 else {"images": num_images}) | {
             "weights": self._weights,
             "cfg": float(request.cfg),
             "cfg_schedule": request.cfg_schedule if request.guided else None,
@@ -189,9 +205,10 @@ class Calibrations:
 def content_hash(model: MAR) -> str:
     """A hash of a model's weights, names and shapes."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    with telling("looking whether these weights have been calibrated"):
+        for name, tensor in sorted(model.state_dict().items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -226,7 +243,8 @@ def measured_costs(
                 costs = Costs(**entry["costs"])
                 costs.check()
                 return costs
-    costs = measure(head, guided, device, precision, compiled, graphs)
+    with telling("timing this device, once"):
+        costs = measure(head, guided, device, precision, compiled, graphs)
     others = [entry for entry in entries if entry["key"] != key]
     entries = [*others, {"key": key, "costs": dataclasses.asdict(costs)}]
     with contextlib.suppress(OSError):  # read-only: measured again next time

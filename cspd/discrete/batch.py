@@ -114,13 +114,14 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     """
     known = [sequence.num_known for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
+    labels = [sequence.request.label for sequence in sequences]
     settings = [sequence.request.settings for sequence in sequences]
     cfg, temperature, top_k, top_p = ([own[name] for own in settings] for name in MIXED)
     counts, masses, most_kept = filter_numbers(top_k, top_p, config.vocab_size)
     whole = [
         slots,
         [sequence.request.seed for sequence in sequences],
-        [sequence.request.label for sequence in sequences],
+        [config.num_classes if label is None else label for label in labels],
         [sequence.iteration + (sequence in ahead) for sequence in sequences],
         counts,
     ]

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from cspd.classes import NO_NAMES, ClassNames
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.host import VQHost
 from cspd.graphs import Graphs
@@ -29,6 +30,7 @@ class VQModels:
         target: the model whose images are made; its published settings are the requests' defaults.
         draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
         tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
+        classes: the names of the target's classes.
     """
 
     family: ClassVar[str] = VQHost.family
@@ -37,6 +39,7 @@ class VQModels:
     draft: GPT | None = None
     eagle: Eagle | None = None
     tokenizer: VQModel | None = None
+    classes: ClassNames = NO_NAMES
 
     def host(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.plots import to_uint8
+from cspd.pixels import to_uint8
 from cspd.records import check_file, publishing
 
 GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # what our commands write beside images

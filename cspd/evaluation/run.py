@@ -21,6 +21,7 @@ from cspd.store import Store, kept_choices
 from cspd.summary import summary_of
 
 WRITING = 2  # shards that may wait for the disk, before sampling does
+BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
 LAG = 60  # seconds until a file of another machine is seen, at most
 
 
@@ -110,7 +111,7 @@ def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: S
     made: dict[int, dict[int, Output]] = defaultdict(dict)
     writing: deque = deque()
     with ThreadPoolExecutor(1) as writer:
-        for k, output in engine.stream([requests[index] for index in order]):
+        for k, output in engine.stream([requests[index] for index in order], on_progress=bar.watch):
             shard = order[k] // SIZE
             made[shard][order[k]] = output
             if len(made[shard]) == len(shards.indices(shard)):
@@ -138,13 +139,21 @@ class _Progress:
 
     def __init__(self, shards: Shards, shown: bool) -> None:
         self.unwritten = 0
+        self._shares: dict[Request, float] = {}
         self._shards, self._stop = shards, threading.Event()
         there = shards.images_there() if shown else 0
-        self._bar = tqdm(total=shards.num, initial=there, unit="image", smoothing=0, disable=not shown)
+        self._bar = tqdm(total=shards.num, initial=there, unit="image", smoothing=0, bar_format=BAR, disable=not shown)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
+    def watch(self, request: Request, share: float, preview: object) -> None:
+        """A request of this process is so far."""
+        self._shares[request] = share
+        if share == 1:
+            del self._shares[request]
+
     def _show(self) -> None:
-        self._bar.n = min(self._shards.images_there() + self.unwritten, self._shards.num)
+        done = self._shards.images_there() + self.unwritten + sum(list(self._shares.values()))
+        self._bar.n = min(done, self._shards.num)
         self._bar.refresh()
 
     def _run(self) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from cspd.evaluation.images import GRID
 from cspd.items import read_item, tell_damaged, write_item
-from cspd.plots import to_uint8
+from cspd.pixels import to_uint8
 from cspd.records import MAYBE, misfit, parse_json
 from cspd.sequence import Output
 from cspd.store import Store

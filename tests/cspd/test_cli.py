@@ -16,7 +16,7 @@ from cspd.cli import main
 from cspd.commands import options, sample_folder
 from cspd.loading import checkpoint_files
 from cspd.parsing import number_list
-from cspd.plots import to_pil
+from cspd.pixels import to_pil
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
 SAMPLE = ["sample", "--method", "ar", *QUICK]
@@ -126,6 +126,7 @@ def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
     "arguments, hint",
     [
         (["--labels", "0-12"], "0..9"),
+        (["--labels", "two,sevn"], "label='sevn' is the name of no class: did you mean seven?"),
         (["--num-iter", "65"], "1..64"),
         (["--cfg", "nan"], "cfg=nan"),
         (["--checkpoint", "nowhere"], "digits32"),
@@ -199,7 +200,8 @@ COMMANDS = ["sample", "compare", "evaluate", "bench", "calibrate"]
 @pytest.mark.parametrize(
     "arguments, hint",
     [
-        *((["sample", f"--labels={text}"], "like 0-9") for text in LISTS),
+        *((["evaluate", f"--labels={text}"], "like 0-9") for text in LISTS),
+        *((["sample", f"--labels={text}"], "like 0-9") for text in ("1-", "3-1,none", "seven,1-")),
         (["evaluate", "--labels", "0-99999999999"], "at most 100,000 numbers"),
         (["bench", "--batch", "0"], "give numbers above 0"),
         (["bench", "--batch", ""], "like 0-9"),

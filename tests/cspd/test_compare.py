@@ -28,7 +28,7 @@ from cspd.evaluation.intervals import NORMAL, around, half_of, wilson
 from cspd.evaluation.reference import Reference, load_reference
 from cspd.evaluation.two_sample import energy_test
 from cspd.loading import checkpoint_files, embedded
-from cspd.plots import to_pil
+from cspd.pixels import to_pil
 
 
 def test_every_name_in_the_json_is_documented(comparison):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -201,40 +200,6 @@ def test_a_stream_finishes_what_it_read_before_a_bad_request(small_mar):
         for index, _ in engine.stream([good, good, good, Request(label=1000), good]):
             seen.append(index)
     assert sorted(seen) == [0, 1, 2]
-
-
-def test_a_stream_needs_the_engine_to_itself(small_mar):
-    engine = Engine(MARModels(small_mar), max_batch=2)
-    engine.add_request(Request(label=1, **QUICK))
-    with pytest.raises(RuntimeError, match="in flight"):
-        engine.generate([Request(label=1, **QUICK)])
-
-
-def test_two_streams_do_not_take_turns_on_one_engine(small_mar):
-    engine = Engine(MARModels(small_mar), max_batch=2)
-    first = engine.stream([Request(label=1, seed=i, **QUICK) for i in range(2)])
-    next(first)
-    with pytest.raises(RuntimeError, match="stream"):
-        next(engine.stream([Request(label=1, **QUICK)]))
-    with pytest.raises(RuntimeError, match="stream"):
-        engine.add_request(Request(label=1, **QUICK))
-    assert len(list(first)) == 1
-
-
-def test_no_step_beside_a_stream(small_mar):
-    """It would take the stream's outputs, which then never ends; from the stream's consumer or another thread."""
-    engine = Engine(MARModels(small_mar), max_batch=2)
-    stream = engine.stream([Request(label=1, seed=i, **QUICK) for i in range(3)])
-    next(stream)
-    with pytest.raises(RuntimeError, match="a stream has the engine to itself"):
-        engine.step()
-    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="a stream has the engine to itself"):
-        other.submit(engine.step).result()
-    assert len(list(stream)) == 2
-    next(left := engine.stream([Request(label=1, **QUICK)] * 2))
-    left.close()
-    engine.add_request(Request(label=1, **QUICK))
-    assert engine.step() == {}
 
 
 def test_a_stream_of_nothing_iterable_leaves_the_engine_usable(small_mar):

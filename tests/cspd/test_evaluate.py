@@ -28,7 +28,7 @@ from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.shards import EXPLODED, SIZE, Shards, arrays_of
 from cspd.loading import checkpoint_files
 from cspd.lock import LOCK
-from cspd.plots import to_uint8
+from cspd.pixels import to_uint8
 
 NUM, SEED = 58, 11  # three files of 16 images and one of 10
 OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]

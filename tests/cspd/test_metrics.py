@@ -22,7 +22,7 @@ from cspd.evaluation.images import ImageFolder, ImageList, export_npz
 from cspd.evaluation.metrics import check, features, measure
 from cspd.evaluation.reference import load_reference
 from cspd.loading import embedded
-from cspd.plots import to_pil, to_uint8
+from cspd.pixels import to_pil, to_uint8
 from cspd.records import write_json
 
 KEYS = {

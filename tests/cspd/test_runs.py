@@ -28,9 +28,9 @@ def test_configurations_take_turns(digits, tmp_path, monkeypatch):
     order = []
     generate = cspd.Engine.generate
 
-    def watched(self, requests, progress=False):
+    def watched(self, requests, **how):
         order.append((requests[0].cfg, [r.seed for r in requests]))
-        return generate(self, requests, progress)
+        return generate(self, requests, **how)
 
     monkeypatch.setattr(cspd.Engine, "generate", watched)
     quick = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
@@ -70,10 +70,10 @@ def test_a_killed_run_goes_on(tmp_path):
 
 
 def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
-    def stop(row, requests):
+    def stop(row, requests, on_progress):
         if any((tmp_path / "chunks").glob("*.npz")):
             signal.raise_signal(signal.SIGINT)
-        return timed(row, requests)
+        return timed(row, requests, on_progress)
 
     timed = runs._timed
     monkeypatch.setattr(runs, "_timed", stop)

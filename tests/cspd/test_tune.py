@@ -136,10 +136,10 @@ def test_without_intervals_other_seeds_show_the_error():
 def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
     timed = runs._timed
 
-    def explode(row, requests):
+    def explode(row, requests, on_progress):
         if row.name in ("3", "ar" if explode.all else "3"):
             raise FloatingPointError("request 0 gave no image")
-        return timed(row, requests)
+        return timed(row, requests, on_progress)
 
     explode.all = False
     monkeypatch.setattr(runs, "_timed", explode)
@@ -183,10 +183,10 @@ def test_a_stopped_search_goes_on_and_prints_the_line_to_run(tmp_path, monkeypat
     few_candidates(monkeypatch)
     timed = runs._timed
 
-    def stop(row, requests):
+    def stop(row, requests, on_progress):
         if len(stamps(tmp_path)) == 6:  # in the middle of the second rung
             signal.raise_signal(signal.SIGINT)
-        return timed(row, requests)
+        return timed(row, requests, on_progress)
 
     monkeypatch.setattr(runs, "_timed", stop)
     arguments = ["tune", *FEW, "--out", str(tmp_path), "--tolerance", "fid=900%,accuracy=100%", "--seed", "5"]

@@ -33,7 +33,7 @@ nan, inf = math.nan, math.inf
 
 OF_MAR = method_names(["MAR"])
 BAD = [  # field, value, what the message advises
-    *(("label", value, "0..9") for value in (-1, 10, True, 1.0, 1.5, "3", None, [], 10**21)),
+    *(("label", value, "0..9") for value in (-1, 10, True, 1.0, 1.5, "3", [], 10**21)),
     *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5, 1.0, {})),
     *(("num_iter", value, "1..64") for value in (0, 65, -4, 8.0, True)),
     *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),

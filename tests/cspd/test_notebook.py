@@ -1,0 +1,258 @@
+"""What a notebook meets: names of classes, pictures, short reprs, engines that are closed, models that are kept."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from PIL import Image
+from stores import small_checkpoint, small_vq_checkpoint
+from toys import toy_mar, toy_models
+
+import cspd
+from cspd import Engine, MARModels, Request, VQModels
+from cspd.classes import ClassNames, imagenet
+from cspd.discrete.batch import packed
+from cspd.hub import fetched
+from cspd.loading import checkpoint_files
+from cspd.sequence import Sequence
+from mar.model import MAR
+from mar.tensors import CheckpointError
+
+QUICK = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2, "first_timestep": 950}
+OF_VQ = {"method": "ar"}
+NAMES = ClassNames(["red, crimson", "green: as grass", "light blue, blue", "blue"])
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return cspd.load(small_checkpoint(), max_batch=2, device="cpu")
+
+
+@pytest.fixture
+def toy():
+    return Engine(MARModels(toy_mar(), classes=NAMES), max_batch=2, device="cpu")
+
+
+def test_imagenets_names():
+    names = imagenet()
+    assert len(names.texts) == 1000 and names.name_of(207) == "golden retriever"
+    assert [names.number_of(name) for name in ("Golden_Retriever", "golden-retriever", "tank suit")] == [207, 207, 639]
+    shown = [names.name_of(label).lower() for label in range(1000)]
+    assert {name for name in shown if shown.count(name) > 1} == {"crane", "maillot", "cardigan"}
+    assert all(names.number_of(name) == label for label, name in enumerate(shown) if shown.count(name) == 1)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("crane", r"label='crane' is the name of several classes: give the number of one: 134 \(crane: large .*517 \("),
+        ("golden retreiver", "label='golden retreiver' is the name of no class: did you mean golden retriever?"),
+        ("qqqq", r"is the name of no class: choose one of tench, Tinca tinca, .*\.\.\. \([\d,]+ in all\)"),
+    ],
+)
+def test_a_name_of_no_one_class(name, message):
+    with pytest.raises(ValueError, match=message):
+        imagenet().number_of(name)
+
+
+def test_a_name_that_is_shown_of_one_class_is_its_own():
+    assert NAMES.number_of("blue") == 3 and NAMES.number_of("light blue") == 2 and NAMES.number_of("Crimson") == 0
+    with pytest.raises(ValueError, match="choose one of red, crimson, green, light blue, blue, blue"):
+        NAMES.number_of("xyz")
+
+
+def test_a_request_names_its_class(toy):
+    assert toy.check(Request("green", **QUICK)).label == 1
+    by_name, by_number = toy.sample(["light blue", 2], seed=5, **QUICK)
+    assert by_name.request.but(seed=6) == by_number.request and by_name.class_name == "light blue"
+    with pytest.raises(ValueError, match="request 1: label='gren' is the name of no class: did you mean green"):
+        toy.sample(["red", "gren"], **QUICK)
+    with pytest.raises(ValueError, match="label='red': the classes of these models have no names: give a number"):
+        Engine(MARModels(toy_mar()), device="cpu").sample("red", **QUICK)
+
+
+@pytest.mark.parametrize("labels", [[1, 3], torch.tensor([1, 3]), (label for label in (1, 3)), ["green", 3]], ids=str)
+def test_sample_takes_one_label_or_many(labels, toy):
+    outputs = toy.sample(labels, seed=7, **QUICK)
+    assert [(output.request.label, output.request.seed) for output in outputs] == [(1, 7), (3, 8)]
+    assert torch.equal(toy.sample(1, seed=7, **QUICK)[0].tokens, outputs[0].tokens)
+
+
+@pytest.mark.parametrize("backbone", ["full", "cached"])
+def test_no_class_is_mars_fake_latent(backbone):
+    """As if the latent were a class of the model, which is not guided."""
+    target = toy_mar()
+    sizes = target.config
+    other = MAR(sizes)
+    other.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        other.class_emb.weight[2] = target.fake_latent[0]
+    settings = {"method": "ddim", "num_iter": 3, "head_calls": 3, "first_timestep": 950, "backbone": backbone}
+    (own,) = Engine(MARModels(target), device="cpu").sample(None, seed=1, **settings)
+    (same,) = Engine(MARModels(other), device="cpu").sample(2, seed=1, cfg=1.0, **settings)
+    assert own.request.label is None and own.request.cfg == 1
+    assert torch.equal(own.tokens, same.tokens)
+
+
+def test_no_class_is_llamagens_last_one():
+    models = toy_models()
+    request = Request(None, seed=3, cfg=1.0, method="sjd", top_k=0, top_p=1.0, temperature=1.0)
+    _, numbers = packed([Sequence(request, slot=0)], models["target"].config, set(), 0)
+    assert numbers[2].item() == models["target"].config.num_classes
+    outputs = Engine(VQModels(models["target"]), device="cpu").sample([None, 1], cfg=1.0, **OF_VQ)
+    assert outputs[0].class_name == "no class" and (outputs[0].tokens >= 0).all()
+
+
+def test_no_class_is_not_guided(toy):
+    with pytest.raises(ValueError, match=r"cfg=3.0 guides towards a class and label=None is none: leave it out"):
+        toy.check(Request(None, cfg=3.0, **QUICK))
+
+
+def test_a_picture(engine, toy, tmp_path):
+    (output,) = engine.sample(3, **QUICK)
+    picture = output.pil()
+    output.save(tmp_path / "three.png")
+    assert Image.open(tmp_path / "three.png").tobytes() == picture.tobytes()
+    assert Image.open(io.BytesIO(output._repr_png_())).tobytes() == picture.tobytes()
+    (without,) = toy.sample(3, **QUICK)
+    assert without._repr_png_() is None
+    with pytest.raises(ValueError, match="there is no image: the engine has no autoencoder"):
+        without.pil()
+
+
+def test_reprs_are_short(engine, toy):
+    assert repr(engine) == "<Engine, MAR 32x32 pixels; 2 slots, cpu, fp32>"
+    assert repr(toy.sample("green", **QUICK)[0]).startswith("<Output: green, seed 0, ar, exact, ")
+    assert repr(engine.sample(3, **QUICK)[0]).endswith(" s; 32x32 pixels>")
+    assert repr(Request("green", cfg=2.0)) == "Request(label='green', seed=0, cfg=2.0)"
+
+
+def test_a_closed_engine_says_so():
+    with Engine(MARModels(toy_mar()), max_batch=1, device="cpu") as engine:
+        stream = engine.stream([Request(1, seed=seed, **QUICK) for seed in range(5)])
+        next(stream)
+    assert repr(engine) == "<Engine, closed>"
+    request = Request(1, **QUICK)
+    for use in (
+        lambda: engine.sample(1),
+        lambda: engine.check(request),
+        lambda: engine.add_request(request),
+        engine.step,
+        engine.__enter__,
+        lambda: engine.host,
+        lambda: list(stream),
+        lambda: engine.with_slots(2),
+    ):
+        with pytest.raises(RuntimeError, match="this engine is closed: make another one"):
+            use()
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A folder of each family's models; of VQ one for images of 16 codes, which are soon made."""
+    vq = shutil.copytree(small_vq_checkpoint(), tmp_path_factory.mktemp("vq") / "own")
+    (vq / "cspd.json").write_text('{"num_tokens": 16}')
+    return {"MAR": small_checkpoint(), "VQ": vq}
+
+
+@pytest.mark.parametrize("family, settings", [("MAR", QUICK), ("VQ", OF_VQ)])
+def test_what_is_saved_is_loaded_back(family, settings, places, tmp_path):
+    engine = cspd.load(places[family], max_batch=1, device="cpu")
+    engine.save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="own is not empty: give a new folder"):
+        engine.save_pretrained(tmp_path / "own")
+    again = cspd.load(tmp_path / "own", max_batch=1, device="cpu")
+    assert again.host.seq_len == engine.host.seq_len  # which weights of VQ do not show
+    first, second = (each.sample(2, seed=4, **settings)[0] for each in (engine, again))
+    assert torch.equal(first.image, second.image)
+
+
+@pytest.mark.parametrize("models", [lambda: MARModels(toy_mar()), lambda: VQModels(toy_models()["target"])])
+def test_a_model_that_could_not_be_loaded_is_not_saved(models, tmp_path):
+    with pytest.raises(ValueError, match="the target is of a size without a name"):
+        Engine(models(), device="cpu").save_pretrained(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "cannot be read"),
+        ('{"classes": 3}', "classes is not as it should be"),
+        ('{"classes": ["a"]}', "1 names for 10 classes"),
+    ],
+)
+def test_a_description_that_is_wrong(text, message, tmp_path):
+    folder = shutil.copytree(small_checkpoint(), tmp_path / "own")
+    (folder / "cspd.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"cspd.json: .*{message}"):
+        cspd.load(folder, device="cpu")
+
+
+def test_embedded_classes_have_names(digits):
+    assert digits.check(Request("seven")).label == 7
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A function that lays files out as the hub's client keeps them, offline."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    fetched.cache_clear()
+
+    def keep(repo, files):
+        folder, commit = tmp_path / f"models--{repo.replace('/', '--')}", "0123456789" * 4
+        for place in ("blobs", "refs", f"snapshots/{commit}"):
+            (folder / place).mkdir(parents=True)
+        (folder / "refs" / "main").write_text(commit)
+        for number, (name, source) in enumerate(files.items()):
+            link = folder / "snapshots" / commit / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, folder / "blobs" / f"b{number}")
+            link.symlink_to(os.path.relpath(folder / "blobs" / f"b{number}", link.parent))
+        return folder / "snapshots" / commit
+
+    return keep
+
+
+@pytest.mark.parametrize("family, inside", [("MAR", "sub/"), ("VQ", "")])
+def test_a_name_on_the_hub(family, inside, kept, places):
+    place = places[family]
+    snapshot = kept("org/name", {f"{inside}{path.name}": path for path in Path(place).iterdir() if path.is_file()})
+    name = f"org/name/{inside}".rstrip("/")
+    assert checkpoint_files(name)["target"] == snapshot / inside / "target.safetensors"
+    own, other = (cspd.load(each, max_batch=1, device="cpu") for each in (name, place))
+    settings = QUICK if family == "MAR" else OF_VQ
+    assert torch.equal(own.sample(1, **settings)[0].image, other.sample(1, **settings)[0].image)
+    assert not (snapshot / "calibration").exists()
+
+
+def test_a_hub_repository_with_several_targets(kept, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    files = ("c2i_B_256.pt", "c2i_L_256.pt", "vq_ds16_c2i.pt", "README.md")
+    snapshot = kept("org/llamagen", dict.fromkeys(files, tmp_path / "file"))
+    with pytest.raises(
+        CheckpointError, match=r"several checkpoints are there: give one: org/llamagen/c2i_B_256.pt, org"
+    ):
+        checkpoint_files("org/llamagen")
+    found = checkpoint_files("org/llamagen/c2i_L_256.pt")
+    assert found["target"] == snapshot / "c2i_L_256.pt" and found["tokenizer"].name == "vq_ds16_c2i.pt"
+
+
+def test_a_name_that_the_hub_has_not(kept, tmp_path, monkeypatch):
+    kept("org/other", {"README.md": small_checkpoint() + "/vae.safetensors"})
+    with pytest.raises(CheckpointError, match="org/none: no such place here, and it cannot be had from the hub: "):
+        cspd.load("org/none")
+    with pytest.raises(CheckpointError, match=r"org/other: no such place here, and on the hub it has none of target"):
+        cspd.load("org/other")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()  # a mistyped place here is no name on the hub
+    with pytest.raises(CheckpointError, match="org/none: no checkpoint there; give a file"):
+        cspd.load("org/none")

@@ -1,0 +1,51 @@
+"""What takes long says so within a second, and names classes and windows as it ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from stores import small_checkpoint
+
+from cspd import telling
+from cspd.cli import main
+from cspd.continuous.calibration import WINDOWS
+from cspd.continuous.costs import Costs
+
+
+def test_what_takes_long_is_told_and_nothing_else(monkeypatch, capsys):
+    monkeypatch.setattr(telling, "PATIENCE", 0.01)
+    with telling.telling("counting sheep"):
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+    assert capsys.readouterr().err == "cspd: counting sheep ...\n"
+    monkeypatch.setattr(telling, "PATIENCE", 1000.0)
+    with telling.telling("counting sheep"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rows, may", [(1, True), (64, False)])
+def test_nothing_is_calibrated_where_no_window_could_be_taken(rows, may):
+    """A round costs as its inputs do beyond eight of them."""
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128]
+    seconds = [1e-3 * max(1, size / 8) for size in sizes]
+    inputs = [8 * size for size in sizes]
+    costs = Costs(sizes, seconds, [1e-5] * 8, inputs, [1e-3 * max(1, size / 8) for size in inputs], 10**9)
+    assert costs.may_gain(100, rows) is may
+    assert not costs.may_gain(100, 10**8)  # there is no memory for it
+    assert WINDOWS[-1] < 100
+
+
+def test_a_window_of_0_is_explained(tmp_path, capsys):
+    quick = ["--checkpoint", small_checkpoint(), "--device", "cpu", "--num-iter", "2", "--labels", "3"]
+    why = [*quick, "--num-sampling-steps", "2", "--out", str(tmp_path)]
+    assert main(["sample", *why]) == 0
+    shown = capsys.readouterr()
+    assert (
+        "window 0: nothing was drafted: temperature=1.0, num_sampling_steps=2: there is nothing to draft" in shown.out
+    )
+    assert "2 tokens" not in shown.err and "/64 tokens [" in shown.err and "1 image in" in shown.out
+    assert main(["sample", *why]) == 0  # all is there: no bar of nothing
+    assert "[" not in capsys.readouterr().err
