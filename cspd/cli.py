@@ -1,4 +1,4 @@
-"""The command line: `cspd sample | compare | tune | evaluate | bench | gpu-check | calibrate | methods`."""
+"""The command line: `cspd sample | edit | compare | tune | evaluate | bench | gpu-check | calibrate | methods`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ examples:
       an official MAR checkpoint (checkpoints/README.md says where to get one)
   cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
+  cspd edit --image in.png --mask mask.png --label 207 --num 4 --out edited/
+      makes what is white in the mask anew; `--keep 0.5`: variations; `--place 64,64,128,128`: what is around a picture
   cspd compare --methods speculative,cspd:gamma=8,cspd:gamma=16 --num 20 --out comparison/
       the same seeds by each, and by plain sampling: speed, cost, quality, whether the distributions differ, pictures
   cspd tune --max-batch 64 --tolerance fid=2%
@@ -45,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         bench,
         calibrate,
         compare,
+        edit,
         evaluate,
         gpu_check,
         methods,
@@ -61,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cspd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (sample, compare, tune, evaluate, bench, gpu_check, calibrate, methods):
+    for command in (sample, edit, compare, tune, evaluate, bench, gpu_check, calibrate, methods):
         command.add(commands)
     return parser
 

@@ -156,6 +156,7 @@ class Engine:
         sequence = Sequence(
             resolved,
             key=method.round_key(resolved),
+            uses=method.uses(resolved),
             stats=RoundStats(guarantee=method.guarantee_of(resolved)),
             class_name=self.name_of(resolved),
             asked=request,

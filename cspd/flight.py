@@ -118,7 +118,7 @@ class Flight:
 
     def share(self, sequence: Sequence) -> float:
         """How many of them are known, in 0..1."""
-        return sequence.num_known / self.seq_len(sequence)
+        return sequence.share_made(self.seq_len(sequence))
 
     @torch.inference_mode()
     def preview(self, sequence: Sequence) -> Image.Image | None:

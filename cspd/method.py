@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class Method:
 
     def round_key(self, request: Request) -> Hashable:
         """Requests with equal keys can share a round, whatever else differs."""
-        alike = request.but(label=0, seed=0, **dict.fromkeys(self.mixed(request)))
+        alike = request.but(label=0, seed=0, known=None, **dict.fromkeys(self.mixed(request)))
         return alike, request.guided, request.temperature == 0
 
 
@@ -122,7 +123,7 @@ def complete(
         check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
     elif request.guided:
         raise ValueError(f"cfg={request.cfg!r} guides towards a class and label=None is none: leave it out, or give 1")
-    check_integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
+    check_seed(request)
     shared = {option.name: option for option in common}
     for name, value in request.settings.items():
         option = shared.get(name) or method.option(name, request)
@@ -131,6 +132,26 @@ def complete(
         elif not any(o.name == name and type(value) is type(o.off) and value == o.off for o in method.options):
             raise ValueError(_out_of_place(name, request, method))
     return request
+
+
+def check_seed(request: Request) -> None:
+    """Raises ValueError where the seed is none."""
+    check_integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
+
+
+def with_tokens(request: Request, host: Host, shape: tuple[int, ...]) -> Request:
+    """The request with what is known of its image as tokens of a host's model, of a shape.
+
+    Raises ValueError as `Known.as_tokens`.
+    """
+    if request.known is None:
+        return request
+    check_seed(request)
+    seed = torch.tensor([request.seed])
+    order = host.noise.order(seed, shape[0])[0]
+    return dataclasses.replace(
+        request, known=request.known.as_tokens(shape, functools.partial(host.encode, seed=seed), order)
+    )
 
 
 def _out_of_place(name: str, request: Request, method: Method) -> str:
@@ -149,14 +170,17 @@ class Host(Protocol):
 
     Attributes:
         family: "MAR" or "VQ". seq_len: tokens of an image. num_classes: labels are 0 .. num_classes - 1.
-        image_size: pixels of an image's side. graphs: runs what has a fixed shape.
+        image_size: pixels of an image's side. graphs: runs what has a fixed shape. noise: functions of `cspd.noise`.
+        encode: makes tokens, [L(, d)] on the CPU, of a picture (`cspd.known.Known`) for a seed, int64 [1].
     """
 
     family: str
     seq_len: int
     num_classes: int
     image_size: int
+    encode: Callable[..., Tensor]
     graphs: Graphs
+    noise: types.ModuleType
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with all defaults filled in. Raises ValueError on a bad setting or a model that is not there."""

@@ -41,6 +41,7 @@ class Purpose(enum.IntEnum):
     CODE = 9  # a VQ code, drafted or not
     CODE_COIN = 10  # decides whether a drafted code is accepted
     CODE_RESIDUAL = 11  # after all drafted codes for a place were rejected
+    LATENT = 12  # of a given picture's token
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -157,6 +158,11 @@ def order(seed: Tensor, length: int) -> Tensor:
     """A request's generation order, int64 [B, length]: a uniform permutation, first generated first."""
     keys = bits(seed.unsqueeze(-1), Purpose.ORDER, torch.arange(length, device=seed.device), 0, 0, 2)
     return ((keys[..., 0] << 31) + (keys[..., 1] >> 1)).argsort(dim=-1, stable=True)
+
+
+def latents(seed: Tensor, position: Tensor, channels: int) -> Tensor:
+    """By which a given picture's tokens are drawn from an autoencoder's posterior: position [R] to [R, channels]."""
+    return normal(seed, Purpose.LATENT, position, num=channels)
 
 
 def initial(seed: Tensor, position: Tensor, channels: int, index: int = 0) -> Tensor:

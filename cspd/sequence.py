@@ -6,13 +6,14 @@ import bisect
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
+from cspd.known import Known
 from cspd.option import option_names, plain
 from cspd.parsing import choice, shortened
 from cspd.pixels import to_pil
@@ -32,6 +33,7 @@ class Request:
         family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
         settings: by name, those that were given: `num_iter`, `cfg`, `temperature`, the method's own options (see
             docs/api.md). What is left out or None takes the target's published value or the method's default.
+        known: the part of an image that is there already, see `cspd.known.Known`; given as `image` and `mask`.
 
     Numbers may be numpy's, torch's or fractions: they are kept as Python's own. An engine checks values.
 
@@ -46,6 +48,7 @@ class Request:
     method: str | None = None
     family: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    known: Known | None = None
 
     def __init__(
         self,
@@ -55,18 +58,24 @@ class Request:
         *,
         family: str | None = None,
         settings: Mapping[str, object] | None = None,
+        image: Any = None,
+        mask: Any = None,
+        known: Known | None = None,
         **more: object,
     ) -> None:
+        if image is not None or mask is not None:
+            known = Known.of(known.image if image is None and known else image, mask)
         given = {**(settings or {}), **more}
-        known = option_names()
+        names = option_names()
         for name in given:
-            if name not in known:
-                raise TypeError(f"a request has no setting {name!r}: {choice(name, sorted(known))}")
+            if name not in names:
+                raise TypeError(f"a request has no setting {name!r}: {choice(name, sorted(names))}")
         own = {"label": label, "seed": seed, "method": method, "family": family}
         for name, value in own.items():
             object.__setattr__(self, name, plain(value))
         settled = {name: plain(given[name]) for name in sorted(given) if given[name] is not None}
         object.__setattr__(self, "settings", settled)
+        object.__setattr__(self, "known", known)
 
     def __getattr__(self, name: str) -> Any:
         if name in option_names():
@@ -74,10 +83,11 @@ class Request:
         raise AttributeError(f"a request has no {name!r}")
 
     def __hash__(self) -> int:
-        return hash((self.label, self.seed, self.method, self.family, *self.settings.items()))
+        return hash((self.label, self.seed, self.method, self.family, self.known, *self.settings.items()))
 
     def __repr__(self) -> str:
         named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family, **self.settings}
+        named["known"] = self.known
         shown = {name: value for name, value in named.items() if value is not None or name == "label"}
         return f"Request({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
@@ -88,7 +98,12 @@ class Request:
     def to_dict(self) -> dict:
         """All settings as plain values, None where they are open."""
         named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family}
-        return named | {name: self.settings.get(name) for name in sorted(option_names())}
+        settings = {name: self.settings.get(name) for name in sorted(option_names())}
+        return named | settings | {"known": self.known and self.known.name}
+
+    def num_made(self, seq_len: int) -> int:
+        """How many of an image's tokens a resolved request makes: all that are not known from the start."""
+        return seq_len if self.known is None else self.known.num_made
 
     @property
     def guided(self) -> bool:
@@ -166,6 +181,7 @@ class Sequence:
     """A running request: its slot and how far it is. `num_known` tokens of its order are committed.
 
     Sequences of equal `key` can share a round, whatever else differs. `reached` has `num_known` after each iteration.
+    `uses` names the models that its method needs beside the target, see `cspd.method.Method`.
     `complete_stats` is called before they are handed out: what it reads from the device is there by then. `is_busy`
     tells whether work is under way between rounds that will write to the slot. `asked` is the request as it was given;
     what becomes of it goes to the `inbox` of who gave it (`cspd.flight`).
@@ -175,6 +191,7 @@ class Sequence:
     ticket: int = -1
     slot: int = -1
     key: Hashable = None
+    uses: Collection[str] = ()
     class_name: str = ""
     asked: Request | None = None
     inbox: deque = field(default_factory=deque)
@@ -184,6 +201,11 @@ class Sequence:
     stats: RoundStats = field(default_factory=RoundStats)
     complete_stats: Callable[[], None] = lambda: None
     is_busy: Callable[[], bool] = lambda: False
+
+    def share_made(self, seq_len: int) -> float:
+        """The share of the tokens it makes, of an image's so many, that is committed."""
+        num_made = self.request.num_made(seq_len)
+        return max(0, num_made - seq_len + self.num_known) / num_made
 
     def iteration_of(self, rank: int) -> int:
         """The iteration, from 1, that committed the token of a rank, from 0, in the generation order."""
@@ -199,7 +221,8 @@ class Output:
         tokens: on the CPU, raster order: MAR's float32 [L, d], VQ codes int64 [L] (-1 where there was none to draw).
         image: float32 [3, H, W] in 0..1 on the CPU; None in an engine without autoencoder, and where there is an error.
         heat: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` and VQ models 1 where
-            a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design.
+            a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design; NaN of
+            tokens that were known from the start.
         stats: what it cost.
         error: None; or of a request whose tokens or image are not finite, which request it is, and where that began.
         class_name: of the request's label; its number where classes have no names.

@@ -32,12 +32,31 @@ class Kind(Generic[Model]):
     Attributes:
         what: what they are called in messages. names: of their sizes. create: makes one by name.
         place: what to do with a file of theirs that was given as another's.
+        at_size: `create`, at the resolution that a file's tensors have.
     """
 
     what: str
     names: Mapping[str, object]
     create: Callable[[str], Model]
     place: str
+    at_size: Callable[[Mapping[str, Tensor]], Callable[[str], Model]] | None = None
+
+    def like(self, tensors: Mapping[str, Tensor]) -> Callable[[str], Model]:
+        """What makes models by name, at the resolution that tensors have."""
+        return self.at_size(tensors) if self.at_size else self.create
+
+
+def _mar_at_size(tensors: Mapping[str, Tensor]) -> Callable[[str], MAR]:
+    """MAR's sizes are published at 256 pixels; at others, weights differ in what has a place for each token."""
+    positions, projection = (tensors.get(name) for name in ("diffusion_pos_embed_learned", "z_proj.weight"))
+    if positions is None or projection is None or positions.dim() != 3 or projection.dim() != 2:
+        return create_mar
+    return _mar_of(positions.shape[1], projection.shape[1])
+
+
+@functools.cache  # one function, so that its shapes are found again
+def _mar_of(seq_len: int, token_dim: int) -> Callable[[str], MAR]:
+    return functools.partial(create_mar, seq_len=seq_len, token_dim=token_dim)
 
 
 MAR_MODEL = Kind(
@@ -45,6 +64,7 @@ MAR_MODEL = Kind(
     MARS,
     create_mar,
     "give it as checkpoint, or as draft of a MAR model (--checkpoint, --draft-checkpoint)",
+    _mar_at_size,
 )
 AUTOENCODER = Kind("autoencoder", VAES, create_vae, "give it as vae of a MAR model (--vae)")
 KINDS: list[Kind] = [MAR_MODEL, AUTOENCODER]  # those that a file is recognised as; other families add theirs
@@ -65,10 +85,11 @@ def load_weights(path: Path, kind: Kind[Model], arch: str | None = None, ema: bo
         _check_arch(arch, kind)
     tensors = read_tensors(path, ema)
     candidates = kind.names if arch is None else [arch]
-    name = next((name for name in candidates if _mismatch(_shapes(kind.create, name), tensors) is None), None)
+    create = kind.like(tensors)
+    name = next((name for name in candidates if _mismatch(_shapes(create, name), tensors) is None), None)
     if name is None:
         raise CheckpointError(f"{path}: {_what_it_is(tensors, kind, candidates)}")
-    model = _on_meta(kind.create, name)
+    model = _on_meta(create, name)
     fill(model, tensors, path)
     return model.eval().requires_grad_(False), name
 
@@ -143,11 +164,12 @@ def _what_it_is(tensors: dict[str, Tensor], wanted: Kind, candidates: Collection
     expected = f"the expected {wanted.what} ({', '.join(candidates)})"
     for kind in KINDS:
         for name in kind.names:
-            if _mismatch(_shapes(kind.create, name), tensors) is None:
+            if _mismatch(_shapes(kind.like(tensors), name), tensors) is None:
                 advice = "ask for that, or leave arch out" if kind is wanted else kind.place
                 return f"these are the weights of {name} ({kind.what}), not of {expected}: {advice}"
-    nearest = max(candidates, key=lambda name: _resemblance(_shapes(wanted.create, name), tensors))
-    differences = _mismatch(_shapes(wanted.create, nearest), tensors)
+    create = wanted.like(tensors)
+    nearest = max(candidates, key=lambda name: _resemblance(_shapes(create, name), tensors))
+    differences = _mismatch(_shapes(create, nearest), tensors)
     return f"not the weights of {expected}; compared with {nearest}, {differences}: give the file of one of these"
 
 

@@ -201,6 +201,11 @@ class MAR(nn.Module):
         encoded = self.encode(tokens, known, is_known, class_embedding)
         return self.decode(encoded, known, is_known, positions)
 
+    def patchify(self, latents: Tensor) -> Tensor:
+        """Latents [B, c, h, w] to tokens [B, L, d]."""
+        patch = self.config.patch_size
+        return rearrange(latents, "b c (h p) (w q) -> b (h w) (c p q)", p=patch, q=patch)
+
     def unpatchify(self, tokens: Tensor) -> Tensor:
         """Tokens [B, L, d] to latents [B, c, h, w]."""
         rows, patch = self.config.grid_size, self.config.patch_size

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mar.model import MAR, MARConfig
@@ -105,16 +106,29 @@ def mar_spec(name: str) -> MARSpec:
 
 
 def defaults_of(config: MARConfig) -> SamplingDefaults:
-    """The published sampling settings of a size; those common to all sizes for one that has no name."""
+    """The published sampling settings of a size, at any resolution; the common ones for one that has no name."""
     for spec in MARS.values():
-        if spec.config == config:
+        if replace(spec.config, img_size=config.img_size, patch_size=config.patch_size) == config:
             return spec.defaults
     return SamplingDefaults()
 
 
-def create_mar(name: str) -> MAR:
-    """A MAR of the named size with random weights. Raises ValueError on an unknown name."""
-    return MAR(mar_spec(name).config)
+def create_mar(name: str, seq_len: int | None = None, token_dim: int | None = None) -> MAR:
+    """A MAR of the named size with random weights.
+
+    Args:
+        seq_len, token_dim: of another resolution than the published one, as `--img-size` and `--patch_size` of the
+            authors' training script give it. What no resolution has is left out.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    config = mar_spec(name).config
+    patch = math.isqrt((token_dim or config.token_dim) // config.vae_embed_dim)
+    side = math.isqrt(seq_len or config.seq_len)
+    if patch and side:
+        config = replace(config, img_size=side * patch * config.vae_stride, patch_size=patch)
+    return MAR(config)
 
 
 def create_vae(name: str) -> AutoencoderKL:

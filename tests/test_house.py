@@ -38,6 +38,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     [
         "cspd.classes",
         "cspd.graphs",
+        "cspd.known",
         "cspd.noise",
         "cspd.option",
         "cspd.pixels",

@@ -104,9 +104,9 @@ def host_of(models: dict, num_slots: int) -> VQHost:
 
 def admitted(host: VQHost, request: Request, seeds: Iterable[int]) -> list[Sequence]:
     """Sequences of requests that differ in their seeds, about to run, in slots 0, 1, ..."""
-    started = []
+    started, uses = [], find(request.method, "VQ").uses(request)
     for slot, seed in enumerate(seeds):
-        started.append(Sequence(replace(request, seed=seed), 0, slot=slot, stats=RoundStats()))
+        started.append(Sequence(replace(request, seed=seed), 0, slot=slot, uses=uses, stats=RoundStats()))
     host.admit(started)
     return started
 

@@ -55,7 +55,12 @@ def run(args: argparse.Namespace) -> None:
     settings = run_settings(args, engine.check(requests[0]))
     with if_stopped(lambda: f"{len(list(args.out.glob('*_label*_seed*.png')))} of {num} images are in {args.out}/"):
         record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
-    summary = record["summary"]
+    tell(engine, requests[0], record, args.out, args.heatmap)
+
+
+def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: bool) -> None:
+    """Says what the images in a folder cost, made by requests like this one, and what is there."""
+    summary, num = record["summary"], record["requests"]
     seconds = summary["seconds_by_phase"]
     total = sum(seconds.values()) or 1
     phases = ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
@@ -82,15 +87,15 @@ def run(args: argparse.Namespace) -> None:
             f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
         )
     if summary["window"] is not None and "step_compression" not in summary:
-        print(f"window {summary['window']}: {_window_told(engine, requests[0], summary['window'])}")
+        print(f"window {summary['window']}: {_window_told(engine, request, summary['window'])}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")
     for title, value, meaning in measured_lines(summary):
         print(f"{title} {value} {meaning}")
-    if args.heatmap:
-        print(f"wrote {args.out / 'heatmap.png'} (what each token cost)")
-    print(f"wrote {args.out / 'grid.png'} (all images), {args.out / RECORD} (settings, statistics), {num} PNGs")
+    if heatmap:
+        print(f"wrote {out / 'heatmap.png'} (what each token cost)")
+    print(f"wrote {out / 'grid.png'} (all images), {out / RECORD} (settings, statistics), {num} PNGs")
 
 
 def _window_told(engine: Engine, request: Request, window: int) -> str:

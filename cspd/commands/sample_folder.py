@@ -9,10 +9,12 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from PIL import Image
+from torch import Tensor
 
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
@@ -21,7 +23,7 @@ from cspd.lookup import method_of
 from cspd.pixels import to_pil
 from cspd.plots import grid, heat_grid
 from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, read_text, write_bytes, write_png
-from cspd.sequence import Request
+from cspd.sequence import Output, Request
 from cspd.store import Store, differences, kept_choices
 from cspd.summary import STATS, summary_of
 
@@ -42,6 +44,8 @@ def sample_to_folder(
     progress: bool = True,
     overwrite: bool = False,
     heatmap: bool = False,
+    before: Sequence[tuple[str, Image.Image]] = (),
+    finish: Callable[[Output], Tensor] = attrgetter("image"),
 ) -> dict:
     """Generates `requests` into `out` and returns the record, which samples.json has with the names of all files.
 
@@ -52,6 +56,7 @@ def sample_to_folder(
         requests: of one method and its settings, each with its label and seed.
         settings: what the images depend on beside the requests (checkpoint, precision); kept in the record.
         heatmap: also write heatmap.png; images kept from a run without it are blank there.
+        before: captions and pictures that grid.png shows before the images. finish: an output's picture, [3, H, W].
 
     Raises:
         ValueError: a bad request, or what `Store.claim` raises.
@@ -74,14 +79,14 @@ def sample_to_folder(
         (out / JOURNAL).unlink(missing_ok=True)  # the record has its images
 
         start = time.perf_counter()
-        made, totals = _sample(engine, requests, out, names, done, progress, heatmap)
+        made, totals = _sample(engine, requests, out, names, done, progress, heatmap, finish)
         record["images"] = images = sorted([*kept, *made], key=lambda image: image["index"])
         record["summary"] = summary_of([image["stats"] for image in images], len(made), time.perf_counter() - start)
         record["summary"]["window"] = requests[0].window
         record["summary"]["judged_and_accepted"] = totals  # of the images of this run
         store.save(record)
         (out / JOURNAL).unlink(missing_ok=True)
-        _write_overviews(engine, out, names, record, requests, heatmap)
+        _write_overviews(engine, out, names, record, requests, heatmap, before)
     return record
 
 
@@ -138,6 +143,7 @@ def _sample(
     done: Collection[int],
     progress: bool,
     heatmap: bool,
+    finish: Callable[[Output], Tensor],
 ) -> tuple[list[dict], dict]:
     """Makes the images that are not `done`; what the record says of them, and counts of all of them.
 
@@ -151,7 +157,7 @@ def _sample(
         stats = output.stats.to_dict()
         for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
             totals[name] = _add(totals.get(name), stats.pop(name))
-        content = png_of(to_pil(output.image))
+        content = png_of(to_pil(finish(output)))
         entry = {"index": index, "file": names[index], "sha256": _hash(content), "request": output.request.to_dict()}
         if heatmap:
             entry["heat"] = [None if math.isnan(value) else value for value in output.heat.tolist()]
@@ -162,17 +168,25 @@ def _sample(
 
 
 def _write_overviews(
-    engine: Engine, out: Path, names: Sequence[str], record: dict, requests: Sequence[Request], heatmap: bool
+    engine: Engine,
+    out: Path,
+    names: Sequence[str],
+    record: dict,
+    requests: Sequence[Request],
+    heatmap: bool,
+    before: Sequence[tuple[str, Image.Image]],
 ) -> None:
-    """The grid of the first images and, if asked for, what their tokens cost."""
+    """The grid of the first images, after those `before`, and, if asked for, what their tokens cost."""
     shown = record["images"][:GRID_LIMIT]
-    columns = next((n for n in (10, 8) if len(shown) % n == 0), min(10, len(shown)))
+    num = len(before) + len(shown)
+    columns = next((n for n in (10, 8) if num % n == 0), min(10, num))
     pictures = []
     for image in shown:
         with Image.open(out / names[image["index"]]) as picture:
             pictures.append(picture.convert("RGB"))
     captions = [engine.name_of(requests[image["index"]]) for image in shown]
-    write_png(out / GRID, grid(pictures, captions, columns))
+    heads, earlier = zip(*before) if before else ((), ())
+    write_png(out / GRID, grid([*earlier, *pictures], [*heads, *captions], columns))
     if heatmap:
         heat = [image.get("heat") for image in shown]
         accepted = method_of(requests[0]).heat == "accepted"

@@ -61,17 +61,19 @@ def advance(
         first += count
         sequence.iteration += 1
         sequence.num_known += count
+        num_made = sequence.request.num_made(host.seq_len)
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
         stats.head_calls += own_calls
-        stats.head_calls_per_token += made.calls[own].sum().item() / host.seq_len
+        stats.head_calls_per_token += made.calls[own].sum().item() / num_made
         stats.head_evaluations += made.evaluations[own].sum().item()
         if made.measured:
             stats.difference, stats.divergence = made.measured.difference, made.measured.divergence
             if made.measured.audit is not None and sequence.num_known == host.seq_len:
-                audit = host.audit[sequence.slot]
-                estimate = audit.mean().item(), (audit.std() / host.seq_len**0.5).item()
+                made_at = host.order[sequence.slot, -num_made:].sort().values
+                audit = host.audit[sequence.slot, made_at]
+                estimate = audit.mean().item(), (audit.std() / num_made**0.5).item()
                 if all(map(math.isfinite, estimate)):
                     stats.audit, stats.audit_error = estimate
 

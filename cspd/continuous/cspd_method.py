@@ -263,7 +263,7 @@ def _account(
         stats.iterations += 1
         stats.backbone_calls += 1
         stats.head_calls += own_calls
-        stats.head_calls_per_token += made.calls[decided].sum().item() / running.length
+        stats.head_calls_per_token += made.calls[decided].sum().item() / sequence.request.num_made(host.seq_len)
         stats.head_evaluations += made.evaluations[drafted].sum().item()
         stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
         stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())

@@ -78,8 +78,8 @@ def highest(score: np.ndarray, owner: np.ndarray, share: float) -> np.ndarray:
 
 def num_early(request: Request, seq_len: int) -> int:
     """How many iterations begin with less than half of the tokens known: those of a checkerboard's first colour."""
-    masked_before = timetable(request, seq_len).masked[:-1]
-    return 1 + int((masked_before > seq_len / 2).sum())
+    masked_before = np.r_[request.num_made(seq_len), timetable(request, seq_len).masked[:-1]]
+    return int((masked_before > seq_len / 2).sum())
 
 
 def check(request: Request, host: MARHost) -> None:
@@ -103,6 +103,7 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     early = np.array([num_early(sequence.request, host.seq_len) for sequence in rows.sequences])[rows.owner]
     is_late = rows.iteration >= early
     steps = chain_lengths(np.minimum(rows.iteration, early - 1), early, request.upper, request.lower, "linear")
+    steps[early == 0] = request.lower  # half of the tokens were known from the start
     if is_late.any() and not densities:
         score = importance(z[0]).cpu().numpy()
         steps[is_late & highest(score, rows.owner, request.detail)] = request.upper

@@ -15,11 +15,12 @@ from torch import Tensor
 from cspd import kernels
 from cspd import noise as philox_noise
 from cspd.continuous.buckets import by_sequence
+from cspd.continuous.given import encoder, give, given
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.rows import Rows
 from cspd.continuous.schedule import GUIDANCE, ORDERS, largest, timetable
 from cspd.graphs import Graphs
-from cspd.method import Method, complete
+from cspd.method import Method, complete, with_tokens
 from cspd.option import Option
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision
@@ -35,7 +36,7 @@ from mar.vae import AutoencoderKL
 NUM_ITER = Option(
     "num_iter",
     int,
-    "autoregressive iterations, at most one per token (for cspd they set the guidance and the prefill only)",
+    "autoregressive iterations, at most one per token made (for cspd they set the guidance and the prefill only)",
     low=1,
     metavar="K",
 )
@@ -107,6 +108,7 @@ class MARHost:
         self.audit = torch.zeros(num_slots, length, device=device)
         self.kept: dict[Hashable, dict] = defaultdict(dict)
         self.classes = {name: _classes(model) for name, model in self.models.items() if model is not None}
+        self.encode = encoder(self)
 
     def adopt(self, other: MARHost) -> None:
         """Takes over what another host of the same models was tuned by."""
@@ -124,18 +126,20 @@ class MARHost:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
-            ValueError: a setting is of the wrong kind or out of range, or the method needs a model that is not there.
+            ValueError: a setting is of the wrong kind or out of range, the method needs a model that is not there, or
+                what is known of the image does not fit.
         """
-        length, published = self.seq_len, self.defaults
+        request = with_tokens(request, self, (self.seq_len, self.config.token_dim))
+        num_made, published = request.num_made(self.seq_len), self.defaults
         unguided = (published.cfg if request.cfg is None else request.cfg) == 1
         defaults = {
-            "num_iter": min(published.num_iter, length),
+            "num_iter": min(published.num_iter, num_made),
             "cfg": published.cfg,
             "cfg_schedule": published.cfg_schedule,
             "temperature": published.temperature_unguided if unguided else published.temperature,
             "num_sampling_steps": published.num_sampling_steps,
         }
-        common = (NUM_ITER.but(high=length), *MAR_OPTIONS[1:])
+        common = (NUM_ITER.but(high=num_made), *MAR_OPTIONS[1:])
         request = complete(request, method, common, defaults, self.num_classes)
         method.check(request, self)
         if "draft" in method.uses(request) and self.models["draft"] is None:
@@ -147,7 +151,7 @@ class MARHost:
 
     def resolve(self, request: Request, method: Method) -> Request:
         """A checked request with what the method decides for this device. Raises ValueError on too little memory."""
-        tokens = largest(timetable(request, self.seq_len).masked, self.seq_len)
+        tokens = largest(timetable(request, self.seq_len).masked, request.num_made(self.seq_len))
         if tokens > self._largest:  # in an iteration, than memory was checked for
             check_memory(self.target, self.num_slots, tokens, self.device)
             self._largest = tokens
@@ -180,6 +184,7 @@ class MARHost:
         self.label[slot] = sent["label"]
         self.order[slot] = torch.cat(arranged)
         self.tokens.index_fill_(0, slot, 0)
+        give(self, sequences)
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts; up to `limit` known tokens in all."""
@@ -260,7 +265,11 @@ class MARHost:
         slots = send_integers([s.slot for s in sequences], self.device)
         tokens = self.tokens[slots]
         finite = tokens.isfinite().all(-1)
-        return tokens, self.heat[slots], finite.gather(1, self.order[slots])
+        heat = self.heat[slots]
+        known = given(self, sequences)
+        if known is not None:
+            heat = heat.masked_fill(known, torch.nan)
+        return tokens, heat, finite.gather(1, self.order[slots])
 
     def so_far(self, sequence: Sequence) -> Tensor:
         """Tokens [1, L, d] of a running sequence, 0 where they are unknown."""

@@ -17,6 +17,7 @@ from cspd.continuous.chain_records import acceptance
 from cspd.continuous.chains import Chains
 from cspd.continuous.denoiser import Denoised, denoiser
 from cspd.continuous.draft_verify import draft_table
+from cspd.continuous.given import given
 from cspd.continuous.host import MARHost
 from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
@@ -153,17 +154,21 @@ def run_round(
     if finished:
         slots = send_integers([sequence.slot for sequence in finished], host.device)
         records = running.record[slots]
+        known = given(host, finished)
+        if known is not None:  # the record of these is of the slots' last sequences
+            records = records.masked_fill(known.unsqueeze(-1), 0)
         host.heat[slots] = (records != 0).sum(-1).float()
         report = Report(records)
         for index, sequence in enumerate(finished):
-            sequence.complete_stats = functools.partial(_count, sequence.stats, report, index, request.window)
+            num_made = sequence.request.num_made(host.seq_len)
+            sequence.complete_stats = functools.partial(_count, sequence.stats, report, index, request.window, num_made)
     return finished
 
 
-def _count(stats: RoundStats, records: Report, index: int, window: int) -> None:
-    """Adds what the records [B, L, T] say of a sequence's chains."""
+def _count(stats: RoundStats, records: Report, index: int, window: int, num_made: int) -> None:
+    """Adds what the records [B, L, T] say of a sequence's chains, of which so many were run."""
     record = records.array()[index]
-    stats.head_calls_per_token = float((record != 0).sum(-1).mean())
+    stats.head_calls_per_token = float((record != 0).sum() / num_made)
     stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
 
 

@@ -79,7 +79,8 @@ class Tuning:
 
     def window(self, request: Request, num_slots: int) -> int:
         """The fastest window for what is known of the request and the engine, whatever else is in flight."""
-        kind = dataclasses.replace(request, label=0, seed=0), num_slots
+        num_made = request.num_made(self.target.config.seq_len)
+        kind = dataclasses.replace(request, label=0, seed=0, known=None), num_made, num_slots
         if kind not in self._windows:
             remember(self._windows, kind, self._window(request, num_slots))
         return self._windows[kind]
@@ -95,7 +96,8 @@ class Tuning:
 
     def _rows(self, request: Request, num_slots: int) -> float:
         """Tokens that are denoised at once: those of an iteration, of all slots."""
-        return num_slots * (request.gamma or self.target.config.seq_len / request.num_iter)
+        num_made = request.num_made(self.target.config.seq_len)
+        return num_slots * (request.gamma or num_made / request.num_iter)
 
     def why_none(self, request: Request, num_slots: int) -> str:
         """Why the window of a request is 0, where this device decided."""

@@ -14,6 +14,7 @@ from cspd import noise as philox_noise
 from cspd.discrete.batch import Batch, of_copies
 from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.options import VQ_OPTIONS
+from cspd.discrete.prefix import encoder, prefill, with_prefix
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.graphs import Graphs
 from cspd.method import Method, complete
@@ -83,6 +84,7 @@ class VQHost:
         self._past: Tensor | None = None
         self.windows: tuple[Tensor, Tensor] | None = None
         self.nodes: Tensor | None = None
+        self.encode = encoder(self)
         self.late = device.type == "cuda"
 
     def adopt(self, other: VQHost) -> None:
@@ -100,10 +102,10 @@ class VQHost:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
-            ValueError: a setting is of the wrong kind or out of range, or the method needs a model that is not there.
+            ValueError: a setting is of the wrong kind or out of range, a model is missing, or as `with_prefix`.
         """
         published = {option.name: getattr(self.defaults, option.name) for option in VQ_OPTIONS}
-        request = complete(request, method, VQ_OPTIONS, published, self.num_classes)
+        request = complete(with_prefix(request, self), method, VQ_OPTIONS, published, self.num_classes)
         method.check(request, self)
         return request
 
@@ -127,6 +129,7 @@ class VQHost:
                 cache.clear(slots)
             if self._past is not None:
                 self._past.index_fill_(1, slots, 0)
+            prefill(self, sequences)
 
     def begin(self, watch: Stopwatch | None) -> None:
         """Begins a round, whose forwards `watch` times if there is one."""

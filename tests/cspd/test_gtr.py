@@ -48,7 +48,7 @@ def test_every_iteration_predicts_a_token_and_all_predict_all(seq_len):
     half = seq_len // 2
     for reconstruction in {1, 2, half}:
         for num_iter in range(reconstruction + 1, seq_len + 1):
-            masked, left = two_stages(num_iter, seq_len, reconstruction)
+            masked, left = two_stages(num_iter, half, half, reconstruction)
             counts = -np.diff(masked, prepend=seq_len)
             assert len(counts) == num_iter and counts.min() >= 1 and counts.sum() == seq_len
             assert largest(masked, seq_len) == counts.max()
@@ -60,7 +60,7 @@ def test_every_iteration_predicts_a_token_and_all_predict_all(seq_len):
 
 def test_the_first_colour_goes_by_the_cosine():
     """floor(32 cos(pi/2 (k + 1)/6)) of the first 32 are left after iteration k; the last two predict 16 each."""
-    masked, _ = two_stages(8, 64, 2)
+    masked, _ = two_stages(8, 32, 32, 2)
     assert masked.tolist() == [32 + n for n in (30, 27, 22, 16, 8)] + [32, 16, 0]
 
 
@@ -68,7 +68,7 @@ def test_guidance_rises_with_what_is_known():
     times = timetable(
         Request(0, num_iter=8, cfg=3.0, cfg_schedule="linear", order="checkerboard", reconstruction=2), 64
     )
-    masked, _ = two_stages(8, 64, 2)
+    masked, _ = two_stages(8, 32, 32, 2)
     known = 64 - np.maximum(masked, 1)
     assert np.allclose(times.scale, np.repeat(1 + 2 * known / 64, -np.diff(masked, prepend=64)))
     assert times.scale.max() == 1 + 2 * 63 / 64 and (np.diff(times.scale) >= 0).all()

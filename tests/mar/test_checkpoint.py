@@ -1,6 +1,7 @@
 """Official weights files load as they are; any other gets one error that names it and the way out, and runs no code."""
 
 import argparse
+import dataclasses
 import json
 import os
 import pickle
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mar.checkpoint import fill, load_mar, load_vae
-from mar.registry import VAES, create_mar, create_vae
+from mar.model import MAR
+from mar.registry import VAES, create_mar, create_vae, defaults_of, mar_spec
 from mar.tensors import CheckpointError, read_tensors
 
 DRAFT, TARGET, VAE = "mar_digits32_draft", "mar_digits32", "kl_digits32"
@@ -174,6 +176,16 @@ def test_tensors_that_are_no_weights(store, problem, save, weights):
 def test_size_is_found_out(save):
     expected = random_weights(create_mar(TARGET), 3)
     assert_loaded(load_mar(save("weights.pth", {"model": expected})), expected)
+
+
+@pytest.mark.parametrize("img_size, patch", [(64, 1), (64, 2), (16, 1)])
+def test_other_resolutions_are_found_out(img_size, patch, save):
+    """As the authors' training script makes them with --img_size and --patch_size."""
+    config = dataclasses.replace(mar_spec(DRAFT).config, img_size=img_size, patch_size=patch)
+    expected = random_weights(MAR(config), 3)
+    model = load_mar(save("weights.pth", {"model": expected}))
+    assert_loaded(model, expected)
+    assert model.config == config and defaults_of(config) == defaults_of(mar_spec(DRAFT).config)
 
 
 def test_missing_file(tmp_path):

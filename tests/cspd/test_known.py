@@ -1,0 +1,128 @@
+"""What a request is given of an image: pictures and masks of every kind, what is refused, and how they are compared."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cspd import Request
+from cspd.known import Known, Resized, placed
+
+PICTURE = torch.rand(3, 12, 8, generator=torch.Generator().manual_seed(0))
+MASK = torch.zeros(12, 8, dtype=torch.bool)
+MASK[2:5, 1:3] = True
+
+
+def as_pil():
+    pixels = (PICTURE * 255).round().byte().permute(1, 2, 0).numpy()
+    return Image.fromarray(pixels), Image.fromarray(MASK.numpy()), torch.from_numpy(pixels).permute(2, 0, 1) / 255
+
+
+def test_files_pictures_and_tensors_are_the_same(tmp_path):
+    image, mask, pixels = as_pil()
+    image.save(tmp_path / "image.png")
+    mask.convert("RGB").save(tmp_path / "mask.png")
+    images = [image, tmp_path / "image.png", str(tmp_path / "image.png"), pixels, pixels.numpy(), pixels.double()]
+    masks = [mask, tmp_path / "mask.png", MASK, MASK.numpy(), MASK.float(), MASK.int()]
+    knowns = {Known.of(image, mask) for image in images for mask in masks}
+    assert len(knowns) == 1
+    (known,) = knowns
+    assert torch.equal(known.mask, MASK) and torch.allclose(known.image, pixels) and len(repr(known)) < 60
+    assert known != Known.of(image, 0.5) != Known.of(image, 0.25) and known != Known.of(1 - pixels, mask)
+
+
+def test_requests_compare_and_are_written_down():
+    request = Request(3, image=PICTURE, mask=MASK)
+    same = Request(3, image=PICTURE.clone(), mask=MASK.clone())
+    assert request == same and hash(request) == hash(same) and len(repr(request)) < 100
+    assert request != Request(3) and request != request.but(mask=~MASK)
+    assert request.but(seed=1).known is request.known and pickle.loads(pickle.dumps(request)) == request
+    assert json.loads(json.dumps(request.to_dict()))["known"] == request.known.digest
+    assert Request(**Request(3).to_dict()) == Request(3)
+
+
+def test_tensors_are_copied():
+    picture, mask = PICTURE.clone(), MASK.clone()
+    known = Known.of(picture, mask)
+    picture.zero_(), mask.fill_(True)
+    assert known == Known.of(PICTURE, MASK)
+
+
+@pytest.mark.parametrize(
+    "image, mask, advice",
+    [
+        (PICTURE, None, "image needs mask too"),
+        (None, MASK, "mask needs image too"),
+        (PICTURE, MASK.T, "another size"),
+        (PICTURE, MASK.flatten(), "another size"),
+        (PICTURE * 2, MASK, "floats .3, H, W. in 0..1"),
+        (PICTURE * torch.nan, MASK, "floats .3, H, W. in 0..1"),
+        (PICTURE[:1], MASK, "floats .3, H, W. in 0..1"),
+        (torch.full((4, 3), torch.inf), 0.5, "floats .3, H, W. in 0..1"),
+        (7, MASK, "image=7"),
+        ([[1]], MASK, "image=..1.. does not fit"),
+        (PICTURE, MASK.float() * 2, "a share"),
+        (PICTURE, 1.5, "mask=1.5"),
+        (PICTURE, True, "mask=True"),
+        (PICTURE, float("nan"), "mask=nan"),
+        (PICTURE, np.array(["a"]), "does not fit"),
+    ],
+)
+def test_what_is_refused(image, mask, advice):
+    with pytest.raises(ValueError, match=advice):
+        Request(3, image=image, mask=mask)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "text.png").write_text("no picture")
+    for image, mask in ((tmp_path / "text.png", 0.5), (PICTURE, tmp_path / "text.png"), (tmp_path, 0.5)):
+        with pytest.raises(ValueError, match="cannot be read as a picture"):
+            Request(3, image=image, mask=mask)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        Request(3, image=tmp_path / "none.png", mask=0.5)
+
+
+def test_a_picture_is_cropped_to_its_middle_and_resized():
+    known = Known.of(PICTURE, MASK)
+    fitted = known.fitted(4)
+    middle = PICTURE[:, 2:10]
+    assert (
+        fitted.image.shape == (3, 4, 4)
+        and (fitted.image - middle.unflatten(1, (4, 2)).unflatten(3, (4, 2)).mean((2, 4))).abs().max() < 0.3
+    )
+    assert fitted.mask.nonzero().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]], "made anew where any pixel is"
+    assert fitted.name == known.digest and fitted.fitted(4) is fitted
+    with pytest.warns(Resized, match="8 by 12 pixels: cropped to the 8 in the middle and resized to 4 by 4"):
+        assert known.to_encode(4).shape == (1, 3, 4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fitted.to_encode(4).min() >= -1
+
+
+def test_a_picture_in_a_box():
+    """All around it is made, as its border goes on."""
+    known = placed(PICTURE, (2, 4, 8, 12), 16)
+    assert torch.allclose(known.image[:, 4:, 2:10], PICTURE, atol=1e-6)
+    assert not known.mask[4:, 2:10].any() and known.mask.sum() == 256 - 96
+    assert torch.equal(known.image[:, :, 0], known.image[:, :, 2])
+    for box in ((-1, 0, 4, 4), (0, 0, 0, 4), (9, 0, 8, 4), (0, 16, 4, 1)):
+        with pytest.raises(ValueError, match="is not inside 16 by 16"):
+            placed(PICTURE, box, 16)
+
+
+def test_pasting_leaves_what_is_far_from_the_mask():
+    picture = torch.rand(3, 16, 16, generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros(16, 16, dtype=torch.bool)
+    mask[0, 0] = True
+    made = torch.zeros(4, 4, dtype=torch.bool)
+    made[0, 0] = True
+    pasted = Known.of(picture, mask).pasted(torch.ones(3, 16, 16), made.flatten())
+    assert torch.equal(pasted[:, 6:], picture[:, 6:]) and torch.equal(pasted[:, :, 6:], picture[:, :, 6:])
+    assert (pasted[:, 0, 0] == 1).all() and (pasted[:, :2, :2] == 1).all()
+    assert (pasted[:, 3:5, 0] - picture[:, 3:5, 0]).min() > 0, "they blend"
