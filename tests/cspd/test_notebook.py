@@ -77,7 +77,11 @@ def test_a_request_names_its_class(toy):
         Engine(MARModels(toy_mar()), device="cpu").sample("red", **QUICK)
 
 
-@pytest.mark.parametrize("labels", [[1, 3], torch.tensor([1, 3]), (label for label in (1, 3)), ["green", 3]], ids=str)
+@pytest.mark.parametrize(
+    "labels",
+    [[1, 3], torch.tensor([1, 3]), (label for label in (1, 3)), ["green", 3]],
+    ids=["list", "tensor", "generator", "names"],
+)
 def test_sample_takes_one_label_or_many(labels, toy):
     outputs = toy.sample(labels, seed=7, **QUICK)
     assert [(output.request.label, output.request.seed) for output in outputs] == [(1, 7), (3, 8)]
