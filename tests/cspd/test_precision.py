@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import toy_mar, toy_models
 
@@ -60,7 +61,7 @@ def models():
 def test_no_weight_is_converted_in_a_round(settings, models):
     engine = Engine(*models, max_batch=2, device="cpu", precision="bf16")
     engine.add_request(engine.resolve(Request(1, **settings)))
-    modules = [model for each in models for model in vars(each).values() if model is not None]
+    modules = [model for each in models for model in vars(each).values() if isinstance(model, nn.Module)]
     weights = [weight for module in modules for weight in module.state_dict().values()]
     weights += [weight for module in modules for weight in engine.precision.prepare(module).state_dict().values()]
     with Conversions() as seen:
