@@ -102,8 +102,8 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     request = rows.sequences[0].request
     early = np.array([num_early(sequence.request, host.seq_len) for sequence in rows.sequences])[rows.owner]
     is_late = rows.iteration >= early
-    steps = chain_lengths(np.minimum(rows.iteration, early - 1), early, request.upper, request.lower, "linear")
-    steps[early == 0] = request.lower  # half of the tokens were known from the start
+    steps = chain_lengths(rows.iteration, early, request.upper, request.lower, "linear")
+    steps[is_late] = request.lower
     if is_late.any() and not densities:
         score = importance(z[0]).cpu().numpy()
         steps[is_late & highest(score, rows.owner, request.detail)] = request.upper
