@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from cspd.commands.options import (
+    CLASSES,
     add_model_options,
     add_request_options,
+    class_numbers,
     load_engine,
     request_of,
     run_settings,
@@ -32,7 +34,7 @@ from cspd.evaluation import metrics
 from cspd.evaluation.reference import load_reference
 from cspd.loading import checkpoint_files, embedded, family_of
 from cspd.methods import DEFAULTS, EMBEDDED
-from cspd.parsing import count, name_list, number_list, place, seed
+from cspd.parsing import count, label_list, name_list, place, seed
 from cspd.stopping import if_stopped
 
 RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
@@ -62,7 +64,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " (default: ar,speculative; of VQ models ar,sjd-pac)",
     )
     group.add_argument("--config", type=place, metavar="FILE", help="a study's file in place of --methods, see below")
-    group.add_argument("--labels", type=number_list, help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
+    group.add_argument("--labels", type=label_list, help=f"{CLASSES} (default: 0-9)")
     group.add_argument("--num", type=count, help="images of each; the labels take turns (default: 20)")
     group.add_argument("--seed", type=seed, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, help="images in flight at once, and made in a turn (default: 4)")
@@ -97,7 +99,8 @@ def run(args: argparse.Namespace) -> None:
     rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))
     rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
     judge = judge_of(args, rows)
-    run_of, num = {key: settings[key] for key in ("labels", "seed")}, settings["num"]
+    run_of = {"labels": class_numbers(settings["labels"], rows[0].engine), "seed": settings["seed"]}
+    num = settings["num"]
 
     def made() -> str:
         there = list((args.out / CHUNKS).glob("*.npz"))

@@ -13,10 +13,12 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.commands.options import (
+    CLASSES,
     add_method_option,
     add_model_options,
     add_request_options,
     check_method,
+    class_numbers,
     load_engine,
     request_of,
     run_settings,
@@ -29,7 +31,7 @@ from cspd.evaluation.reference import load_reference
 from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, Shards, store_of
 from cspd.machine import describe, pick_device
-from cspd.parsing import count, number_list, place, seed
+from cspd.parsing import count, label_list, place, seed
 from cspd.pixels import to_pil
 from cspd.plots import grid
 from cspd.ran import file_fingerprint, model_line, models_of, what_ran, without_folders
@@ -73,7 +75,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         default=500,
         help="how many (default: %(default)s; in papers 50000); under torchrun write --num-images",
     )
-    group.add_argument("--labels", type=number_list, help="classes, like 0-9 or 1,5,7-9 (default: all of the model)")
+    group.add_argument("--labels", type=label_list, help=f"{CLASSES} (default: all of the model)")
     group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, default=8, help="in flight at once (default: %(default)s)")
     group.add_argument(
@@ -170,7 +172,7 @@ def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
     host = engine.host
-    labels = args.labels or list(range(host.num_classes))
+    labels = class_numbers(args.labels or range(host.num_classes), engine)
     request = request_of(args, labels[0], args.seed)
     settings, how = run_settings(args, engine.check(request)), {}
     if rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from cspd.vq.registry import GPTS
 from mar.registry import MARS
 
 MOST_THREADS = 1024  # more than this, and OpenMP ends the process
+CLASSES = "classes by number or name, like 0-9 or 1,5,seven"  # as labels are given
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +138,17 @@ def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **change
     """The request that the options of `add_request_options` ask for, with `changes`."""
     given = {name: getattr(args, name) for name in sorted(option_names()) if hasattr(args, name)}
     return Request(label, seed, getattr(args, "method", None), **given | changes)
+
+
+def class_numbers(labels: Iterable[int | str | None], engine: Engine) -> list[int]:
+    """Classes by number, where some are given by a name that an engine's models have.
+
+    Raises ValueError where they have no such name, and on None: what is measured has a class.
+    """
+    labels = list(labels)
+    if None in labels:
+        raise ValueError("--labels has none, and only `cspd sample` makes images of no class: leave it out")
+    return [engine.check(Request(label)).label if isinstance(label, str) else label for label in labels]
 
 
 def check_method(args: argparse.Namespace) -> None:

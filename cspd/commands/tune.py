@@ -11,7 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from cspd.commands.compare import add_judge_options, judge_of
-from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of, run_settings
+from cspd.commands.options import (
+    CLASSES,
+    add_model_options,
+    add_request_options,
+    class_numbers,
+    load_engine,
+    request_of,
+    run_settings,
+)
 from cspd.comparison.candidates import candidates
 from cspd.comparison.halving import FEWEST
 from cspd.comparison.page import write
@@ -21,7 +29,7 @@ from cspd.comparison.tune import tune
 from cspd.comparison.verdict import choice_told, front_table, shortfall, wanted
 from cspd.loading import family_of
 from cspd.option import option_names
-from cspd.parsing import MOST, choice, count, number_list, place, seed, shortened, whole
+from cspd.parsing import MOST, choice, count, label_list, place, seed, shortened, whole
 from cspd.records import write_json
 from cspd.stopping import if_stopped
 
@@ -72,7 +80,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument("--exact", action="store_true", help="only methods that keep plain sampling's distribution")
     add_model_options(tuning)
     group = tuning.add_argument_group("the search")
-    group.add_argument("--labels", type=number_list, default="0-9", help="classes, like 0-9 or 1,5,7-9 (default: 0-9)")
+    group.add_argument("--labels", type=label_list, default="0-9", help=f"{CLASSES} (default: 0-9)")
     group.add_argument(
         "--num",
         type=whole(FEWEST, MOST),
@@ -122,6 +130,7 @@ def run(args: argparse.Namespace) -> None:
     models = {name: getattr(args, name) for name in MODEL if getattr(args, name) is not None}
     plain = Configuration("ar", request_of(args, family=family_of(args.checkpoint)).but(method="ar"), engine, models)
     engine.check(plain.request)
+    labels = class_numbers(args.labels, engine)
     found, left_out = candidates(plain, divergence)
     plain, *found = (replace(row, files=run_settings(args, engine.check(row.request))) for row in [plain, *found])
     judge = judge_of(args, [plain])
@@ -133,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{len(found)} candidates, looking for the fastest with {wanted(limits)}")
     with if_stopped(made), store_of(args.out) as store:
         run_of = {"seed": args.seed, "overwrite": args.overwrite, "command": args.line}
-        report, images = tune(plain, found, args.labels, args.num, limits, store, **run_of, **judge)
+        report, images = tune(plain, found, labels, args.num, limits, store, **run_of, **judge)
         tuned = report["tune"]
         chosen = [row for row in found if row.name == tuned["chosen"]]
         tuned |= {

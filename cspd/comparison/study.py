@@ -18,7 +18,7 @@ from cspd.engine import Engine
 from cspd.lookup import method_names, option_order, parse_method, with_method
 from cspd.methods import COMMON, EMBEDDED
 from cspd.option import check_integer
-from cspd.parsing import LARGEST_SEED, MOST, choice, number_list, shortened
+from cspd.parsing import LARGEST_SEED, MOST, choice, label_list, shortened
 from cspd.sequence import Request
 
 TARGET = ("checkpoint", "arch", "vae")
@@ -123,7 +123,7 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     if "labels" in common:  # a list, or as --labels has them
         labels = common["labels"]
         try:
-            common["labels"] = number_list(",".join(map(str, labels if isinstance(labels, list) else [labels])))
+            common["labels"] = label_list(",".join(map(str, labels if isinstance(labels, list) else [labels])))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{path}: labels: {error}") from None
     for key, least, most in (("num", 1, MOST), ("seed", 0, LARGEST_SEED), ("max_batch", 1, MOST)):

@@ -200,11 +200,10 @@ COMMANDS = ["sample", "compare", "evaluate", "bench", "calibrate"]
 @pytest.mark.parametrize(
     "arguments, hint",
     [
-        *((["evaluate", f"--labels={text}"], "like 0-9") for text in LISTS),
+        *((["bench", f"--batch={text}"], "like 0-9") for text in LISTS),
         *((["sample", f"--labels={text}"], "like 0-9") for text in ("1-", "3-1,none", "seven,1-")),
         (["evaluate", "--labels", "0-99999999999"], "at most 100,000 numbers"),
         (["bench", "--batch", "0"], "give numbers above 0"),
-        (["bench", "--batch", ""], "like 0-9"),
         *((["bench", f"--{flag}", value], "1..10000000") for flag in ("runs", "queued") for value in ("0", "-3")),
         (["bench", "--methods", ""], "has an empty name"),
         (["bench", "--methods", "speculative,"], "has an empty name"),

@@ -203,7 +203,7 @@ def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
         ("configurations: [{method: ar, cfg: []}]", "cfg: [] is no number, text or list"),
         ("configurations: [{method: ar, seed: 2024-01-01}]", "seed: datetime.date(2024, 1, 1) is no number"),
         ("cfg: {a: 1}\nconfigurations: [{method: ar}]", "cfg: {'a': 1} is no number"),
-        ("labels: a-b\nconfigurations: [{method: ar}]", "labels: 'a-b' is no list of numbers"),
+        ("labels: a-b\nconfigurations: [{method: ar}]", "label='a-b' is the name of no class"),
         ("num: 0\nconfigurations: [{method: ar}]", "num=0 does not fit: give a whole number, 1.."),
         ("num: many\nconfigurations: [{method: ar}]", "num='many' does not fit: give a whole number"),
         ("configurations: [{gamma: 3}]", "method=None is unknown: choose one of ar, speculative"),
