@@ -73,6 +73,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument("--max-batch", type=count, default=8, help="pictures in flight at once (default: %(default)s)")
     group.add_argument("--out", type=place, default=Path("edited"), help="folder (default: %(default)s/)")
     group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
+    group.add_argument("--heatmap", action="store_true", help="also write heatmap.png: what each new token cost")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -108,12 +109,11 @@ def run(args: argparse.Namespace) -> None:
 
     finish = pasted if args.paste else attrgetter("image")
     with if_stopped(lambda: f"{len(list(args.out.glob('*_label*_seed*.png')))} of {args.num} are in {args.out}/"):
-        record = sample_to_folder(
-            engine, requests, args.out, settings, overwrite=args.overwrite, before=before, finish=finish
-        )
+        how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish}
+        record = sample_to_folder(engine, requests, args.out, settings, **how)
     made = first.known.num_made
     print(f"{made} of {engine.hosts[family].seq_len} tokens of the first picture were made anew")
-    tell(engine, requests[0], record, args.out, heatmap=False)
+    tell(engine, requests[0], record, args.out, args.heatmap)
 
 
 def _given(args: argparse.Namespace) -> Known:
