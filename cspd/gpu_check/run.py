@@ -36,6 +36,7 @@ SHAPE = {"schema": str, "scale": str, "device": str, "parts": {str: {str: RESULT
 LEFT_OUT = "left_out"
 NO_GRAPH = "no CUDA graph of"  # what `cspd.graphs` warns of
 NO_TIME = "its part's share of the time was over: the same command goes on from here"
+REMEDY = "give another --out, or --overwrite"
 
 
 def run(
@@ -61,10 +62,10 @@ def run(
     about = {"schema": SCHEMA, "scale": "tiny" if tiny else "full", "device": _name(device)}
     report = {**about, "parts": {}}
     if out.exists() and not overwrite:
-        report = read_report(out)
+        report = read_report(out, REMEDY)
         change = differences({name: report[name] for name in about}, about)
         if change:
-            raise ValueError(f"{out} is of another check ({', '.join(change)}): give another --out, or --overwrite")
+            raise ValueError(f"{out} is of another check ({', '.join(change)}): {REMEDY}")
     end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="cspd-gpu-check-") as cache, _bar(parts, progress) as bar:
         settings = Settings(device, TINY if tiny else FULL, Path(cache))
@@ -126,18 +127,18 @@ def _tried(case: Callable[[], dict]) -> dict[str, Any]:
     return json.loads(json.dumps(found), parse_constant=str)  # numbers that are not finite become words
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """A report that `run` wrote. Raises OSError; ValueError where it is none."""
+def read_report(path: Path, remedy: str = "give another file") -> dict[str, Any]:
+    """A report that `run` wrote. Raises OSError; ValueError, which ends with the remedy, where it is none."""
     try:
         report = read_json(path)
         place = misfit(report, SHAPE) or _untimely(report["parts"])
     except ValueError as error:
-        raise ValueError(f"{path} is no report of gpu-check ({error}): give another file, or --overwrite") from None
+        raise ValueError(f"{path} is no report of gpu-check ({error}): {remedy}") from None
     if not place and report["schema"] != SCHEMA:
         place = "schema"
     if place:
         none = f"{path} is no report of this version of gpu-check: {place} is none of its"
-        raise ValueError(f"{none}; give another file, or --overwrite")
+        raise ValueError(f"{none}; {remedy}")
     return report
 
 

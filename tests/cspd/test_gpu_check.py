@@ -101,7 +101,8 @@ def test_another_file_is_not_overwritten(tmp_path, content, message, capsys):
     out = tmp_path / "gpu.json"
     out.write_text(content)
     assert main(["gpu-check", "--tiny", "--device", "cpu", "--out", str(out)]) == 2
-    assert message in capsys.readouterr().err and out.read_text() == content
+    told = capsys.readouterr().err
+    assert message in told and told.endswith("give another --out, or --overwrite\n") and out.read_text() == content
 
 
 TIMED = {"size": "B", "batch": 8, "precision": "bf16", "method": "ar", "ms": 1.0, "flops": 1, "bytes": 1}
@@ -130,7 +131,8 @@ def test_a_damaged_report_is_not_shown(place, tmp_path, capsys):
     assert f"{out} is no report of this version of gpu-check: {place} is" in told and told.count("\n") == 1
     out.write_text(out.read_text()[:-9])
     assert main(["gpu-check", "--show", str(out)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    told = capsys.readouterr().err
+    assert told.endswith(": give another file\n") and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("result", [{"error": ""}, {"passed": "?"}, TIMED | {"ms": 0}])
