@@ -6,9 +6,10 @@ cannot be reached, only what is kept is looked at.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
@@ -56,12 +57,26 @@ def _listed(repo: str) -> list[str]:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return HfApi().list_repo_files(repo)
+        with _unlogged():
+            return HfApi().list_repo_files(repo)
     except RepositoryNotFoundError:
         raise CheckpointError(f"{repo}: no such place here, and no such repository on the hub") from None
     except Exception:  # no network, or told to do without it: its client has an error for each
         folder = _folder(repo, None)
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Within it the hub's client does not log each of its attempts: what comes of them is told in one line."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _folder(repo: str, files: list[str] | None) -> Path:

@@ -88,7 +88,8 @@ def _target_file(checkpoint: str | Path) -> Path:
     place = known.get(str(checkpoint), _path(checkpoint, "checkpoint"))
     patterns = dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"])
     if _is_remote(checkpoint):
-        place = hub.fetched(str(checkpoint), tuple(patterns), _COMPANIONS)
+        with telling(f"asking the hub for {checkpoint}"):
+            place = hub.fetched(str(checkpoint), tuple(patterns), _COMPANIONS)
     if place.is_file():
         return place
     found = _find(place, patterns) if place.is_dir() else []

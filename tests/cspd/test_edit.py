@@ -12,6 +12,7 @@ from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
 from cspd.cli import main
+from cspd.plots import MARGIN, UNKNOWN
 
 QUICK = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "1"]
 MAR = ["edit", "--checkpoint", small_checkpoint(), "--label", "3", *QUICK]
@@ -70,6 +71,19 @@ def test_pasted_pixels_are_the_pictures_own(files, tmp_path):
     pasted = np.asarray(Image.open(out / "00000_label3_seed0.png")).astype(int)
     before = np.asarray(Image.open(files / "in.png")).astype(int)
     assert np.array_equal(pasted[:14], before[:14]) and np.abs(pasted[16:] - before[16:]).mean() > 10
+
+
+def test_a_heat_map_of_what_was_made(files, tmp_path, capsys):
+    """What was kept is grey."""
+    assert edit(tmp_path, [*MAR, "--heatmap"], files, mask=files / "lower.png") == 0
+    assert f"wrote {tmp_path / 'heatmap.png'}" in capsys.readouterr().out
+    record = json.loads((tmp_path / "samples.json").read_text())
+    assert record["images"][0]["heat"] == [None] * 32 + [5] * 32
+    picture = np.asarray(Image.open(tmp_path / "heatmap.png"))[MARGIN:]
+    side = 15 * 32  # as it is shown
+    left = MARGIN + side
+    assert (picture[: side // 2, left : left + side] == UNKNOWN).all()
+    assert (picture[side // 2 : side, left : left + side] != UNKNOWN).any(-1).all()
 
 
 @pytest.mark.parametrize(
