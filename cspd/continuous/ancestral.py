@@ -242,12 +242,12 @@ def check(request: Request, host: MARHost) -> None:
     check_first(request, request.num_sampling_steps)
 
 
-def advice(request: Request) -> str | None:
-    """To begin a short chain later, since from timestep 999 its first step multiplies errors by thousands."""
+def advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}") -> str | None:
+    """That a short chain should begin later: from timestep 999 its first step multiplies errors by thousands."""
     num_steps = request.num_sampling_steps
     if num_steps >= SHORT or request.first_timestep is not None:
         return None
-    return f"a chain of {num_steps} denoising steps overshoots in its first one: give first_timestep={SHORT_FIRST}"
+    return f"a chain of {num_steps} denoising steps overshoots in its first one: {remedy}"
 
 
 @denoiser("ancestral", "exact", options=OPTIONS, mixed=MIXED, check=check, advice=advice)

@@ -8,13 +8,14 @@ measured when the prediction is fitted, on other tokens, and if asked for on the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous.ancestral import SHORT
+from cspd.continuous import ancestral
 from cspd.continuous.buckets import by_row
 from cspd.continuous.denoiser import Denoised, Measured, denoiser
 from cspd.continuous.host import MARHost
@@ -26,6 +27,7 @@ from mar.diffusion import TRAIN_STEPS
 
 HEAD_CALLS = 10
 LEAST_AUDIT = 1e-4  # with less, most images have no step to look at, and seem to be without error
+REMEDY = "give num_sampling_steps=100, which takes no more head calls"  # where the chain itself is short
 OPTIONS = (
     Option(
         "head_calls",
@@ -94,17 +96,6 @@ def resolve(request: Request, host: MARHost) -> Request:
     return request
 
 
-def advice(request: Request) -> str | None:
-    """Not to shorten the chain itself, whose first step then multiplies errors by thousands."""
-    num_steps = request.num_sampling_steps
-    if num_steps >= SHORT:
-        return None
-    return (
-        f"a chain of {num_steps} denoising steps overshoots in its first one: give num_sampling_steps=100, which takes"
-        " no more head calls"
-    )
-
-
 class _Running:
     """What the sequences of one kind share while they run: a model's windows, and what is known of their tokens."""
 
@@ -118,7 +109,15 @@ class _Running:
         self.num_full = sum(window.is_full for window in self.plan)
 
 
-@denoiser("calibrated", "measured", options=OPTIONS, needs="calibration", check=check, resolve=resolve, advice=advice)
+@denoiser(
+    "calibrated",
+    "measured",
+    options=OPTIONS,
+    needs="calibration",
+    check=check,
+    resolve=resolve,
+    advice=functools.partial(ancestral.advice, remedy=REMEDY),
+)
 def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
     """Every token by N head calls; arguments as in `cspd.continuous.denoiser`. An audit's calls are not counted."""
     request = rows.sequences[0].request

@@ -39,6 +39,8 @@ DRAFT = Option(
     "how the head's output is guessed: by a fit, or as the last one (frozen: no calibration, fewer accepted)",
     default="calibrated",
 )
+# where chains are short: here they all begin at timestep 999
+REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={ancestral.SHORT_FIRST}"
 
 
 def chains_of(host: MARHost, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
@@ -195,6 +197,7 @@ def resolve(request: Request, host: MARHost) -> Request:
     needs="calibration",
     check=check,
     resolve=resolve,
+    advice=functools.partial(ancestral.advice, remedy=REMEDY),
     run_round=run_round,
 )
 def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:

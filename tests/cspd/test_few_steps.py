@@ -281,15 +281,24 @@ def test_bad_settings_are_named(method, settings, message, engine):
         engine.resolve(Request(1, method=method, **settings))
 
 
-SHORT = "a chain of 24 denoising steps overshoots in its first one: give first_timestep=950"
+SHORT = "a chain of 24 denoising steps overshoots in its first one: give "
 
 
-@pytest.mark.parametrize("method", [{"method": "ar"}, {"method": "cspd"}], ids=str)
-def test_a_short_chain_from_the_noisiest_timestep_is_warned_of(method, engine, recwarn):
-    for settings in ({"num_sampling_steps": 25}, {"num_sampling_steps": 24, "first_timestep": 950}):
+@pytest.mark.parametrize(
+    "method, enough",
+    [
+        ({"method": "ar"}, {"first_timestep": 950}),
+        ({"method": "cspd"}, {"first_timestep": 950}),
+        ({"method": "speculative", "window": 3}, {"num_sampling_steps": 100}),
+    ],
+    ids=str,
+)
+def test_a_short_chain_from_the_noisiest_timestep_is_warned_of(method, enough, engine, recwarn):
+    for settings in ({"num_sampling_steps": 25}, {"num_sampling_steps": 24} | enough):
         engine.resolve(Request(1, **method, **settings))
     assert not recwarn
-    with pytest.warns(UserWarning, match=SHORT):
+    ((name, value),) = enough.items()
+    with pytest.warns(UserWarning, match=f"{SHORT}{name}={value}"):
         engine.resolve(Request(1, **method, num_sampling_steps=24))
 
 
