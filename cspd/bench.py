@@ -203,9 +203,12 @@ def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     return {"slots": batch, "requests": num, "num_iter": quick.num_iter, "peak_bytes": peak_bytes(engine.device)}
 
 
-def _coverage(runs: int) -> float:
-    """How sure the least and the most of independent runs are to enclose their distribution's median."""
-    return 1 - 0.5 ** (runs - 1)
+def _runs_told(runs: int) -> str:
+    """What the numbers are of so many runs, and how sure their least and most are to enclose the true median."""
+    if runs == 1:
+        return "one run of each"
+    coverage = 1 - 0.5 ** (runs - 1)
+    return f"medians of {runs} runs (least..most holds the true median with {coverage:.0%})"
 
 
 # of the report, where some row has something: title, width, what of a row, format
@@ -254,7 +257,7 @@ def format_report(report: dict) -> str:
     name_width = max(len(row["name"]) for row in report["rows"])
     lines = [
         f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, {', '.join(how)};"
-        f" medians of {report['runs']} runs (least..most holds the true median with {_coverage(report['runs']):.0%})",
+        f" {_runs_told(report['runs'])}",
         "",
         " ".join(["sampler".ljust(name_width), *(title.rjust(width) for title, width, _, _ in columns)]),
     ]

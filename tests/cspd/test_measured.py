@@ -104,12 +104,15 @@ def test_bench_tells_it_of_all_runs():
     rows = [bench._row("ar", 8, request, plain, plain), bench._row("calibrated", 8, request, runs, plain)]
     assert {name: rows[1][name] for name in MEASURED} == pytest.approx(KNOWN | {"audit": 0.5, "audit_error": ERROR})
     machine = dict.fromkeys(("device", "threads", "torch", "precision"), "")
-    text = bench.format_report({"machine": machine, "runs": 2, "rows": json.loads(json.dumps(rows)), "memory": []})
+    report = {"machine": machine, "runs": 2, "rows": json.loads(json.dumps(rows)), "memory": []}
+    text = bench.format_report(report)
     titles, first, second = text.splitlines()[2:5]
     assert "first t" in titles and "950" in first and "950" not in second
     place = {title: slice(titles.index(title), titles.index(title) + len(title)) for title in TITLES}
     assert {title: second[where].strip() for title, where in place.items()} == TITLES
     assert not any(first[where].strip() for where in place.values())
+    assert "medians of 2 runs (least..most holds the true median with 50%)" in text
+    assert "; one run of each\n" in bench.format_report(report | {"runs": 1})
 
 
 def test_memory_is_measured_without_a_warning(digits, recwarn):
