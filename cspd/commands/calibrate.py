@@ -20,6 +20,7 @@ from cspd.engine import Engine
 from cspd.sequence import Request
 
 SHOWN = (4, 6, 8, 10, 12, 16, 20, 25, 32, 50)  # head calls per token
+PREPARED = ("speculative", "calibrated")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -33,20 +34,24 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_model_options(calibrate)
     add_method_option(calibrate)
     add_request_options(calibrate)
-    calibrate.add_argument("--force", action="store_true", help="measure this device again")
+    calibrate.add_argument("--force", action="store_true", help="measure this device again, for `speculative`")
 
 
 def run(args: argparse.Namespace) -> None:
-    check_method(args)
+    method = check_method(args).name
+    if method not in PREPARED:
+        raise ValueError(f"{method!r} is not prepared by itself: give --method {' or '.join(PREPARED)}, of MAR")
+    if args.force and method != "speculative":
+        raise ValueError(f"--force measures this device again, and {method!r} depends on none: leave it out")
     engine = load_engine(args, 1)
     request = engine.check(request_of(args))
-    shown = {"speculative": _show_speculative, "calibrated": _show_calibrated}
-    if request.method not in shown:
-        raise ValueError(f"{request.method!r} is not prepared by itself: give --method {' or '.join(shown)}, of MAR")
-    shown[request.method](engine, request, args.force)
+    if method == "speculative":
+        _show_speculative(engine, request, args.force)
+    else:
+        _show_calibrated(engine, request)
 
 
-def _show_calibrated(engine: Engine, request: Request, force: bool) -> None:
+def _show_calibrated(engine: Engine, request: Request) -> None:
     """Fits the windows of a request's head calls, and tells what other numbers of calls would cost."""
     request = engine.resolve(request)
     calibrations = engine.host.tuning.calibrations["target"]

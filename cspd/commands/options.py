@@ -12,6 +12,7 @@ from cspd.engine import Engine
 from cspd.listing import Use, uses
 from cspd.loading import checkpoint_files, family_of, load
 from cspd.lookup import choose, method_names, method_of
+from cspd.method import Method
 from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, place, whole, word, word_list
@@ -151,9 +152,12 @@ def class_numbers(labels: Iterable[int | str | None], engine: Engine) -> list[in
     return [engine.check(Request(label)).label if isinstance(label, str) else label for label in labels]
 
 
-def check_method(args: argparse.Namespace) -> None:
-    """Raises ValueError where the checkpoint's models lack the method or an option, which is known before loading."""
-    choose(request_of(args), [family_of(args.checkpoint)])
+def check_method(args: argparse.Namespace) -> Method:
+    """The method that is asked for, which is known before loading.
+
+    Raises ValueError where the checkpoint's models lack it or an option.
+    """
+    return choose(request_of(args), [family_of(args.checkpoint)])[1]
 
 
 def run_settings(args: argparse.Namespace, request: Request) -> dict:

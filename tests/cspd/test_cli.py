@@ -258,6 +258,8 @@ def test_arguments_that_cannot_be_are_told_before_any_work(arguments, hint, tmp_
         ),
         ("sample --checkpoint digits32_vq --gamma 3", "gamma=3 is no option of 'sjd-pac': it belongs to sd, eagle"),
         ("calibrate --verify parallel", "verify='parallel' is no option of 'speculative': it belongs to cspd"),
+        ("calibrate --method calibrated --force", "'calibrated' depends on none: leave it out"),
+        ("calibrate --method disa", "'disa' is not prepared by itself: give --method speculative or calibrated"),
         ("bench --methods speculativ", "did you mean speculative?"),
         ("bench --methods speculative:windw=1", "did you mean window?"),
         ("bench --methods speculative:", "'' in 'speculative:' is no option"),
