@@ -21,11 +21,10 @@ from cspd.machine import describe, pick_device
 from cspd.method import Host, Method, Models, placed
 from cspd.option import plain
 from cspd.precision import Precision, precision_of
-from cspd.sequence import Output, Request, RoundStats, Sequence
+from cspd.sequence import Label, Output, Request, RoundStats, Sequence, requests_of
 from cspd.streaming import Item, OnProgress, check_all, checked, from_threads, stream
 
 CLOSED = "this engine is closed: make another one, as by cspd.load"
-Label = int | str | None
 
 
 class Engine:
@@ -265,11 +264,7 @@ class Engine:
             labels: classes by number or name, or None, the model's images of no class; one or many.
             seed: of the first image; the next has the next. settings: as of `Request`. Others as of `generate`.
         """
-        several = plain(labels)
-        if several is None or isinstance(several, (int, str)):
-            several = [several]
-        requests = [Request(label, seed + i, method, settings=settings) for i, label in enumerate(several)]
-        return self.generate(requests, progress, on_progress)
+        return self.generate(requests_of(labels, seed, method, settings), progress, on_progress)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes the models to a new folder, which `cspd.load` reads. Raises ValueError, OSError."""

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from cspd.pixels import to_pil
 from cspd.records import png_of
 
 PHASES = ("backbone", "head", "draft", "decode", "other")
+Label = int | str | None  # a class by number or name, or no class
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -43,7 +44,7 @@ class Request:
         TypeError: a setting that nobody has.
     """
 
-    label: int | str | None
+    label: Label
     seed: int = 0
     method: str | None = None
     family: str | None = None
@@ -52,7 +53,7 @@ class Request:
 
     def __init__(
         self,
-        label: int | str | None,
+        label: Label,
         seed: int = 0,
         method: str | None = None,
         *,
@@ -109,6 +110,16 @@ class Request:
     def guided(self) -> bool:
         """Whether the null class is evaluated too."""
         return self.cfg != 1
+
+
+def requests_of(
+    labels: Label | Iterable[Label], seed: int, method: str | None, settings: Mapping[str, object]
+) -> list[Request]:
+    """A request for each label, of one or many, by the same settings; the first has the seed, the next the next."""
+    several = plain(labels)
+    if several is None or isinstance(several, (int, str)):
+        several = [several]
+    return [Request(label, seed + i, method, settings=settings) for i, label in enumerate(several)]
 
 
 @dataclass
