@@ -17,7 +17,7 @@ from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
-from cspd.sequence import Request
+from cspd.sequence import Label, Request
 from cspd.version import __version__
 from cspd.vq.registry import GPTS
 from mar.registry import MARS
@@ -141,7 +141,7 @@ def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **change
     return Request(label, seed, getattr(args, "method", None), **given | changes)
 
 
-def class_numbers(labels: Iterable[int | str | None], engine: Engine) -> list[int]:
+def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
     """Classes by number, where some are given by a name that an engine's models have.
 
     Raises ValueError where they have no such name, and on None: what is measured has a class.
