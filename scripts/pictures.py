@@ -26,12 +26,13 @@ class Data:
 
     Attributes:
         classes: their names, in the order of their labels.
-        draw: maps (num, seed, split) to images [num, 3, size, size] in -1..1 and labels [num], of all classes equally
-            often. The split is "train" or "held-out"; pictures held out are not augmented.
+        draw: maps (num, seed, split, labels) to images [num, 3, size, size] in -1..1 and labels [num], which are of all
+            classes equally often where none are given. The split is "train" or "held-out"; pictures held out are not
+            augmented.
     """
 
     classes: list[str]
-    draw: Callable[[int, int, str], tuple[Tensor, Tensor]]
+    draw: Callable[..., tuple[Tensor, Tensor]]
 
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
@@ -99,10 +100,11 @@ def _drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[b
             return picked
         return augment(mirror(picked) if mirrored[label] else picked)
 
-    def draw(num: int, seed: int, split: str = "train") -> tuple[Tensor, Tensor]:
+    def draw(num: int, seed: int, split: str = "train", labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng(devices=[]):  # torchvision draws from torch's own generator
             torch.manual_seed(seed)
-            labels = torch.randperm(num) % len(mirrored)
+            if labels is None:
+                labels = torch.randperm(num) % len(mirrored)
             images = torch.stack([image(split, label) for label in labels.tolist()])
         return images.float() / 127.5 - 1, labels
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from pathlib import Path
 
@@ -10,9 +11,8 @@ from matplotlib.backend_bases import FigureCanvasBase
 
 from cspd.bench import PUBLISHED, bench, format_report
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
-from cspd.evaluation.classifier import accuracy as classifier_accuracy
-from cspd.evaluation.classifier import load_classifier
-from cspd.loading import checkpoint_files, embedded, family_of
+from cspd.evaluation.classifier import accuracy, load_classifier, space_of
+from cspd.loading import family_of
 from cspd.lookup import method_names, parse_method
 from cspd.methods import EMBEDDED, METHODS
 from cspd.parsing import count, count_list, name_list, place
@@ -59,18 +59,13 @@ def _check_files(args: argparse.Namespace) -> None:
         formats = FigureCanvasBase.get_supported_filetypes()
         if _image_format(args.plot) not in formats:
             raise ValueError(f"--plot {args.plot}: give a name that ends in one of .{', .'.join(formats)}")
-        if not _is_embedded(args.checkpoint):
+        if space_of(args.checkpoint) is None:
             raise ValueError(f"--plot {args.plot}: only the embedded models' images have a classifier: leave it out")
 
 
 def _image_format(path: Path) -> str:
     """What a picture's name says; PNG where it says nothing."""
     return path.suffix.removeprefix(".").lower() or "png"
-
-
-def _is_embedded(checkpoint: str) -> bool:
-    """Whether a checkpoint came with cspd, and its classifier knows the images."""
-    return checkpoint_files(checkpoint)["target"].parent.resolve() in map(Path.resolve, embedded().values())
 
 
 def run(args: argparse.Namespace) -> None:
@@ -85,10 +80,8 @@ def run(args: argparse.Namespace) -> None:
     target = load_engine(args, 1)
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [request_of(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]
-    accuracy = None
-    if _is_embedded(args.checkpoint):
-        classifier = load_classifier()
-        accuracy = lambda images, labels: classifier_accuracy(classifier, images, labels)  # noqa: E731
+    space = space_of(args.checkpoint)
+    judge = None if space is None else functools.partial(accuracy, load_classifier(space))
     report = bench(
         target.with_slots,
         requests,
@@ -98,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         verify=args.verify or ["parallel"],
         runs=args.runs,
         queued=args.queued,
-        accuracy=accuracy,
+        accuracy=judge,
     )
     print(format_report(report))
     if args.json:

@@ -31,8 +31,10 @@ from cspd.comparison.study import (
 )
 from cspd.comparison.tables import text_table
 from cspd.evaluation import metrics
-from cspd.evaluation.reference import load_reference
-from cspd.loading import checkpoint_files, embedded, family_of
+from cspd.evaluation.classifier import space_of
+from cspd.evaluation.extractor import INCEPTION
+from cspd.evaluation.reference import reference_for
+from cspd.loading import family_of
 from cspd.methods import DEFAULTS, EMBEDDED
 from cspd.parsing import count, label_list, name_list, place, seed
 from cspd.stopping import if_stopped
@@ -116,14 +118,14 @@ def run(args: argparse.Namespace) -> None:
 
 def judge_of(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
     """What images are judged by, checked before there are any."""
-    places = {checkpoint_files(row.models["checkpoint"])["target"].parent.resolve() for row in rows}
-    own = places <= set(map(Path.resolve, embedded().values()))
-    space = "inception" if args.weights else "digits" if own else None
+    spaces = {space_of(row.models["checkpoint"]) for row in rows}
+    own = spaces.pop() if len(spaces) == 1 else None
+    space = INCEPTION if args.weights else own
     if space is None:
         if args.ref:
             raise ValueError(f"--ref {args.ref}: features of these models' images are Inception's: give --weights too")
         return {}
-    reference = load_reference(args.ref) if args.ref or space == "digits" else None
+    reference = reference_for(space, args.ref)
     for side in {row.engine.host.image_size for row in rows}:
         metrics.check(side, space=space, weights=args.weights, reference=reference, device=args.device)
     return {"space": space, "weights": args.weights, "reference": reference}

@@ -24,10 +24,12 @@ from cspd.commands.options import (
     run_settings,
 )
 from cspd.engine import Engine
+from cspd.evaluation.classifier import SPACES, space_of
+from cspd.evaluation.extractor import INCEPTION
 from cspd.evaluation.images import GRID, ImageFolder, Watched, check_npz, export_npz
-from cspd.evaluation.metrics import SPACES, check, measure
+from cspd.evaluation.metrics import check, measure
 from cspd.evaluation.processes import Processes
-from cspd.evaluation.reference import load_reference
+from cspd.evaluation.reference import reference_for
 from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, Shards, store_of
 from cspd.machine import describe, pick_device
@@ -97,9 +99,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     group.add_argument(
         "--space",
-        choices=SPACES,
-        help="of features: the embedded classifier's, or Inception-v3's (default: digits of 32x32 images, as only the"
-        " embedded models make, else inception)",
+        choices=[*SPACES, INCEPTION],
+        help="of features: an embedded classifier's, or Inception-v3's (default: the embedded models' own, of other"
+        " images the one for their size, such as digits for 32x32, else inception)",
     )
     group.add_argument(
         "--weights", type=place, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
@@ -182,13 +184,20 @@ def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list
 
 def _how_to_measure(args: argparse.Namespace, size: tuple[int, int], device: torch.device | str) -> dict:
     """What `measure` is told, tried out on nothing: hours of sampling are not to end in a wrong file."""
-    space = args.space or ("digits" if size == (32, 32) else "inception")
-    reference = load_reference(args.ref) if args.ref or space == "digits" else None
+    space = args.space or _usual_space(args, size)
+    reference = reference_for(space, args.ref)
     how = {"space": space, "weights": args.weights, "reference": reference, "device": device}
     check(*size, **how)
     if args.npz:
         check_npz(args.npz)
     return how
+
+
+def _usual_space(args: argparse.Namespace, size: tuple[int, int]) -> str:
+    """The embedded models' own space; of other images the first for their size, or Inception's where there is none."""
+    own = None if args.images else space_of(args.checkpoint)
+    fitting = [name for name, space in SPACES.items() if size == (space.sizes.size, space.sizes.size)]
+    return own or next(iter(fitting), INCEPTION)
 
 
 def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None, how: dict, about: dict) -> None:

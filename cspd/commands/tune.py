@@ -27,6 +27,7 @@ from cspd.comparison.runs import CHUNKS, TUNE, settings_of, store_of
 from cspd.comparison.study import Configuration
 from cspd.comparison.tune import tune
 from cspd.comparison.verdict import choice_told, front_table, shortfall, wanted
+from cspd.evaluation.extractor import INCEPTION
 from cspd.loading import family_of
 from cspd.option import option_names
 from cspd.parsing import MOST, choice, count, label_list, place, seed, shortened, whole
@@ -168,7 +169,7 @@ def _check_limits(limits: Mapping[str, float], judge: Mapping[str, object]) -> N
         raise ValueError("--tolerance: these models have no judge of their own: give Inception's file, --weights")
     if "fid" in limits and judge["reference"] is None:
         raise ValueError("--tolerance fid: there is no reference: give --ref")
-    if "accuracy" in limits and judge["space"] != "digits":
+    if "accuracy" in limits and judge["space"] == INCEPTION:
         raise ValueError("--tolerance accuracy: only the embedded models' images have a classifier: leave it out")
 
 

@@ -1,1 +1,1 @@
-"""Judging images: the digits classifier and its features."""
+"""Judging images: spaces of features, and measures in them."""

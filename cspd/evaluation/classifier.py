@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from cspd.loading import embedded_folder
+from cspd.loading import checkpoint_files, embedded, embedded_folder
 from mar.checkpoint import fill
 from mar.tensors import read_tensors
 
@@ -33,6 +34,39 @@ CLASSIFIERS = {
     "digits32": ClassifierConfig(),
     "emoji64": ClassifierConfig(size=64, widths=(32, 48, 96, FEATURES), convolutions=2),
 }
+
+
+@dataclass(frozen=True)
+class Space:
+    """A space of features that embedded models' images are judged in: those of a classifier that knows their classes.
+
+    Attributes:
+        sizes: of the classifier; they have the images' size and the number of classes.
+        checkpoints: the embedded ones whose images it judges. The folder of the first has its files.
+    """
+
+    sizes: ClassifierConfig
+    checkpoints: tuple[str, ...]
+
+    @property
+    def weights(self) -> Path:
+        """The classifier's file. Raises FileNotFoundError where an installation has left it out."""
+        return embedded_folder(self.checkpoints[0]) / "classifier.safetensors"
+
+    @property
+    def reference(self) -> Path:
+        """The file of what images are compared with by default, see `cspd.evaluation.reference`."""
+        return embedded_folder(self.checkpoints[0]) / "reference.npz"
+
+
+SPACES = {"digits": Space(CLASSIFIERS["digits32"], ("digits32", "digits32_vq"))}  # by name
+
+
+def space_of(checkpoint: str | Path) -> str | None:
+    """The name of the space that judges a checkpoint's images; None where it is not an embedded one."""
+    target = checkpoint_files(checkpoint)["target"]
+    own = {name for name, folder in embedded().items() if folder.resolve() == target.parent.resolve()}
+    return next((name for name, space in SPACES.items() if own & {*space.checkpoints}), None)
 
 
 def _layer(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
@@ -65,10 +99,10 @@ class Classifier(nn.Module):
         return self.out(self.features(images))
 
 
-def load_classifier(checkpoint: str = "digits32") -> Classifier:
-    """The classifier that is embedded beside a checkpoint, on the CPU in float32."""
-    path = embedded_folder(checkpoint) / "classifier.safetensors"
-    model = Classifier(CLASSIFIERS[checkpoint])
+def load_classifier(space: str = "digits") -> Classifier:
+    """The classifier of a space, on the CPU in float32. Raises FileNotFoundError, CheckpointError."""
+    path = SPACES[space].weights
+    model = Classifier(SPACES[space].sizes)
     fill(model, read_tensors(path), path)
     return model.eval().requires_grad_(False)
 

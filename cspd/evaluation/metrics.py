@@ -1,7 +1,7 @@
-"""Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in two feature spaces.
+"""Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in several feature spaces.
 
-"inception" is Inception-v3 as torch-fidelity ships it, for ImageNet; "digits" is the embedded models' classifier, which
-is registered with torch-fidelity as a feature extractor.
+"inception" is Inception-v3 as torch-fidelity ships it, for ImageNet. The others, such as "digits", are those of embedded
+models' classifiers, `cspd.evaluation.classifier.SPACES`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,21 @@ from torch_fidelity import (
     KEY_METRIC_PRECISION,
     KEY_METRIC_RECALL,
     calculate_metrics,
-    register_feature_extractor,
 )
-from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_from_input_id_cached
 
-from cspd.evaluation.classifier import CLASSES, load_classifier
+from cspd.evaluation.classifier import SPACES
+from cspd.evaluation.extractor import extractor_of
 from cspd.evaluation.images import ImageFolder, ImageList
 from cspd.evaluation.intervals import wilson
 from cspd.evaluation.reference import Reference
 from cspd.machine import pick_device
 from mar.tensors import CheckpointError, read_tensors
 
-EXTRACTORS = {"digits": "cspd-digits", "inception": "inception-v3-compat"}
-SPACES = tuple(EXTRACTORS)
 # the fewest images that a number needs: two in each of torch-fidelity's ten splits, a covariance, a neighbourhood
 LEAST = {"inception_score": 20, "fid": 2, "kid": 2, "precision": 4, "recall": 4}
 KEYS = {
@@ -58,48 +55,12 @@ REASON = 160  # characters of PyTorch's reasons, which go on for pages
 KID_SUBSET = 1000  # torch-fidelity's default; if there are fewer images, all are taken
 
 
-class DigitsExtractor(FeatureExtractorBase):
-    """The embedded classifier as torch-fidelity wants it: uint8 [B, 3, 32, 32] to "features" [B, 128] and "logits"."""
-
-    def __init__(self, name: str, features_list: list[str], **_: object) -> None:
-        super().__init__(name, features_list)
-        self.classifier = load_classifier()
-
-    @staticmethod
-    def get_provided_features_list() -> tuple[str, ...]:
-        return "features", "logits"
-
-    @staticmethod
-    def get_default_feature_layer_for_metric(metric: str) -> str:
-        return "logits" if metric == "isc" else "features"
-
-    @staticmethod
-    def can_be_compiled() -> bool:
-        return False
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        if images.shape[1:] != (3, 32, 32):
-            height, width = images.shape[2:]
-            raise ValueError(
-                f"the digits classifier judges 32x32 images, these are {width}x{height}: take the inception space"
-            )
-        scaled = images.float() / 255 * 2 - 1
-        features = self.classifier.features(scaled)
-        values = {"features": features, "logits": self.classifier.out(features)}
-        return tuple(values[name] for name in self.features_list)
-
-
-register_feature_extractor(EXTRACTORS["digits"], DigitsExtractor)
-
-
 def _options(images: Dataset | Path, space: str, weights: Path | None, device: torch.device | str) -> dict:
     """torch-fidelity's options: the images, the feature extractor, and that features are extracted only once."""
-    if space not in SPACES:
-        raise ValueError(f"space={space!r}: choose {' or '.join(SPACES)}")
     return {
         "input1": images if isinstance(images, Dataset) else ImageFolder(Path(images)),
         "input1_cache_name": "images",
-        "feature_extractor": EXTRACTORS[space],
+        "feature_extractor": extractor_of(space),
         "feature_extractor_weights_path": None if weights is None else str(weights),
         "cuda": pick_device(device).type == "cuda",
         "save_cpu_ram": True,  # no worker processes, and distances in parts: those of 50,000 images would take 20 GB
@@ -151,7 +112,7 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
 def extract(
     images: Dataset | Path, *, space: str, weights: Path | None = None, device: torch.device | str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Features [N, D] (128 of the classifier, 2,048 of Inception) and logits [N, C] of images, float32 on the CPU.
+    """Features [N, D] (128 of a classifier, 2,048 of Inception) and logits [N, C] of images, float32 on the CPU.
 
     Raises:
         ValueError: as in `measure`.
@@ -214,12 +175,13 @@ def _missing(space: str, num: int, reference: Reference | None, labels: Sequence
         for name in from_images:
             if count < LEAST[name]:
                 missing[name] = f"{reference.name} has {count} images: {LEAST[name]} are needed"
-    if space != "digits":
-        missing["accuracy"] = "only the digits classifier judges classes"
+    if space not in SPACES:
+        missing["accuracy"] = "only embedded models' classifiers judge classes"
     elif labels is None:
         missing["accuracy"] = "the images' classes are not known"
-    elif not all(0 <= label < CLASSES for label in labels):
-        missing["accuracy"] = f"the digits classifier knows classes 0..{CLASSES - 1}, these are up to {max(labels)}"
+    elif not all(0 <= label < SPACES[space].sizes.classes for label in labels):
+        known = f"the {space} classifier knows classes 0..{SPACES[space].sizes.classes - 1}"
+        missing["accuracy"] = f"{known}, these are up to {max(labels)}"
     return missing
 
 
@@ -237,7 +199,7 @@ def measure(
 
     Args:
         images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of PNGs.
-        space: "digits" (32x32 images) or "inception".
+        space: "inception", or a name in `SPACES`: "digits" (32x32 images).
         weights: torch-fidelity's file of Inception-v3; by default its own download.
         labels: the images' classes, for "accuracy".
         device: where features are extracted, "auto", "cpu", "cuda" or "cuda:N".

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from cspd.evaluation.classifier import SPACES
 from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
-from cspd.loading import embedded_folder
 from cspd.ran import file_fingerprint
 
 PARTS = ("mu", "sigma", "arr_0")
@@ -38,10 +38,15 @@ class Reference:
     images: Dataset | None = None
 
 
-def load_reference(path: Path | None = None) -> Reference:
-    """A reference from an .npz as ADM's (mu and sigma, images in arr_0, or both) or a folder of images.
+def reference_for(space: str, given: Path | None) -> Reference | None:
+    """What is given, or what came with a space, if anything did. Raises as `load_reference`."""
+    if given is None and space in SPACES:
+        given = SPACES[space].reference
+    return None if given is None else load_reference(given)
 
-    By default the embedded models' training data, in the digits space.
+
+def load_reference(path: Path) -> Reference:
+    """A reference from an .npz as ADM's (mu and sigma, images in arr_0, or both) or a folder of images.
 
     All of it is checked: the images of a folder are read once, those of an .npz see `to_pixels`, for the statistics see
     `to_statistics`.
@@ -50,7 +55,7 @@ def load_reference(path: Path | None = None) -> Reference:
         ValueError: it holds neither statistics nor images, or such as cannot be compared with.
         FileNotFoundError: there is no such file or folder.
     """
-    path = embedded_folder("digits32") / "reference.npz" if path is None else Path(path)
+    path = Path(path)
     if path.is_dir():
         folder = ImageFolder(path)
         digest = hashlib.sha256()

@@ -23,7 +23,8 @@ from cspd.comparison.jackknife import intervals, jackknife
 from cspd.comparison.study import Configuration, configurations, named_entries
 from cspd.continuous import ar
 from cspd.evaluation import metrics
-from cspd.evaluation.classifier import load_classifier
+from cspd.evaluation.classifier import SPACES, load_classifier
+from cspd.evaluation.extractor import ClassifierExtractor
 from cspd.evaluation.intervals import NORMAL, around, half_of, wilson
 from cspd.evaluation.reference import Reference, load_reference
 from cspd.evaluation.two_sample import energy_test
@@ -161,7 +162,7 @@ def test_quality_is_of_the_images_that_were_made(comparison):
         assert row["inception_score"] is None
         assert row["fid_ci95"] is None  # of so few images
     assert "20 are needed" in report["missing"]["inception_score"]
-    assert report["reference"]["fingerprint"] == load_reference().fingerprint
+    assert report["reference"]["fingerprint"] == load_reference(SPACES["digits"].reference).fingerprint
 
 
 @pytest.mark.parametrize("num, most", [(80, 3), (500, 1.5)])  # parts of few images fall otherwise into IS's ten
@@ -198,13 +199,13 @@ def test_features_are_taken_once(digits, tmp_path, monkeypatch):
         to_pil(output.image).save(folder / f"{i}.png")
     reference = load_reference(folder)
     judged = []
-    forward = metrics.DigitsExtractor.forward
+    forward = ClassifierExtractor.forward
 
     def counted(self, images):
         judged.append(len(images))
         return forward(self, images)
 
-    monkeypatch.setattr(metrics.DigitsExtractor, "forward", counted)
+    monkeypatch.setattr(ClassifierExtractor, "forward", counted)
     ways = {"space": "digits", "reference": reference}
     report, images = compare(rows, range(10), 20, tmp_path / "out", progress=False, **ways)
     assert sum(judged) == 4 + 20 + 20

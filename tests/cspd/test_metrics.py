@@ -17,7 +17,7 @@ from digits import coloured_digits
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.metric_fid import fid_features_to_statistics
 
-from cspd.evaluation.classifier import load_classifier
+from cspd.evaluation.classifier import SPACES, load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz
 from cspd.evaluation.metrics import check, features, measure
 from cspd.evaluation.reference import load_reference
@@ -189,7 +189,7 @@ def test_what_would_wrap_around_is_not_made_8_bits(values):
 )
 def test_few_images_are_measured_as_far_as_they_can_be(num, missing):
     images, labels = drawn(num, 1)
-    values = measure(ImageList(images), space="digits", reference=load_reference(), labels=labels)
+    values = measure(ImageList(images), space="digits", reference=load_reference(SPACES["digits"].reference), labels=labels)
     assert set(values["missing"]) == missing
     for name in (*KEYS, "accuracy"):
         gone = name.removesuffix("_std") in missing
@@ -197,7 +197,7 @@ def test_few_images_are_measured_as_far_as_they_can_be(num, missing):
 
 
 def test_the_embedded_reference_is_of_the_training_data():
-    reference = load_reference()
+    reference = load_reference(SPACES["digits"].reference)
     kept = features(reference.images, space="digits")
     assert reference.fingerprint == hashlib.sha256((embedded()["digits32"] / "reference.npz").read_bytes()).hexdigest()
     assert np.abs(kept.mean(0).numpy() - reference.statistics["mu"]).max() < 0.1
@@ -252,7 +252,7 @@ def test_inception_from_a_file_of_weights(inception):
     assert features(ImageList(images), **options).shape == (2, 2048)
     check(32, **options)
     with pytest.raises(ValueError, match="128 features, the inception space has 2048"):
-        check(32, reference=load_reference(), **options)
+        check(32, reference=load_reference(SPACES["digits"].reference), **options)
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_inception_values_are_torch_fidelitys(inception, tmp_path):
     expected = (x.mean(0) - y.mean(0)).square().sum() + a.square().sum() + b.square().sum()
     expected -= 2 * torch.linalg.matrix_norm(a @ b.T, "nuc")
     assert ours["fid"] == pytest.approx(expected.item(), rel=1e-3)
-    assert "only the digits classifier" in ours["missing"]["accuracy"]
+    assert "only embedded models' classifiers" in ours["missing"]["accuracy"]
 
 
 def test_code_in_a_weights_file_is_not_run(tmp_path):

@@ -22,6 +22,7 @@ from cspd.comparison.halving import Trial
 from cspd.comparison.runs import store_of
 from cspd.comparison.study import Configuration
 from cspd.comparison.tune import OTHER_SEEDS, _add_losses, tune
+from cspd.evaluation.classifier import SPACES
 from cspd.evaluation.intervals import NORMAL
 from cspd.evaluation.reference import load_reference
 
@@ -51,7 +52,7 @@ def rows(digits):
 
 
 def search(rows, out, limits, num=8, **more):
-    judge = {"space": "digits", "reference": load_reference()}
+    judge = {"space": "digits", "reference": load_reference(SPACES["digits"].reference)}
     with store_of(out) as store:
         return tune(*rows, range(10), num, limits, store, **judge, progress=False, **more)
 
