@@ -61,8 +61,8 @@ def _listed(repo: str) -> list[str]:
             return HfApi().list_repo_files(repo)
     except RepositoryNotFoundError:
         raise CheckpointError(f"{repo}: no such place here, and no such repository on the hub") from None
-    except Exception:  # no network, or told to do without it: its client has an error for each
-        folder = _folder(repo, None)
+    except Exception as error:  # no network, or told to do without it: its client has an error for each
+        folder = _folder(repo, None, error)
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
@@ -79,12 +79,16 @@ def _unlogged() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _folder(repo: str, files: list[str] | None) -> Path:
-    """The folder of a repository in the hub's cache, with these files; None: with those that are there."""
+def _folder(repo: str, files: list[str] | None, why: Exception | None = None) -> Path:
+    """The folder of a repository in the hub's cache, with these files; None: with those that are there.
+
+    Raises CheckpointError, which says `why` it is these, or else what went wrong.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repo, allow_patterns=files, local_files_only=files is None))
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{repo}: no such place here, and it cannot be had from the hub: {reason}") from error
+        why = why or error
+        reason = (str(why) or type(why).__name__).splitlines()[0]
+        raise CheckpointError(f"{repo}: no such place here, and it cannot be had from the hub: {reason}") from why

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 import huggingface_hub
@@ -250,9 +252,22 @@ def test_a_hub_repository_with_several_targets(kept, tmp_path):
     assert found["target"] == snapshot / "c2i_L_256.pt" and found["tokenizer"].name == "vq_ds16_c2i.pt"
 
 
+def test_a_hub_that_cannot_be_reached(kept, monkeypatch):
+    """Its client logs each attempt: that is one line of ours, which says why."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between its attempts
+    logged, handler = [], logging.Handler()
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
+    with pytest.raises(CheckpointError, match=r"it cannot be had from the hub: .*[Cc]onnection refused"):
+        cspd.load("org/none")
+    assert not logged
+
+
 def test_a_name_that_the_hub_has_not(kept, tmp_path, monkeypatch):
     kept("org/other", {"README.md": small_checkpoint() + "/vae.safetensors"})
-    with pytest.raises(CheckpointError, match="org/none: no such place here, and it cannot be had from the hub: "):
+    with pytest.raises(CheckpointError, match="org/none: no such place here, and it cannot be had from the hub: .*offline"):
         cspd.load("org/none")
     with pytest.raises(CheckpointError, match=r"org/other: no such place here, and on the hub it has none of target"):
         cspd.load("org/other")
