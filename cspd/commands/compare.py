@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cspd.commands.options import (
-    CLASSES,
+    CLASSES_HELP,
     add_model_options,
     add_request_options,
     class_numbers,
@@ -66,7 +66,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " (default: ar,speculative; of VQ models ar,sjd-pac)",
     )
     group.add_argument("--config", type=place, metavar="FILE", help="a study's file in place of --methods, see below")
-    group.add_argument("--labels", type=label_list, help=f"{CLASSES} (default: 0-9)")
+    group.add_argument("--labels", type=label_list, help=f"{CLASSES_HELP} (default: 0-9)")
     group.add_argument("--num", type=count, help="images of each; the labels take turns (default: 20)")
     group.add_argument("--seed", type=seed, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, help="images in flight at once, and made in a turn (default: 4)")

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.commands.options import (
-    CLASSES,
+    CLASSES_HELP,
     add_method_option,
     add_model_options,
     add_request_options,
@@ -77,7 +77,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         default=500,
         help="how many (default: %(default)s; in papers 50000); under torchrun write --num-images",
     )
-    group.add_argument("--labels", type=label_list, help=f"{CLASSES} (default: all of the model)")
+    group.add_argument("--labels", type=label_list, help=f"{CLASSES_HELP} (default: all of the model)")
     group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, default=8, help="in flight at once (default: %(default)s)")
     group.add_argument(

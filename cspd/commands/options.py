@@ -23,7 +23,7 @@ from cspd.vq.registry import GPTS
 from mar.registry import MARS
 
 MOST_THREADS = 1024  # more than this, and OpenMP ends the process
-CLASSES = "classes by number or name, like 0-9 or 1,5,seven"  # as labels are given
+CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from cspd.commands.options import (
-    CLASSES,
+    CLASSES_HELP,
     add_method_option,
     add_model_options,
     add_request_options,
@@ -37,7 +37,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--classes",
         type=label_list,
         default="0-9",
-        help=f"{CLASSES}; none: of no class (default: 0-9)",
+        help=f"{CLASSES_HELP}; none: of no class (default: 0-9)",
     )
     group.add_argument("--num", type=count, help="images in all; the labels take turns (default: one a label)")
     group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")

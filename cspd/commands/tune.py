@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cspd.commands.compare import add_judge_options, judge_of
 from cspd.commands.options import (
-    CLASSES,
+    CLASSES_HELP,
     add_model_options,
     add_request_options,
     class_numbers,
@@ -81,7 +81,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument("--exact", action="store_true", help="only methods that keep plain sampling's distribution")
     add_model_options(tuning)
     group = tuning.add_argument_group("the search")
-    group.add_argument("--labels", type=label_list, default="0-9", help=f"{CLASSES} (default: 0-9)")
+    group.add_argument("--labels", type=label_list, default="0-9", help=f"{CLASSES_HELP} (default: 0-9)")
     group.add_argument(
         "--num",
         type=whole(FEWEST, MOST),
