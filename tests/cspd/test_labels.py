@@ -10,40 +10,35 @@ from cspd.cli import main
 from cspd.evaluation.shards import Shards
 
 QUICK = ["--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1", "--device", "cpu"]
-COMMANDS = {
-    "evaluate": ["evaluate", "--method", "ar", "--first-timestep", "950", *QUICK],
-    "compare": ["compare", "--methods", "ar", "--first-timestep", "950", *QUICK],
-    "tune": ["tune", *QUICK],
-}
+PLAIN = [*QUICK, "--first-timestep", "950"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
-    "labels, hint",
+    "command, labels, hint",
     [
-        ("two,sevn", "label='sevn' is the name of no class: did you mean seven?"),
-        ("two,none", "only `cspd sample` makes images of no class: leave it out"),
+        (["evaluate", "--method", "ar", *PLAIN], "two,sevn", "label='sevn' is the name of no class: did you mean seven?"),
+        (["compare", "--methods", "ar", *PLAIN], "two,none", "only `cspd sample` makes images of no class: leave it out"),
+        (["tune", *QUICK], "two,sevn", "label='sevn' is the name of no class: did you mean seven?"),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_what_is_no_class(command, labels, hint, tmp_path, capsys):
-    assert main([*COMMANDS[command], "--labels", labels, "--out", str(tmp_path / "out")]) == 2
+    assert main([*command, "--labels", labels, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert hint in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_names_are_numbers(tmp_path):
-    """A run that began with numbers goes on with names."""
+def test_an_evaluation_that_began_with_numbers_goes_on_with_names(tmp_path, capsys):
     for labels in ("7,3", "seven,Three"):
-        given = ["--labels", labels, "--num", "2", "--out"]
-        assert main([*COMMANDS["evaluate"], *given, str(tmp_path / "evaluate")]) == 0
-        assert main([*COMMANDS["compare"], *given, str(tmp_path / "compare")]) == 0
-    assert Shards(tmp_path / "evaluate", 2).labels() == [7, 3]
-    assert json.loads((tmp_path / "compare" / "comparison.json").read_text())["labels"] == [7, 3]
+        given = ["--labels", labels, "--num", "2", "--out", str(tmp_path)]
+        assert main(["evaluate", "--method", "ar", *PLAIN, *given]) == 0
+    assert "all were there already" in capsys.readouterr().out
+    assert Shards(tmp_path, 2).labels() == [7, 3]
 
 
-def test_a_study_names_classes(tmp_path, capsys):
-    study = "labels: [seven, 3, sevn]\nconfigurations: [{method: ar}]\n"
-    (tmp_path / "study.yaml").write_text(study)
-    assert main(["compare", "--config", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")]) == 2
-    assert "label='sevn' is the name of no class: did you mean seven?" in capsys.readouterr().err
+def test_a_study_names_classes(tmp_path):
+    file, out = tmp_path / "study.yaml", tmp_path / "out"
+    file.write_text("labels: [seven, 3]\nnum: 2\nconfigurations: [{method: ar}]\n")
+    assert main(["compare", "--config", str(file), *PLAIN, "--out", str(out)]) == 0
+    assert json.loads((out / "comparison.json").read_text())["labels"] == [7, 3]
