@@ -1,7 +1,7 @@
 """Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in several feature spaces.
 
-"inception" is Inception-v3 as torch-fidelity ships it, for ImageNet. The others, such as "digits", are those of embedded
-models' classifiers, `cspd.evaluation.classifier.SPACES`.
+"inception" is Inception-v3 as torch-fidelity ships it, for ImageNet. The others, such as "digits", are those of the
+embedded models' classifiers, `cspd.evaluation.classifier.SPACES`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_a_heat_map_of_what_was_made(files, tmp_path, capsys):
     record = json.loads((tmp_path / "samples.json").read_text())
     assert record["images"][0]["heat"] == [None] * 32 + [5] * 32
     picture = np.asarray(Image.open(tmp_path / "heatmap.png"))[MARGIN:]
-    side = 15 * 32  # as it is shown
+    side = 4 * 32  # as it is shown
     left = MARGIN + side
     assert (picture[: side // 2, left : left + side] == UNKNOWN).all()
     assert (picture[side // 2 : side, left : left + side] != UNKNOWN).any(-1).all()

@@ -189,7 +189,9 @@ def test_what_would_wrap_around_is_not_made_8_bits(values):
 )
 def test_few_images_are_measured_as_far_as_they_can_be(num, missing):
     images, labels = drawn(num, 1)
-    values = measure(ImageList(images), space="digits", reference=load_reference(SPACES["digits"].reference), labels=labels)
+    values = measure(
+        ImageList(images), space="digits", reference=load_reference(SPACES["digits"].reference), labels=labels
+    )
     assert set(values["missing"]) == missing
     for name in (*KEYS, "accuracy"):
         gone = name.removesuffix("_std") in missing

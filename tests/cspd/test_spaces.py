@@ -14,9 +14,12 @@ from pictures import data_of
 from safetensors.torch import save_file
 from training import HELD_OUT_SEED
 
+import cspd
 from cspd import loading
 from cspd.cli import main
+from cspd.commands.compare import judge_of
 from cspd.commands.tune import _check_limits
+from cspd.comparison.study import Configuration
 from cspd.evaluation.classifier import SPACES, Classifier, ClassifierConfig, Space, load_classifier
 from cspd.evaluation.images import ImageList
 from cspd.evaluation.metrics import check, features
@@ -69,14 +72,37 @@ def test_evaluate_takes_the_models_own(tmp_path):
     assert again["space"] == "toy" and again["fid"] == pytest.approx(report["fid"], rel=1e-5)
 
 
-def test_compare_and_bench_judge_in_it(tmp_path):
+def test_compare_and_tune_judge_in_it():
+    row = Configuration("ar", cspd.Request(0), cspd.load("toy16", max_batch=1, device="cpu"), {"checkpoint": "toy16"})
+    judge = judge_of(argparse.Namespace(weights=None, ref=None, device="cpu"), [row])
+    assert judge["space"] == "toy" and len(judge["reference"].images) == 25
+    _check_limits({"accuracy": 0.1, "fid": 0.1}, judge)
+
+
+@pytest.mark.slow
+def test_compare_and_bench_as_a_whole(tmp_path):
     assert main(["compare", *PLAIN, "--methods", "ar", "--num", "2", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "comparison.json").read_text())
     assert report["space"] == "toy" and all(row["fid"] is not None for row in report["rows"])
     numbers = tmp_path / "bench.json"
-    assert main(["bench", *PLAIN, "--methods", "disa:upper=2:lower=2", "--batch", "1", "--runs", "1", "--json", str(numbers)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                *PLAIN,
+                "--methods",
+                "disa:upper=2:lower=2",
+                "--batch",
+                "1",
+                "--runs",
+                "1",
+                "--json",
+                str(numbers),
+            ]
+        )
+        == 0
+    )
     assert all("accuracy" in row for row in json.loads(numbers.read_text())["rows"])
-    _check_limits({"accuracy": 0.1}, {"space": "toy", "reference": None})
 
 
 def test_what_does_not_fit():
