@@ -96,7 +96,7 @@ def bench(
     memory = [_memory(first, requests[0], batch, num) for batch, num in counts]
     cases = [(batch, *plan) for batch in batches for plan in plans]
     rows, total = [], sum(len(plan) for _, _, plan in cases) * (runs + 1)
-    with tqdm(total=total, unit="run", disable=not progress) as bar:
+    with tqdm(total=total, unit=" run", disable=not progress) as bar:
         for batch, request, plan in cases:
             engine = engines(batch)
             timed: dict[str, list[dict]] = {name: [] for name in plan}

@@ -137,7 +137,7 @@ class _Bar:
         if self._bar is None:
             bar, left = ("{l_bar}{bar}| ", "<{remaining}") if total else ("", "")
             form = f"{bar}{counted} {unit}s [{{elapsed}}{left}, {{rate_fmt}}]"
-            self._bar = tqdm(total=total, unit=unit, bar_format=form)
+            self._bar = tqdm(total=total, unit=f" {unit}", bar_format=form)
         self._bar.n = done
         self._bar.update(0)
 

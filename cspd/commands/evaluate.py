@@ -202,7 +202,7 @@ def _usual_space(args: argparse.Namespace, size: tuple[int, int]) -> str:
 
 def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None, how: dict, about: dict) -> None:
     """Measures the images, writes what is known of them, and prints it."""
-    with tqdm(total=len(images), desc="measuring", unit="image") as bar:
+    with tqdm(total=len(images), desc="measuring", unit=" image") as bar:
         values = measure(Watched(images, bar), labels=labels, **how)
     reference, weights = how["reference"], how["weights"]
     report = {"schema": SCHEMA, "space": how["space"], "weights": None, "reference": None, **values}

@@ -96,7 +96,8 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
         print(f"{title} {value} {meaning}")
     if heatmap:
         print(f"wrote {out / 'heatmap.png'} (what each token cost)")
-    print(f"wrote {out / 'grid.png'} (all images), {out / RECORD} (settings, statistics), {num} PNGs")
+    pngs = f"{num} PNG{'s' if num > 1 else ''}"
+    print(f"wrote {out / 'grid.png'} (all images), {out / RECORD} (settings, statistics), {pngs}")
 
 
 def _window_told(engine: Engine, request: Request, window: int) -> str:

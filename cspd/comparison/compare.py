@@ -207,7 +207,7 @@ def _judge(
 
     features, left_out = [], []
     pairs = list(zip(report["rows"], images))
-    for entry, made in tqdm(pairs, desc="judging", unit="row", disable=not progress):
+    for entry, made in tqdm(pairs, desc="judging", unit=" row", disable=not progress):
         pictures = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
         extracted = metrics.extract(pictures, **judge)
         features.append(extracted[0])

@@ -178,7 +178,7 @@ def taking_turns(
     files = [_file(r, i) for r in range(len(rows)) for i in range(len(turns))]
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
-    with tqdm(total=num * len(rows), unit="image", bar_format=BAR, disable=not progress) as bar:
+    with tqdm(total=num * len(rows), unit=" image", bar_format=BAR, disable=not progress) as bar:
         plans = []
         failed: dict[int, str] | None = {} if may_fail else None
         for r, row in enumerate(rows):
@@ -196,6 +196,7 @@ def taking_turns(
             requests = [dataclasses.replace(plan, label=labels[i % len(labels)], seed=first + i) for i in range(num)]
             parts.append([requests[turn] for turn in turns])
         yield Turns(rows, plans, parts, store.folder, settings, bar, failed)
+        bar.set_postfix_str("")  # no row is under way any more
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def trace(model: MAR, request: Request, device: torch.device, precision: Precisi
     host.admit(batch)
     parts: list[Trace] = []
     steps = common["num_iter"] * request.num_sampling_steps
-    with tqdm(total=steps, desc="calibrating", unit="step", leave=False, delay=DELAY) as bar:
+    with tqdm(total=steps, desc="calibrating", unit=" step", leave=False, delay=DELAY) as bar:
         for _ in range(common["num_iter"]):
             ar.run_round(host, batch, watch, denoise=functools.partial(_traced, parts, bar))
     return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens

@@ -59,7 +59,7 @@ def load_reference(path: Path) -> Reference:
     if path.is_dir():
         folder = ImageFolder(path)
         digest = hashlib.sha256()
-        for index, file in enumerate(tqdm(folder.files, desc="reading the reference", unit="image", delay=2)):
+        for index, file in enumerate(tqdm(folder.files, desc="reading the reference", unit=" image", delay=2)):
             folder[index]  # raises what it would raise after hours of sampling
             digest.update(file.name.encode())
             digest.update(hashlib.sha256(file.read_bytes()).digest())

@@ -142,7 +142,8 @@ class _Progress:
         self._shares: dict[Request, float] = {}
         self._shards, self._stop = shards, threading.Event()
         there = shards.images_there() if shown else 0
-        self._bar = tqdm(total=shards.num, initial=there, unit="image", smoothing=0, bar_format=BAR, disable=not shown)
+        form = {"unit": " image", "bar_format": BAR}
+        self._bar = tqdm(total=shards.num, initial=there, smoothing=0, disable=not shown, **form)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def watch(self, request: Request, share: float, preview: object) -> None:
