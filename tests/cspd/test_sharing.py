@@ -159,6 +159,17 @@ def test_one_that_waits_can_be_cancelled_by_its_ticket(models):
     assert [*outputs] == tickets[:1] and not engine.cancel(tickets[0])
 
 
+def test_one_of_two_equal_requests_is_cancelled(models):
+    engine = Engine(models, max_batch=2, device="cpu")
+    first, second = (Request(label=1, seed=5, **QUICK) for _ in range(2))
+    tickets = [engine.add_request(request) for request in (first, second)]
+    assert engine.cancel(first)
+    outputs = {}
+    while len(engine.scheduler):
+        outputs |= engine.step()
+    assert [*outputs] == tickets[1:]
+
+
 @pytest.mark.parametrize("family", ["MAR", "VQ"])
 def test_progress_and_previews(family, models):
     settings = QUICK if family == "MAR" else {"method": "ar"}
@@ -168,6 +179,7 @@ def test_progress_and_previews(family, models):
 
     def watch(request, fraction, preview):
         picture = preview()
+        assert request is requests[request.seed]
         seen[request.seed].append((fraction, picture))
         late.append(preview)
 
@@ -175,7 +187,7 @@ def test_progress_and_previews(family, models):
     outputs = engine.generate(requests, on_progress=watch, every=1 if family == "MAR" else 5)
     for output, (*early, last) in zip(outputs, seen.values()):
         fractions = [fraction for fraction, _ in early]
-        assert len(early) >= 2 and fractions == sorted(set(fractions)) and last[0] == 1
+        assert len(early) == 3 and fractions == sorted(set(fractions)) and last[0] == 1
         assert last[1].tobytes() == output.pil().tobytes()
         pictures = [picture.tobytes() for _, picture in early]
         assert len(set(pictures)) == len(early)  # it changes as it grows
