@@ -175,6 +175,15 @@ def test_a_closed_engine_says_so():
     engine.close()
 
 
+def test_closing_ends_what_is_in_flight():
+    engine = Engine(MARModels(toy_mar()), max_batch=1, device="cpu")
+    stream = engine.stream([Request(1, seed=seed, **QUICK) for seed in range(2)])
+    next(stream)  # the other one is read by then
+    engine.close()
+    with pytest.raises(RuntimeError, match=r"everything in flight was dropped: .*this engine is closed"):
+        next(stream)
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     """A folder of each family's models; of VQ one for images of 16 codes, which are soon made."""
