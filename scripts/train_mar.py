@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
 
+import first_step
 import torch
 from latents import Batch, Batches, latents
 from pictures import add_data_options, data_of
@@ -23,7 +22,7 @@ from training import device_of_process, export, fit
 import cspd
 from mar.checkpoint import load_vae
 from mar.diffusion import TRAIN_STEPS, training_loss
-from mar.head import Head, ResBlock
+from mar.head import Head
 from mar.model import MAR
 from mar.registry import MARS, mar_spec
 
@@ -32,28 +31,6 @@ SHOWN = 24  # images, drawn as it goes
 FIRST_STEP_SHARE = 0.15  # of the head's rows, at timestep 999
 FIRST_STEP_WEIGHT = {"whole": 20.0, "head": 1000.0}  # their error is multiplied by 316 when sampling
 HEAD_IN_FLOAT32 = ("input_proj", "in_ln", "final_layer.linear")  # what x_t passes; elsewhere rounding costs 1e-5 of it
-
-
-def near_identity(head: Head) -> None:
-    """Starts the head at eps = x_t, which is right at high noise, instead of 0.
-
-    A LayerNorm divides by |h|, so a head whose stream h is a multiple of x_t cannot tell how large x_t is. Here a much
-    larger constant is added to x_t, which makes every LayerNorm almost linear. The blocks see x_t alone, at unit
-    variance.
-    """
-    width, channels, amplitude = head.width, head.channels, 0.25
-    # orthogonal directions without a mean, which a LayerNorm would take away: one per channel, and the constant's
-    directions = torch.cat([torch.ones(width, 1), torch.randn(width, channels + 1)], dim=1)
-    basis = torch.linalg.qr(directions).Q[:, 1:]
-    constant = basis[:, channels] * width**0.5
-    gain = (width / channels) ** 0.5 / amplitude
-    with torch.no_grad():
-        head.input_proj.weight.copy_(amplitude * basis[:, :channels])
-        head.input_proj.bias.copy_(constant)
-        for block in cast(Iterable[ResBlock], head.res_blocks):
-            block.in_ln.weight.fill_(gain)
-            block.in_ln.bias.copy_(-gain * constant)
-        head.final_layer.linear.weight[:channels].copy_(basis[:, :channels].T / amplitude)
 
 
 def head_loss(
@@ -120,14 +97,14 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = {"img_size": args.size, "vae_stride": vae.config.stride, "class_num": len(source.classes)}
     model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
-    near_identity(model.head)
+    first_step.prepare(model.head)
     model.to(device).train()
 
     def whole(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(number)
         with torch.autocast(device.type, torch.bfloat16):
             x0, z = masked_rows(model, batch, args.rows)
-            return head_loss(model.head, x0, z, batch.generator, FIRST_STEP_WEIGHT["whole"])
+        return head_loss(model.head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["whole"])
 
     def show(averaged: MAR) -> Tensor:
         models = cspd.MARModels(copy.deepcopy(averaged), vae=vae)  # an engine makes its weights constants
@@ -143,8 +120,7 @@ def main() -> None:
         batch = batches(10**6 + number)
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             x0, z = masked_rows(model, batch, args.rows)
-        with torch.autocast(device.type, torch.bfloat16, enabled=False):
-            return head_loss(head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["head"])
+        return head_loss(head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["head"])
 
     head = model.head
     if args.head_steps:
@@ -158,6 +134,7 @@ def main() -> None:
         )
         head.load_state_dict(average.state_dict())
         seconds += head_seconds
+    first_step.finish(model.head)
     export(model, args.out, args.arch, seconds, half=may_be_half)
 
 
