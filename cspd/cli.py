@@ -1,4 +1,4 @@
-"""The command line: `cspd sample | edit | compare | tune | evaluate | bench | gpu-check | calibrate | methods`."""
+"""The command line: `cspd sample`, `cspd compare` and the others, as `cspd --help` has them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ examples:
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
   cspd edit --image in.png --mask mask.png --label 207 --num 4 --out edited/
       makes what is white in the mask anew; `--keep 0.5`: variations; `--place 64,64,128,128`: what is around a picture
+  cspd serve
+      a page in the browser: two methods side by side, inpainting with a brush, many visitors on one engine
   cspd compare --methods speculative,cspd:gamma=8,cspd:gamma=16 --num 20 --out comparison/
       the same seeds by each, and by plain sampling: speed, cost, quality, whether the distributions differ, pictures
   cspd tune --max-batch 64 --tolerance fid=2%
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         gpu_check,
         methods,
         sample,
+        serve,
         tune,
     )  # takes seconds: see `main`
 
@@ -64,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cspd {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (sample, edit, compare, tune, evaluate, bench, gpu_check, calibrate, methods):
+    for command in (sample, edit, serve, compare, tune, evaluate, bench, gpu_check, calibrate, methods):
         command.add(commands)
     return parser
 

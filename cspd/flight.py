@@ -15,10 +15,9 @@ from PIL import Image
 from cspd.finishing import Finisher
 from cspd.lookup import method_of
 from cspd.method import Host
-from cspd.pixels import to_pil
 from cspd.precision import Stopwatch
 from cspd.scheduler import Scheduler
-from cspd.sequence import Sequence
+from cspd.sequence import Output, Sequence
 from cspd.turns import Turns
 
 
@@ -120,12 +119,25 @@ class Flight:
         """How many of them are known, in 0..1."""
         return sequence.share_made(self.seq_len(sequence))
 
-    @torch.inference_mode()
     def preview(self, sequence: Sequence) -> Image.Image | None:
         """A picture of the tokens that are known of a running sequence; None where it does not run, or has no image."""
         with self.turns.take():
             if sequence not in self.scheduler.in_flight():
                 return None
-            host = self.hosts[str(sequence.request.family)]
-            images = host.decode(host.so_far(sequence))
-            return None if images is None else to_pil(images[0].nan_to_num().cpu())
+            (output,) = so_far(self.hosts[str(sequence.request.family)], [sequence])
+        return None if output.image is None else output.pil()
+
+
+@torch.inference_mode()
+def so_far(host: Host, sequences: list[Sequence]) -> list[Output]:
+    """What is known by now of running sequences of a host, as outputs; for who has the turn.
+
+    Heat is NaN where a token is yet to be made. On a GPU some statistics are a few rounds late.
+    """
+    tokens, heat = (torch.cat(each) for each in zip(*map(host.so_far, sequences)))
+    images = host.decode(tokens)
+    shown = [None] * len(sequences) if images is None else images.nan_to_num().cpu()
+    outputs = []
+    for sequence, *own in zip(sequences, tokens.cpu(), shown, heat.cpu()):
+        outputs.append(Output(sequence.request, *own, sequence.stats, class_name=sequence.class_name))
+    return outputs

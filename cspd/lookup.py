@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Sequence
 
 from cspd import methods
 from cspd.discrete.draft import DRAFTS
 from cspd.method import Method
-from cspd.parsing import choice, shortened
+from cspd.parsing import choice, shortened, value_of
 from cspd.sequence import Request
 
 
@@ -130,17 +129,8 @@ def parse_method(
         if option not in options or not equals:
             hint = f"write it like delta=1.5; {choice(option, sorted(options))}"
             raise ValueError(f"{part!r} in {text!r} is no option: {hint}")
-        settings[option] = _value(value)
+        settings[option] = value_of(value)
     return name, settings
-
-
-def _value(text: str) -> object:
-    """A number, true, false, null or quoted word of JSON; else the text as it is."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # a word; nothing, thousands of brackets deep
-        return text
-    return text if isinstance(value, (dict, list)) else value
 
 
 def method_of(request: Request) -> Method:

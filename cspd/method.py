@@ -203,8 +203,8 @@ class Host(Protocol):
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of tokens; None without a decoder."""
 
-    def so_far(self, sequence: Sequence) -> Tensor:
-        """Tokens [1, L(, d)] of a running sequence, those that are unknown as nothing."""
+    def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """(tokens [1, L(, d)], heat [1, L]) of a running sequence, those that are unknown as nothing, and NaN."""
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Tokens by the sampler as the models' authors published it; settings of every method of the family."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import reprlib
 from collections.abc import Callable, Collection
@@ -78,6 +79,23 @@ def label_list(text: str) -> list[int | str | None]:
         else:
             labels.append(None if part.strip() == "none" else part.strip())
     return labels
+
+
+def label_of(text: str) -> int | str | None:
+    """One class, as `label_list` has them."""
+    labels = label_list(text)
+    if len(labels) != 1:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} are {len(labels)} classes: give one")
+    return labels[0]
+
+
+def value_of(text: str) -> object:
+    """A number, true, false, null or quoted word of JSON; else the text as it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # a word; nothing, thousands of brackets deep
+        return text
+    return text if isinstance(value, (dict, list)) else value
 
 
 def float_list(text: str) -> list[float]:

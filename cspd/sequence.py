@@ -194,8 +194,9 @@ class Sequence:
     Sequences of equal `key` can share a round, whatever else differs. `reached` has `num_known` after each iteration.
     `uses` names the models that its method needs beside the target, see `cspd.method.Method`.
     `complete_stats` is called before they are handed out: what it reads from the device is there by then. `is_busy`
-    tells whether work is under way between rounds that will write to the slot. `asked` is the request as it was given;
-    what becomes of it goes to the `inbox` of who gave it (`cspd.flight`).
+    tells whether work is under way between rounds that will write to the slot. `refresh` writes heat to it that would
+    be there at the end only, for who looks before. `asked` is the request as it was given; what becomes of it goes to
+    the `inbox` of who gave it (`cspd.flight`).
     """
 
     request: Request
@@ -212,6 +213,7 @@ class Sequence:
     stats: RoundStats = field(default_factory=RoundStats)
     complete_stats: Callable[[], None] = lambda: None
     is_busy: Callable[[], bool] = lambda: False
+    refresh: Callable[[], None] = lambda: None
 
     def share_made(self, seq_len: int) -> float:
         """The share of the tokens it makes, of an image's so many, that is committed."""

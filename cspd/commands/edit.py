@@ -25,7 +25,7 @@ from cspd.commands.options import (
 from cspd.commands.sample import tell
 from cspd.commands.sample_folder import sample_to_folder
 from cspd.known import Known, Resized, cropping, placed
-from cspd.parsing import count, label_list, place, seed, shortened
+from cspd.parsing import count, label_of, place, seed, shortened
 from cspd.pixels import to_pil
 from cspd.sequence import Output
 from cspd.stopping import if_stopped
@@ -61,7 +61,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="X,Y,W,H",
         help="resize the picture into a box of the model's canvas, in pixels, and make all around it (outpainting)",
     )
-    group.add_argument("--label", type=_label, required=True, help="class of what is made, by number or name")
+    group.add_argument("--label", type=label_of, required=True, help="class of what is made, by number or name")
     group.add_argument("--num", type=count, default=1, help="pictures, each of its own seed (default: %(default)s)")
     group.add_argument("--seed", type=seed, default=0, help="of the first one; the next has the next (default: 0)")
     group.add_argument(
@@ -126,14 +126,6 @@ def _kept(image: torch.Tensor, made: torch.Tensor) -> Image.Image:
     side = round(len(made) ** 0.5)
     of_pixels = functional.interpolate(made.view(1, 1, side, side).float(), image.shape[1:])[0]
     return to_pil(image.lerp(torch.full_like(image, GREY), of_pixels))
-
-
-def _label(text: str) -> int | str | None:
-    """One class, as `label_list` has them."""
-    labels = label_list(text)
-    if len(labels) != 1:
-        raise argparse.ArgumentTypeError(f"{shortened(text)} are {len(labels)} classes: give one")
-    return labels[0]
 
 
 def _share(text: str) -> float:

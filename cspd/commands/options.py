@@ -13,7 +13,7 @@ from cspd.listing import Use, uses
 from cspd.loading import checkpoint_files, family_of, load
 from cspd.lookup import choose, method_names, method_of
 from cspd.method import Method
-from cspd.methods import COMMON, DEFAULTS, METHODS
+from cspd.methods import COMMON, DEFAULTS, EMBEDDED, METHODS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
@@ -26,14 +26,18 @@ MOST_THREADS = 1024  # more than this, and OpenMP ends the process
 CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """`several`: a list of checkpoints is taken, by default both embedded ones."""
+    usual = list(EMBEDDED.values())
     group = parser.add_argument_group("model")
     group.add_argument(
         "--checkpoint",
         type=word,
-        default="digits32",
+        nargs="+" if several else None,
+        default=usual if several else usual[0],
         help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files, or a target's file"
-        " (default: digits32)",
+        + ("; or one of MAR and one of VQ models" if several else "")
+        + f" (default: {' '.join(usual) if several else usual[0]})",
     )
     group.add_argument("--arch", choices=[*MARS, *GPTS], help="the target's size (default: found out from the file)")
     group.add_argument("--vae", type=place, help="the autoencoder's or tokenizer's file, where not beside the target")
@@ -179,8 +183,9 @@ def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
     """The engine that the options of `add_model_options` ask for."""
     if args.threads:
         torch.set_num_threads(args.threads)
+    checkpoints = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
     return load(
-        args.checkpoint,
+        *checkpoints,
         arch=args.arch,
         vae=args.vae,
         draft=args.draft_checkpoint,

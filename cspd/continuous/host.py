@@ -271,9 +271,11 @@ class MARHost:
             heat = heat.masked_fill(known, torch.nan)
         return tokens, heat, finite.gather(1, self.order[slots])
 
-    def so_far(self, sequence: Sequence) -> Tensor:
-        """Tokens [1, L, d] of a running sequence, 0 where they are unknown."""
-        return self.results([sequence])[0]
+    def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """(tokens [1, L, d], heat [1, L]) of a running sequence, 0 and NaN where they are unknown."""
+        sequence.refresh()
+        tokens, heat, _ = self.results([sequence])
+        return tokens, heat.masked_fill((tokens == 0).all(-1), torch.nan)
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of tokens [B, L, d]; None without autoencoder."""

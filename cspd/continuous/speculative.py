@@ -93,6 +93,7 @@ class _Running:
         self.left.update(owners)
         for sequence, count in zip(sequences, rows.counts):
             sequence.is_busy = functools.partial(self.has, sequence)
+            sequence.refresh = functools.partial(self.show, host, sequence.slot)
             sequence.iteration += 1
             sequence.num_known += count
             sequence.stats.iterations += 1
@@ -103,6 +104,10 @@ class _Running:
     def has(self, sequence: Sequence) -> bool:
         """Whether chains of a sequence are under way."""
         return sequence in self.left
+
+    def show(self, host: MARHost, slot: int) -> None:
+        """Writes the head calls of a slot's tokens; of those that are not made yet they mean nothing."""
+        host.heat[slot] = (self.record[slot] != 0).sum(-1).float()
 
     def advance(self, host: MARHost) -> None:
         """A launch of all chains, of one head call or some; commits the tokens of those that end."""

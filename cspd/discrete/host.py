@@ -291,9 +291,11 @@ class VQHost:
         codes = self.codes[slots, : self.seq_len]
         return codes, self.heat[slots, : self.seq_len], codes >= 0
 
-    def so_far(self, sequence: Sequence) -> Tensor:
-        """Codes [1, L] of a running sequence, -1 where they are unknown."""
-        return self.results([sequence])[0].masked_fill(steps(self.seq_len, self.device) >= sequence.num_known, -1)
+    def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """(codes [1, L], heat [1, L]) of a running sequence, -1 and NaN where they are unknown."""
+        codes, heat, _ = self.results([sequence])
+        unknown = steps(self.seq_len, self.device) >= sequence.num_known
+        return codes.masked_fill(unknown, -1), heat.masked_fill(unknown, torch.nan)
 
     def decode(self, codes: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of codes [B, L] (-1 as 0), resized as published; None without tokenizer."""

@@ -205,8 +205,30 @@ def test_a_preview_has_what_is_known_and_nothing_else(models):
     for _ in range(5):
         engine.step()
     (sequence,) = engine.scheduler.in_flight()
-    codes = engine.host.so_far(sequence)[0]
+    (codes,), (heat,) = engine.host.so_far(sequence)
     assert sequence.num_known == 5 and (codes[:5] >= 0).all() and (codes[5:] == -1).all()
+    assert heat[:5].isfinite().all() and heat[5:].isnan().all()
+
+
+@pytest.mark.parametrize("settings", [QUICK, SPECULATIVE | {"num_iter": 6}], ids=["ar", "speculative"])
+def test_what_tokens_cost_is_known_as_they_are_made(settings, models):
+    """The slots held other images before."""
+    engine = Engine(models, max_batch=2, device="cpu")
+    engine.generate(requests_of(1, 2, settings))
+    tickets = [engine.add_request(request) for request in requests_of(2, 2, settings)]
+    outputs, seen = {}, {ticket: [] for ticket in tickets}
+    while len(outputs) < 2:
+        outputs |= engine.step()
+        for sequence in engine.scheduler.in_flight():
+            (tokens,), (heat,) = engine.host.so_far(sequence)
+            assert torch.equal(heat.isfinite(), tokens.any(-1))
+            seen[sequence.ticket].append(heat)
+    for ticket, heats in seen.items():
+        counts = [int(heat.isfinite().sum()) for heat in heats]
+        assert len(set(counts)) > 2 and counts == sorted(counts)
+        for heat in heats:
+            made = heat.isfinite()
+            assert torch.equal(heat[made], outputs[ticket].heat[made])
 
 
 def test_requests_are_read_as_slots_become_free(models):

@@ -1,0 +1,96 @@
+"""`cspd serve`: a page in the browser, whose visitors share one engine."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import socket
+import sys
+import textwrap
+import warnings
+
+from cspd.commands.options import add_model_options, load_engine
+from cspd.known import Resized
+from cspd.loading import family_of
+from cspd.parsing import count, whole, word
+
+EPILOG = """\
+examples:
+  cspd serve
+      both embedded models, on http://127.0.0.1:8000
+  cspd serve --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt --max-batch 16 --port 8080
+      an official MAR checkpoint, 16 images at a time
+  ssh -L 8000:127.0.0.1:8000 machine
+      brings the page of a machine that has a GPU to your own browser, with no --host
+
+A visitor chooses a model, a class, a seed, settings, and one or two methods. She sees the pictures grow, what each
+token cost, and what each method guarantees. She can paint over a picture and have that part made anew. docs/serve.md
+has more.
+"""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Declares the command."""
+    text = (
+        "Serves a page to browsers: pick a class, see it made by two methods side by side. All visitors share one"
+        " engine, whose slots their requests fill. It needs FastAPI and uvicorn: pip install 'cspd[serve]'."
+    )
+    serve = commands.add_parser(
+        "serve",
+        help="show a page in the browser",
+        description=textwrap.fill(text, 100),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.set_defaults(run=run)
+    add_model_options(serve, several=True)
+    group = serve.add_argument_group("visitors")
+    group.add_argument(
+        "--host",
+        type=word,
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
+    )
+    group.add_argument("--port", type=whole(0, 65535), default=8000, help="0: any that is free (default: %(default)s)")
+    group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
+    group.add_argument(
+        "--max-requests", type=count, default=32, help="images in flight and waiting, in all (default: %(default)s)"
+    )
+    group.add_argument(
+        "--max-per-visitor", type=count, default=4, help="the same of one visitor (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    try:
+        from cspd.serving.app import make_app, server_of
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
+    names: dict[str, str] = {}
+    for checkpoint in args.checkpoint:
+        family = family_of(checkpoint)
+        if family in names:
+            raise ValueError(f"--checkpoint {names[family]} {checkpoint}: both are {family} models: give one of each")
+        names[family] = checkpoint
+
+    with listening(args.host, args.port) as listener:
+        engine = load_engine(args, args.max_batch)
+        warnings.simplefilter("ignore", Resized)  # the page shows it
+        app = make_app(engine, names, args.max_requests, args.max_per_visitor)
+        host, port = listener.getsockname()[:2]
+        if not ipaddress.ip_address(host).is_loopback:
+            print(f"cspd: warning: whoever reaches {host} can use this page: there is no password", file=sys.stderr)
+        shown = f"[{host}]" if ":" in host else host
+        print(f"http://{shown}:{port} serves {' and '.join(names.values())}; Ctrl-C ends it", flush=True)
+        server_of(app).run(sockets=[listener])
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError where that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(
+            f"{host}:{port} cannot be listened on ({error.strerror}): give another --port or --host"
+        ) from None

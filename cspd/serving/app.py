@@ -1,0 +1,144 @@
+"""The page over HTTP: its files, what it asks for, and a stream of what becomes of that.
+
+POST /api/images takes what `cspd.serving.asked.Asked` says and answers with server-sent events, JSON objects: what
+`cspd.serving.shown.shown` knows of an image, and "run", by which of the methods it is. The last of a run is "finished",
+or has an "error". The images of a visitor that closes the connection are cancelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import fastapi
+import uvicorn
+from fastapi.responses import StreamingResponse
+from fastapi.staticfiles import StaticFiles
+
+from cspd.engine import Engine
+from cspd.serving.asked import MOST_BYTES, Asked, body_of, requests_of
+from cspd.serving.runner import Full, Job, Runner
+from cspd.serving.shown import about
+
+PAGE = Path(__file__).parent / "page"
+VISITOR = "visitor"  # the cookie that tells visitors apart
+HEARTBEAT = 1.0  # seconds between signs of life: so it is noticed soon that a visitor whose images wait has left
+MOST_UNREAD = 4  # pictures on their way to a visitor; what comes while there are so many is left out
+GRACE = 2  # seconds that connections have to end
+PATIENCE = 5.0  # seconds that the last round has to end
+
+
+def make_app(engine: Engine, names: Mapping[str, str], most: int = 32, most_each: int = 4) -> fastapi.FastAPI:
+    """The application. While it is served its `state.runner` runs the engine, which nobody else uses.
+
+    Args:
+        names: of the engine's checkpoints, by family. most, most_each: images under way, in all and of a visitor.
+    """
+    runner = Runner(engine, most, most_each)
+    description = about(engine, names) | {"most_bytes": MOST_BYTES}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
+        runner.start()
+        yield
+        runner.close()
+        runner.join(PATIENCE)
+
+    app = fastapi.FastAPI(title="cspd", lifespan=lifespan, openapi_url=None)
+    app.state.runner = runner
+
+    @app.get("/api/models")
+    async def models(request: fastapi.Request, response: fastapi.Response) -> dict:
+        if VISITOR not in request.cookies:
+            response.set_cookie(VISITOR, secrets.token_hex(16), httponly=True, samesite="strict")
+        return description
+
+    @app.get("/api/status")
+    async def status() -> dict:
+        return runner.status()
+
+    @app.post("/api/images")
+    async def images(request: fastapi.Request, wanted: Annotated[Asked, fastapi.Depends(body_of)]) -> StreamingResponse:
+        inbox: asyncio.Queue[dict] = asyncio.Queue()
+        tell = functools.partial(_tell, asyncio.get_running_loop(), inbox)
+        try:
+            requests = await asyncio.to_thread(requests_of, wanted)
+            tells = [functools.partial(tell, run) for run in range(len(requests))]
+            jobs, started = runner.add(_visitor(request), requests, tells)
+            advice = await asyncio.wrap_future(started)
+        except Full as full:
+            raise fastapi.HTTPException(429, str(full)) from None
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:
+            raise fastapi.HTTPException(400, str(bad)) from None
+        events = _events(runner, jobs, inbox, advice)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
+    return app
+
+
+def _visitor(request: fastapi.Request) -> str:
+    """Who asks: a browser by its cookie, a program by its address."""
+    address = request.client.host if request.client else ""
+    return request.cookies.get(VISITOR, address)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue, run: int, event: dict) -> None:
+    """Puts an event of a run into an inbox, from another thread than its loop's."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and the server has ended
+        loop.call_soon_threadsafe(_put, inbox, {"run": run, **event})
+
+
+def _put(inbox: asyncio.Queue, event: dict) -> None:
+    if _is_last(event) or inbox.qsize() < MOST_UNREAD:
+        inbox.put_nowait(event)
+
+
+def _is_last(event: dict) -> bool:
+    return "finished" in event or "error" in event
+
+
+async def _events(
+    runner: Runner, jobs: Sequence[Job], inbox: asyncio.Queue, advice: Sequence[str | None]
+) -> AsyncIterator[str]:
+    """The events of some jobs as they come, as text; jobs that nobody reads the events of are cancelled."""
+    unfinished = len(jobs)
+    try:
+        for run, text in enumerate(advice):
+            yield _event({"run": run, "advice": text})
+        while unfinished:
+            try:
+                event = await asyncio.wait_for(inbox.get(), HEARTBEAT)
+            except asyncio.TimeoutError:  # noqa: UP041 - another one in Python 3.10
+                yield ": waiting\n\n"  # a comment
+                continue
+            unfinished -= _is_last(event)
+            yield _event(event)
+    finally:
+        runner.leave(jobs)
+
+
+def _event(content: dict) -> str:
+    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which ends at once when it is told to: open connections have nothing more to wait for then."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """On a signal."""
+        self.config.app.state.runner.close()
+        super().handle_exit(sig, frame)
+
+
+def server_of(app: fastapi.FastAPI) -> Server:
+    """A server of the application, to be run on sockets that listen."""
+    return Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE))

@@ -1,0 +1,95 @@
+"""What a visitor asks for, from the body of her request to the engine's requests."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import fastapi
+import pydantic
+from PIL import Image, ImageOps
+
+from cspd.known import FORMATS, Known
+from cspd.lookup import parse_method
+from cspd.parsing import label_of, value_of
+from cspd.sequence import Request
+
+MOST_BYTES = 8 * 2**20  # of a request, pictures included
+MOST_PIXELS = 4096 * 4096  # of a picture, which may be small as a file
+MOST_METHODS = 2
+Value = int | float | bool | str | None
+
+
+class Asked(pydantic.BaseModel):
+    """An image by one method or several, of the same seed. Text is read as on the command line.
+
+    Attributes:
+        family: "MAR" or "VQ". label: class, by number or name; "none" or null: no class.
+        methods: names, with options after a colon if need be: "calibrated:head_calls=8".
+        settings: of `cspd.sequence.Request`, for all methods; empty ones are left open.
+        picture, mask: data links (base64) of pictures of one size: white in the mask is made anew.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    family: str
+    label: Value
+    seed: Value = 0
+    methods: list[str] = pydantic.Field(min_length=1, max_length=MOST_METHODS)
+    settings: dict[str, Value] = {}
+    picture: str | None = None
+    mask: str | None = None
+
+
+async def body_of(request: fastapi.Request) -> Asked:
+    """What the body of a request asks for. Raises HTTPException where it is too large, or is something else."""
+    body = bytearray()
+    size = 0
+    async for part in request.stream():  # to its end, or the browser would not listen to the answer
+        size += len(part)
+        body += part[: MOST_BYTES - len(body)]
+    if size > MOST_BYTES:
+        raise fastapi.HTTPException(413, f"{size / 2**20:.1f} MiB were sent, {MOST_BYTES / 2**20:g} may be: give less")
+    try:
+        return Asked.model_validate_json(bytes(body))
+    except pydantic.ValidationError as bad:
+        first = bad.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the request"
+        raise fastapi.HTTPException(400, f"{place}: {first['msg']}") from None
+
+
+def requests_of(asked: Asked) -> list[Request]:
+    """A request for each method. Raises ValueError, TypeError or ArgumentTypeError on what no engine would take."""
+    label = label_of(asked.label) if isinstance(asked.label, str) else asked.label
+    settings = {name: typed(value) for name, value in asked.settings.items() if value not in ("", None)}
+    known = None
+    if asked.picture is not None or asked.mask is not None:
+        known = Known.of(picture_of("picture", asked.picture), picture_of("mask", asked.mask))
+    requests = []
+    for text in asked.methods:
+        name, options = parse_method(text)
+        own = {**settings, **options}
+        request = Request(label, typed(asked.seed), name, family=asked.family, settings=own, known=known)
+        requests.append(request)
+    return requests
+
+
+def typed(value: Value) -> Any:
+    """A value as JSON has it, or as text of it."""
+    return value_of(value) if isinstance(value, str) else value
+
+
+def picture_of(name: str, link: str | None) -> Image.Image | None:
+    """The picture of a data link. Raises ValueError where it cannot be read, or is too large."""
+    if link is None:
+        return None
+    try:
+        content = base64.b64decode(link.partition(",")[2], validate=True)
+        picture = Image.open(io.BytesIO(content), formats=FORMATS)
+        width, height = picture.size
+        if width * height <= MOST_PIXELS:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except Exception as error:  # a damaged picture makes its reader raise almost anything
+        raise ValueError(f"the {name} cannot be read ({error}): give a PNG as a data link") from None
+    raise ValueError(f"the {name} has {width} by {height} pixels: give one of {MOST_PIXELS / 1e6:.1f} million at most")

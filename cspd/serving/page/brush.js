@@ -1,0 +1,116 @@
+// The editor: a picture, and which of its tokens are to be made anew.
+
+const TINT = "#ff7a1a";
+
+// changed(): is called when there is a picture or none. fail(message): of a file that is no picture.
+export function makeEditor(changed, fail) {
+  const element = (id) => document.getElementById(id);
+  const picture = element("picture");
+  const mask = element("mask");
+  const pen = mask.getContext("2d");
+  let model = null;
+  let isOpen = false;
+
+  element("file").onchange = async (event) => {
+    const [file] = event.target.files;
+    event.target.value = "";
+    if (!file) return;
+    try {
+      open(await createImageBitmap(file));
+    } catch {
+      fail(`${file.name} cannot be read as a picture: open a PNG or JPEG`);
+    }
+  };
+  element("close").onclick = () => close();
+  element("clear").onclick = () => pen.clearRect(0, 0, mask.width, mask.height);
+  mask.onpointerdown = (event) => {
+    mask.setPointerCapture(event.pointerId);
+    stroke(event);
+  };
+  mask.onpointermove = (event) => {
+    if (event.buttons) stroke(event);
+  };
+
+  function setModel(chosen) {
+    model = chosen;
+    element("how").textContent = model.rows
+      ? "VQ models go row by row: all rows from the highest that you paint on are made anew, those above it are kept."
+      : "What you paint on is made anew to go with the rest, token by token. The rest is kept.";
+    if (isOpen) close();
+  }
+
+  // A bitmap or image: the square in its middle.
+  function open(source) {
+    const [width, height] = [source.width, source.height];
+    const square = Math.min(width, height);
+    picture.width = picture.height = model.image_size;
+    picture.classList.toggle("pixelated", model.image_size < 128);
+    const pencil = picture.getContext("2d");
+    pencil.imageSmoothingQuality = "high";
+    const from = [(width - square) / 2, (height - square) / 2, square, square];
+    pencil.drawImage(source, ...from, 0, 0, model.image_size, model.image_size);
+    mask.width = mask.height = model.side;
+    element("size").max = Math.max(2, Math.ceil(model.side / 3));
+    isOpen = true;
+    show();
+    element("editor").scrollIntoView({ behavior: "smooth", block: "nearest" });
+  }
+
+  async function openLink(link) {
+    const image = new Image();
+    image.src = link;
+    await image.decode();
+    open(image);
+  }
+
+  function close() {
+    isOpen = false;
+    show();
+  }
+
+  function show() {
+    element("easel").hidden = element("close").hidden = !isOpen;
+    changed(isOpen);
+  }
+
+  // Paints the tokens under the brush, or all rows from there on.
+  function stroke(event) {
+    const box = mask.getBoundingClientRect();
+    const x = ((event.clientX - box.left) / box.width) * model.side;
+    const y = ((event.clientY - box.top) / box.height) * model.side;
+    const radius = element("size").value / 2;
+    const erases = element("erase").checked;
+    pen.fillStyle = TINT;
+    const draw = (...where) => (erases ? pen.clearRect(...where) : pen.fillRect(...where));
+    if (model.rows) {
+      const row = Math.min(model.side - 1, Math.max(0, Math.floor(y)));
+      if (erases) draw(0, 0, model.side, row + 1);
+      else draw(0, row, model.side, model.side - row);
+      return;
+    }
+    for (let row = 0; row < model.side; row++) {
+      for (let column = 0; column < model.side; column++) {
+        if (Math.hypot(column + 0.5 - x, row + 0.5 - y) <= Math.max(radius, 0.71)) draw(column, row, 1, 1);
+      }
+    }
+  }
+
+  // {picture, mask} as data links, or nothing where no picture is open.
+  function content() {
+    if (!isOpen) return {};
+    const whole = document.createElement("canvas");
+    whole.width = whole.height = model.image_size;
+    const context = whole.getContext("2d");
+    context.imageSmoothingEnabled = false;
+    context.drawImage(mask, 0, 0, whole.width, whole.height);
+    context.globalCompositeOperation = "source-in"; // what is painted becomes white
+    context.fillStyle = "white";
+    context.fillRect(0, 0, whole.width, whole.height);
+    context.globalCompositeOperation = "destination-over"; // and the rest black
+    context.fillStyle = "black";
+    context.fillRect(0, 0, whole.width, whole.height);
+    return { picture: picture.toDataURL("image/png"), mask: whole.toDataURL("image/png") };
+  }
+
+  return { setModel, openLink, content };
+}

@@ -1,0 +1,194 @@
+// The page: fills the form from /api/models, sends it to /api/images, and shows the events of the answer.
+
+import { makeEditor } from "./brush.js";
+import { makePanel, paintAll, showTag } from "./panel.js";
+
+const element = (id) => document.getElementById(id);
+const TITLES = { cfg: "guidance", num_iter: "iterations", num_sampling_steps: "denoising steps" };
+const FIRST = ["cfg", "num_iter"]; // that are always in view
+const SIDES = ["method", "beside it"];
+const NONE = "no other";
+const POLL = 2000; // milliseconds
+
+let about = null;
+let model = null;
+let sides = [];
+let running = null; // what stops the images under way
+
+const editor = makeEditor(
+  (isOpen) => { element("editing").hidden = !isOpen; },
+  (message) => fail(message),
+);
+
+async function begin() {
+  about = await (await fetch("api/models")).json();
+  element("model").replaceChildren(...about.models.map(({ name, family }) => new Option(`${name} (${family})`, family)));
+  element("model").onchange = setModel;
+  element("dice").onclick = () => { element("seed").value = Math.floor(Math.random() * 1e6); };
+  element("stop").onclick = () => running?.abort();
+  element("form").onsubmit = (event) => {
+    event.preventDefault();
+    make();
+  };
+  keepPlaceholder(element("label"));
+  const { device, threads, precision } = about.machine;
+  element("machine").textContent = `${device}, ${threads} threads, ${precision}, ${about.slots} images at a time`;
+  element("guarantees").append(...Object.entries(about.guarantees).flatMap(([name, meaning]) => {
+    const term = document.createElement("dt");
+    const tag = term.appendChild(document.createElement("span"));
+    showTag(tag, name, about.guarantees);
+    const text = document.createElement("dd");
+    text.textContent = meaning;
+    return [term, text];
+  }));
+  setModel();
+  showStatus();
+}
+
+// A list of suggestions shows those that begin with what is there: it is emptied to show all, until something is chosen.
+function keepPlaceholder(input) {
+  input.onfocus = () => { [input.placeholder, input.value] = [input.value, ""]; };
+  input.onblur = () => { input.value ||= input.placeholder; };
+}
+
+function setModel() {
+  model = about.models.find(({ family }) => family === element("model").value) ?? about.models[0];
+  const named = model.classes.map((name, number) => {
+    const option = new Option(String(number), name);
+    return option;
+  });
+  element("classes").replaceChildren(...named, new Option("no class", "none"));
+  element("label").value = model.classes[Math.min(3, model.classes.length - 1)];
+  document.querySelectorAll(".setting").forEach((field) => field.remove());
+  for (const option of model.options) {
+    element(FIRST.includes(option.name) ? "fields" : "more").append(settingOf(option));
+  }
+  sides = SIDES.map(makeSide);
+  element("sides").replaceChildren(...sides.map(({ root }) => root));
+  editor.setModel(model);
+}
+
+function settingOf({ name, help, words, default: usual }) {
+  const field = document.createElement("label");
+  field.className = "setting";
+  field.title = help;
+  field.textContent = TITLES[name] ?? name.replaceAll("_", " ");
+  const input = field.appendChild(document.createElement(words ? "select" : "input"));
+  input.name = name;
+  if (words) input.append(...words.map((word) => new Option(word, word, word === usual, word === usual)));
+  else Object.assign(input, { placeholder: usual, inputMode: "decimal" });
+  return field;
+}
+
+function makeSide(title, index) {
+  const root = element("side").content.cloneNode(true).firstElementChild;
+  const choice = root.querySelector(".method");
+  const options = root.querySelector(".options");
+  root.querySelector("legend").textContent = title;
+  const methods = model.methods.map(({ name, guarantee }) => new Option(`${name} (${guarantee})`, name));
+  if (index) methods.unshift(new Option(NONE, ""));
+  choice.append(...methods);
+  choice.value = index ? "ar" : model.default;
+  const side = { root, method: () => model.methods.find(({ name }) => name === choice.value) };
+  side.text = () => choice.value + (options.value.trim() ? ":" + options.value.trim() : "");
+  choice.onchange = () => {
+    const method = side.method();
+    const names = Object.entries(method?.options ?? {});
+    options.value = "";
+    options.disabled = !names.length;
+    options.placeholder = names.length ? `like ${names[0][0]}=...` : "none";
+    options.title = names.map(([name, meaning]) => `${name}: ${meaning}`).join("\n");
+    root.querySelector(".about").hidden = !method;
+    if (!method) return;
+    showTag(root.querySelector(".tag"), method.guarantee, about.guarantees);
+    root.querySelector(".summary").textContent = method.summary;
+  };
+  choice.onchange();
+  return side;
+}
+
+async function make() {
+  const chosen = sides.filter((side) => side.method());
+  const settings = Object.fromEntries([...document.querySelectorAll(".setting [name]")].map((input) => [input.name, input.value]));
+  const wanted = {
+    family: model.family,
+    label: element("label").value || element("label").placeholder,
+    seed: element("seed").value,
+    methods: chosen.map((side) => side.text()),
+    settings,
+    ...editor.content(),
+  };
+  fail("");
+  setRunning(new AbortController());
+  const panels = chosen.map((side) => makePanel(side.method(), model, { ...about, edit: editor.openLink }));
+  try {
+    const body = JSON.stringify(wanted);
+    const answer = await fetch("api/images", { method: "POST", body, signal: running.signal });
+    if (!answer.ok) throw new Error(await reason(answer));
+    element("panels").replaceChildren(...panels.map(({ root }) => root));
+    await follow(answer.body, (event) => {
+      panels[event.run].show(event);
+      paintAll(panels);
+    });
+    loseAll(panels, "the connection to the server was lost");
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    loseAll(panels, isStopped ? "stopped" : "the connection to the server was lost");
+    if (!isStopped) fail(error instanceof TypeError ? "the server cannot be reached: is it running?" : error.message);
+  }
+  setRunning(null);
+  showStatus();
+}
+
+// Why the server did not do it.
+async function reason(answer) {
+  try {
+    return String((await answer.json()).detail);
+  } catch {
+    return `the server failed (${answer.status}): its terminal says more`;
+  }
+}
+
+// Calls `tell` with each server-sent event of an answer.
+async function follow(body, tell) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let unread = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (unread + value).split("\n\n");
+    unread = parts.pop();
+    for (const part of parts) {
+      if (part.startsWith("data: ")) tell(JSON.parse(part.slice(6)));
+    }
+  }
+}
+
+function loseAll(panels, message) {
+  for (const panel of panels) if (!panel.done) panel.fail(message);
+}
+
+function setRunning(controller) {
+  running = controller;
+  element("make").disabled = Boolean(controller);
+  element("stop").hidden = !controller;
+}
+
+function fail(message) {
+  element("error").textContent = message;
+  element("error").hidden = !message;
+}
+
+async function showStatus() {
+  clearTimeout(showStatus.timer);
+  try {
+    const { running: now, waiting, images_per_second: speed } = await (await fetch("api/status")).json();
+    const queue = waiting ? `${waiting} waiting` : "nobody waits";
+    element("status").textContent = `${now} of ${about.slots} slots running, ${queue}, ${speed.toFixed(2)} images/s in the last minute`;
+  } catch {
+    element("status").textContent = "the server cannot be reached";
+  }
+  showStatus.timer = setTimeout(showStatus, POLL);
+}
+
+begin().catch(() => fail("the server cannot be reached: is it running?"));

@@ -1,0 +1,122 @@
+// A method's panel: its picture as it grows, what each token cost, and what is known of it.
+
+const SWATCHES = [[0, "rejected, or made by the target"], [1, "accepted"], [null, "not drafted"]];
+
+// method, model: of /api/models. tools: {colours, guarantees, edit(link)}.
+export function makePanel(method, model, tools) {
+  const root = document.getElementById("panel").content.cloneNode(true).firstElementChild;
+  const find = (name) => root.querySelector("." + name);
+  const panel = { root, isCounted: method.heat === "calls", heat: [], done: false };
+  find("name").textContent = method.name;
+  showTag(find("tag"), method.guarantee, tools.guarantees);
+  find("image").classList.toggle("pixelated", model.image_size < 128);
+  find("image").hidden = true;
+  find("state").textContent = "waiting ...";
+
+  // What an event of /api/images says.
+  panel.show = (event) => {
+    if (event.advice) {
+      find("note").textContent = event.advice;
+      find("note").hidden = false;
+    }
+    if (event.error) panel.fail(event.error);
+    if (event.share === undefined) return;
+    root.querySelector("progress").value = event.share;
+    if (event.image) {
+      find("image").src = event.image;
+      find("image").hidden = false;
+    }
+    panel.heat = event.heat;
+    showTag(find("tag"), event.guarantee, tools.guarantees);
+    const speed = `${digits(event.images_per_second)} images/s`;
+    const state = event.finished ? "finished" : `${Math.round(100 * event.share)} %`;
+    find("state").textContent = `${state}, ${digits(event.seconds)} s in the engine, ${speed}`;
+    showNumbers(find("numbers"), event.numbers);
+    if (event.finished) finish(event);
+  };
+
+  panel.fail = (message) => {
+    panel.done = true;
+    root.querySelector("progress").hidden = true;
+    find("state").hidden = true;
+    find("error").textContent = message;
+    find("error").hidden = false;
+  };
+
+  // Colours the tokens by their costs, between the least and the most of all panels.
+  panel.paint = (low, high) => {
+    const canvas = find("heat");
+    canvas.width = canvas.height = model.side;
+    const context = canvas.getContext("2d");
+    panel.heat.forEach((cost, token) => {
+      if (cost === null) return;
+      const share = panel.isCounted ? (cost - low) / Math.max(high - low, 1e-9) : cost;
+      context.fillStyle = colourOf(share, tools.colours);
+      context.fillRect(token % model.side, Math.floor(token / model.side), 1, 1);
+    });
+    showLegend(find("legend"), panel.isCounted, low, high, tools.colours);
+  };
+
+  function finish(event) {
+    panel.done = true;
+    root.querySelector("progress").hidden = true;
+    find("image").alt = `${event.class_name}, by ${method.name}`;
+    root.querySelector(".ran code").textContent = event.ran;
+    find("ran").hidden = false;
+    const save = find("save");
+    save.href = event.image;
+    save.download = `${event.class_name}-${method.name}.png`.replaceAll(/[^\w.+-]+/g, "_");
+    find("edit").onclick = () => tools.edit(event.image);
+    find("actions").hidden = false;
+  }
+
+  return panel;
+}
+
+// Paints the heat maps of all panels, those that count head calls by one scale.
+export function paintAll(panels) {
+  const costs = panels.filter((panel) => panel.isCounted).flatMap((panel) => panel.heat).filter((cost) => cost !== null);
+  const low = costs.length ? Math.min(...costs) : 0;
+  const high = costs.length ? Math.max(...costs) : 1;
+  for (const panel of panels) panel.paint(low, high);
+}
+
+export function showTag(element, guarantee, guarantees) {
+  element.className = "tag " + guarantee;
+  element.textContent = guarantee;
+  element.title = guarantees[guarantee];
+}
+
+function showNumbers(list, numbers) {
+  list.replaceChildren(...numbers.flatMap(([name, text]) => {
+    const term = document.createElement("dt");
+    const value = document.createElement("dd");
+    term.textContent = name;
+    value.textContent = text;
+    return [term, value];
+  }));
+}
+
+function showLegend(legend, isCounted, low, high, colours) {
+  const square = (colour) => {
+    const mark = document.createElement("i");
+    mark.style.background = colour;
+    return mark;
+  };
+  if (isCounted) {
+    const bar = square(`linear-gradient(to right, ${colours.join(", ")})`);
+    bar.className = "bar";
+    legend.replaceChildren(low.toFixed(0), bar, `${high.toFixed(0)} head calls per token`);
+    return;
+  }
+  legend.replaceChildren(...SWATCHES.flatMap(([share, text]) =>
+    [square(share === null ? "var(--unknown)" : colourOf(share, colours)), text]));
+}
+
+function colourOf(share, colours) {
+  return colours[Math.round(share * (colours.length - 1))];
+}
+
+function digits(number) {
+  return number >= 100 ? number.toFixed(0) : number.toPrecision(2);
+}

@@ -1,0 +1,181 @@
+"""The one thread that runs the rounds of all visitors' requests, and tells each visitor how hers are getting on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from cspd.engine import Engine
+from cspd.flight import so_far
+from cspd.lookup import method_of
+from cspd.sequence import Request
+from cspd.serving.shown import shown
+
+PERIOD = 0.1  # seconds between two looks at what is under way, at least
+SHARE = 0.2  # of the time that these looks take, at most
+MINUTE = 60.0  # seconds that images per second are counted over
+Tell = Callable[[dict], None]
+
+
+class Full(Exception):
+    """More requests are under way than are allowed."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request of a visitor. `tell` is called with what becomes of it, by the runner's thread."""
+
+    request: Request
+    visitor: str
+    tell: Tell
+    ticket: int = -1
+
+
+class Runner:
+    """Runs an engine for many visitors, in one thread. Nobody else uses the engine meanwhile.
+
+    What visitors want is done between two rounds. Public methods are for their threads, others are the runner's own.
+
+    Args:
+        most, most_each: requests under way, in all and of a visitor.
+
+    Attributes:
+        jobs: those that are not finished. made: images that are.
+    """
+
+    def __init__(self, engine: Engine, most: int, most_each: int) -> None:
+        self.engine, self.most, self.most_each = engine, most, most_each
+        self.jobs: set[Job] = set()
+        self.made = 0
+        self._finished: deque[float] = deque(maxlen=10_000)  # when the last images were
+        self._by_ticket: dict[int, Job] = {}  # those that the engine has
+        self._wishes: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._is_open = True
+        self._next_look = 0.0
+        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the round that runs. Visitors whose images are under way are told. A signal may ask."""
+        self._wishes.put(self._close)
+
+    def join(self, patience: float) -> None:
+        """Waits for the thread to end, so many seconds at most."""
+        self._thread.join(patience)
+
+    def add(self, visitor: str, requests: Sequence[Request], tells: Sequence[Tell]) -> tuple[list[Job], Future]:
+        """Gives requests to the engine, all of them or, where one is bad, none.
+
+        Returns:
+            The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`; or of a ValueError.
+
+        Raises:
+            Full: more are under way than are allowed.
+        """
+        own = sum(job.visitor == visitor for job in list(self.jobs))
+        if own + len(requests) > self.most_each:
+            raise Full(f"{own} of your images are under way and {self.most_each} may be: wait for one, or stop it")
+        if len(self.jobs) + len(requests) > self.most:
+            raise Full(f"{len(self.jobs)} images are under way and {self.most} may be: try again in a moment")
+        jobs = [Job(request, visitor, tell) for request, tell in zip(requests, tells)]
+        self.jobs.update(jobs)
+        started: Future = Future()
+        self._wishes.put(lambda: self._start(jobs, started))
+        return jobs, started
+
+    def leave(self, jobs: Collection[Job]) -> None:
+        """Takes out those that are not finished: nobody waits for them any more."""
+        self._wishes.put(lambda: self._cancel(jobs))
+
+    def status(self) -> dict[str, float]:
+        """How many requests run and wait, how many images were made, and how many a second in the last minute."""
+        scheduler = self.engine.scheduler
+        running = len(scheduler) - len(scheduler.waiting)
+        lately = sum(moment > time.monotonic() - MINUTE for moment in list(self._finished))
+        return {
+            "running": running,
+            "waiting": max(0, len(self.jobs) - running),
+            "made": self.made,
+            "images_per_second": lately / MINUTE,
+        }
+
+    def _run(self) -> None:
+        while self._is_open:
+            if not self._by_ticket or not self._wishes.empty():
+                self._wishes.get()()  # waits for one where there is nothing to run
+            else:
+                self._round()
+
+    def _start(self, jobs: Sequence[Job], started: Future) -> None:
+        if not started.set_running_or_notify_cancel():  # she has left already
+            self.jobs.difference_update(jobs)
+            return
+        try:
+            resolved = [self.engine.resolve(job.request) for job in jobs]
+            for job, request in zip(jobs, resolved):
+                job.ticket = self.engine.add_request(request)
+                self._by_ticket[job.ticket] = job
+        except Exception as error:
+            self.jobs.difference_update(jobs)
+            started.set_exception(error)
+            return
+        started.set_result([method_of(request).advice(request) for request in resolved])
+
+    def _cancel(self, jobs: Collection[Job]) -> None:
+        for job in self.jobs.intersection(jobs):
+            self.engine.cancel(job.ticket)
+            self._end(job.ticket)
+
+    def _round(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # the engine has dropped everything
+            print(f"cspd: a round failed: {error!r}", file=sys.stderr)
+            self._end_all(f"a round of the engine failed: {error}")
+            return
+        for ticket, output in outputs.items():
+            if output.error:
+                self._end(ticket, {"error": output.error})
+                continue
+            self.made += 1
+            self._finished.append(time.monotonic())
+            self._end(ticket, shown(output, 1.0) | {"finished": True})
+        self._look()
+
+    def _look(self) -> None:
+        """Tells what is known of the images that run, unless that was done a moment ago."""
+        began = time.monotonic()
+        if began < self._next_look:
+            return
+        for family, host in self.engine.hosts.items():
+            running = self.engine.scheduler.in_flight()
+            own = [each for each in running if each.request.family == family and each.ticket in self._by_ticket]
+            for sequence, output in zip(own, so_far(host, own) if own else ()):
+                self._by_ticket[sequence.ticket].tell(shown(output, sequence.share_made(host.seq_len)))
+        now = time.monotonic()
+        self._next_look = now + max(PERIOD, (now - began) / SHARE)
+
+    def _end(self, ticket: int, event: dict | None = None) -> None:
+        job = self._by_ticket.pop(ticket)
+        self.jobs.discard(job)
+        if event is not None:
+            job.tell(event)
+
+    def _end_all(self, why: str) -> None:
+        for ticket in list(self._by_ticket):
+            self._end(ticket, {"error": why})
+
+    def _close(self) -> None:
+        self._is_open = False
+        for ticket in self._by_ticket:
+            self.engine.cancel(ticket)
+        self._end_all("the server is ending")

@@ -1,0 +1,250 @@
+"""`cspd serve` over HTTP: visitors get their own images, as the engine makes them; limits; bad input; leaving."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from serving import events, finished, link_of, pixels, served
+from stores import small_checkpoint, small_vq_checkpoint
+
+import cspd
+from cspd.cli import main
+from cspd.loading import embedded_folder
+from cspd.serving import asked, runner
+
+QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
+LONG = {"num_iter": 64, "num_sampling_steps": 100}  # many seconds
+LOWER = np.s_[16:]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """Small models, and the names of their classes."""
+    folders = []
+    for name, checkpoint in (("mar", small_checkpoint()), ("vq", small_vq_checkpoint())):
+        folders.append(tmp_path_factory.mktemp(name))
+        for file in Path(checkpoint).glob("*.safetensors"):
+            (folders[-1] / file.name).symlink_to(file.resolve())
+        shutil.copy(embedded_folder("digits32") / "cspd.json", folders[-1])
+    return cspd.load(*folders, max_batch=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def site(engine):
+    with served(engine, most=4, most_each=2) as site:
+        yield site
+
+
+def mask_of(part):
+    mask = np.zeros((32, 32), np.uint8)
+    mask[part] = 255
+    return Image.fromarray(mask)
+
+
+def until_idle(site):
+    deadline = time.monotonic() + 30
+    while site.status()["running"] or site.runner.jobs:
+        assert time.monotonic() < deadline
+
+
+def test_an_image_is_the_engines(site, engine):
+    """Text is read as on the command line; what was shown on the way is of the same image."""
+    settings = {name: str(value) for name, value in QUICK.items()}
+    (event,) = finished(site.make(seed="5", settings=settings))
+    (output,) = engine.sample("three", seed=5, method="ar", **QUICK)
+    assert event["finished"] and np.array_equal(pixels(event["image"]), np.asarray(output.pil()))
+    assert event["heat"] == output.heat.tolist() and event["guarantee"] == "exact"
+    assert event["ran"] == repr(output.request) and ["head calls", "15"] in event["numbers"]
+
+
+def test_two_methods_grow_side_by_side(site, engine, monkeypatch):
+    monkeypatch.setattr(runner, "PERIOD", 0.0)
+    monkeypatch.setattr(runner, "SHARE", 1e9)
+    methods = ["ar", "dpm-solver++:head_calls=4"]
+    told = list(events(site.make(methods=methods, settings=QUICK)))
+    for run, method in enumerate(("ar", "dpm-solver++")):
+        own = [event for event in told if event["run"] == run and "share" in event]
+        shares = [event["share"] for event in own]
+        assert len(own) >= 3 and shares == sorted(shares) and shares[-1] == 1
+        for event in own:
+            assert sum(cost is not None for cost in event["heat"]) == round(64 * event["share"])
+        more = {"head_calls": 4} if run else {}
+        (output,) = engine.sample("three", seed=5, method=method, **QUICK, **more)
+        assert np.abs(pixels(own[-1]["image"]).astype(int) - np.asarray(output.pil())).max() <= 1  # rounding
+
+
+def test_a_part_is_made_anew(site, engine):
+    picture = engine.sample("nine", seed=4, method="ar", **QUICK)[0].pil()
+    mask = mask_of(LOWER)
+    wanted = {"label": 9, "picture": link_of(picture), "mask": link_of(mask)}
+    (event,) = finished(site.make(settings=QUICK, **wanted))
+    (output,) = engine.generate([cspd.Request(9, 5, "ar", family="MAR", image=picture, mask=mask, **QUICK)])
+    assert np.array_equal(pixels(event["image"]), np.asarray(output.pil()))
+    assert event["heat"][:32] == [None] * 32 and None not in event["heat"][32:]
+
+
+def test_vq_models_keep_rows_at_the_top(site, engine):
+    mask = mask_of(np.s_[30:])
+    picture = Image.new("RGB", (32, 32), "navy")
+    wanted = {"family": "VQ", "picture": link_of(picture), "mask": link_of(mask)}
+    (event,) = finished(site.make(**wanted))
+    (output,) = engine.generate([cspd.Request("three", 5, "ar", family="VQ", image=picture, mask=mask)])
+    assert np.array_equal(pixels(event["image"]), np.asarray(output.pil()))
+    answer = site.make(**wanted | {"mask": link_of(mask_of(np.s_[:2]))})
+    assert answer.status == 400 and "VQ models go row by row" in json.load(answer)["detail"]
+
+
+def test_visitors_share_the_engine(site, engine):
+    """The second comes while the image of the first is under way, and each gets her own."""
+    first = events(site.make("ann", seed=1, settings=QUICK | {"num_iter": 16}))
+    assert next(event for event in first if "share" in event)["share"] < 1
+    (second,) = finished(site.make("bea", seed=2, settings=QUICK))
+    *_, first = first
+    for event, seed, num_iter in ((first, 1, 16), (second, 2, 3)):
+        (output,) = engine.sample("three", seed=seed, method="ar", **QUICK | {"num_iter": num_iter})
+        assert np.abs(pixels(event["image"]).astype(int) - np.asarray(output.pil())).max() <= 1
+
+
+def test_limits_and_leaving(site):
+    """Requests of a visitor that closes the connection are cancelled: others have the room at once."""
+    made = site.status()["made"]
+    under_way = [site.make(visitor, methods=["ar", "ar"], settings=LONG) for visitor in ("ann", "bea")]
+    assert all(next(events(answer)) for answer in under_way)
+    status = site.status()
+    assert status["running"] + status["waiting"] == 4
+    for visitor, said in (("ann", "2 of your images are under way and 2 may be"), ("eve", "4 images are under way")):
+        answer = site.make(visitor, settings=QUICK)
+        assert answer.status == 429 and said in json.load(answer)["detail"]
+    under_way.pop().close()
+    while len(site.runner.jobs) > 2:
+        pass
+    assert "finished" in finished(site.make("eve", settings=QUICK))[0]
+    under_way.pop().close()
+    until_idle(site)
+    assert site.status()["made"] == made + 1
+
+
+BLACK, WHITE = (link_of(mask_of(part)) for part in (np.s_[:0], np.s_[:]))
+BAD = [
+    ({"label": "dragon"}, "label='dragon' is the name of no class"),
+    ({"label": 10}, "label=10 does not fit"),
+    ({"seed": "-1"}, "seed=-1 does not fit"),
+    ({"seed": "x" * 1000}, "seed='xxxxx"),
+    ({"methods": ["ra"]}, "method 'ra' is unknown"),
+    ({"methods": ["eagle2"]}, "method='eagle2' does not decode MAR models"),
+    ({"methods": ["ddim:head_calls=one"]}, "head_calls='one' does not fit"),
+    ({"methods": ["ddim:heads=1"]}, "'heads=1' in 'ddim:heads=1' is no option"),
+    ({"methods": []}, "methods: "),
+    ({"methods": ["ar"] * 3}, "methods: "),
+    ({"settings": {"cfg": "much"}}, "cfg='much' does not fit"),
+    ({"settings": {"cfgs": 1}}, "no setting 'cfgs'"),
+    ({"settings": {"image": "/etc/passwd", "mask": "/etc/passwd"}}, "no setting 'image'"),
+    ({"settings": {"num_iter": 65}}, "num_iter=65 does not fit"),
+    ({"family": "GAN"}, "family='GAN'"),
+    ({"colour": "red"}, "colour: "),
+    ({"picture": WHITE}, "image needs mask too"),
+    ({"picture": "data:image/png;base64,AAAA", "mask": WHITE}, "the picture cannot be read"),
+    ({"picture": "no link", "mask": WHITE}, "the picture cannot be read"),
+    ({"picture": WHITE, "mask": BLACK}, "the mask keeps every token"),
+    ({"picture": WHITE, "mask": link_of(Image.new("L", (8, 8)))}, "the mask has another size"),
+    ({"picture": link_of(Image.new("1", (5000, 5000))), "mask": WHITE}, "the picture has 5000 by 5000 pixels"),
+]
+
+
+@pytest.mark.parametrize("wanted, said", BAD, ids=range(len(BAD)))
+def test_bad_input_is_a_message(wanted, said, site):
+    answer = site.make(**wanted)
+    assert answer.status == 400
+    message = json.load(answer)["detail"]
+    assert said in message and len(message) < 600 and "Traceback" not in message
+    assert not site.runner.jobs
+
+
+def test_bodies_that_are_none_or_too_large(site):
+    for body in ("", "{", "[]", '{"family": "MAR"}', '{"family": ' + "[" * 10_000):
+        answer = site.ask("/api/images", body)
+        assert answer.status == 400 and json.load(answer)["detail"]
+    answer = site.ask("/api/images", " " * (asked.MOST_BYTES + 1))
+    assert answer.status == 413 and "8 may be" in json.load(answer)["detail"]
+
+
+def test_what_the_page_is_told(site):
+    answer = site.ask("/api/models", visitor="")
+    about = json.load(answer)
+    by_family = {model["family"]: model for model in about["models"]}
+    assert by_family["MAR"]["classes"][3] == "three" and by_family["VQ"]["side"] == 16
+    guarantees = {method["name"]: method["guarantee"] for method in by_family["MAR"]["methods"]}
+    known = {each.name: each.guarantee for each in cspd.methods.METHODS if each.family == "MAR"}
+    assert known.pop("cspd") and guarantees == known  # there is no draft model
+    usual = {option["name"]: option["default"] for option in by_family["MAR"]["options"]}
+    assert usual["num_sampling_steps"] == 100
+    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+        answer = site.ask(path)
+        assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
+    assert site.ask("/../app.py").status == 404
+
+
+def test_a_round_that_fails_is_told(site, engine, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.hosts["MAR"], "admit", lambda sequences: 1 / 0)
+        (event,) = finished(site.make(settings=QUICK))
+    assert "division by zero" in event["error"] and "a round failed" in capsys.readouterr().err
+    assert "finished" in finished(site.make(settings=QUICK))[0]
+
+
+def test_the_command(capsys):
+    """It says where the page is, and Ctrl-C ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def visit():
+        address = f"http://127.0.0.1:{port}/api/status"
+        with urllib.request.urlopen(address, timeout=30) as answer:  # waits until it is ready
+            assert json.load(answer)["running"] == 0
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    command = ["serve", "--checkpoint", small_checkpoint(), "--port", str(port), "--device", "cpu"]
+    visitor = threading.Thread(target=functools.partial(_soon, visit))
+    visitor.start()
+    assert main(command) == 130
+    visitor.join()
+    said = capsys.readouterr()
+    assert f"http://127.0.0.1:{port} serves {small_checkpoint()}" in said.out
+    assert said.err == "cspd: stopped\n"
+
+
+def _soon(visit):
+    """Visits as soon as somebody listens."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return visit()
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_what_the_command_says_before_any_work(monkeypatch, capsys):
+    twice = ["--checkpoint", "digits32", small_checkpoint()]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = ["--port", str(taken.getsockname()[1])]
+        for options, said in ((port, "give another --port"), (twice, "both are MAR models: give one of each")):
+            assert main(["serve", *options]) == 2
+            error = capsys.readouterr().err
+            assert said in error and error.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "cspd.serving.app")
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == "cspd: cspd serve needs uvicorn: pip install 'cspd[serve]'\n"

@@ -1,0 +1,175 @@
+"""The page of `cspd serve` in a browser, as visitors use it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import Page, expect, sync_playwright
+from serving import pixels, served
+
+import cspd
+
+pytestmark = pytest.mark.slow  # starts a browser
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+QUICK = {"cfg": "3", "num_iter": "4", "num_sampling_steps": "10"}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = os.environ.get("CSPD_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed, and CSPD_BROWSER names no other")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return cspd.load("digits32", "digits32_vq", max_batch=4, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def site(engine):
+    with served(engine) as site:
+        yield site
+
+
+@pytest.fixture
+def visitor(browser, site):
+    """A function that opens the page in a browser of a visitor's own; nothing may go wrong in it unseen."""
+    contexts, errors = [], []
+
+    def visit(**how) -> Page:
+        contexts.append(browser.new_context(**how))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: errors.append(error))
+        page.goto(site.address)
+        expect(page.get_by_label("class")).to_have_value("three")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert not errors
+
+
+def fill(page, label="seven", methods=("ar", ""), **settings):
+    page.get_by_label("class").fill(label)
+    if not page.locator("[name=num_sampling_steps]").is_visible():
+        page.get_by_text("More settings").click()
+    for name, value in {**QUICK, **settings}.items():
+        page.locator(f"[name={name}]").fill(value)
+    for choice, method in zip(page.get_by_label("method").all(), methods):
+        choice.select_option(method)
+
+
+def make(page):
+    page.get_by_role("button", name="Make", exact=True).click()
+
+
+def pictures(page):
+    """The finished images that are shown."""
+    for panel in page.locator(".panel").all():
+        expect(panel.locator(".state")).to_contain_text("finished", timeout=60_000)
+    return [pixels(image.get_attribute("src")) for image in page.locator(".panel .image").all()]
+
+
+def test_two_visitors_at_once(visitor, engine):
+    """Each picks a class, and sees her own image, its badge and what ran."""
+    ann, bea = visitor(), visitor(viewport={"width": 390, "height": 844})
+    fill(ann, "seven", ("ar", "dpm-solver++"), num_sampling_steps="200")
+    fill(bea, "two")
+    make(ann)
+    expect(ann.locator(".panel").first.locator(".image")).to_be_visible()  # under way
+    make(bea)
+    (two,) = pictures(bea)
+    sevens = pictures(ann)
+    settings = {"seed": 0, "num_iter": 4, "cfg": 3.0}
+    made = [engine.sample("two", method="ar", num_sampling_steps=10, **settings)]
+    made += [engine.sample("seven", method=m, num_sampling_steps=200, **settings) for m in ("ar", "dpm-solver++")]
+    for picture, (output,) in zip([two, *sevens], made):
+        assert np.abs(picture.astype(int) - np.asarray(output.pil())).max() <= 1
+    badges = ann.locator(".panel .tag")
+    expect(badges).to_have_text(["exact", "heuristic"])
+    ann.get_by_text("What ran").first.click()
+    expect(ann.locator(".ran code").first).to_contain_text("Request(label=7, seed=0, method='ar'")
+    expect(ann.locator(".legend").first).to_contain_text("head calls per token")
+    expect(ann.locator("#status")).to_contain_text("slots")
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"label": "dragon"}, "label='dragon' is the name of no class"),
+        ({"cfg": "-1"}, "cfg=-1 does not fit: give a number, 0 or more"),
+        ({"num_iter": "much"}, "num_iter='much' does not fit"),
+    ],
+)
+def test_bad_input_is_a_message(changes, said, visitor):
+    page = visitor()
+    fill(page, **changes)
+    make(page)
+    expect(page.get_by_role("alert")).to_contain_text(said)
+    expect(page.get_by_role("button", name="Make", exact=True)).to_be_enabled()
+    fill(page)
+    make(page)
+    pictures(page)
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_a_part_is_painted_over(visitor, tmp_path):
+    """Only what the brush was on is made anew, of an image that was made and of one that was opened."""
+    page = visitor()
+    fill(page)
+    make(page)
+    (before,) = pictures(page)
+    page.get_by_role("button", name="Paint over it").click()
+    paint(page, across=False)
+    page.locator("#seed").fill("9")
+    make(page)
+    expect(page.locator(".panel .state")).not_to_contain_text("finished")
+    (after,) = pictures(page)
+    change = np.abs(after.astype(int) - before).mean(-1)
+    assert change[:, :12].mean() < change[:, 20:].mean() / 2
+
+    Image.new("RGB", (90, 60), "orange").save(tmp_path / "own.png")
+    page.get_by_label("model").select_option("VQ")
+    page.locator("#file").set_input_files(tmp_path / "own.png")
+    paint(page, across=True)
+    page.get_by_label("method").nth(1).select_option("")
+    make(page)
+    (made,) = pictures(page)
+    assert np.abs(made[:12].astype(int) - (255, 165, 0)).mean() < 20
+    (tmp_path / "none.png").write_text("no picture")
+    page.locator("#file").set_input_files(tmp_path / "none.png")
+    expect(page.get_by_role("alert")).to_contain_text("none.png cannot be read as a picture")
+
+
+def paint(page, across):
+    """Strokes over the right half, or along a line below the middle."""
+    mask = page.locator("#mask")
+    mask.scroll_into_view_if_needed()
+    box = mask.bounding_box()
+    rows = [0.75] if across else np.linspace(0, 1, 17)[1::2]
+    for y in rows:
+        page.mouse.move(box["x"] + (0.02 if across else 0.6) * box["width"], box["y"] + y * box["height"])
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.97 * box["width"], box["y"] + y * box["height"], steps=12)
+        page.mouse.up()
+
+
+def test_images_can_be_stopped(visitor, site):
+    page = visitor()
+    fill(page, num_iter="64", num_sampling_steps="300")
+    make(page)
+    expect(page.locator(".panel .image")).to_be_visible(timeout=30_000)
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".panel .error")).to_have_text("stopped")
+    expect(page.locator("#status")).to_contain_text("0 of 4 slots", timeout=15_000)
+    assert not site.runner.jobs
