@@ -14,7 +14,7 @@ from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import Option
 from cspd.plots import coloured
 from cspd.records import png_of
-from cspd.sequence import Output, Request, RoundStats
+from cspd.sequence import Output, Request
 
 COLOURS = 32  # that the page makes heat maps of
 NUMBERS = {  # of statistics that are shown: how they are called, and written
@@ -52,7 +52,7 @@ def shown(output: Output, share: float) -> dict:
         "guarantee": output.stats.guarantee,
         "seconds": seconds,
         "images_per_second": share / seconds if seconds else 0.0,
-        "numbers": numbers(output.stats),
+        "numbers": numbers(output),
         "ran": repr(output.request),
         "class_name": output.class_name,
     }
@@ -63,10 +63,12 @@ def link_of(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def numbers(stats: RoundStats) -> list[tuple[str, str]]:
+def numbers(output: Output) -> list[tuple[str, str]]:
     """The statistics that say something, as (name, text)."""
-    values = {name: getattr(stats, name) for name in NUMBERS}
-    return [(NUMBERS[name][0], format(value, NUMBERS[name][1])) for name, value in values.items() if value]
+    values = {name: getattr(output.stats, name) for name in NUMBERS}
+    told = [(NUMBERS[name][0], format(value, NUMBERS[name][1])) for name, value in values.items() if value]
+    window = output.request.window
+    return told if window is None else [*told, ("window", f"{window}" if window else "0, nothing is drafted")]
 
 
 def about(engine: Engine, names: Mapping[str, str]) -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import signal
@@ -53,10 +52,12 @@ def mask_of(part):
     return Image.fromarray(mask)
 
 
-def until_idle(site):
-    deadline = time.monotonic() + 30
-    while site.status()["running"] or site.runner.jobs:
+def until(condition):
+    """Waits for what another thread does."""
+    deadline = time.monotonic() + 60
+    while not condition():
         assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_an_image_is_the_engines(site, engine):
@@ -128,11 +129,10 @@ def test_limits_and_leaving(site):
         answer = site.make(visitor, settings=QUICK)
         assert answer.status == 429 and said in json.load(answer)["detail"]
     under_way.pop().close()
-    while len(site.runner.jobs) > 2:
-        pass
+    until(lambda: len(site.runner.jobs) == 2)
     assert "finished" in finished(site.make("eve", settings=QUICK))[0]
     under_way.pop().close()
-    until_idle(site)
+    until(lambda: not site.runner.jobs and not site.status()["running"])
     assert site.status()["made"] == made + 1
 
 
@@ -209,31 +209,25 @@ def test_the_command(capsys):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
+    def is_there():
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status", timeout=30) as answer:
+                return json.load(answer)["running"] == 0
+        except OSError:  # nobody listens yet
+            return False
+
     def visit():
-        address = f"http://127.0.0.1:{port}/api/status"
-        with urllib.request.urlopen(address, timeout=30) as answer:  # waits until it is ready
-            assert json.load(answer)["running"] == 0
+        until(is_there)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     command = ["serve", "--checkpoint", small_checkpoint(), "--port", str(port), "--device", "cpu"]
-    visitor = threading.Thread(target=functools.partial(_soon, visit))
+    visitor = threading.Thread(target=visit)
     visitor.start()
     assert main(command) == 130
     visitor.join()
     said = capsys.readouterr()
     assert f"http://127.0.0.1:{port} serves {small_checkpoint()}" in said.out
     assert said.err == "cspd: stopped\n"
-
-
-def _soon(visit):
-    """Visits as soon as somebody listens."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            return visit()
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
 
 
 def test_what_the_command_says_before_any_work(monkeypatch, capsys):

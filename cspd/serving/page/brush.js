@@ -1,6 +1,6 @@
 // The editor: a picture, and which of its tokens are to be made anew.
 
-const TINT = "#ff7a1a";
+const CHEQUERED = ["white", "black"]; // to be seen on pictures of all colours
 
 // changed(): is called when there is a picture or none. fail(message): of a file that is no picture.
 export function makeEditor(changed, fail) {
@@ -53,7 +53,7 @@ export function makeEditor(changed, fail) {
     element("size").max = Math.max(2, Math.ceil(model.side / 3));
     isOpen = true;
     show();
-    element("editor").scrollIntoView({ behavior: "smooth", block: "nearest" });
+    element("editor").scrollIntoView({ block: "nearest" });
   }
 
   async function openLink(link) {
@@ -73,24 +73,21 @@ export function makeEditor(changed, fail) {
     changed(isOpen);
   }
 
-  // Paints the tokens under the brush, or all rows from there on.
+  // Paints the tokens under the brush; of models that go row by row, all from the row on that it is in.
   function stroke(event) {
     const box = mask.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * model.side;
     const y = ((event.clientY - box.top) / box.height) * model.side;
-    const radius = element("size").value / 2;
     const erases = element("erase").checked;
-    pen.fillStyle = TINT;
-    const draw = (...where) => (erases ? pen.clearRect(...where) : pen.fillRect(...where));
-    if (model.rows) {
-      const row = Math.min(model.side - 1, Math.max(0, Math.floor(y)));
-      if (erases) draw(0, 0, model.side, row + 1);
-      else draw(0, row, model.side, model.side - row);
-      return;
-    }
+    const radius = Math.max(element("size").value / 2, 0.71); // of a brush that reaches one token wherever it is
+    const isUnder = (row, column) => Math.hypot(column + 0.5 - x, row + 0.5 - y) <= radius;
+    const isInRows = (row) => (erases ? row <= y : row >= Math.floor(y));
     for (let row = 0; row < model.side; row++) {
       for (let column = 0; column < model.side; column++) {
-        if (Math.hypot(column + 0.5 - x, row + 0.5 - y) <= Math.max(radius, 0.71)) draw(column, row, 1, 1);
+        if (!(model.rows ? isInRows(row) : isUnder(row, column))) continue;
+        pen.fillStyle = CHEQUERED[(row + column) % 2];
+        if (erases) pen.clearRect(column, row, 1, 1);
+        else pen.fillRect(column, row, 1, 1);
       }
     }
   }

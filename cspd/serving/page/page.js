@@ -6,8 +6,8 @@ import { makePanel, paintAll, showTag } from "./panel.js";
 const element = (id) => document.getElementById(id);
 const TITLES = { cfg: "guidance", num_iter: "iterations", num_sampling_steps: "denoising steps" };
 const FIRST = ["cfg", "num_iter"]; // that are always in view
-const SIDES = ["method", "beside it"];
-const NONE = "no other";
+const SIDES = ["first", "second"];
+const NONE = "none";
 const POLL = 2000; // milliseconds
 
 let about = null;
@@ -53,10 +53,7 @@ function keepPlaceholder(input) {
 
 function setModel() {
   model = about.models.find(({ family }) => family === element("model").value) ?? about.models[0];
-  const named = model.classes.map((name, number) => {
-    const option = new Option(String(number), name);
-    return option;
-  });
+  const named = model.classes.map((name, number) => new Option(number, name));
   element("classes").replaceChildren(...named, new Option("no class", "none"));
   element("label").value = model.classes[Math.min(3, model.classes.length - 1)];
   document.querySelectorAll(".setting").forEach((field) => field.remove());

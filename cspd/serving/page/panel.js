@@ -106,7 +106,8 @@ function showLegend(legend, isCounted, low, high, colours) {
   if (isCounted) {
     const bar = square(`linear-gradient(to right, ${colours.join(", ")})`);
     bar.className = "bar";
-    legend.replaceChildren(low.toFixed(0), bar, `${high.toFixed(0)} head calls per token`);
+    const text = `${high.toFixed(0)} head calls per token`;
+    legend.replaceChildren(...(low < high ? [low.toFixed(0), bar, text] : [square(colourOf(0, colours)), text]));
     return;
   }
   legend.replaceChildren(...SWATCHES.flatMap(([share, text]) =>
