@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from cspd.serving.app import make_app, server_of
+from cspd.serving.app import Server, make_app
 
 
 class Site:
@@ -44,7 +44,7 @@ def served(engine, **limits) -> Iterator[Site]:
     """A site for as long as it is needed."""
     app = make_app(engine, {family: f"digits of {family}" for family in engine.hosts}, **limits)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = server_of(app)
+    server = Server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

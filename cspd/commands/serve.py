@@ -63,7 +63,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> None:
     try:
-        from cspd.serving.app import make_app, server_of
+        from cspd.serving.app import Server, make_app
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
     names: dict[str, str] = {}
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
             print(f"cspd: warning: whoever reaches {host} can use this page: there is no password", file=sys.stderr)
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{port} serves {' and '.join(names.values())}; Ctrl-C ends it", flush=True)
-        server_of(app).run(sockets=[listener])
+        Server(app).run(sockets=[listener])
 
 
 def listening(host: str, port: int) -> socket.socket:

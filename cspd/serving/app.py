@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -131,14 +132,15 @@ def _event(content: dict) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which ends at once when it is told to: open connections have nothing more to wait for then."""
+    """uvicorn's, run on sockets that listen. It ends at once: open connections have nothing more to wait for then."""
+
+    def __init__(self, app: fastapi.FastAPI) -> None:
+        super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE))
+        self._runner: Runner = app.state.runner
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On a signal."""
-        self.config.app.state.runner.close()
+        """On a signal; a second one ends the process at once."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        self._runner.close()
         super().handle_exit(sig, frame)
-
-
-def server_of(app: fastapi.FastAPI) -> Server:
-    """A server of the application, to be run on sockets that listen."""
-    return Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE))

@@ -61,7 +61,7 @@ async def body_of(request: fastapi.Request) -> Asked:
 
 def requests_of(asked: Asked) -> list[Request]:
     """A request for each method. Raises ValueError, TypeError or ArgumentTypeError on what no engine would take."""
-    label = label_of(asked.label) if isinstance(asked.label, str) else asked.label
+    label: Any = label_of(asked.label) if isinstance(asked.label, str) else asked.label
     settings = {name: typed(value) for name, value in asked.settings.items() if value not in ("", None)}
     known = None
     if asked.picture is not None or asked.mask is not None:
