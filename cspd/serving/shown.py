@@ -52,7 +52,7 @@ def shown(output: Output, share: float) -> dict:
         "guarantee": output.stats.guarantee,
         "seconds": seconds,
         "images_per_second": share / seconds if seconds else 0.0,
-        "numbers": numbers(output),
+        "numbers": numbers(output, share),
         "ran": repr(output.request),
         "class_name": output.class_name,
     }
@@ -63,9 +63,11 @@ def link_of(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def numbers(output: Output) -> list[tuple[str, str]]:
+def numbers(output: Output, share: float) -> list[tuple[str, str]]:
     """The statistics that say something, as (name, text)."""
     values = {name: getattr(output.stats, name) for name in NUMBERS}
+    if share < 1:
+        del values["head_calls_per_token"]  # a mean over all tokens
     told = [(NUMBERS[name][0], format(value, NUMBERS[name][1])) for name, value in values.items() if value]
     window = output.request.window
     return told if window is None else [*told, ("window", f"{window}" if window else "0, nothing is drafted")]

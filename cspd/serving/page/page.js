@@ -121,6 +121,7 @@ async function make() {
   try {
     const body = JSON.stringify(wanted);
     const answer = await fetch("api/images", { method: "POST", body, signal: running.signal });
+    element("starting").hidden = true;
     if (!answer.ok) throw new Error(await reason(answer));
     element("panels").replaceChildren(...panels.map(({ root }) => root));
     await follow(answer.body, (event) => {
@@ -168,7 +169,7 @@ function loseAll(panels, message) {
 function setRunning(controller) {
   running = controller;
   element("make").disabled = Boolean(controller);
-  element("stop").hidden = !controller;
+  element("stop").hidden = element("starting").hidden = !controller;
 }
 
 function fail(message) {
