@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -21,10 +22,10 @@ from stores import small_checkpoint, small_vq_checkpoint
 import cspd
 from cspd.cli import main
 from cspd.loading import embedded_folder
-from cspd.serving import asked, runner
+from cspd.serving import app, asked, runner
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
-LONG = {"num_iter": 64, "num_sampling_steps": 100}  # many seconds
+LONG = {"num_iter": 64, "num_sampling_steps": 300}  # many seconds
 LOWER = np.s_[16:]
 
 
@@ -42,7 +43,11 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(engine):
-    with served(engine, most=4, most_each=2) as site:
+    """One that tells of every round."""
+    with pytest.MonkeyPatch.context() as patch, served(engine, most=4, most_each=2) as site:
+        patch.setattr(runner, "PERIOD", 0.0)
+        patch.setattr(runner, "SHARE", 1e9)
+        patch.setattr(app, "MOST_UNREAD", 1000)
         yield site
 
 
@@ -70,9 +75,7 @@ def test_an_image_is_the_engines(site, engine):
     assert event["ran"] == repr(output.request) and ["head calls", "15"] in event["numbers"]
 
 
-def test_two_methods_grow_side_by_side(site, engine, monkeypatch):
-    monkeypatch.setattr(runner, "PERIOD", 0.0)
-    monkeypatch.setattr(runner, "SHARE", 1e9)
+def test_two_methods_grow_side_by_side(site, engine):
     methods = ["ar", "dpm-solver++:head_calls=4"]
     told = list(events(site.make(methods=methods, settings=QUICK)))
     for run, method in enumerate(("ar", "dpm-solver++")):
@@ -116,6 +119,14 @@ def test_visitors_share_the_engine(site, engine):
     for event, seed, num_iter in ((first, 1, 16), (second, 2, 3)):
         (output,) = engine.sample("three", seed=seed, method="ar", **QUICK | {"num_iter": num_iter})
         assert np.abs(pixels(event["image"]).astype(int) - np.asarray(output.pil())).max() <= 1
+
+
+def test_pictures_that_nobody_reads_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(app, "MOST_UNREAD", 2)
+    inbox = asyncio.Queue()
+    for event in [{"share": 0.1}] * 9 + [{"share": 1, "finished": True}]:
+        app._put(inbox, event)
+    assert inbox.qsize() == 3
 
 
 def test_limits_and_leaving(site):
