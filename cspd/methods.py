@@ -6,7 +6,7 @@ import cspd.discrete.ar
 from cspd.continuous import ar, cspd_method
 from cspd.continuous import published as samplers
 from cspd.continuous.host import MAR_OPTIONS
-from cspd.discrete import jacobi, published
+from cspd.discrete import published
 from cspd.discrete.options import VQ_OPTIONS
 from cspd.method import GUARANTEES, Method
 from cspd.option import Option
@@ -29,8 +29,10 @@ METHODS: list[Method] = [
     published.COOL_SD,
     published.LANTERN,
     published.LANTERN_PLUS,
-    jacobi.SJD,
-    jacobi.SJD_PAC,
+    published.SJD,
+    published.MC_SJD,
+    published.SJD_PAC,
+    published.GSD,
 ]
 COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  # options of all methods of a family
 EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint of each family that comes with cspd

@@ -30,11 +30,13 @@ SEARCHED: dict[str, list[dict]] = {  # entries as a study's file has them
         {"method": "eagle"},
         {"method": "eagle2"},
         {"method": "sjd"},
+        {"method": "mc-sjd"},
         {"method": "sjd-pac"},
         {"method": "uniform-rsd"},
         {"method": "cool-sd", "delta": [1.1, 1.5]},
         {"method": "lantern"},
         {"method": "lantern++"},
+        {"method": "gsd"},
     ],
 }
 WINDOWS: dict[str, list[dict]] = {  # beside them, where the window is all there is to choose

@@ -11,6 +11,8 @@ Sources:
         arXiv 2410.03355.
     lantern++: Park et al., "LANTERN++: Enhancing Relaxed Speculative Decoding with Static Tree Drafting for Visual
         Auto-regressive Models", arXiv 2502.06352.
+    gsd: So et al., "Grouped Speculative Decoding for Autoregressive Image Generation", arXiv 2508.07747, and its
+        authors' code.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+from cspd.vq.steps import steps
 
 MOST_AT_ONCE = 2**22  # numbers gathered at a time
 
@@ -41,6 +46,36 @@ def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor) -> Tensor:
         near, limit: as in `absorbed`.
     """
     return _ratio(P + absorbed(P, near, limit), Q)
+
+
+def grouped(P: Tensor, Q: Tensor, group: int, gap: float) -> Tensor:
+    """f = min(1, P(C) / Q(C)) [..., V], C a group of codes around each: gsd (its Algorithm 3).
+
+    By rising P, lower index first at ties, C has the code, the group // 2 before it and the (group - 1) // 2 after it,
+    but for those whose P differs from its own by `gap` or more. The paper also leaves out codes whose embeddings are
+    far apart, by a distance chosen for one model; by its Table 2 that changes nothing, and its authors' later code does
+    not do it.
+
+    Args:
+        group: >= 1, codes of a group; 1 is exact. gap: in (0, 1].
+    """
+    ordered, codes = P.sort(dim=-1, stable=True)
+    ordered = ordered.contiguous()
+    place = steps(P.shape[-1], P.device)
+
+    # where each group begins, and the place after its last
+    first = torch.searchsorted(ordered, ordered - gap, right=True)
+    first = torch.maximum(first, place - group // 2)
+    end = torch.searchsorted(ordered, ordered + gap)
+    end = torch.minimum(end, place + (group + 1) // 2)
+
+    # sums of P and Q over it, as differences: float64, or small ones would be lost
+    mass = torch.stack([ordered, Q.gather(-1, codes)]).double()
+    sums = functional.pad(mass.cumsum(-1), (1, 0))
+    inside = sums.gather(-1, end.expand_as(mass)) - sums.gather(-1, first.expand_as(mass))
+    f = _ratio(*inside).to(P.dtype)
+    f = f.masked_fill(ordered <= 0, 0)  # what the target never emits is never accepted
+    return torch.empty_like(P).scatter_(-1, codes, f)
 
 
 def _ratio(mass: Tensor, Q: Tensor) -> Tensor:

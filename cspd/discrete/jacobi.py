@@ -3,6 +3,8 @@
 Sources:
     SJD: Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi
         Decoding", arXiv 2410.01699.
+    MC-SJD: So et al., "MC-SJD: Maximal Coupling Speculative Jacobi Decoding for Autoregressive Visual Generation
+        Acceleration", arXiv 2510.24211; its later name is Speculative Coupled Decoding.
     SJD-PAC: Kang et al., "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive
         Continuation", arXiv 2603.18599. Sections, equations and lines of its Algorithm 1 are cited below.
 
@@ -14,11 +16,12 @@ A round:
 3. Judge. The longest accepted prefix of the window is kept (section 3.3). Where a code is rejected, its siblings are
    judged against what is left of P (appendix A.3).
 4. Commit the accepted codes and one more, sampled from P or from what the rejections left of it.
-5. Redraw the codes behind them. Adaptive continuation (section 4.2) keeps those that the exact rule accepts; without
-   it all are drawn from P (section 3.3). Either way they follow P, which is the next round's Q.
+5. Redraw the codes behind them. SJD draws all of them from P (section 3.3). Adaptive continuation (section 4.2), which
+   MC-SJD calls maximal coupling, keeps those that the exact rule accepts, and draws the others from what a rejection
+   leaves of P. Either way they follow P, which is the next round's Q.
 6. Slide the window behind the committed codes. New places get codes at random.
 
-This is maximal coupling; `cspd.discrete.jacobi_same_image` has the round of same-image coupling.
+This is the round of `coupling="maximal"`; `cspd.discrete.jacobi_same_image` has that of same-image coupling.
 
 The window is a comb: siblings are children of the first path and have none of their own, since the paper's full K-ary
 tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see docs/bounds.md.
@@ -245,40 +248,27 @@ def check(request: Request, host: VQHost) -> None:
     check_rule(request, host)
 
 
-def jacobi(name: str, summary: str, papers: dict[str, str], coupling: str = "maximal", **defaults: object) -> Method:
-    """A method that drafts by Jacobi iteration, with these defaults of `OPTIONS`; any rule can be asked for."""
+def jacobi(
+    name: str,
+    summary: str,
+    papers: dict[str, str],
+    rule: str = "exact",
+    coupling: str = "maximal",
+    **defaults: object,
+) -> Method:
+    """A method that drafts by Jacobi iteration, with these defaults of `OPTIONS` and of the rule's parameters; any
+    other rule can be asked for.
+    """
     options = [option.but(default=defaults.get(option.name, option.default)) for option in OPTIONS]
     return Method(
         name=name,
         family="VQ",
-        guarantee="exact",
+        guarantee="exact" if rule == "exact" else "bounded",
         summary=summary,
         papers=papers,
         run_round=run_round,
-        options=(*options, *rule_options(), coupling_option(coupling)),
+        options=(*options, *rule_options(rule, **defaults), coupling_option(coupling)),
         mixed=lambda request: MIXED,
         check=check,
         of_request=lambda request: rule_of(request).guarantee,
     )
-
-
-SJD = jacobi(
-    "sjd",
-    "Jacobi: the target drafts a window for itself; same seed, same image as ar, fewer forwards",
-    {
-        "2410.01699": "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi"
-        " Decoding"
-    },
-    coupling="same-image",
-)
-SJD_PAC = jacobi(
-    "sjd-pac",
-    "Jacobi with proactive drafting and adaptive continuation",
-    {
-        "2603.18599": "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive"
-        " Continuation"
-    },
-    pd_k=4,
-    pd_d=3,
-    continuation=True,
-)

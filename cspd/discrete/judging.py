@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.probabilities import TINY, without
+from cspd.discrete.probabilities import TINY, point, without
 from cspd.discrete.rules import Rule
 from cspd.vq.steps import steps
 
@@ -59,7 +59,7 @@ def judge_siblings(
         f, bounds, residual = _greedily(rule, P, candidates, near)
     elif Q is None and rule.pools:
         f, bounds, residual = _pools(rule, P, candidates, near)
-    elif Q is None:
+    elif Q is None and not rule.groups:
         f, bounds, residual = _points(rule, P, candidates, depth)
     else:
         f, bounds, residual = _drawn(rule, P, Q, candidates, depth, near)
@@ -79,13 +79,16 @@ def judge_siblings(
 
 
 def _drawn(
-    rule: Rule, P: Tensor, Q: Tensor, candidates: Tensor, depth: Tensor | int, near: Tensor | None
+    rule: Rule, P: Tensor, Q: Tensor | None, candidates: Tensor, depth: Tensor | int, near: Tensor | None
 ) -> _Judgement:
-    """Of candidates that were drawn from Q."""
+    """Of candidates that were drawn from Q, or chosen by a rule that is not quicker on those."""
     accepts, bounds = [], []
     codes, present = candidates.clamp(min=0), candidates >= 0
+    chosen = Q is None
     for i, code in enumerate(codes.split(1, -1)):
-        if i > 0:
+        if chosen:
+            Q = point(code.squeeze(-1), P)
+        elif i > 0:
             Q = without(Q, candidates[..., i - 1])
         f = rule.accept(P, Q, depth, near)
         accepts.append(f.gather(-1, code))

@@ -1,9 +1,10 @@
-"""The published pairs of a draft and a rule of VQ codes that draft with a model, by their names."""
+"""The published pairs of a draft and a rule of VQ codes, by their names."""
 
 from __future__ import annotations
 
 from cspd.discrete import drafts  # noqa: F401 - names the drafts
 from cspd.discrete.draft_verify import drafting
+from cspd.discrete.jacobi import jacobi
 
 SD = drafting(
     "sd",
@@ -71,5 +72,42 @@ LANTERN_PLUS = drafting(
     rule="lantern++",
     lam=1.0,
     k=10,
+    optimal=False,
+)
+SJD = jacobi(
+    "sjd",
+    "Jacobi: the target drafts a window for itself; same seed, same image as ar, fewer forwards",
+    {
+        "2410.01699": "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi"
+        " Decoding"
+    },
+    coupling="same-image",
+)
+MC_SJD = jacobi(
+    "mc-sjd",
+    "Jacobi by maximal coupling: what is drafted changes as little from round to round as it can",
+    {
+        "2510.24211": "MC-SJD: Maximal Coupling Speculative Jacobi Decoding for Autoregressive Visual Generation"
+        " Acceleration"
+    },
+    continuation=True,
+)
+SJD_PAC = jacobi(
+    "sjd-pac",
+    "Jacobi with proactive drafting and adaptive continuation",
+    {
+        "2603.18599": "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive"
+        " Continuation"
+    },
+    pd_k=4,
+    pd_d=3,
+    continuation=True,
+)
+GSD = jacobi(
+    "gsd",
+    "Jacobi, with acceptance by groups of codes that are about as likely",
+    {"2508.07747": "Grouped Speculative Decoding for Autoregressive Image Generation"},
+    rule="gsd",
+    group=10,
     optimal=False,
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.acceptance import bound, exponential, linear, merge, pooled, relaxed, residual
+from cspd.discrete.acceptance import bound, exponential, grouped, linear, merge, pooled, relaxed, residual
 from cspd.discrete.probabilities import likeliest_point
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
@@ -63,6 +63,24 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         *NEIGHBOURS,
         OPTIMAL,
     ),
+    "gsd": (
+        Option(
+            "group",
+            int,
+            "codes judged as one: the nearest in the order of the target's probabilities; 3 to 50 in the paper",
+            low=1,
+        ),
+        Option(
+            "gap",
+            float,
+            "codes of one group differ by less than this in probability",
+            default=0.15,
+            implied=True,
+            low=0.001,
+            high=1,
+        ),
+        OPTIMAL,
+    ),
 }
 RULE = Option("rule", PARAMETERS, "how drafted codes are accepted", default="exact")
 DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
@@ -75,12 +93,13 @@ class Rule:
     """A rule with its parameters: f, G and the bound of a judgement, whatever the draft.
 
     Attributes:
-        name: "exact", "uniform-rsd", "cool-sd", "lantern" or "lantern++".
+        name: "exact", "uniform-rsd", "cool-sd", "lantern", "lantern++" or "gsd".
         delta: uniform-rsd: >= 1. cool-sd: > 0, the mean of omega, 1.1 to 4 in the paper. lantern: in (0, 1], what the
             neighbours give stays below it, 0.05 to 0.4 in the paper.
         schedule, nu, ell: cool-sd: of omega; nu > 0 is the exponential one's, ell the linear one's.
         length: cool-sd: L, a chain's length or a tree's depth; min(length, WINDOW_CAP) for a Jacobi window.
         lam: lantern++: > 0, see `pooled`. k: lantern, lantern++: how many neighbours at most.
+        group, gap: gsd: see `grouped`.
         optimal: G is G*; or else the papers' own, norm([P - Q]+) and lantern's norm([P_A - Q]+).
         greedy: temperature 0. P is given at temperature 1, and every candidate is a point mass; x is accepted if it is
             P's argmax (P_A's, of a rule that pools), lowest index at ties, else P's argmax is committed.
@@ -98,6 +117,8 @@ class Rule:
     lam: float = DEFAULTS["lam"]
     k: int = DEFAULTS["k"]
     metric: str = DEFAULTS["metric"]
+    group: int | None = None
+    gap: float = DEFAULTS["gap"]
     optimal: bool = DEFAULTS["optimal"]
     greedy: bool = False
 
@@ -117,6 +138,11 @@ class Rule:
     def pools(self) -> bool:
         """Whether it looks at neighbours."""
         return self.name in ("lantern", "lantern++")
+
+    @property
+    def groups(self) -> bool:
+        """Whether it looks at the codes of similar probability."""
+        return self.name == "gsd"
 
     def omega(self, depth: Tensor | int) -> Tensor | float:
         """The factor of `relaxed` at depths from 1, an int or int64 [...]: a number or [..., 1]; constant from L on."""
@@ -144,6 +170,8 @@ class Rule:
             return self.target(self._merged(P, x, near) if self.pools else P)
         if self.pools:
             return pooled(P, Q, self._neighbours(near), self._limit(P))
+        if self.groups:
+            return grouped(P, Q, self.group, self.gap)
         return relaxed(P, Q, self.omega(depth))
 
     def resample(self, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor | None = None) -> Tensor:
@@ -158,8 +186,8 @@ class Rule:
         """What judging a candidate adds to the bound on the total variation [...]; the cap at 1 is the caller's."""
         if self.name == "exact":
             return torch.zeros_like(P[..., 0])
-        # cool-sd's own G is biased where omega < 1, though Q f <= P there
-        own = self.name == "cool-sd" and not (self.optimal or self.greedy)
+        # their own G is biased where f < min(1, P / Q), though Q f <= P there
+        own = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
         return bound(self.target(P), Q, f, residual(P, Q, 1.0) if own else None)
 
     def _merged(self, P: Tensor, x: Tensor, near: Tensor | None) -> Tensor:

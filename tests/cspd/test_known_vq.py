@@ -20,6 +20,7 @@ METHODS = {
     "eagle": {"gamma": 2},
     "eagle2": {"gamma": 2},
     "sjd": {"window": 2},
+    "mc-sjd": {"window": 2},
     "sjd-pac": COMB,
 }
 PREFIX = torch.tensor([3, 1, 2])

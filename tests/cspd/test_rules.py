@@ -31,8 +31,11 @@ RULES = {
     "lantern, own G": Rule("lantern", delta=0.3, k=3, optimal=False),
     "lantern++": Rule("lantern++", lam=1.5, k=2),
     "lantern++, own G": Rule("lantern++", lam=1.5, k=3, optimal=False),
+    "gsd": Rule("gsd", group=3, gap=0.2),
+    "gsd, own G": Rule("gsd", group=4, gap=1.0, optimal=False),
     "greedy": Rule(greedy=True),
     "greedy cool-sd": Rule("cool-sd", delta=1.5, length=3, greedy=True),
+    "greedy gsd": Rule("gsd", group=3, greedy=True),
     "greedy lantern": Rule("lantern", delta=0.5, k=2, greedy=True),
     "greedy lantern++, own G": Rule("lantern++", lam=9.0, k=2, greedy=True, optimal=False),
 }
@@ -270,6 +273,38 @@ def test_pooling_is_the_plain_loop(k, limit, monkeypatch):
     assert torch.equal(rule.accept(P, Q, near=table), f)
 
 
+def slow_group(p, x, group, gap):
+    """The codes of one code's group, in plain Python."""
+    order = sorted(range(len(p)), key=lambda y: (p[y], y))
+    place = order.index(x)
+    around = order[max(0, place - group // 2) : place + (group - 1) // 2 + 1]
+    return [y for y in around if abs(p[y] - p[x]) < gap]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 6, 7, 50])
+@pytest.mark.parametrize("gap", [1 / 64, 0.125, 1.0])
+def test_groups_are_the_plain_loop(group, gap):
+    """What is accepted, and with the authors' G the distribution of what is committed."""
+    P = coarse()
+    Q = random(*P.shape).softmax(-1)
+    rule, expected = Rule("gsd", group=group, gap=gap, optimal=False), torch.zeros_like(P)
+    for row, (p, q) in enumerate(zip(P.tolist(), Q.tolist())):
+        for x in range(12):
+            members = slow_group(p, x, group, gap)
+            ratio = sum(p[y] for y in members) / sum(q[y] for y in members)
+            expected[row, x] = min(1, ratio) if p[x] > 0 else 0
+    assert torch.allclose(rule.accept(P, Q), expected, atol=1e-12)
+    assert group > 1 or torch.allclose(expected, relaxed(P, Q, 1.0), atol=1e-12)
+
+    accepted = Q * expected
+    left = (P - Q).clamp(min=0)
+    rejected = 1 - accepted.sum(-1, keepdim=True)
+    committed = accepted + rejected * left / left.sum(-1, keepdim=True)
+    taken, resampled, mean = commit(rule, P, Q, 1)
+    assert torch.allclose(taken + resampled, committed, atol=1e-10)
+    assert torch.allclose(tv(committed, P), mean, atol=1e-10)
+
+
 def test_pooling_stops_at_the_first_that_would_reach_the_limit():
     P, order = torch.tensor([0.3, 0.1, 0.05, 0.5, 0.05]).double(), torch.tensor([[1, 2, 3, 4]] * 5)
     for limit, mass in ((0.1, 0.0), (0.15, 0.1), (0.16, 0.15), (0.65, 0.15), (0.66, 0.65), (1.0, 0.7)):
@@ -325,6 +360,9 @@ def test_schedules(length):
         ({"name": "lantern", "delta": 0.1, "k": 0}, "k=0"),
         ({"name": "lantern++", "lam": 0}, "lam=0"),
         ({"name": "lantern++", "k": 2.5}, "whole number"),
+        ({"name": "gsd"}, "group is missing"),
+        ({"name": "gsd", "group": 0}, "group=0"),
+        ({"name": "gsd", "group": 3, "gap": 0}, "0.001..1"),
     ],
 )
 def test_bad_parameters(arguments, message):

@@ -19,7 +19,8 @@ from cspd.vq import reference
 from cspd.vq.eagle import Eagle
 
 OF_VQ = method_names(["VQ"])
-SMALL = {"sjd": {"window": 6}, "sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
+WINDOWED = ("sjd", "mc-sjd", "gsd")
+SMALL = {name: {"window": 6} for name in WINDOWED} | {"sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
 COMPOSED = [
     Request(1, method="sd", rule="cool-sd", delta=1.3, gamma=3),
     Request(1, method="sd", rule="cool-sd", delta=1.3, gamma=3, schedule="linear"),
@@ -27,6 +28,8 @@ COMPOSED = [
     Request(1, method="eagle2", rule="lantern++", lam=0.5, k=3, metric="cosine"),
     Request(1, method="sjd-pac", rule="cool-sd", delta=1.1, **SMALL["sjd-pac"]),
     Request(1, method="sjd", rule="lantern", delta=0.2, window=5, continuation=True),
+    Request(1, method="eagle2", rule="gsd", group=3),
+    Request(1, method="gsd", group=4, window=5, continuation=True, optimal=True),
 ]
 
 
@@ -134,7 +137,8 @@ def test_caches_hold_what_a_forward_from_scratch_would_say(method, monkeypatch):
             at = min(known, recent - 1)
             assert relative_error(features[:, row, at], expected[slot][model][:, known]) < 1e-4
             checked[model] += 1
-    needed = {"ar": set(), "sd": {"draft"}, "sjd": set(), "sjd-pac": set()}.get(method, {"eagle"}) | {"target"}
+    of_needs = {"-": set(), "draft model": {"draft"}, "EAGLE drafter": {"eagle"}}
+    needed = of_needs[find(method, "VQ").needs] | {"target"}
     assert {model for model, count in checked.items() if count > 12} == needed
 
 
@@ -225,7 +229,7 @@ def test_guarantees():
     assert engine.resolve(Request(0, draft="eagle-static", rule="cool-sd", delta=1.1, gamma=3)).method == "sd"
     linear = Request(0, method="sjd", window=64, rule="cool-sd", delta=1.1, schedule="linear")
     assert engine.resolve(linear).schedule == "linear"
-    for request, expected in zip(COMPOSED, ["bounded"] * 6):
+    for request, expected in zip(COMPOSED, ["bounded"] * len(COMPOSED), strict=True):
         output = engine.generate([dataclasses.replace(request, window=7 if request.window else None)])[0]
         assert output.stats.guarantee == expected
     assert [engine.generate([Request(0, method=m, **SMALL.get(m, {}))])[0].stats.guarantee for m in ("sd", "sjd")] == [
@@ -249,6 +253,14 @@ def test_resolved_requests_are_as_version_0_1_0_recorded_them():
     for method, settings in own.items():
         request = Request(0, method=method, coupling=settings.get("coupling"))
         assert engine.check(request).settings == published | settings
+
+
+def test_sjd_pac_without_siblings_is_mc_sjd():
+    engine = Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
+    coupled = engine.check(Request(0, method="mc-sjd"))
+    without = engine.check(Request(0, method="sjd-pac", pd_k=1, pd_d=0))
+    independent = engine.check(Request(0, method="sjd", coupling="maximal", continuation=True))
+    assert coupled.settings == without.settings == independent.but(coupling=None).settings
 
 
 def test_a_request_is_a_plain_value():

@@ -16,8 +16,9 @@ from cspd.sequence import Output
 from tests.graphs import replayed, rerun
 
 LARGEST = {"window": MOST_NODES - 1}
-SMALL = {"sjd": {"window": 6}, "sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ar", "sd", "eagle", "lantern", "sjd")]
+WINDOWED = ("sjd", "mc-sjd", "gsd")
+SMALL = {name: {"window": 6} for name in WINDOWED} | {"sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ar", "sd", "eagle", "lantern", *WINDOWED)]
 
 
 def engine_of(graphed: bool, late: bool) -> Engine:

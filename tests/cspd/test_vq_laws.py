@@ -23,7 +23,7 @@ EXACT = {
     "static tree": ("eagle", {"gamma": 2}),
     "dynamic tree": ("eagle2", {"gamma": 2} | MAXIMAL),
     "jacobi": ("sjd", SMALL | MAXIMAL),
-    "jacobi AC": ("sjd", SMALL | {"continuation": True} | MAXIMAL),
+    "jacobi AC": ("mc-sjd", SMALL),
     "jacobi PD": ("sjd", COMB | MAXIMAL),
     "jacobi PD AC": ("sjd-pac", COMB),
 }
@@ -79,6 +79,8 @@ RELAXED = {
     "lantern": {"rule": "lantern", "delta": 0.4, "k": 2},
     "lantern, own G": {"rule": "lantern", "delta": 0.4, "k": 2, "optimal": False},
     "lantern++": {"rule": "lantern++", "lam": 1.0, "k": 2},
+    "gsd": {"rule": "gsd", "group": 3},
+    "gsd, own G": {"rule": "gsd", "group": 3, "gap": 1.0, "optimal": False},
 }
 
 
@@ -88,9 +90,10 @@ RELAXED = {
         ("chain", "uniform-rsd"),
         ("dynamic tree", "lantern"),
         ("jacobi PD AC", "cool-sd"),
+        ("jacobi", "gsd, own G"),
         *[
             pytest.param(kind, rule, marks=pytest.mark.slow)
-            for kind in ("chain", "static tree", "dynamic tree", "jacobi PD AC")
+            for kind in ("chain", "static tree", "dynamic tree", "jacobi", "jacobi PD AC")
             for rule in RELAXED
         ],
     ],
@@ -179,6 +182,16 @@ def plant_uniform_draw_of_an_earlier_round(patch):
     patch.setattr(jacobi.VQHost, "uniform", wrong)
 
 
+def plant_rejected_codes_of_the_window_drawn_from_p(patch):
+    """Coupled to the round before, but no longer following P."""
+    redraw = jacobi._redraw_path
+
+    def wrong(rule, window, P, on_path, *more):
+        return redraw(rule, window, P, on_path._replace(residual=P[:, : window.codes.shape[1]]), *more)
+
+    patch.setattr(jacobi, "_redraw_path", wrong)
+
+
 def plant_draft_and_residual_from_one_stream(patch):
     uniform = draft_verify.VQHost.uniform
 
@@ -200,6 +213,7 @@ def plant_draft_and_residual_from_one_stream(patch):
         ("dynamic tree", plant_choice_judged_as_a_draw),
         ("jacobi", plant_no_residual),
         ("jacobi AC", plant_uniform_draw_of_an_earlier_round),
+        ("jacobi AC", plant_rejected_codes_of_the_window_drawn_from_p),
         ("jacobi PD AC", plant_siblings_that_are_chosen),
     ],
 )
