@@ -81,8 +81,9 @@ def check_same(eager: dict[int, Output], other: dict[int, Output]) -> None:
     """Codes and statistics."""
     for ticket, output in eager.items():
         assert other[ticket].tokens.equal(output.tokens) and other[ticket].heat.equal(output.heat)
-        for name in ("committed", "iterations", "draft_backbone_calls", "by_lag", "bound"):
+        for name in ("committed", "iterations", "draft_backbone_calls", "by_lag"):
             assert getattr(other[ticket].stats, name) == getattr(output.stats, name)
+        assert other[ticket].stats.bound == pytest.approx(output.stats.bound, rel=1e-6)
 
 
 def test_buckets_are_few_and_never_too_small() -> None:
