@@ -116,7 +116,9 @@ class Engine:
         return self._checked(request)[0]
 
     def name_of(self, request: Request) -> str:
-        """The name of the class of a checked request; its number where classes have no names."""
+        """The prompt of a checked request, or the name of its class; its number where classes have no names."""
+        if request.prompt is not None:
+            return request.prompt
         return self._classes[str(request.family)].name_of(request.label)
 
     def resolve(self, request: Request) -> Request:
@@ -140,7 +142,7 @@ class Engine:
         request, method = choose(request, list(self.hosts))
         if isinstance(request.label, str):
             request = request.but(label=self._classes[method.family].number_of(request.label))
-        if request.label is None and request.cfg is None:  # there is nothing to guide towards
+        if request.label is None and request.prompt is None and request.cfg is None:  # nothing to guide towards
             request = request.but(cfg=1.0)
         return self.hosts[method.family].check(request, method), method
 
@@ -250,21 +252,24 @@ class Engine:
 
     def sample(
         self,
-        labels: Label | Iterable[Label],
+        labels: Label | Iterable[Label] = None,
         seed: int = 0,
         method: str | None = None,
         *,
+        prompts: str | Iterable[str] | None = None,
         progress: bool = False,
         on_progress: OnProgress | None = None,
-        **settings: object,
+        **settings: Any,
     ) -> list[Output]:
-        """An image of each label, in their order: `engine.sample([207, "otter"], seed=3, cfg=4)`.
+        """An image of each label, or prompt, in their order: `engine.sample([207, "otter"], seed=3, cfg=4)`.
 
         Args:
             labels: classes by number or name, or None, the model's images of no class; one or many.
+            prompts: texts in place of labels, one or many.
             seed: of the first image; the next has the next. settings: as of `Request`. Others as of `generate`.
         """
-        return self.generate(requests_of(labels, seed, method, settings), progress, on_progress)
+        requests = requests_of(labels, prompts, seed, method, settings)
+        return self.generate(requests, progress, on_progress)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes the models to a new folder, which `cspd.load` reads. Raises ValueError, OSError."""

@@ -19,6 +19,7 @@ from cspd.telling import telling
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
+from cspd.vq.text import TextEncoder
 from mar.checkpoint import load_mar, load_vae
 from mar.registry import suggestion
 from mar.tensors import CheckpointError
@@ -37,12 +38,18 @@ _VQ_FILES = {
     "eagle": ("eagle.safetensors",),
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_c2i.pt"),
 }
+_TEXT_FILES = _VQ_FILES | {
+    "target": ("target.safetensors", "t2i_*.pt"),
+    "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
+}
+_TARGETS = tuple(dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"] + _TEXT_FILES["target"]))
+_TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl")  # folders looked for beside a target
 # what is fetched with a target from the hub
 _COMPANIONS = (
     DESCRIPTION,
     *(
         pattern
-        for files in (_MAR_FILES, _VQ_FILES)
+        for files in (_MAR_FILES, _VQ_FILES, _TEXT_FILES)
         for part, patterns in files.items()
         if part != "target"
         for pattern in patterns
@@ -86,19 +93,18 @@ def _target_file(checkpoint: str | Path) -> Path:
     """The file of an embedded name, a folder or a target's file."""
     known = embedded()
     place = known.get(str(checkpoint), _path(checkpoint, "checkpoint"))
-    patterns = dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"])
     if _is_remote(checkpoint):
         with telling(f"asking the hub for {checkpoint}"):
-            place = hub.fetched(str(checkpoint), tuple(patterns), _COMPANIONS)
+            place = hub.fetched(str(checkpoint), _TARGETS, _COMPANIONS)
     if place.is_file():
         return place
-    found = _find(place, patterns) if place.is_dir() else []
+    found = _find(place, _TARGETS) if place.is_dir() else []
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise CheckpointError(f"{checkpoint}: several checkpoints are there ({names}): give the file of one")
     if not found:
         raise CheckpointError(
-            f"{checkpoint}: no checkpoint there; give a file, a folder with one of {', '.join(patterns)}"
+            f"{checkpoint}: no checkpoint there; give a file, a folder with one of {', '.join(_TARGETS)}"
             " (checkpoints/README.md says where the official files come from), or an embedded name:"
             f" {suggestion(str(checkpoint), known)}"
         )
@@ -108,20 +114,31 @@ def _target_file(checkpoint: str | Path) -> Path:
 def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     """The files of an embedded name, a folder, or a target's file, by what they are for; None where absent.
 
-    "target", "draft" and "vae" of MAR; "target", "draft", "eagle" and "tokenizer" of VQ models, which are known by a
-    tokenizer beside them or by their official name.
+    "target", "draft" and "vae" of MAR; "target", "draft", "eagle", "tokenizer" and the folder "text_encoder" of VQ
+    models, which are known by a tokenizer beside them or by their official name.
 
     Raises:
         CheckpointError: there is no target to be found, or there are several. TypeError, ValueError: it is no path.
     """
     target = _target_file(checkpoint)
-    has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
-    is_vq = target.match("c2i_*") or (target.suffix != ".pth" and has_tokenizer)
+    patterns_of = _patterns_of(target)
     files: dict[str, Path | None] = {"target": target}
-    for name, patterns in (_VQ_FILES if is_vq else _MAR_FILES).items():
+    for name, patterns in patterns_of.items():
         if name != "target":  # beside it, whatever name or file it was found by
             files[name] = next(iter(_find(target.parent, patterns)), None)
+    if patterns_of is not _MAR_FILES:
+        folders = [target.parent / name for name in _TEXT_ENCODERS]
+        files["text_encoder"] = next((folder for folder in folders if folder.is_dir()), None)
     return files
+
+
+def _patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
+    """What the files beside a target are called."""
+    if target.match("t2i_*"):
+        return _TEXT_FILES
+    has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
+    is_vq = target.match("c2i_*") or (target.suffix != ".pth" and has_tokenizer)
+    return _VQ_FILES if is_vq else _MAR_FILES
 
 
 def family_of(checkpoint: str | Path) -> str:
@@ -134,6 +151,7 @@ def load(
     arch: str | None = None,
     vae: str | Path | None = None,
     draft: str | Path | None = None,
+    text_encoder: str | Path | None = None,
     max_batch: int = 8,
     device: str | torch.device = "auto",
     precision: str = "fp32",
@@ -148,16 +166,18 @@ def load(
         arch: the target's size (`mar.registry.MARS`, `cspd.vq.registry.GPTS`); found out from the file by default.
         vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
         draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
+        text_encoder: the folder of FLAN-T5-XL, of models of texts, where it does not lie beside the target.
         max_batch, device, precision, compiled, graphs: as in `Engine`.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
         TypeError: a path is something else. ValueError: as in `Engine`, an unknown arch, or several checkpoints and one
-            arch, vae or draft for them.
+            arch, vae, draft or text encoder for them.
     """
     checkpoints = checkpoints or ("digits32",)
-    if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft)):
-        raise ValueError("arch, vae and draft are of one checkpoint: put the files of several beside their targets")
+    if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft, text_encoder)):
+        of_one = "arch, vae, draft and text_encoder are of one checkpoint"
+        raise ValueError(f"{of_one}: put the files of several beside their targets")
     models: list[Models] = []
     cache = None
     for checkpoint in checkpoints:
@@ -167,16 +187,19 @@ def load(
             files[decoder] = _path(vae, "vae")
         if draft is not None:
             files["draft"] = _path(draft, "draft")
+        if text_encoder is not None:
+            files["text_encoder"] = _path(text_encoder, "text_encoder")
         target, decoder_file = files["target"], files[decoder]
         assert target is not None  # or `checkpoint_files` had raised an error
         if decoder_file is None:
-            wanted = " or ".join((_VQ_FILES if decoder == "tokenizer" else _MAR_FILES)[decoder])
+            wanted = " or ".join(_patterns_of(target)[decoder])
             raise CheckpointError(
                 f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
             )
         with telling(f"loading {target}"):
             if decoder == "tokenizer":
-                models.append(_vq_models(target, arch, files["draft"], files["eagle"], decoder_file))
+                of_text = files["text_encoder"]
+                models.append(_vq_models(target, arch, files["draft"], files["eagle"], decoder_file, of_text))
             else:
                 models.append(_mar_models(target, arch, files["draft"], decoder_file))
                 cache = None if _is_remote(checkpoint) else target.parent / "calibration"
@@ -199,7 +222,12 @@ def _mar_models(target_file: Path, arch: str | None, draft_file: Path | None, va
 
 
 def _vq_models(
-    target_file: Path, arch: str | None, draft_file: Path | None, eagle_file: Path | None, tokenizer_file: Path
+    target_file: Path,
+    arch: str | None,
+    draft_file: Path | None,
+    eagle_file: Path | None,
+    tokenizer_file: Path,
+    encoder_folder: Path | None,
 ) -> VQModels:
     target = load_gpt(target_file, arch)
     classes, num_tokens = described(target_file.parent, target.config.num_classes)
@@ -212,4 +240,6 @@ def _vq_models(
     smaller: list[GPT | Eagle] = [model for model in (draft, eagle) if model]
     for model in smaller:  # weights fit any resolution
         model.config = dataclasses.replace(model.config, block_size=target.config.block_size)
-    return VQModels(target, draft, eagle, load_tokenizer(tokenizer_file), classes)
+    is_text = target.config.caption_dim > 0
+    encoder = TextEncoder(encoder_folder) if is_text and encoder_folder else None
+    return VQModels(target, draft, eagle, load_tokenizer(tokenizer_file), classes, encoder)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from cspd.classes import ClassNames
 from cspd.graphs import Graphs
 from cspd.option import Option, check_integer
+from cspd.parsing import shortened
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 
@@ -102,7 +103,8 @@ class Method:
 
     def round_key(self, request: Request) -> Hashable:
         """Requests with equal keys can share a round, whatever else differs."""
-        alike = request.but(label=0, seed=0, known=None, **dict.fromkeys(self.mixed(request)))
+        own = {"label": 0, "prompt": None, "negative_prompt": None, "seed": 0, "known": None}
+        alike = request.but(**own, **dict.fromkeys(self.mixed(request)))
         return alike, request.guided, request.temperature == 0
 
 
@@ -113,16 +115,17 @@ def complete(
 
     Args:
         common: the options of all methods of the family. published: their values, of the target.
+        num_classes: 0 where the target makes images of texts.
 
     Raises:
         ValueError: a setting is of the wrong kind, out of range, or of no meaning beside the others.
     """
     fill = {name: value for name, value in published.items() if getattr(request, name) is None}
     request = method.fill(request.but(**fill))
-    if request.label is not None:
-        check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
-    elif request.guided:
-        raise ValueError(f"cfg={request.cfg!r} guides towards a class and label=None is none: leave it out, or give 1")
+    if num_classes:
+        _check_class(request, num_classes)
+    else:
+        _check_text(request)
     check_seed(request)
     shared = {option.name: option for option in common}
     for name, value in request.settings.items():
@@ -132,6 +135,37 @@ def complete(
         elif not any(o.name == name and type(value) is type(o.off) and value == o.off for o in method.options):
             raise ValueError(_out_of_place(name, request, method))
     return request
+
+
+def _check_class(request: Request, num_classes: int) -> None:
+    """Raises ValueError where a request is of no class of the target."""
+    for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
+        if text is not None:
+            raise ValueError(
+                f"{name}={shortened(text)}: these models make images of classes: give a label in its place, or take a"
+                " model of texts (docs/text.md)"
+            )
+    if request.label is not None:
+        check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")
+    elif request.guided:
+        raise ValueError(f"cfg={request.cfg!r} guides towards a class and label=None is none: leave it out, or give 1")
+
+
+def _check_text(request: Request) -> None:
+    """Raises ValueError where a request is of no text."""
+    if request.label is not None or request.prompt is None:
+        raise ValueError(
+            f"label={request.label!r}: these models make images of texts: give prompt=... in its place"
+            " (cspd sample --prompt)"
+        )
+    for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{name}={shortened(text)} is no text: give a string")
+    if request.negative_prompt is not None and not request.guided:
+        raise ValueError(
+            f"negative_prompt={shortened(request.negative_prompt)} is what guidance leads away from, and cfg=1 is none:"
+            " leave it out, or give a larger cfg"
+        )
 
 
 def check_seed(request: Request) -> None:
@@ -169,7 +203,8 @@ class Host(Protocol):
     """Owns the models of a family and, in slots allocated once, the tensors of every running sequence.
 
     Attributes:
-        family: "MAR" or "VQ". seq_len: tokens of an image. num_classes: labels are 0 .. num_classes - 1.
+        family: "MAR" or "VQ". seq_len: tokens of an image. num_classes: labels are 0 .. num_classes - 1; 0: it makes
+            images of texts.
         image_size: pixels of an image's side. graphs: runs what has a fixed shape. noise: functions of `cspd.noise`.
         encode: makes tokens, [L(, d)] on the CPU, of a picture (`cspd.known.Known`) for a seed, int64 [1].
     """
@@ -186,7 +221,10 @@ class Host(Protocol):
         """The request with all defaults filled in. Raises ValueError on a bad setting or a model that is not there."""
 
     def resolve(self, request: Request, method: Method) -> Request:
-        """A checked request with what was left to be decided, which may take a calibration. Raises ValueError."""
+        """A checked request with what was left to be decided, which may take a calibration; its texts are encoded.
+
+        Raises ValueError.
+        """
 
     def adopt(self, other: Any) -> None:
         """Takes over what another host of the same models has measured."""

@@ -16,6 +16,8 @@ LARGEST_CELL = 256  # side that none of them is enlarged beyond
 LONGEST = 4096  # pixels of a grid's longer side: larger images are reduced
 LINE = 22  # height of a heat map's legend, in pixels
 BAR = 240  # width of its colours, from the least to the most
+CAPTION = 3  # lines of one that is too long for one, at most
+LEAST_FONT = 8  # which can still be read
 UNKNOWN = (128, 128, 128)  # between viridis' darkest and lightest, for those who see no colours
 
 
@@ -39,15 +41,44 @@ def _font(size: int, texts: Sequence[str], width: int) -> ImageFont.FreeTypeFont
     """A font of this size, or of a smaller one in which all texts are so narrow, if they can still be read."""
     font = ImageFont.load_default(size=size)
     widest = max((font.getlength(text) for text in texts), default=0)
-    return font if widest <= width else ImageFont.load_default(size=max(8, int(size * width / widest)))
+    return font if widest <= width else ImageFont.load_default(size=max(LEAST_FONT, int(size * width / widest)))
+
+
+def _captioned(
+    captions: Sequence[str], size: int, width: int
+) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, list[str]]:
+    """A font of this size, or of a smaller one, and captions in it so wide at most: a line of each, or if they are too
+    long for that, as many as `CAPTION`; what is too much is left out.
+    """
+    font = _font(size, captions, width)
+    if all(font.getlength(caption) <= width for caption in captions):
+        return font, list(captions)
+    for smaller in range(size, LEAST_FONT - 1, -1):
+        font = ImageFont.load_default(size=smaller)
+        wrapped = [_wrapped(caption, font, width) for caption in captions]
+        if all(len(lines) <= CAPTION for lines in wrapped):
+            break
+    return font, ["\n".join(lines[:CAPTION]) + "..." * (len(lines) > CAPTION) for lines in wrapped]
+
+
+def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+    """A text in lines that are so wide at most, if its words are."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
 
 
 def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -> Image.Image:
     """Images in rows of `columns`, each over its caption, enlarged or reduced by a whole factor to a useful size."""
     rows = math.ceil(len(images) / columns)
     width, height = size = _scaled(images[0], columns, rows)
-    font = _font(min(20, max(12, height // 6)), captions, width)
-    caption_height = math.ceil(font.getbbox("Ag")[3]) + MARGIN
+    font, captions = _captioned(captions, min(20, max(12, height // 6)), width)
+    caption_height = math.ceil(font.getbbox("Ag")[3]) * max(map(_lines, captions), default=1) + MARGIN
     column_width = width + MARGIN
     row_height = height + caption_height + MARGIN
     canvas = Image.new("RGB", (columns * column_width + MARGIN, rows * row_height + MARGIN), "white")
@@ -57,7 +88,8 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -
         x = MARGIN + column * column_width
         y = MARGIN + row * row_height
         canvas.paste(_resized(image, size), (x, y))
-        draw.text((x + width // 2, y + height), caption, fill="black", font=font, anchor="ma")
+        place = (x + width // 2, y + height)
+        draw.text(place, caption, fill="black", font=font, anchor="ma", align="center", spacing=0)
     return canvas
 
 

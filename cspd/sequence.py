@@ -29,6 +29,8 @@ class Request:
 
     Attributes:
         label: class, 0 .. number of classes - 1, or its name; None: no class, as the model makes images without one.
+        prompt: the text to make an image of, in place of a class, by models of texts. negative_prompt: the text that
+            guidance leads away from, in place of the model's null caption.
         seed: of everything random in this image, 0 .. 2^63 - 1.
         method: its name, see `cspd methods`; by default `speculative` of MAR, `sjd-pac` of VQ models.
         family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
@@ -44,16 +46,18 @@ class Request:
         TypeError: a setting that nobody has.
     """
 
-    label: Label
+    label: Label = None
     seed: int = 0
     method: str | None = None
     family: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     known: Known | None = None
+    prompt: str | None = None
+    negative_prompt: str | None = None
 
     def __init__(
         self,
-        label: Label,
+        label: Label = None,
         seed: int = 0,
         method: str | None = None,
         *,
@@ -62,6 +66,8 @@ class Request:
         image: Any = None,
         mask: Any = None,
         known: Known | None = None,
+        prompt: str | None = None,
+        negative_prompt: str | None = None,
         **more: object,
     ) -> None:
         if image is not None or mask is not None:
@@ -77,6 +83,8 @@ class Request:
         settled = {name: plain(given[name]) for name in sorted(given) if given[name] is not None}
         object.__setattr__(self, "settings", settled)
         object.__setattr__(self, "known", known)
+        object.__setattr__(self, "prompt", prompt)
+        object.__setattr__(self, "negative_prompt", negative_prompt)
 
     def __getattr__(self, name: str) -> Any:
         if name in option_names():
@@ -84,12 +92,12 @@ class Request:
         raise AttributeError(f"a request has no {name!r}")
 
     def __hash__(self) -> int:
-        return hash((self.label, self.seed, self.method, self.family, self.known, *self.settings.items()))
+        return hash((*self._named().values(), self.known, *self.settings.items()))
 
     def __repr__(self) -> str:
-        named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family, **self.settings}
-        named["known"] = self.known
-        shown = {name: value for name, value in named.items() if value is not None or name == "label"}
+        named = {**self._named(), **self.settings, "known": self.known}
+        always = "prompt" if self.label is None and self.prompt is not None else "label"
+        shown = {name: value for name, value in named.items() if value is not None or name == always}
         return f"Request({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def but(self, **changes: Any) -> Request:
@@ -98,9 +106,13 @@ class Request:
 
     def to_dict(self) -> dict:
         """All settings as plain values, None where they are open."""
-        named = {"label": self.label, "seed": self.seed, "method": self.method, "family": self.family}
         settings = {name: self.settings.get(name) for name in sorted(option_names())}
-        return named | settings | {"known": self.known and self.known.name}
+        return self._named() | settings | {"known": self.known and self.known.name}
+
+    def _named(self) -> dict:
+        """What it asks for beside its settings and what is known of the image."""
+        of = {"label": self.label, "prompt": self.prompt, "negative_prompt": self.negative_prompt}
+        return of | {"seed": self.seed, "method": self.method, "family": self.family}
 
     def num_made(self, seq_len: int) -> int:
         """How many of an image's tokens a resolved request makes: all that are not known from the start."""
@@ -113,13 +125,21 @@ class Request:
 
 
 def requests_of(
-    labels: Label | Iterable[Label], seed: int, method: str | None, settings: Mapping[str, object]
+    labels: Label | Iterable[Label],
+    prompts: str | Iterable[str] | None,
+    seed: int,
+    method: str | None,
+    settings: Mapping[str, Any],
 ) -> list[Request]:
-    """A request for each label, of one or many, by the same settings; the first has the seed, the next the next."""
-    several = plain(labels)
+    """A request of each label, or of each prompt where there are any, of seeds one after the other."""
+    several: Any = plain(labels) if prompts is None else prompts
     if several is None or isinstance(several, (int, str)):
         several = [several]
-    return [Request(label, seed + i, method, settings=settings) for i, label in enumerate(several)]
+    requests = []
+    for i, each in enumerate(several):
+        of = {"label": each} if prompts is None else {"label": labels, "prompt": each}
+        requests.append(Request(**of, seed=seed + i, method=method, **settings))
+    return requests
 
 
 @dataclass
@@ -238,7 +258,7 @@ class Output:
             tokens that were known from the start.
         stats: what it cost.
         error: None; or of a request whose tokens or image are not finite, which request it is, and where that began.
-        class_name: of the request's label; its number where classes have no names.
+        class_name: of the request's label, its number where classes have no names; or the prompt.
 
     A notebook shows the picture.
     """

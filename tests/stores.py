@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from cspd.loading import checkpoint_files
 
 CACHE = Path(os.environ["XDG_CACHE_HOME"])
@@ -31,4 +33,27 @@ def _folder(name: str, files: dict[str, Path]) -> str:
     folder.mkdir()
     for part, file in files.items():
         shutil.copy(file, folder / f"{part}.safetensors")
+    return str(folder)
+
+
+@functools.cache
+def small_text_encoder() -> str:
+    """A folder with a T5 encoder of two layers and a tokenizer that knows the letters, as FLAN-T5's on the hub."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    folder = CACHE / "small_t5"
+    names = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
+    letters = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s*."), "isolated")
+    letters.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=letters, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"d_model": 6, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": len(names)}
+    model = T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
     return str(folder)

@@ -37,9 +37,9 @@ SMALL = {  # of options that some choices have: quick, and decided without a mea
 SETTINGS = {"cfg": 1.5, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
-def toy_gpt(seed: int, scale: float = 0.7, codes: int = CODES, length: int = LENGTH) -> GPT:
-    """A GPT with random weights, larger than a new one's so that its distributions are uneven."""
-    sizes = {"dim": 8, "n_layer": 1, "n_head": 2, "multiple_of": 8, "num_classes": CLASSES}
+def toy_gpt(seed: int, scale: float = 0.7, codes: int = CODES, length: int = LENGTH, **more: int) -> GPT:
+    """A GPT with random weights, larger than a new one's so that its distributions are uneven; `more` of its sizes."""
+    sizes = {"dim": 8, "n_layer": 1, "n_head": 2, "multiple_of": 8, "num_classes": CLASSES} | more
     model = GPT(GPTConfig(vocab_size=codes, block_size=length, **sizes)).eval().requires_grad_(False)
     g = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -70,9 +70,9 @@ def staggered(engine: Engine, requests: list[Request]) -> list[Output]:
     return [outputs[ticket] for ticket in tickets]
 
 
-def toy_models(codes: int = CODES, length: int = LENGTH) -> dict:
-    """Target, draft, EAGLE drafter and tokenizer, as `VQHost` and `VQModels` take them."""
-    target, draft = toy_gpt(0, 0.7, codes, length), toy_gpt(1, 0.5, codes, length)
+def toy_models(codes: int = CODES, length: int = LENGTH, **more: int) -> dict:
+    """Target, draft, EAGLE drafter and tokenizer, as `VQHost` and `VQModels` take them; `more` of the GPTs' sizes."""
+    target, draft = toy_gpt(0, 0.7, codes, length, **more), toy_gpt(1, 0.5, codes, length, **more)
     torch.manual_seed(5)
     eagle = Eagle(target.config).eval().requires_grad_(False)
     sizes = {"ch": 32, "ch_mult": (1, 1), "z_channels": 32, "num_res_blocks": 1, "attention": False}

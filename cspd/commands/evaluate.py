@@ -174,7 +174,9 @@ def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
     host = engine.host
-    labels = class_numbers(args.labels or range(host.num_classes), engine)
+    labels = class_numbers(
+        args.labels or range(host.num_classes) or [0], engine
+    )  # models of texts say that they have no class
     request = request_of(args, labels[0], args.seed)
     settings, how = run_settings(args, engine.check(request)), {}
     if rank == 0:

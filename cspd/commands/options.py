@@ -20,6 +20,7 @@ from cspd.precision import POLICIES
 from cspd.sequence import Label, Request
 from cspd.version import __version__
 from cspd.vq.registry import GPTS
+from cspd.vq.text import TextEncoder
 from mar.registry import MARS
 
 MOST_THREADS = 1024  # more than this, and OpenMP ends the process
@@ -46,6 +47,12 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         type=place,
         metavar="FILE",
         help="a smaller model of the same tokens, for methods that draft, where it is not beside the target",
+    )
+    group.add_argument(
+        "--text-encoder",
+        type=place,
+        metavar="FOLDER",
+        help="FLAN-T5-XL's files, for models of texts, where they are not in flan-t5-xl/ beside the target",
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     policies = "; ".join(f"{name}: {text}" for name, text in POLICIES.items())
@@ -139,7 +146,7 @@ def _help(same: list[Use]) -> str:
     return "; ".join(parts).replace("%", "%%")
 
 
-def request_of(args: argparse.Namespace, label: int = 0, seed: int = 0, **changes: object) -> Request:
+def request_of(args: argparse.Namespace, label: int | str | None = 0, seed: int = 0, **changes: object) -> Request:
     """The request that the options of `add_request_options` ask for, with `changes`."""
     given = {name: getattr(args, name) for name in sorted(option_names()) if hasattr(args, name)}
     return Request(label, seed, getattr(args, "method", None), **given | changes)
@@ -172,6 +179,9 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
     for name in sorted(method_of(request).uses(request)):
         used[name] = args.draft_checkpoint if name == "draft" and args.draft_checkpoint else files[name]
     settings = {"version": __version__, "precision": args.precision, "compiled": args.compile, "graphs": args.graphs}
+    encoder = args.text_encoder or files.get("text_encoder")
+    if request.prompt is not None and encoder is not None:
+        settings["text_encoder"] = TextEncoder(encoder).identity
     for name, file in used.items():
         if file is not None:
             file = file.resolve()
@@ -189,6 +199,7 @@ def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
         arch=args.arch,
         vae=args.vae,
         draft=args.draft_checkpoint,
+        text_encoder=args.text_encoder,
         max_batch=max_batch,
         device=args.device,
         precision=args.precision,

@@ -17,7 +17,7 @@ from cspd.commands.options import (
 )
 from cspd.commands.sample_folder import RECORD, sample_to_folder
 from cspd.engine import Engine
-from cspd.parsing import count, label_list, place, seed
+from cspd.parsing import count, label_list, place, seed, word
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.summary import LAZY, measured_lines
@@ -25,21 +25,27 @@ from cspd.summary import LAZY, measured_lines
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
-    text = "Generates images of classes into a folder; a run that was cut off goes on where it was."
+    text = "Generates images of classes or texts into a folder; a run that was cut off goes on where it was."
     sample = commands.add_parser("sample", help="generate images into a folder", description=text)
     sample.set_defaults(run=run)
     add_model_options(sample)
     add_method_option(sample)
     add_request_options(sample)
     group = sample.add_argument_group("what to make")
-    group.add_argument(
+    one_of = group.add_mutually_exclusive_group()
+    one_of.add_argument(
         "--labels",
         "--classes",
         type=label_list,
         default="0-9",
         help=f"{CLASSES_HELP}; none: of no class (default: 0-9)",
     )
-    group.add_argument("--num", type=count, help="images in all; the labels take turns (default: one a label)")
+    one_of.add_argument("--prompt", type=word, metavar="TEXT", help="a text to make images of, by models of texts")
+    one_of.add_argument("--prompts", type=place, metavar="FILE", help="a file of texts, one a line")
+    group.add_argument(
+        "--negative-prompt", metavar="TEXT", help="what guidance leads away from (default: the model's null caption)"
+    )
+    group.add_argument("--num", type=count, help="images in all; labels or texts take turns (default: one of each)")
     group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
     group.add_argument("--out", type=place, default=Path("samples"), help="folder (default: %(default)s/)")
@@ -48,15 +54,36 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    num = args.num or len(args.labels)
+    asked = _asked(args)
+    num = args.num or len(asked)
     check_method(args)
     engine = load_engine(args, args.max_batch)
-    labels = (args.labels[i % len(args.labels)] for i in range(num))
-    requests = [request_of(args, label, args.seed + i) for i, label in enumerate(labels)]
+    requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     settings = run_settings(args, engine.check(requests[0]))
-    with if_stopped(lambda: f"{len(list(args.out.glob('*_label*_seed*.png')))} of {num} images are in {args.out}/"):
+    with if_stopped(lambda: f"{len(list(args.out.glob('*_seed*.png')))} of {num} images are in {args.out}/"):
         record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
     tell(engine, requests[0], record, args.out, args.heatmap)
+
+
+def _asked(args: argparse.Namespace) -> list[dict]:
+    """What requests are to be of: labels or texts, which take turns. Raises ValueError, OSError."""
+    negative = {"negative_prompt": args.negative_prompt}
+    if args.prompt is None and args.prompts is None:
+        return [{"label": label, **negative} for label in args.labels]
+    texts = [args.prompt] if args.prompts is None else _lines(args.prompts)
+    return [{"label": None, "prompt": text, **negative} for text in texts]
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a file that are not empty."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8: give --prompts a file with one prompt a line") from None
+    texts = [line for line in lines if line]
+    if not texts:
+        raise ValueError(f"{path} is empty: give --prompts a file with one prompt a line")
+    return texts
 
 
 def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: bool) -> None:

@@ -30,9 +30,10 @@ from cspd.summary import STATS, summary_of
 SCHEMA = "cspd.samples/1"
 RECORD = "samples.json"
 JOURNAL = "samples.journal"  # a line of JSON for each image since the record was written
-NAMES = rf"\d+_label(\d+|none)_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
+NAMES = rf"\d+_(label(\d+|none)|text[a-z0-9-]*)_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
 IMAGE = {"index": int, "request": dict, "stats": STATS, "heat?": [MAYBE]}
 GRID_LIMIT = 400  # images in the grid, at most
+LONGEST_NAME = 60  # characters of a text in a file's name
 
 
 def sample_to_folder(
@@ -53,7 +54,7 @@ def sample_to_folder(
     as they were written.
 
     Args:
-        requests: of one method and its settings, each with its label and seed.
+        requests: of one method and its settings, each with its label or text, and seed.
         settings: what the images depend on beside the requests (checkpoint, precision); kept in the record.
         heatmap: also write heatmap.png; images kept from a run without it are blank there.
         before: captions and pictures that grid.png shows before the images. finish: an output's picture, [3, H, W].
@@ -62,8 +63,7 @@ def sample_to_folder(
         ValueError: a bad request, or what `Store.claim` raises.
     """
     requests = [engine.check(request) for request in requests]
-    labels = ["none" if request.label is None else request.label for request in requests]
-    names = [f"{i:05d}_label{labels[i]}_seed{r.seed}.png" for i, r in enumerate(requests)]
+    names = [f"{i:05d}_{_told(request)}_seed{request.seed}.png" for i, request in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     overviews = OVERVIEWS if heatmap else (GRID,)
     with Store(out, RECORD, SCHEMA, {"settings": dict, "images": [IMAGE]}, NAMES, ("settings", "requests")) as store:
@@ -88,6 +88,14 @@ def sample_to_folder(
         (out / JOURNAL).unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, requests, heatmap, before)
     return record
+
+
+def _told(request: Request) -> str:
+    """What an image is of, in its file's name."""
+    if request.prompt is None:
+        return f"label{'none' if request.label is None else request.label}"
+    words = re.findall("[a-z0-9]+", request.prompt.lower())
+    return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
 
 
 def _images_of(store: Store, record: dict, num: int) -> list[dict]:

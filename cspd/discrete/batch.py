@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +14,12 @@ from cspd.discrete.cache import rows_of
 from cspd.discrete.options import MIXED
 from cspd.discrete.probabilities import LEAST_TEMPERATURE, Filter, filter_numbers
 from cspd.sequence import Request, Sequence
+from cspd.transfer import send_integers
 from cspd.vq.gpt import GPTConfig
 
 LEAST_BUCKET = 64  # codes committed, in a graph of fixed shape
 BUCKETS = 4  # from one power of two to the next
+MOST_INPUTS = 4096  # of all sequences, that they begin with and a forward takes in at once, which bounds its memory
 
 
 class Kind(NamedTuple):
@@ -62,7 +65,7 @@ class Batch:
     Attributes:
         request: with the settings that all of them share. kind: see there.
         known_t: int64 [B], codes committed. known_rows: int64 [B * copies], the same of each copy.
-        slot, seed, label: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
+        slot, seed: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
         scale, temperature: float32 [B], the latter 1 where it is 0 (`greedy`).
         filter: which codes are kept, None where all are.
         rows: cache rows [B * copies], see `cspd.discrete.cache.rows_of`.
@@ -74,7 +77,6 @@ class Batch:
     known_rows: Tensor
     slot: Tensor
     seed: Tensor
-    label: Tensor
     iteration: Tensor
     scale: Tensor
     temperature: Tensor
@@ -110,18 +112,16 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
         ahead: sequences that have taken part in a round that is not counted yet, each committing up to `most_ahead`.
 
     Returns:
-        (their kind, int64 [8, B] on the host: whole numbers, and the bits of float64).
+        (their kind, int64 [7, B] on the host: whole numbers, and the bits of float64).
     """
     known = [sequence.num_known for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
-    labels = [sequence.request.label for sequence in sequences]
     settings = [sequence.request.settings for sequence in sequences]
     cfg, temperature, top_k, top_p = ([own[name] for own in settings] for name in MIXED)
     counts, masses, most_kept = filter_numbers(top_k, top_p, config.vocab_size)
     whole = [
         slots,
         [sequence.request.seed for sequence in sequences],
-        [config.num_classes if label is None else label for label in labels],
         [sequence.iteration + (sequence in ahead) for sequence in sequences],
         counts,
     ]
@@ -140,6 +140,22 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     return kind, torch.cat([torch.tensor(whole), bits])
 
 
+def alike(sequences: list[Sequence], inputs_of: Callable[[Sequence], int]) -> Iterator[list[Sequence]]:
+    """Sequences that begin with as many inputs and are guided alike, by their slots, few enough for one forward.
+
+    Those that begin with none are left out.
+    """
+    groups: dict[tuple[int, bool], list[Sequence]] = defaultdict(list)
+    for sequence in by_slot(sequences):
+        count = inputs_of(sequence)
+        if count:
+            groups[count, sequence.request.guided].append(sequence)
+    for (count, _), own in groups.items():
+        at_once = max(1, MOST_INPUTS // count)
+        for first in range(0, len(own), at_once):
+            yield own[first : first + at_once]
+
+
 def of_copies(batch: Batch, tensor: Tensor) -> Tensor:
     """Rows of a tensor [B, ...] for each copy of a sequence, side by side: [B * copies, ...]."""
     return tensor.repeat_interleave(batch.copies, 0) if batch.copies > 1 else tensor
@@ -147,8 +163,8 @@ def of_copies(batch: Batch, tensor: Tensor) -> Tensor:
 
 def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
     """The batch from what `packed` made of its sequences, on the device; known: int64 [slots], codes committed."""
-    slot, seed, label, iteration, count = numbers[:5]
-    scale, temperature, mass = numbers[5:].view(torch.float64).float()
+    slot, seed, iteration, count = numbers[:4]
+    scale, temperature, mass = numbers[4:].view(torch.float64).float()
     known_t = known[slot]
     return Batch(
         request,
@@ -157,10 +173,15 @@ def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Ba
         known_t.repeat_interleave(kind.copies) if kind.copies > 1 else known_t,
         slot,
         seed,
-        label,
         iteration,
         scale,
         temperature,
         filter=Filter(count, mass, kind.most_kept) if kind.most_kept else None,
         rows=rows_of(slot, kind.first_slot, kind.copies),
     )
+
+
+def batch_of(host: Any, sequences: list[Sequence]) -> Batch:
+    """The batch of sequences in the slots of a `VQHost`, between rounds."""
+    kind, numbers = packed(sequences, host.config, set(), 0)
+    return unpacked(sequences[0].request, kind, send_integers(numbers.numpy(), host.device), host.known)

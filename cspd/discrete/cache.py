@@ -8,7 +8,7 @@ from torch import Tensor
 from cspd.vq.gpt import CacheView, GPTConfig
 from cspd.vq.steps import steps
 
-MOST_NODES = 80  # inputs of one forward beyond what is committed: the class or last code, and what is drafted
+MOST_NODES = 80  # inputs of one forward beyond what is committed: the root, and what is drafted
 WIDTH_STEP = 8  # columns are looked at in multiples of this, so that shapes repeat
 
 
@@ -34,8 +34,8 @@ def _stepped(width: int) -> int:
 class Cache:
     """Keys and values, [2, layers, 2 * slots, columns, heads, head_dim], allocated once.
 
-    Rows 2s and 2s + 1 are slot s under its class and the null class; an input at position p goes to column p, and what
-    is drafted beyond it, on any path, to columns after that.
+    Rows 2s and 2s + 1 are slot s under its condition and the null condition. Its inputs are in the first columns; the
+    input at position p is p columns after the last of them, and what is drafted beyond it, on any path, after that.
     """
 
     def __init__(

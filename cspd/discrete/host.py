@@ -13,12 +13,15 @@ from torch.nn import functional
 from cspd import noise as philox_noise
 from cspd.discrete.batch import Batch, of_copies
 from cspd.discrete.cache import MOST_NODES, Cache
+from cspd.discrete.condition import Conditions, take_in
+from cspd.discrete.forward import inputs_of, through_layers
 from cspd.discrete.options import VQ_OPTIONS
 from cspd.discrete.prefix import encoder, prefill, with_prefix
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.graphs import Graphs
 from cspd.method import Method, complete
 from cspd.noise import Purpose
+from cspd.parsing import shortened
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
@@ -28,6 +31,7 @@ from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import defaults_of
 from cspd.vq.steps import steps
+from cspd.vq.text import PLACE, TextEncoder
 from cspd.vq.tokenizer import VQModel
 
 
@@ -38,6 +42,7 @@ class VQHost:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same codes; eagle: a drafter on the target's features. tokenizer: of the codes.
+        text_encoder: of texts.
         graphs: run what has a fixed shape; by default as plain calls.
 
     Attributes:
@@ -62,11 +67,13 @@ class VQHost:
         draft: GPT | None = None,
         eagle: Eagle | None = None,
         tokenizer: VQModel | None = None,
+        text_encoder: TextEncoder | None = None,
         graphs: Graphs | None = None,
     ) -> None:
         models = {"target": target, "draft": draft, "eagle": eagle}
         self.models = {name: model and precision.prepare(model) for name, model in models.items()}
         self.models["tokenizer"] = tokenizer
+        self.text_encoder = text_encoder
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
         self.graphs = graphs or Graphs(device, enabled=False)
         self.config, self.num_slots = target.config, num_slots
@@ -74,11 +81,12 @@ class VQHost:
         self.defaults = defaults_of(target.config)
         self.image_size = self.defaults.image_size
         length = self.config.block_size + MOST_NODES  # a round may commit past the end
-        self._inputs = torch.zeros(num_slots, 1 + length, dtype=torch.int64, device=device)  # the first is the class
+        self._inputs = torch.zeros(num_slots, 1 + length, dtype=torch.int64, device=device)  # the first: no code
         self.codes = self._inputs[:, 1:]
         self.heat = torch.zeros(num_slots, length, device=device)
         self.known = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
+        self.conditions = Conditions(self.models, num_slots, device)
         self.unread: dict[Hashable, Any] = {}
         self._caches: dict[str, Cache] = {}
         self._past: Tensor | None = None
@@ -106,12 +114,22 @@ class VQHost:
         """
         published = {option.name: getattr(self.defaults, option.name) for option in VQ_OPTIONS}
         request = complete(with_prefix(request, self), method, VQ_OPTIONS, published, self.num_classes)
+        if request.prompt is not None and self.text_encoder is None:
+            missing = "needs a text encoder and this engine has none"
+            raise ValueError(f"prompt={shortened(request.prompt)} {missing}: {PLACE}")
         method.check(request, self)
         return request
 
     def resolve(self, request: Request, method: Method) -> Request:
-        """A checked request with what the method decides for this device."""
+        """A checked request with what the method decides for this device; its texts are encoded."""
+        for text in (request.prompt, request.negative_prompt):
+            if text is not None:
+                self.text_of(text)
         return method.resolve(request, self)
+
+    def text_of(self, text: str) -> Tensor:
+        """A text's features, float32 [n, caption_dim] on the CPU, of its first `prefix_length` tokens."""
+        return self.text_encoder.features(text, self.config.prefix_length, self.device)
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Codes [B, L] by LlamaGen's sampler as its authors published it, in lockstep; settings of `VQ_OPTIONS`."""
@@ -129,6 +147,7 @@ class VQHost:
                 cache.clear(slots)
             if self._past is not None:
                 self._past.index_fill_(1, slots, 0)
+            take_in(self, sequences)
             prefill(self, sequences)
 
     def begin(self, watch: Stopwatch | None) -> None:
@@ -143,21 +162,10 @@ class VQHost:
         """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
         if model not in self._caches:
             module = self.models[model]
-            length = self.config.block_size  # weights do not show it, so that a draft's own may be another
+            length = self.config.prefix_length - 1 + self.config.block_size  # the target's: weights show none
             size = length, len(module.layers), self.num_slots
             self._caches[model] = Cache(module.config, *size, self.device, self.precision.dtype)
         return self._caches[model]
-
-    def embed(self, batch: Batch, codes: Tensor, position: Tensor, model: str = "target") -> Tensor:
-        """Inputs [R, N, dim], R = B * copies, of codes [B, N] at positions [R, N]: of the class where that is 0."""
-        module = self.models["target" if model == "eagle" else model]
-        of_codes = module.tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
-        if batch.kind.least >= codes.shape[1]:  # no input is before the last so many
-            return of_codes
-        null = torch.full_like(batch.label, self.config.num_classes)
-        classes = torch.stack([batch.label, null], 1)[:, : batch.copies].flatten()
-        of_class = module.cls_embedding.embedding_table(classes).unsqueeze(1)
-        return torch.where(position.unsqueeze(-1) == 0, of_class, of_codes)
 
     def features(
         self,
@@ -174,20 +182,21 @@ class VQHost:
         """Features [copies, B, N, dim] after codes [B, N]: one forward, which leaves keys and values in the cache.
 
         Args:
-            start: everything in the cache before this column is seen by all: int64 [B], none beyond the last committed
-                input, or for all so many columns beyond it.
+            start: all inputs before this position are seen by all: int64 [B], none beyond the last committed input, or
+                for all so many beyond it.
             depth: int64 [N] or [B, N], positions of the codes beyond `start`; by default one after the other.
-            seen: `seen_of` bool [N, M] or [B, N, M], which of the M columns from `start` on each code looks at; by
+            seen: `seen_of` bool [N, M] or [B, N, M], which of the M inputs from `start` on each code looks at; by
                 default its own and those before it.
             columns: int64 [N], where the codes' keys and values go, beyond `start`; by default one after the other.
             past: [copies, B, N, dim], to "eagle": the features before the codes.
         """
         most = batch.kind.most
-        together = isinstance(start, int) and batch.kind.together  # all start at one column
+        together = isinstance(start, int) and batch.kind.together and self.conditions.before is None
         if isinstance(start, Tensor):
             start = of_copies(batch, start)
         else:
             most, start = most + start, batch.known_rows + start if start else batch.known_rows
+        first, most = self.conditions.columns(batch, start), most + self.config.prefix_length - 1
         count = codes.shape[1]
         if depth is None:
             depth = steps(count, self.device)
@@ -196,16 +205,12 @@ class VQHost:
         if seen is not None and seen.dim() == 3:
             seen = of_copies(batch, seen)
         position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
-        view, mask = self.cache(model).look(batch.rows, start, most, together, count, seen, columns)
+        view, mask = self.cache(model).look(batch.rows, first, most, together, count, seen, columns)
         self._start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
-        with self.precision.fast():
-            inputs = self.embed(batch, codes, position, model)
-            if model == "eagle":
-                table = self.target.table(position)
-                features = self.models[model](past.transpose(0, 1).flatten(0, 1), inputs, table, mask, view)
-            else:
-                features = self.models[model].features(inputs, position, mask, view)
+        inputs = inputs_of(self, batch, codes, position, model)
+        past = None if past is None else past.transpose(0, 1).flatten(0, 1)
+        features = through_layers(self, model, inputs, position, mask, view, past)
         self._start("other")
         return features.unflatten(0, (len(batch), batch.copies)).transpose(0, 1)
 
@@ -248,19 +253,20 @@ class VQHost:
     def last(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """The codes [B, count] of the last `count` inputs and the position int64 [B] of the first of them, at least 0.
 
-        The input at position p is the code before p; at 0 it is the class, and beyond the committed codes anything.
+        The input at position p is the code before p; at 0 it is no code but the condition's last input, and
+        beyond the committed codes anything.
         """
         start = (batch.known_t - (count - 1)).clamp(min=0) if count > 1 else batch.known_t
         position = start.unsqueeze(1) + steps(count, self.device)
         return self._inputs[batch.slot.unsqueeze(1), position], start
 
     def past_features(self, batch: Batch, position: Tensor) -> Tensor:
-        """The target's features before positions [B, N], for EAGLE: [copies, B, N, dim]; 0 before the class."""
+        """The target's features before positions [B, N], for EAGLE: [copies, B, N, dim]; 0 before a condition."""
         return self._features()[: batch.copies, batch.slot.unsqueeze(1), position]
 
-    def keep_features(self, batch: Batch, features: Tensor) -> None:
-        """Keeps the target's features [copies, B, n, dim] at the last committed input and those after it."""
-        place = batch.known_t.unsqueeze(1) + 1 + steps(features.shape[2], self.device)
+    def keep_features(self, batch: Batch, features: Tensor, ahead: int = 0) -> None:
+        """Keeps the target's features [copies, B, n, dim] at the input `ahead` of the last one and those after it."""
+        place = batch.known_t.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self.device)
         kept = self._features()[: batch.copies]
         kept[:, batch.slot.unsqueeze(1), place] = features.float()
 
@@ -280,7 +286,7 @@ class VQHost:
 
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
-        start = batch.known_rows.unsqueeze(1)
+        start = self.conditions.columns(batch, batch.known_rows).unsqueeze(1)
         source = start + of_copies(batch, path)
         target = start + steps(path.shape[1], self.device)
         self.cache("target").move(batch.rows, source, target)

@@ -17,6 +17,7 @@ from cspd.machine import check_fits
 from cspd.precision import Precision
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
+from cspd.vq.text import TextEncoder
 from cspd.vq.tokenizer import VQModel
 
 WORKING = 10  # tensors [N, V] that a round may hold at once
@@ -30,7 +31,7 @@ class VQModels:
         target: the model whose images are made; its published settings are the requests' defaults.
         draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
         tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
-        classes: the names of the target's classes.
+        classes: the names of the target's classes. text_encoder: of prompts, where it makes images of texts.
     """
 
     family: ClassVar[str] = VQHost.family
@@ -40,6 +41,7 @@ class VQModels:
     eagle: Eagle | None = None
     tokenizer: VQModel | None = None
     classes: ClassNames = NO_NAMES
+    text_encoder: TextEncoder | None = None
 
     def host(
         self,
@@ -75,14 +77,15 @@ class VQModels:
             draft=self.draft,
             eagle=self.eagle,
             tokenizer=self.tokenizer,
+            text_encoder=self.text_encoder,
             graphs=graphs,
         )
 
     def check(self) -> None:
-        """Raises ValueError where draft, drafter or tokenizer do not speak the target's codes."""
+        """Raises ValueError where draft, drafter, tokenizer or text encoder do not fit the target."""
         config = self.target.config
         if self.draft is not None:
-            for name in ("block_size", "vocab_size", "num_classes"):
+            for name in ("block_size", "vocab_size", "num_classes", "prefix_length", "caption_dim"):
                 ours, theirs = getattr(config, name), getattr(self.draft.config, name)
                 if ours != theirs:
                     raise ValueError(
@@ -101,12 +104,17 @@ class VQModels:
                 f"tokenizer and target do not fit: they have {self.tokenizer.config.codebook_size} and"
                 f" {config.vocab_size} codes; take the one the target was trained on"
             )
+        if self.text_encoder is not None and self.text_encoder.width != config.caption_dim:
+            raise ValueError(
+                f"text encoder and target do not fit: features have {self.text_encoder.width} and {config.caption_dim}"
+                f" channels; take the encoder the target was trained on"
+            )
 
 
 def bytes_per_slot(models: VQModels, precision: Precision) -> int:
     """Estimated peak bytes a slot adds: key-value caches, and the distributions of a round."""
     config, size = models.target.config, precision.dtype.itemsize
-    columns = config.block_size + MOST_NODES
+    columns = config.prefix_length - 1 + config.block_size + MOST_NODES
     gpts = [m for m in (models.target, models.draft, models.eagle) if m is not None]
     caches = sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)  # keys, values, the null class's
     return caches + 4 * MOST_NODES * config.vocab_size * WORKING

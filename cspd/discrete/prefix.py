@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cspd.discrete.batch import by_slot, packed, unpacked
+from cspd.discrete.batch import alike, batch_of
 from cspd.known import Known, remembered
 from cspd.method import with_tokens
 from cspd.sequence import Request, Sequence
 from cspd.transfer import send_integers
-
-MOST_INPUTS = 4096  # of all sequences, that a forward takes in at once, which bounds its memory
 
 
 def encoder(host: Any) -> Callable[[Known, Tensor], Tensor]:
@@ -70,24 +67,23 @@ def prefill(host: Any, sequences: list[Sequence]) -> None:
     Args:
         host: a `VQHost`, in whose slots nothing is known yet.
     """
-    alike: dict[tuple[int, bool], list[Sequence]] = defaultdict(list)
-    for sequence in by_slot(sequences):
-        count = host.seq_len - sequence.request.num_made(host.seq_len)
-        if count:
-            alike[count, sequence.request.guided].append(sequence)
-    for (count, _), own in alike.items():
-        at_once = max(1, MOST_INPUTS // count)
-        for first in range(0, len(own), at_once):
-            _prefill(host, own[first : first + at_once], count)
+    for own in alike(sequences, lambda sequence: _num_known(host, sequence)):
+        _prefill(host, own)
 
 
-def _prefill(host: Any, sequences: list[Sequence], count: int) -> None:
-    """One forward of each model over the first `count` inputs. The last known code is the first round's input."""
+def _num_known(host: Any, sequence: Sequence) -> int:
+    """How many codes a sequence begins with."""
+    return host.seq_len - sequence.request.num_made(host.seq_len)
+
+
+def _prefill(host: Any, sequences: list[Sequence]) -> None:
+    """One forward of each model over the inputs before the known codes, as many in each of the sequences.
+
+    The last known code is the first round's input.
+    """
+    batch, count = batch_of(host, sequences), _num_known(host, sequences[0])
     codes = torch.stack([sequence.request.known.image[:count] for sequence in sequences])
     codes = send_integers(codes.numpy(), host.device)
-    kind, numbers = packed(sequences, host.config, set(), 0)
-    batch = unpacked(sequences[0].request, kind, send_integers(numbers.numpy(), host.device), host.known)
-
     inputs = codes.roll(1, 1)  # the input at a position is the code before it, and at the first the class
     host.begin(None)
     features = host.features(batch, inputs)

@@ -1,4 +1,4 @@
-"""Loading weights of VQ models: the official `c2i_*.pt` and `vq_ds16_c2i.pt`, and safetensors. Local files only."""
+"""Loading weights of VQ models from local files: official `c2i_*.pt`, `t2i_*.pt`, `vq_ds16_*.pt`, and safetensors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
     """A GPT with the weights of a file, on the CPU in float32.
 
     Args:
-        path: `c2i_*.pt` or .safetensors. Only an official name tells the resolution (c2i_L_384.pt: 576 tokens), the
-            weights do not; for another name it is the resolution published for the size.
+        path: `c2i_*.pt`, `t2i_*.pt` or .safetensors. Only an official name tells the resolution (c2i_L_384.pt: 576
+            tokens), the weights do not; for another name it is the resolution published for the size.
         arch: a name of `cspd.vq.registry.GPTS`; found out from the file by default.
 
     Raises:

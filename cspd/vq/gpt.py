@@ -1,4 +1,4 @@
-"""LlamaGen's class-conditional GPT over VQ tokens (Sun et al. 2024, arXiv 2406.06525); official state-dict names."""
+"""LlamaGen's GPT over VQ tokens of a class or a text (Sun et al. 2024, arXiv 2406.06525); official state-dict names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class GPTConfig:
 
     Attributes:
         dim, n_layer, n_head: width, depth, attention heads.
-        vocab_size: codes. num_classes: classes; the null class comes after them.
+        vocab_size: codes. num_classes: classes, the null class comes after them; 0 of a model of texts.
         block_size: L, tokens per image, a square number in raster order.
         multiple_of: the feed-forward width is rounded up to a multiple of it.
         norm_eps: of RMSNorm. rope_base: of the rotary angles.
+        prefix_length: inputs before the codes at most, a class or a text's tokens. caption_dim: channels of the latter.
     """
 
     dim: int = 768
@@ -33,6 +34,8 @@ class GPTConfig:
     multiple_of: int = 256
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
+    prefix_length: int = 1
+    caption_dim: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -161,22 +164,47 @@ class Block(nn.Module):
 
 
 class _LabelEmbedder(nn.Module):
-    def __init__(self, num_classes: int, dim: int) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+        self.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        return self.embedding_table(labels).unsqueeze(1)
+
+
+class _Projection(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.caption_dim, config.dim, bias=False)
+        self.fc2 = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class _CaptionEmbedder(nn.Module):
+    """`uncond_embedding` is the null caption, in the place of a text's features."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.cap_proj = _Projection(config)
+        self.register_buffer("uncond_embedding", torch.zeros(config.prefix_length, config.caption_dim))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.cap_proj(features)
 
 
 class GPT(nn.Module):
-    """Predicts each VQ token from its class and the tokens before it in raster order.
+    """Predicts each VQ token from its class or text and the tokens before it in raster order.
 
-    Inputs are embeddings: of the class at position 0, of token i at position i + 1; the output at position i predicts
-    token i.
+    Inputs are embeddings: of the class, or of every token of a text, at position 0, of code i at position i + 1. The
+    output at position i predicts code i; of a text that of its last token does at 0.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.cls_embedding = _LabelEmbedder(config.num_classes, config.dim)
+        self.cls_embedding = _CaptionEmbedder(config) if config.caption_dim else _LabelEmbedder(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -191,10 +219,12 @@ class GPT(nn.Module):
                 self._table = rotary_table(self.config).to(position.device)
         return self._table[position]
 
-    def embed(self, labels: Tensor, tokens: Tensor) -> Tensor:
-        """Inputs [B, 1 + N, dim] of classes [B] (num_classes is the null class) and tokens [B, N]."""
-        start = self.cls_embedding.embedding_table(labels).unsqueeze(1)
-        return torch.cat([start, self.tok_embeddings(tokens)], dim=1)
+    def embed(self, condition: Tensor, tokens: Tensor) -> Tensor:
+        """Inputs [B, n + N, dim] of a condition and tokens [B, N].
+
+        The condition is of classes [B] (num_classes is the null class; n = 1), or texts' features [B, n, caption_dim].
+        """
+        return torch.cat([self.cls_embedding(condition), self.tok_embeddings(tokens)], dim=1)
 
     def features(
         self, x: Tensor, position: Tensor, mask: Tensor | None = None, cache: CacheView | None = None
@@ -212,8 +242,10 @@ class GPT(nn.Module):
             x = layer(x, table, mask, cache)
         return self.norm(x)
 
-    def forward(self, labels: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [B, 1 + N, V] of the tokens after each prefix of tokens [B, N], teacher-forced."""
-        position = torch.arange(tokens.shape[1] + 1, device=tokens.device).unsqueeze(0)
-        features = self.features(self.embed(labels, tokens), position)
-        return self.output(features)
+    def forward(self, condition: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, 1 + N, V] of the tokens after each prefix of tokens [B, N], teacher-forced; see `embed`."""
+        inputs = self.embed(condition, tokens)
+        last = inputs.shape[1] - tokens.shape[1] - 1  # of the condition
+        position = (torch.arange(inputs.shape[1], device=tokens.device) - last).clamp(min=0)
+        features = self.features(inputs, position.unsqueeze(0))
+        return self.output(features[:, last:])

@@ -41,13 +41,19 @@ def _official(dim: int, n_layer: int, n_head: int, cfg: float, side: int) -> GPT
     return GPTSpec(config, "vq16", SamplingDefaults(cfg=cfg))
 
 
+def _texts(dim: int, n_layer: int, n_head: int, side: int) -> GPTSpec:
+    sizes = {"num_classes": 0, "prefix_length": 120, "caption_dim": 2048}
+    config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, block_size=side * side, **sizes)
+    return GPTSpec(config, "vq16", SamplingDefaults(cfg=7.5, top_k=1000, image_size=512))
+
+
 def _digits(dim: int, n_layer: int, n_head: int) -> GPTSpec:
     sizes = {"vocab_size": 512, "block_size": 256, "num_classes": 10, "multiple_of": 32}
     config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, **sizes)
     return GPTSpec(config, "vq_digits32", SamplingDefaults(image_size=32))
 
 
-# side 24: files trained at 384 pixels, whose images the authors resize to 256
+# side 24: files trained at 384 pixels, whose images the authors resize to 256; 32: at 512
 GPTS: dict[str, GPTSpec] = {
     "llamagen_b": _official(768, 12, 12, cfg=2.0, side=16),
     "llamagen_l": _official(1024, 24, 16, cfg=2.0, side=16),
@@ -56,6 +62,7 @@ GPTS: dict[str, GPTSpec] = {
     "llamagen_xxxl": _official(2560, 48, 40, cfg=1.75, side=24),
     "llamagen_1b": _official(2048, 22, 32, cfg=1.75, side=24),
     "llamagen_3b": _official(3200, 24, 32, cfg=1.65, side=24),
+    "llamagen_xl_t2i": _texts(1280, 36, 20, side=32),
     "gpt_digits32": _digits(192, 8, 6),
     "gpt_digits32_draft": _digits(160, 3, 5),
 }
@@ -72,10 +79,11 @@ def gpt_spec(name: str) -> GPTSpec:
 
 
 def defaults_of(config: GPTConfig) -> SamplingDefaults:
-    """The published sampling settings of a size, whatever its resolution; the common ones for one without a name."""
+    """The published sampling settings of a size, at any resolution; the common ones for one without a name."""
     for spec in GPTS.values():
         if replace(spec.config, block_size=config.block_size) == config:
-            return spec.defaults
+            own_size = config.grid * TOKENIZERS[spec.tokenizer].stride
+            return replace(spec.defaults, image_size=min(spec.defaults.image_size, own_size))
     return SamplingDefaults()
 
 

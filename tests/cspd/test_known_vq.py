@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from toys import LENGTH, counts, distribution, draw, p_value, request_of, sequences, toy_models
@@ -71,13 +69,16 @@ def test_with_other_settings(method, changes, models):
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while
 def test_a_planted_bug_shows(models, monkeypatch):
     """Known codes that are taken in under another class."""
-    unpacked = prefix.unpacked
+    prefill = prefix._prefill
 
-    def of_another_class(*args):
-        batch = unpacked(*args)
-        return replace(batch, label=torch.zeros_like(batch.label))
+    def of_another_class(host, sequences):
+        last = host.conditions.last["target"]
+        own = last.clone()
+        last.copy_(host.target.cls_embedding.embedding_table.weight[:1])
+        prefill(host, sequences)
+        last.copy_(own)
 
-    monkeypatch.setattr(prefix, "unpacked", of_another_class)
+    monkeypatch.setattr(prefix, "_prefill", of_another_class)
     assert p_of(models, "ar", 2, num=6 * NUM) < OTHER
 
 

@@ -16,12 +16,11 @@ import pytest
 import torch
 from PIL import Image
 from stores import small_checkpoint, small_vq_checkpoint
-from toys import toy_mar, toy_models
+from toys import host_of, request_of, toy_mar, toy_models
 
 import cspd
 from cspd import Engine, MARModels, Request, VQModels
 from cspd.classes import ClassNames, imagenet
-from cspd.discrete.batch import packed
 from cspd.hub import fetched
 from cspd.loading import checkpoint_files
 from cspd.saving import described
@@ -121,9 +120,10 @@ def test_no_class_is_mars_fake_latent(backbone):
 
 def test_no_class_is_llamagens_last_one():
     models = toy_models()
-    request = Request(None, seed=3, cfg=1.0, method="sjd", top_k=0, top_p=1.0, temperature=1.0)
-    _, numbers = packed([Sequence(request, slot=0)], models["target"].config, set(), 0)
-    assert numbers[2].item() == models["target"].config.num_classes
+    host = host_of({"target": models["target"]}, 1)
+    with torch.inference_mode():
+        host.admit([Sequence(request_of("ar", label=None, cfg=1.0), slot=0)])
+    assert torch.equal(host.conditions.last["target"][0], models["target"].cls_embedding.embedding_table.weight[-1])
     outputs = Engine(VQModels(models["target"]), device="cpu").sample([None, 1], cfg=1.0, **OF_VQ)
     assert outputs[0].class_name == "no class" and (outputs[0].tokens >= 0).all()
 

@@ -1,0 +1,132 @@
+"""What images are made of: a class, or a text. The models take it in before the first code.
+
+A condition is a prefix of inputs: one of a class, one for each token of a text. Its last input is the root of the first
+round. Those before it are taken in when a sequence is admitted.
+
+LlamaGen pads texts at their left and hides the padding. A text's inputs are not turned by their positions (their rotary
+angles are 0) and nothing looks at padding, so it is left out here: a text of n tokens takes n columns of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cspd.discrete.batch import Batch, alike, batch_of
+from cspd.discrete.forward import through_layers
+from cspd.sequence import Request, Sequence
+from cspd.transfer import send, send_integers
+from cspd.vq.gpt import GPT
+from cspd.vq.steps import steps
+
+
+class Conditions:
+    """What is kept of the conditions of running sequences, by cache row: 2s of slot s, 2s + 1 of its null condition.
+
+    Attributes:
+        last: of "target" and "draft", [2 * slots, dim], the last inputs.
+        before: int64 [2 * slots], how many inputs come before those; None of classes, where none do.
+    """
+
+    def __init__(self, models: Mapping[str, Any], num_slots: int, device: torch.device) -> None:
+        rows = 2 * num_slots
+        self.last: dict[str, Tensor] = {}
+        for name in ("target", "draft"):
+            if models[name] is not None:
+                self.last[name] = models[name].tok_embeddings.weight.new_zeros(rows, models[name].config.dim)
+        is_text = models["target"].config.caption_dim > 0
+        self.before = torch.zeros(rows, dtype=torch.int64, device=device) if is_text else None
+
+    def columns(self, batch: Batch, position: Tensor) -> Tensor:
+        """Cache columns of inputs at positions [R], of a batch's rows."""
+        return position if self.before is None else position + self.before[batch.rows]
+
+
+def take_in(host: Any, sequences: list[Sequence]) -> None:
+    """Has the models take in the conditions of sequences, all inputs but the last.
+
+    Args:
+        host: a `VQHost`, in whose slots nothing is known yet.
+    """
+    if host.conditions.before is None:
+        _take_in_classes(host, sequences)
+        return
+    for own in alike(sequences, lambda sequence: host.config.prefix_length):
+        _take_in_texts(host, own)
+
+
+def _take_in_classes(host: Any, sequences: list[Sequence]) -> None:
+    """A class is one input; its null condition the null class."""
+    null, numbers = host.num_classes, []
+    for sequence in sequences:
+        label = null if sequence.request.label is None else sequence.request.label
+        numbers += [(2 * sequence.slot, label), (2 * sequence.slot + 1, null)]
+    rows, labels = send_integers(numbers, host.device).unbind(1)
+    for name, last in host.conditions.last.items():
+        last[rows] = host.models[name].cls_embedding(labels).squeeze(1)
+
+
+def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
+    """One forward of each model over all texts but their last tokens. What is beyond a shorter one is overwritten."""
+    batch, conditions = batch_of(host, sequences), host.conditions
+    requests = [sequence.request for sequence in sequences]
+    texts, count, is_null = _sent(host, requests, batch.copies)
+    each = steps(len(count), host.device)
+    conditions.before[batch.rows] = count - 1
+    uses = {"target"}.union(*(sequence.uses for sequence in sequences))
+    host.begin(None)
+    for name, last in conditions.last.items():
+        with host.precision.fast():
+            own = _with_null(host.models[name], texts, count, is_null)
+            inputs = host.models[name].cls_embedding(own).to(last.dtype)
+        last[batch.rows] = inputs[each, count - 1]
+        if name in uses:
+            features = _features(host, batch, name, inputs[:, :-1])
+        if name == "target" and "eagle" in uses:
+            before = functional.pad(features, (0, 0, 1, 0))  # of each input, the feature before it
+            _features(host, batch, "eagle", inputs[:, :-1], past=before[:, :-1])
+            before_last = before[each, count - 1].unflatten(0, (len(batch), batch.copies))
+            host.keep_features(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
+
+
+def _sent(host: Any, requests: list[Request], copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    """By cache row: texts' features float32 [R, N, caption_dim], their tokens int64 [R], and whether the null caption
+    is to be in their place, bool [R].
+
+    The null caption is as long as the prompt, as the authors mask it.
+    """
+    texts, is_null = [], []
+    for request in requests:
+        prompt, negative = request.prompt, request.negative_prompt
+        own = host.text_of(prompt)
+        other = own if negative is None else host.text_of(negative)
+        texts += [own, other][:copies]
+        is_null += [False, negative is None][:copies]
+    count = np.array([len(text) for text in texts])
+    padded = np.zeros((len(texts), count.max(), host.config.caption_dim), np.float32)
+    for row, text in zip(padded, texts):
+        row[: len(text)] = text
+    sent = send({"texts": padded, "count": count, "is_null": np.array(is_null)}, host.device)
+    return sent["texts"], sent["count"], sent["is_null"]
+
+
+def _with_null(model: GPT, texts: Tensor, count: Tensor, is_null: Tensor) -> Tensor:
+    """Texts [R, N, caption_dim], with a model's null caption where it is to be: its last so many tokens."""
+    null = model.cls_embedding.uncond_embedding
+    place = len(null) - count.unsqueeze(1) + steps(texts.shape[1], texts.device)
+    return torch.where(is_null[:, None, None], null[place.clamp(max=len(null) - 1)], texts)
+
+
+def _features(host: Any, batch: Batch, model: str, inputs: Tensor, past: Tensor | None = None) -> Tensor:
+    """Features [R, N, dim] after a condition's inputs [R, N, dim], which go to the first columns of the cache."""
+    if not inputs.shape[1]:
+        return inputs
+    start = torch.zeros_like(batch.known_rows)
+    position = start.unsqueeze(1).expand(inputs.shape[:2])
+    view, mask = host.cache(model).look(batch.rows, start, 0, True, inputs.shape[1])
+    return through_layers(host, model, inputs, position, mask, view, past)

@@ -1,0 +1,237 @@
+"""Images of texts: every method says what LlamaGen's formulas say, in ragged batches, and bad requests are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import relative_error
+from texts import MOST, PROMPTS, Words, conditions, plain_codes, plain_guided, plain_logits, text_models
+from toys import LENGTH, counts, draw, host_of, p_value, request_of, sequences, staggered, toy_models
+
+from cspd import Engine, MARModels, Request, VQModels, noise
+from cspd.discrete.batch import batch_of
+from cspd.discrete.drafts import _eagle_root
+from cspd.discrete.probabilities import Filter, guide, probabilities
+from cspd.lookup import find
+from cspd.noise import Purpose
+from cspd.precision import Stopwatch
+from cspd.sequence import RoundStats, Sequence
+from tests.graphs import replayed
+
+OTHER = "a grey sky over it"  # a negative prompt
+COMB = {"window": 7, "pd_k": 3, "pd_d": 2}
+METHODS = {"ar": {}, "sd": {"gamma": 3}, "eagle": {"gamma": 3}, "eagle2": {"gamma": 3}, "sjd": {"window": 5}}
+METHODS |= {"sjd-pac": COMB}
+SAME = 1e-4  # p-values
+
+
+@pytest.fixture(scope="module")
+def models():
+    return text_models()
+
+
+@pytest.fixture(scope="module")
+def engine(models):
+    return Engine(VQModels(**models), max_batch=3, device="cpu")
+
+
+def requests(method="ar", **changes):
+    """One of each prompt, the last with a negative prompt."""
+    settings = {"cfg": 2.5} | METHODS[method] | changes
+    own = [request_of(method, label=None, prompt=text, seed=i, **settings) for i, text in enumerate(PROMPTS)]
+    return [*own[:2], own[2].but(negative_prompt=OTHER)]
+
+
+def test_a_whole_sequence(models):
+    codes = torch.arange(8)
+    for request in requests():
+        for features, present in conditions(models["target"], request):
+            expected = plain_logits(models["target"], features, present, codes)
+            logits = models["target"](features[present].unsqueeze(0), codes.unsqueeze(0))[0]
+            assert relative_error(logits, expected) < 1e-5
+
+
+def running(models, method, rounds):
+    """A host, and sequences of all prompts after so many rounds each, the first in the last slot."""
+    host, started, uses = host_of(models, 3), [], find(method, "VQ").uses
+    for i, request in enumerate(requests(method)):
+        started.append(Sequence(request, slot=2 - i, key=i, uses=uses(request), stats=RoundStats()))
+    with torch.inference_mode():
+        host.admit(started)
+        for sequence, times in zip(started, rounds):
+            for _ in range(times):
+                find(method, "VQ").run_round(host, [sequence], Stopwatch(host.device))
+    return host, started
+
+
+@pytest.mark.parametrize("rounds", [(0, 3, 1), (2, 2, 2)], ids=str)
+def test_a_ragged_batch(rounds, models):
+    """Three texts of unequal length, each as far as it is, by one forward."""
+    host, started = running(models, "ar", rounds)
+    with torch.inference_mode():
+        batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
+        features = host.features(batch, host.last(batch, 1)[0])
+        logits = guide(host.target.output(features), batch.scale)[:, 0]
+    for sequence in started:
+        codes = host.codes[sequence.slot, : sequence.num_known]
+        expected = plain_guided(models["target"], sequence.request, codes)[-1]
+        assert relative_error(logits[sequence.slot], expected) < 1e-5
+
+
+def test_eagles_drafter_sees_the_text(models):
+    """What it says at the root is what it says of the whole sequence, its inputs joined with the target's features."""
+    host, started = running(models, "eagle", (0, 2, 1))
+    target, drafter = models["target"], models["eagle"]
+    with torch.inference_mode():
+        batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
+        root = _eagle_root(host, batch, 3)
+    for sequence in started:
+        codes = host.codes[sequence.slot, : sequence.num_known]
+        for half, (features, present) in enumerate(conditions(target, sequence.request)):
+            inputs = target.embed(features[present].unsqueeze(0), codes.unsqueeze(0))
+            last = inputs.shape[1] - len(codes) - 1
+            position = (torch.arange(inputs.shape[1]) - last).clamp(min=0).unsqueeze(0)
+            past = target.features(inputs, position).roll(1, 1)
+            past[:, 0] = 0
+            expected = drafter(past, inputs, target.table(position))[0, -1]
+            assert relative_error(root[half, sequence.slot, 0], expected) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def formulas(models):
+    """The codes that the formulas make of `requests`: the likeliest, and by the requests' own draws with top-k."""
+    place, none = torch.arange(9), torch.zeros(1, dtype=torch.int64)
+    made = {"greedy": [], "sampled": []}
+    for request in requests():
+        u = noise.fine_uniform(torch.tensor(request.seed), Purpose.CODE, place, none, none)
+        made["greedy"].append(plain_codes(models["target"], request))
+        made["sampled"].append(plain_codes(models["target"], request.but(top_k=6), u))
+    return made
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_codes_are_the_formulas(method, engine, formulas):
+    """Of texts that join one after the other; greedy, and sampled by every method with same-image coupling."""
+    coupled = {} if method == "ar" else {"coupling": "same-image"}
+    for kind, changes in (("greedy", {"temperature": 0.0}), ("sampled", {"top_k": 6, **coupled})):
+        asked = requests(method, **changes)
+        for request, output, codes in zip(asked, staggered(engine, asked), formulas[kind]):
+            assert torch.equal(output.tokens, codes) and output.class_name == request.prompt
+
+
+def test_without_guidance(engine, models):
+    request = Request(prompt=PROMPTS[0], method="sjd-pac", cfg=1.0, temperature=0.0, **COMB)
+    codes = plain_codes(models["target"], request)
+    others = requests("sjd-pac")  # in the same engine
+    assert torch.equal(engine.generate([*others, request])[3].tokens, codes)
+
+
+def test_a_draft_that_is_the_target_is_always_right(models):
+    """It sees the text, the null caption and negative prompts too."""
+    same = Engine(VQModels(**models | {"draft": models["target"]}), max_batch=3, device="cpu")
+    for output in same.generate(requests("sd")):
+        assert output.stats.alpha == 1
+
+
+def test_others_beside_it_change_nothing(engine):
+    """Texts of all lengths, guided or not, of several methods; slots are used again, and some codes are known."""
+    asked = []
+    for seed in range(8):
+        method = ("ar", "eagle", "sd")[seed % 3]
+        text = " ".join(str(number) for number in range(1 + seed % MOST))
+        negative = {"negative_prompt": OTHER} if seed % 4 == 3 else {}
+        known = {"image": torch.arange(9), "mask": torch.arange(9) >= seed - 4} if seed > 5 else {}
+        cfg = 1.0 if seed % 4 == 2 else 3.0
+        asked.append(Request(prompt=text, seed=seed, method=method, cfg=cfg, **METHODS[method], **negative, **known))
+    alone = engine.with_slots(1)
+    for request, output in zip(asked, engine.generate(asked)):
+        assert torch.equal(output.tokens, alone.generate(request)[0].tokens)
+
+
+@pytest.mark.parametrize("method", ["eagle", "sjd-pac"])
+def test_rounds_as_graphs_that_are_counted_late(method, models, engine):
+    graphed = Engine(VQModels(**models), max_batch=3, device="cpu")
+    graphed.host.graphs, graphed.host.late = replayed(), True
+    asked = requests(method)
+    for output, plain in zip(staggered(graphed, asked), engine.generate(asked)):
+        assert torch.equal(output.tokens, plain.tokens)
+
+
+def p_of(method, num, **changes):
+    """Of a test that sequences follow the target's distribution, by the whole sequences' own probabilities."""
+    models = text_models(codes=4, length=LENGTH, n_layer=1)
+    request = request_of(method, **METHODS[method] | changes, label=None, prompt=PROMPTS[0])
+    every = sequences()
+    halves = []
+    for features, present in conditions(models["target"], request):
+        own = features[present].expand(len(every), -1, -1)
+        halves.append(models["target"](own, every[:, :-1]))
+    ones = torch.ones(len(every))
+    logits = guide(torch.stack(halves), request.cfg * ones)
+    kept = Filter(torch.tensor([request.top_k]), torch.tensor([2.0]), request.top_k) if request.top_k else None
+    P = probabilities(logits, request.temperature * ones, kept)
+    expected = P.double().gather(-1, every.unsqueeze(-1)).squeeze(-1).prod(1)
+    return p_value(counts(draw(models, request, num)[0]), expected)
+
+
+@pytest.mark.parametrize(
+    "method, num, changes",
+    [
+        ("sjd-pac", 800, {"top_k": 3}),
+        *[pytest.param(method, 5_000, {}, marks=pytest.mark.slow) for method in METHODS],
+        *[pytest.param(method, 5_000, {"negative_prompt": OTHER}, marks=pytest.mark.slow) for method in METHODS],
+    ],
+    ids=str,
+)
+def test_the_distribution_is_the_targets(method, num, changes):
+    assert p_of(method, num, **changes) > SAME
+
+
+def test_bfloat16(models):
+    half = Engine(VQModels(**models), max_batch=3, device="cpu", precision="bf16")
+    for method in ("ar", "eagle"):
+        for output in half.generate(requests(method)):
+            assert (output.tokens >= 0).all()
+
+
+def test_sample_takes_prompts(engine):
+    outputs = engine.sample(prompts=PROMPTS[:2], seed=3, method="ar", negative_prompt=OTHER)
+    asked = [(output.request.prompt, output.request.seed, output.request.negative_prompt) for output in outputs]
+    assert asked == [(PROMPTS[0], 3, OTHER), (PROMPTS[1], 4, OTHER)]
+    (again,) = engine.sample(prompts=PROMPTS[1], seed=4, method="ar", negative_prompt=OTHER)
+    assert torch.equal(again.tokens, outputs[1].tokens)
+
+
+BAD = {
+    "a class": (Request(3), "label=3: these models make images of texts: give prompt="),
+    "nothing": (Request(), "label=None: these models make images of texts"),
+    "both": (Request(3, prompt="a"), "label=3: these models make images of texts"),
+    "no text": (Request(prompt=5), "prompt=5 is no text"),
+    "no negative text": (Request(prompt="a", negative_prompt=b"b"), "negative_prompt=b'b' is no text"),
+    "nothing to lead away from": (Request(prompt="a", negative_prompt="b", cfg=1.0), "cfg=1 is none: leave it out"),
+}
+
+
+@pytest.mark.parametrize("request_, told", BAD.values(), ids=BAD)
+def test_what_is_no_request_of_a_text(request_, told, engine):
+    with pytest.raises(ValueError, match=told):
+        engine.check(request_)
+
+
+@pytest.mark.parametrize("text", [{"prompt": "a red fox"}, {"label": 1, "negative_prompt": "a red fox"}], ids=str)
+def test_models_of_classes_take_no_text(text, small_mar):
+    for models in (VQModels(**toy_models()), MARModels(small_mar)):
+        with pytest.raises(ValueError, match="prompt='a red fox': these models make images of classes: give a label"):
+            Engine(models, device="cpu").check(Request(**text))
+
+
+def test_a_text_needs_an_encoder_that_fits(models):
+    without = Engine(VQModels(**models | {"text_encoder": None}), device="cpu")
+    with pytest.raises(ValueError, match=r"prompt='a' needs a text encoder .* flan-t5-xl/ beside the checkpoint"):
+        without.check(Request(prompt="a"))
+    wide = Words()
+    wide.width = 8
+    with pytest.raises(ValueError, match="text encoder and target do not fit: features have 8 and 6 channels"):
+        Engine(VQModels(**models | {"text_encoder": wide}), device="cpu")
+    with pytest.raises(ValueError, match="draft and target do not fit: num_classes is 3 and 0"):
+        Engine(VQModels(**models | {"draft": toy_models(11, 9)["draft"]}), device="cpu")

@@ -1,0 +1,164 @@
+"""Models of texts from their files, and `cspd sample` of prompts: folders, names, resuming, errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from stores import small_vq_checkpoint
+from texts import folder_of_words
+
+import cspd
+from cspd.cli import main
+from cspd.loading import checkpoint_files
+from cspd.vq.checkpoint import load_gpt
+from cspd.vq.gpt import GPTConfig
+from cspd.vq.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt, defaults_of, gpt_spec
+from mar.tensors import CheckpointError
+
+SIZES = {"dim": 16, "n_layer": 1, "n_head": 2, "multiple_of": 8, "vocab_size": 512, "block_size": 16}
+SMALL = GPTConfig(**SIZES, num_classes=0, prefix_length=12, caption_dim=6)
+DEFAULTS = SamplingDefaults(cfg=3.0, top_k=100, image_size=8)
+NAMES = ["00000_text-a-red-fox_seed5.png", "00001_text-blue_seed6.png", "00002_text-a-red-fox_seed7.png"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_size():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(GPTS, "small_t2i", GPTSpec(SMALL, "vq_digits32", DEFAULTS))
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def folder(small_size, tmp_path_factory):
+    """A folder as the authors' instructions leave it."""
+    folder = tmp_path_factory.mktemp("pretrained_models")
+    torch.manual_seed(0)
+    torch.save({"model": create_gpt("small_t2i").state_dict()}, folder / "t2i_small.pt")
+    tokenizer = load_file(checkpoint_files("digits32_vq")["tokenizer"])
+    torch.save({"model": tokenizer}, folder / "vq_ds16_t2i.pt")
+    folder_of_words(folder / "t5-ckpt" / "flan-t5-xl", small_size)
+    return folder
+
+
+def run(*args):
+    return main(["sample", "--device", "cpu", "--method", "ar", *map(str, args)])
+
+
+def test_all_files_are_found(folder):
+    files = checkpoint_files(folder)
+    assert {name: file and file.name for name, file in files.items()} == {
+        "target": "t2i_small.pt",
+        "draft": None,
+        "eagle": None,
+        "tokenizer": "vq_ds16_t2i.pt",
+        "text_encoder": "flan-t5-xl",
+    }
+    (output,) = cspd.load(folder, device="cpu").sample(prompts="a red fox", method="ar")
+    assert output.image.shape == (3, 8, 8) and output.class_name == "a red fox"
+    assert (output.request.cfg, output.request.top_k) == (3.0, 100)
+    assert repr(output.request).startswith("Request(prompt='a red fox', seed=0, method='ar'")
+
+
+def test_each_target_has_its_own_tokenizer(folder, tmp_path):
+    """Where models of classes and of texts lie side by side."""
+    for name in ("c2i_B_256.pt", "t2i_XL_stage1_256.pt", "vq_ds16_c2i.pt", "vq_ds16_t2i.pt"):
+        (tmp_path / name).touch()
+    for kind, name in (("c2i", "c2i_B_256.pt"), ("t2i", "t2i_XL_stage1_256.pt")):
+        assert checkpoint_files(tmp_path / name)["tokenizer"].name == f"vq_ds16_{kind}.pt"
+
+
+@pytest.mark.parametrize("name, pixels", [("t2i_XL_stage1_256.pt", 256), ("t2i_XL_stage2_512.pt", 512)])
+def test_published_settings(name, pixels, folder, tmp_path):
+    shutil.copy(folder / "t2i_small.pt", tmp_path / name)
+    assert load_gpt(tmp_path / name).config.block_size == (pixels // 2) ** 2  # of the embedded tokenizer's stride of 2
+    defaults = defaults_of(replace(gpt_spec("llamagen_xl_t2i").config, block_size=(pixels // 16) ** 2))
+    assert defaults == SamplingDefaults(cfg=7.5, top_k=1000, image_size=pixels)
+
+
+def test_models_are_saved_and_loaded(folder, tmp_path):
+    engine = cspd.load(folder, device="cpu")
+    engine.save_pretrained(tmp_path / "saved")
+    again = cspd.load(tmp_path / "saved", text_encoder=folder / "t5-ckpt" / "flan-t5-xl", device="cpu")
+    own, saved = (each.host.models["target"].state_dict() for each in (engine, again))
+    assert own.keys() == saved.keys() and all(torch.equal(own[name], saved[name]) for name in own)
+    assert again.host.text_encoder.identity == engine.host.text_encoder.identity
+
+
+def test_prompts_into_a_folder(folder, tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("A red fox!\n\n  blue\n")
+    command = ["--checkpoint", folder, "--prompts", prompts, "--num", 3, "--seed", 5, "--out", out]
+    assert run(*command) == 0
+    assert sorted(path.name for path in out.glob("0*.png")) == NAMES
+    record = json.loads((out / "samples.json").read_text())
+    assert [image["request"]["prompt"] for image in record["images"]] == ["A red fox!", "blue", "A red fox!"]
+    assert len(record["settings"]["text_encoder"]) == 64
+    first = (out / NAMES[0]).read_bytes()
+    (out / NAMES[1]).unlink()
+    assert run(*command) == 0
+    assert "1 image in " in capsys.readouterr().out and (out / NAMES[0]).read_bytes() == first
+    prompts.write_text("a red fox\nblue\n")
+    assert run(*command) == 2
+    assert 'holds another run (prompt was "A red fox!", now "a red fox")' in capsys.readouterr().err
+
+
+def test_long_captions_are_wrapped(folder, tmp_path):
+    """The grid is higher by as many lines, and no wider."""
+    heights = []
+    for text in ("a fox", "a fox " * 40):
+        out = tmp_path / str(len(text))
+        with pytest.warns() if len(text) > 9 else pytest.MonkeyPatch.context():
+            assert run("--checkpoint", folder, "--prompt", text, "--negative-prompt", "", "--out", out) == 0
+        with Image.open(out / "grid.png") as grid:
+            heights.append(grid.size)
+    assert heights[0][0] == heights[1][0] and heights[0][1] < heights[1][1]
+
+
+def test_bad_commands(folder, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes("zum Grünen\n".encode("latin-1"))
+    (tmp_path / "no_encoder").mkdir()
+    for name in ("t2i_small.pt", "vq_ds16_t2i.pt"):
+        shutil.copy(folder / name, tmp_path / "no_encoder" / name)
+    told = {
+        ("--checkpoint", small_vq_checkpoint(), "--prompt", "a"): "prompt='a': these models make images of classes",
+        ("--checkpoint", "digits32", "--prompt", "a"): "prompt='a': these models make images of classes",
+        ("--checkpoint", folder): "label=0: these models make images of texts: give prompt",
+        ("--checkpoint", folder, "--labels", "none"): "label=None: these models make images of texts",
+        ("--checkpoint", folder, "--prompt", "a", "--negative-prompt", "b", "--cfg", 1): "cfg=1 is none",
+        ("--checkpoint", folder, "--prompts", tmp_path / "empty.txt"): "empty.txt is empty: give --prompts a file",
+        ("--checkpoint", folder, "--prompts", tmp_path / "latin.txt"): "latin.txt is no text in UTF-8",
+        ("--checkpoint", folder, "--prompts", tmp_path / "none.txt"): "none.txt",
+        ("--checkpoint", tmp_path / "no_encoder", "--prompt", "a"): "prompt='a' needs a text encoder",
+        ("--checkpoint", folder, "--prompt", "a", "--text-encoder", tmp_path): "no configuration of the text encoder",
+    }
+    for args, message in told.items():
+        assert run(*args, "--out", tmp_path / "out") == 2
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("cspd: ") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        run("--prompt", "a", "--labels", "1")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "bench", "compare"])
+def test_other_commands_say_that_they_make_classes(command, folder, tmp_path, capsys):
+    args = [] if command == "bench" else ["--num", "2", "--out", str(tmp_path / "out")]
+    assert main([command, "--checkpoint", str(folder), *args, "--device", "cpu"]) == 2
+    assert "these models make images of texts" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_architecture(folder, tmp_path):
+    weights = create_gpt("gpt_digits32_draft").state_dict()
+    torch.save({"model": weights}, tmp_path / "t2i_XL_stage1_256.pt")
+    assert load_gpt(tmp_path / "t2i_XL_stage1_256.pt").config.num_classes == 10  # known by its tensors
+    with pytest.raises(CheckpointError, match=r"these are the weights of gpt_digits32_draft \(GPT\), not of"):
+        load_gpt(tmp_path / "t2i_XL_stage1_256.pt", "llamagen_xl_t2i")
+    assert Path(folder / "t2i_small.pt").exists()

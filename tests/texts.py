@@ -1,0 +1,137 @@
+"""Toy VQ models of texts, and LlamaGen's formulas as they are written down: no cache, texts padded at their left."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from toys import toy_models
+
+from cspd.sequence import Request
+from cspd.vq.gpt import GPT
+from cspd.vq.text import TextEncoder
+
+CHANNELS, MOST = 6, 7  # of a text's features; tokens
+PROMPTS = ["a red fox", "blue", "an old ship in a quiet green harbour at night"]  # of 4, 2 and MOST tokens
+
+
+class Words:
+    """Features of a text's words and of its end, where it does not matter that T5 makes them."""
+
+    width = CHANNELS
+
+    def features(self, text: str, most: int, device: torch.device) -> Tensor:
+        words = [*text.split()[: most - 1], "."]
+        seeds = [zlib.crc32(word.encode()) for word in words]
+        return torch.stack([torch.randn(CHANNELS, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+
+
+def folder_of_words(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A folder as T5's, which takes seconds to import; the features of a text are those of its words."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": CHANNELS}))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).touch()
+
+    def made(encoder: TextEncoder, text: str, most: int, device: torch.device) -> dict:
+        features = Words().features(text, most, device)
+        return {"features": features.numpy(), "count": np.array(len(text.split()) + 1)}
+
+    patch.setattr(TextEncoder, "_made", made)
+    return folder
+
+
+def text_models(codes: int = 11, length: int = 9, **more: int) -> dict:
+    """As `toy_models`, of texts."""
+    sizes = {"num_classes": 0, "prefix_length": MOST, "caption_dim": CHANNELS, "n_layer": 2, "dim": 16} | more
+    models = toy_models(codes, length, **sizes) | {"text_encoder": Words()}
+    for seed, name in enumerate(("target", "draft")):
+        null = models[name].cls_embedding.uncond_embedding
+        null.copy_(torch.randn(null.shape, generator=torch.Generator().manual_seed(seed)))
+    return models
+
+
+def conditions(model: GPT, request: Request) -> list[tuple[Tensor, Tensor]]:
+    """Features [MOST, CHANNELS] and which of them are no padding, bool [MOST]: of the prompt, and of what guides it."""
+    own = _padded(Words().features(request.prompt, MOST, torch.device("cpu")))
+    if request.negative_prompt is not None:
+        return [own, _padded(Words().features(request.negative_prompt, MOST, torch.device("cpu")))]
+    return [own, (model.cls_embedding.uncond_embedding, own[1])]  # the null caption, under the prompt's mask
+
+
+def _padded(features: Tensor) -> tuple[Tensor, Tensor]:
+    missing = MOST - len(features)
+    return torch.cat([torch.zeros(missing, CHANNELS), features]), torch.arange(MOST) >= missing
+
+
+def plain_logits(model: GPT, features: Tensor, present: Tensor, codes: Tensor) -> Tensor:
+    """Logits [1 + N, V] after a text and each prefix of codes [N]: the whole sequence at once, head by head."""
+    w, c = model.state_dict(), model.config
+    hidden = features @ w["cls_embedding.cap_proj.fc1.weight"].T
+    hidden = 0.5 * hidden * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+    text = hidden @ w["cls_embedding.cap_proj.fc2.weight"].T
+    x = torch.cat([text, w["tok_embeddings.weight"][codes]])
+    visible = torch.ones(len(x), len(x)).tril().bool()
+    visible[:, : len(text)] &= present
+    visible |= torch.eye(len(x)).bool()  # padding looks at itself, so that nothing is divided by 0
+
+    for i in range(c.n_layer):
+        layer = f"layers.{i}."
+        normed = _normed(x, w[layer + "attention_norm.weight"], c.norm_eps)
+        query, key, value = (normed @ w[layer + "attention.wqkv.weight"].T).chunk(3, dim=1)
+        heads = []
+        for head in range(c.n_head):
+            own = slice(head * c.head_dim, (head + 1) * c.head_dim)
+            q, k = _turned(query[:, own], len(text), c), _turned(key[:, own], len(text), c)
+            scores = (q @ k.T / math.sqrt(c.head_dim)).masked_fill(~visible, -math.inf)
+            weights = scores.exp() / scores.exp().sum(1, keepdim=True)
+            heads.append(weights @ value[:, own])
+        x = x + torch.cat(heads, 1) @ w[layer + "attention.wo.weight"].T
+        normed = _normed(x, w[layer + "ffn_norm.weight"], c.norm_eps)
+        gate = normed @ w[layer + "feed_forward.w1.weight"].T
+        up = gate / (1 + (-gate).exp()) * (normed @ w[layer + "feed_forward.w3.weight"].T)
+        x = x + up @ w[layer + "feed_forward.w2.weight"].T
+    return (_normed(x, w["norm.weight"], c.norm_eps) @ w["output.weight"].T)[len(text) - 1 :]
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * weight
+
+
+def _turned(x: Tensor, texts: int, c) -> Tensor:
+    """Queries or keys [N, head_dim] turned by row and column; those of a text become 0."""
+    rate = c.rope_base ** -torch.arange(0, 1, 4 / c.head_dim)
+    place = torch.arange(len(x) - texts).unsqueeze(1)
+    angle = torch.cat([place // c.grid * rate, place % c.grid * rate], 1)
+    a, b = x[texts:, 0::2], x[texts:, 1::2]
+    turned = torch.zeros_like(x)
+    turned[texts:, 0::2] = a * angle.cos() - b * angle.sin()
+    turned[texts:, 1::2] = b * angle.cos() + a * angle.sin()
+    return turned
+
+
+def plain_guided(model: GPT, request: Request, codes: Tensor) -> Tensor:
+    """Guided logits [1 + N, V] after each prefix of codes [N]."""
+    own, null = (plain_logits(model, *condition, codes) for condition in conditions(model, request))
+    return null + request.cfg * (own - null)
+
+
+def plain_codes(model: GPT, request: Request, uniforms: Tensor | None = None) -> Tensor:
+    """Codes int64 [L], one after the other: the likeliest, or by the inverse distribution function at uniforms [L]."""
+    codes = torch.empty(0, dtype=torch.int64)
+    for i in range(model.config.block_size):
+        logits = plain_guided(model, request, codes)[-1]
+        if uniforms is None:
+            code = logits.argmax()
+        else:
+            if request.top_k:
+                logits = logits.masked_fill(logits < logits.sort().values[-request.top_k], -math.inf)
+            code = (logits.double().softmax(0).cumsum(0) > uniforms[i]).int().argmax()
+        codes = torch.cat([codes, code.view(1)])
+    return codes
