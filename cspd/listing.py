@@ -6,12 +6,13 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cspd.method import GUARANTEES
+from cspd.method import GUARANTEES, Method
 from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import Option
 
 OURS = "ours"  # in the place of a paper
 WIDTH = 120  # of what a guarantee means
+Owner = str | Method
 FEW = 4  # methods that are named one by one; of more it is said whose models they decode
 
 
@@ -20,16 +21,16 @@ class Use:
     """What an option means to some methods.
 
     Attributes:
-        option: one of those that mean it. owners: whose it is, families or methods. selected: words of other options
-            that it goes with. defaults: the methods that have each default.
+        option: one of those that mean it. owners: whose it is, families (by name) or methods. selected: words of other
+            options that it goes with. defaults: the owners that have each default.
     """
 
     option: Option
-    owners: list[str] = field(default_factory=list)
+    owners: list[Owner] = field(default_factory=list)
     selected: dict[str, list[str]] = field(default_factory=dict)
-    defaults: dict[str, list[str]] = field(default_factory=dict)
+    defaults: dict[str, list[Owner]] = field(default_factory=dict)
 
-    def add(self, owner: str, option: Option) -> None:
+    def add(self, owner: Owner, option: Option) -> None:
         """Adds a family or a method that has the option."""
         if option.only_with:
             selector, words = option.only_with
@@ -54,18 +55,19 @@ class Use:
         return "; ".join(filter(None, [usual, *exceptions]))
 
 
-def _few(owners: list[str]) -> str:
-    owners = list(dict.fromkeys(owners))
-    if len(owners) <= FEW:
-        return ", ".join(owners)
-    return " and ".join(dict.fromkeys(method.family for method in METHODS if method.name in owners))
+def _few(owners: list[Owner]) -> str:
+    names = dict.fromkeys(owner if isinstance(owner, str) else owner.name for owner in owners)
+    if len(names) <= FEW:
+        return ", ".join(names)
+    return " and ".join(dict.fromkeys(owner if isinstance(owner, str) else owner.family for owner in owners))
 
 
 def uses() -> list[Use]:
     """What every option means, to whom: first those of whole families, then those of some methods."""
     found: dict[tuple[str, str], Use] = {}
-    declared = [(family, option) for family, options in COMMON.items() for option in options]
-    declared += [(method.name, option) for method in METHODS for option in method.options]
+    declared: list[tuple[Owner, Option]] = []
+    declared += [(family, option) for family, options in COMMON.items() for option in options]
+    declared += [(method, option) for method in METHODS for option in method.options]
     for owner, option in declared:
         found.setdefault((option.name, option.help), Use(option)).add(owner, option)
     return list(found.values())

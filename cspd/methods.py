@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cspd.discrete.ar
+import cspd.discrete.speculative
 from cspd.continuous import ar, cspd_method
 from cspd.continuous import published as samplers
 from cspd.continuous.host import MAR_OPTIONS
@@ -22,6 +23,7 @@ METHODS: list[Method] = [
     samplers.LAZYMAR,
     cspd_method.METHOD,
     cspd.discrete.ar.METHOD,
+    cspd.discrete.speculative.METHOD,
     published.SD,
     published.EAGLE,
     published.EAGLE2,
@@ -36,7 +38,7 @@ METHODS: list[Method] = [
 ]
 COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  # options of all methods of a family
 EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint of each family that comes with cspd
-DEFAULTS = {"MAR": "speculative", "VQ": "sjd-pac"}
+DEFAULTS = {"MAR": "speculative", "VQ": "speculative"}
 _BUILT_IN = tuple(METHODS)
 
 

@@ -32,7 +32,7 @@ class Request:
         prompt: the text to make an image of, in place of a class, by models of texts. negative_prompt: the text that
             guidance leads away from, in place of the model's null caption.
         seed: of everything random in this image, 0 .. 2^63 - 1.
-        method: its name, see `cspd methods`; by default `speculative` of MAR, `sjd-pac` of VQ models.
+        method: its name, see `cspd methods`; by default `speculative`.
         family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
         settings: by name, those that were given: `num_iter`, `cfg`, `temperature`, the method's own options (see
             docs/api.md). What is left out or None takes the target's published value or the method's default.

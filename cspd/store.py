@@ -13,7 +13,7 @@ from pathlib import Path
 from cspd.lock import LOCK, locked
 from cspd.records import make_folder, misfit, read_json, write_json
 
-DECIDED = ("window", "head_calls")  # settings that a method decides where they are left open
+DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}  # what a method decides where it is left open
 REMEDY = "give another --out"
 SHOWN = 5  # differences, or files, that an error names, at most
 LONGEST = 1000  # characters of a value that it shows whole: of a path the end tells

@@ -33,7 +33,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.precision"],
     ["cspd.summary", "cspd.plots", "cspd.scatter"],
     ["cspd.sequence"],
-    ["cspd.machine", "cspd.ran", "cspd.store"],
+    ["cspd.keeping", "cspd.machine", "cspd.ran", "cspd.store"],
     ["cspd.items", "cspd.lock"],
     [
         "cspd.classes",

@@ -15,8 +15,8 @@ from cspd.commands.options import (
 from cspd.continuous.calibration import WINDOWS, Calibration
 from cspd.continuous.plan import plans
 from cspd.continuous.shortcut import Shortcut
-from cspd.continuous.tuning import user_cache
 from cspd.engine import Engine
+from cspd.keeping import user_cache
 from cspd.sequence import Request
 
 SHOWN = (4, 6, 8, 10, 12, 16, 20, 25, 32, 50)  # head calls per token
@@ -38,8 +38,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    method = check_method(args).name
-    if method not in PREPARED:
+    asked = check_method(args)
+    method = asked.name
+    if asked.family != "MAR" or method not in PREPARED:
         raise ValueError(f"{method!r} is not prepared by itself: give --method {' or '.join(PREPARED)}, of MAR")
     if args.force and method != "speculative":
         raise ValueError(f"--force measures this device again, and {method!r} depends on none: leave it out")

@@ -63,7 +63,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--methods",
         type=name_list,
         help="any of `cspd methods`, settings after colons: ar,cspd:gamma=16:verify=sequential,ar:num_iter=16"
-        " (default: ar,speculative; of VQ models ar,sjd-pac)",
+        " (default: ar,speculative)",
     )
     group.add_argument("--config", type=place, metavar="FILE", help="a study's file in place of --methods, see below")
     group.add_argument("--labels", type=label_list, help=f"{CLASSES_HELP} (default: 0-9)")

@@ -17,6 +17,8 @@ from cspd.commands.options import (
 )
 from cspd.commands.sample_folder import RECORD, sample_to_folder
 from cspd.engine import Engine
+from cspd.lookup import method_of
+from cspd.method import as_it_is
 from cspd.parsing import count, label_list, place, seed, word
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
@@ -114,8 +116,10 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
             f" {summary['head_calls_per_image']:.0f} sequential head calls"
             f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
         )
-    if summary["window"] is not None and "step_compression" not in summary:
-        print(f"window {summary['window']}: {_window_told(engine, request, summary['window'])}")
+    asked = engine.check(request)
+    if summary["window"] is not None and method_of(asked).resolve is not as_it_is:
+        why = engine.hosts[str(asked.family)].tuning.why(asked, summary["window"], engine.num_slots)
+        print(f"window {summary['window']}: {why}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
         print(f"{summary['alpha']:.1%} of the drafts were accepted")
@@ -125,12 +129,3 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
         print(f"wrote {out / 'heatmap.png'} (what each token cost)")
     pngs = f"{num} PNG{'s' if num > 1 else ''}"
     print(f"wrote {out / 'grid.png'} (all images), {out / RECORD} (settings, statistics), {pngs}")
-
-
-def _window_told(engine: Engine, request: Request, window: int) -> str:
-    """What to tell of the window of `speculative`, and why it is 0."""
-    if window:
-        return f"--window {window} gives these images on any machine"
-    if request.window == 0:
-        return "as asked for, so nothing was drafted"
-    return f"nothing was drafted: {engine.host.tuning.why_none(engine.check(request), engine.num_slots)}"

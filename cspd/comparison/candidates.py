@@ -26,6 +26,7 @@ SEARCHED: dict[str, list[dict]] = {  # entries as a study's file has them
         {"method": "gtr", "denoiser": "calibrated"},
     ],
     "VQ": [
+        {"method": "speculative"},
         {"method": "sd", "gamma": [3, 5]},
         {"method": "eagle"},
         {"method": "eagle2"},

@@ -212,7 +212,8 @@ def _failing(r: int, failed: dict[int, str] | None) -> Iterator[None]:
 
 def store_of(out: Path) -> Store:
     """The folder of a comparison."""
-    shape = {"settings": dict, "windows": {str: {str: (int, NoneType)}}}
+    decided = {f"{name}?": (kind, NoneType) for name, kind in DECIDED.items()}
+    shape = {"settings": dict, "windows": {str: decided}}
     names = rf"{CHUNKS}/\d+-\d+\.npz|{'|'.join(map(re.escape, (*WRITTEN, TUNE)))}"
     return Store(out, RECORD, SCHEMA, shape, names, compared=("settings",))
 

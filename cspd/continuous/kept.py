@@ -7,16 +7,15 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cspd.keeping import remember
 from cspd.records import publishing
-
-REMEMBERED = 64  # entries in memory
 
 
 class Arrays(Protocol):
@@ -29,13 +28,6 @@ class Arrays(Protocol):
 
 
 Kind = TypeVar("Kind", bound=Arrays)
-
-
-def remember(known: dict[Any, Any], key: Hashable, value: object) -> None:
-    """Adds an entry; of too many the first goes, which can be read or computed again."""
-    if len(known) >= REMEMBERED:
-        del known[next(iter(known))]
-    known[key] = value
 
 
 class Kept:

@@ -6,38 +6,27 @@ costs in the user's cache folder. What is kept is found again by all that it dep
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
-from cspd.continuous.kept import Kept, remember
+from cspd.continuous.kept import Kept
 from cspd.continuous.plan import Plan, Predictor, Window, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
 from cspd.continuous.tracing import TRACE_SEED, Trace, num_traced, trace
+from cspd.keeping import content_hash, measured_once, of_device, remember, user_cache
 from cspd.precision import Precision
-from cspd.records import publishing
 from cspd.sequence import Request
-from cspd.telling import telling
 from mar.head import Head
 from mar.model import MAR
 
 COSTS_SCHEMA = "cspd.costs/2"
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
-
-
-def user_cache() -> Path:
-    """The user's cache folder for cspd: on Linux $XDG_CACHE_HOME/cspd, or ~/.cache/cspd."""
-    return platformdirs.user_cache_path("cspd")
 
 
 class Tuning:
@@ -99,8 +88,15 @@ class Tuning:
         num_made = request.num_made(self.target.config.seq_len)
         return num_slots * (request.gamma or num_made / request.num_iter)
 
-    def why_none(self, request: Request, num_slots: int) -> str:
-        """Why the window of a request is 0, where this device decided."""
+    def why(self, asked: Request, window: int, num_slots: int) -> str:
+        """What to tell of the window that a checked request runs with, and why it is 0."""
+        if window:
+            return f"--window {window} gives these images on any machine"
+        if asked.window == 0:
+            return "as asked for, so nothing was drafted"
+        return f"nothing was drafted: {self._why_none(asked, num_slots)}"
+
+    def _why_none(self, request: Request, num_slots: int) -> str:
         num_steps = request.num_sampling_steps
         if request.temperature == 0 or num_steps < 3:
             return f"temperature={request.temperature}, num_sampling_steps={num_steps}: there is nothing to draft"
@@ -204,16 +200,6 @@ class Calibrations:
         return self._traces[held_out]
 
 
-def content_hash(model: MAR) -> str:
-    """A hash of a model's weights, names and shapes."""
-    digest = hashlib.blake2b(digest_size=16)
-    with telling("looking whether these weights have been calibrated"):
-        for name, tensor in sorted(model.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
 def measured_costs(
     head: Head,
     guided: bool,
@@ -225,47 +211,17 @@ def measured_costs(
     again: bool = False,
 ) -> Costs:
     """The costs of a head's size on this device: from `folder`, or measured (`again`) and kept there."""
-    cuda = device.type == "cuda"
     key = {
         "schema": COSTS_SCHEMA,
-        "device": torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {os.cpu_count()} cores",
-        "threads": 0 if cuda else torch.get_num_threads(),
-        "torch": torch.__version__,
+        **of_device(device),
         "precision": precision.policy,
         "head": [head.channels, head.width, len(head.res_blocks), head.cond_embed.in_features],
         "guided": guided,
         "compiled": compiled,
         "graphs": graphs,
     }
-    path = folder / "costs.json"
-    entries = _entries(path)
-    for entry in [] if again else entries:
-        if entry["key"] == key:
-            with contextlib.suppress(TypeError, ValueError):  # damaged: measured again
-                costs = Costs(**entry["costs"])
-                costs.check()
-                return costs
-    with telling("timing this device, once"):
-        costs = measure(head, guided, device, precision, compiled, graphs)
-    others = [entry for entry in entries if entry["key"] != key]
-    entries = [*others, {"key": key, "costs": dataclasses.asdict(costs)}]
-    with contextlib.suppress(OSError):  # read-only: measured again next time
-        folder.mkdir(parents=True, exist_ok=True)
-        with publishing(path) as temporary:
-            temporary.write_text(json.dumps(entries, indent=1) + "\n")
-    return costs
 
+    def timed() -> Costs:
+        return measure(head, guided, device, precision, compiled, graphs)
 
-def _entries(path: Path) -> list[dict]:
-    """The measurements in a file of costs; none where it is absent or damaged."""
-    try:
-        entries = json.loads(path.read_text())
-        return [entry for entry in entries if isinstance(entry, dict) and {"key", "costs"} <= entry.keys()]
-    except (OSError, ValueError, TypeError, RecursionError):
-        return []
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
-    return platform.processor() or platform.machine()
+    return measured_once(Costs, key, timed, "timing this device, once", folder, again)

@@ -91,7 +91,7 @@ def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
             before = functional.pad(features, (0, 0, 1, 0))  # of each input, the feature before it
             _features(host, batch, "eagle", inputs[:, :-1], past=before[:, :-1])
             before_last = before[each, count - 1].unflatten(0, (len(batch), batch.copies))
-            host.keep_features(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
+            host.past.keep(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
 
 
 def _sent(host: Any, requests: list[Request], copies: int) -> tuple[Tensor, Tensor, Tensor]:

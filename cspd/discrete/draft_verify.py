@@ -49,7 +49,7 @@ def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:
     commit(host, batch, drafted, verified)
     if draft.needs == "eagle":
         each = steps(len(batch), host.device).unsqueeze(1)
-        host.keep_features(batch, features[:, each, verified.path])
+        host.past.keep(batch, features[:, each, verified.path])
     accepted = steps(drafted.shape.height, host.device) < verified.count.unsqueeze(1)
     return outcome(host, verified.count, verified.bound, verified.judged, accepted)
 
@@ -87,14 +87,20 @@ NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
 
 def check(request: Request, host: VQHost) -> None:
     """Raises ValueError where the draft cannot draft so far, or a model that is needed is not there."""
-    draft = DRAFTS[request.draft]
-    check_integer("gamma", request.gamma, 1, draft.highest, f"it is how far {request.draft!r} drafts ahead")
-    if draft.needs and host.models[draft.needs] is None:
-        raise ValueError(
-            f"draft={request.draft!r} needs {_WITH_ARTICLE[draft.needs]} and this engine has none: give it to the"
-            " engine's models, or put its file beside the target's"
-        )
+    highest = DRAFTS[request.draft].highest
+    check_integer("gamma", request.gamma, 1, highest, f"it is how far {request.draft!r} drafts ahead")
+    check_model(request.draft, host)
     check_rule(request, host)
+
+
+def check_model(name: str, host: VQHost) -> None:
+    """Raises ValueError where the model that a draft needs is not there."""
+    needs = DRAFTS[name].needs
+    if needs and host.models[needs] is None:
+        raise ValueError(
+            f"draft={name!r} needs {_WITH_ARTICLE[needs]} and this engine has none: give it to the engine's models, or"
+            " put its file beside the target's"
+        )
 
 
 def check_rule(request: Request, host: VQHost) -> None:

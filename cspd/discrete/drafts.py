@@ -40,7 +40,7 @@ EAGLE_TREE = {
     (0, 0, 0, 0): 2,
 }
 BRANCHES = 10  # EAGLE-2: nodes expanded at a depth, and children tried of each
-NODES = 60  # EAGLE-2: codes kept of all
+NODES = 60  # EAGLE-2: codes kept of all, unless a request has a window of its own
 LEAST_LOG = -1e4
 
 
@@ -87,7 +87,7 @@ def chain(host: VQHost, batch: Batch) -> Drafted:
 def _eagle_root(host: VQHost, batch: Batch, height: int) -> Tensor:
     """EAGLE's feature at the root [copies, B, 1, dim]; what was committed since its last round is taken in anew."""
     recent, start = host.last(batch, height + 1)
-    past = host.past_features(batch, start.unsqueeze(1) + steps(height + 1, host.device))
+    past = host.past.before(batch, start.unsqueeze(1) + steps(height + 1, host.device))
     features = host.features(batch, recent, start, "eagle", past=past)
     return _pick(features, (batch.known_t - start).unsqueeze(1))
 
@@ -205,9 +205,10 @@ class Candidates(NamedTuple):
 def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     """EAGLE-2: the likeliest nodes of every depth are expanded, the likeliest of all are kept; gamma is the height."""
     height = batch.request.gamma
-    branches = min(BRANCHES, host.config.vocab_size)
+    nodes = batch.request.window or NODES
+    branches = min(BRANCHES, nodes, host.config.vocab_size)
     candidates = _expand(host, batch, height, branches)
-    parent, codes = _rerank(candidates, NODES)
+    parent, codes = _rerank(candidates, nodes)
     shape = tree.Shape(parent, [branches] * height, inner=slice(None))
     root = host.last(batch, 1)[0]
     return Drafted(shape, torch.cat([root, codes], 1), None)

@@ -16,6 +16,7 @@ from cspd.discrete.cache import MOST_NODES, Cache
 from cspd.discrete.condition import Conditions, take_in
 from cspd.discrete.forward import inputs_of, through_layers
 from cspd.discrete.options import VQ_OPTIONS
+from cspd.discrete.past import PastFeatures
 from cspd.discrete.prefix import encoder, prefill, with_prefix
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.graphs import Graphs
@@ -43,12 +44,14 @@ class VQHost:
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same codes; eagle: a drafter on the target's features. tokenizer: of the codes.
         text_encoder: of texts.
+        tuning: a `cspd.discrete.tuning.Tuning`, for methods that leave how far they draft to be decided.
         graphs: run what has a fixed shape; by default as plain calls.
 
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
         draws: float64, the same, one inside (0, 1) for each code. known: int64 [slots], codes committed.
         draft_calls: forwards of draft models in this round. graphs: that rounds run as, the engine's.
+        past: what EAGLE's drafter takes in beside the codes.
         late: whether a round is counted when the next one is on its way; unread: rounds that are not counted yet, by
             the sequences' key. windows, nodes: of Jacobi methods, see `cspd.discrete.window.kept_windows` and
             `cspd.discrete.jacobi_same_image.kept_nodes`.
@@ -68,11 +71,12 @@ class VQHost:
         eagle: Eagle | None = None,
         tokenizer: VQModel | None = None,
         text_encoder: TextEncoder | None = None,
+        tuning: Any = None,
         graphs: Graphs | None = None,
     ) -> None:
         models = {"target": target, "draft": draft, "eagle": eagle}
         self.models = {name: model and precision.prepare(model) for name, model in models.items()}
-        self.models["tokenizer"] = tokenizer
+        self.models["tokenizer"], self.tuning = tokenizer, tuning
         self.text_encoder = text_encoder
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
         self.graphs = graphs or Graphs(device, enabled=False)
@@ -89,14 +93,15 @@ class VQHost:
         self.conditions = Conditions(self.models, num_slots, device)
         self.unread: dict[Hashable, Any] = {}
         self._caches: dict[str, Cache] = {}
-        self._past: Tensor | None = None
+        self.past = PastFeatures(num_slots, length, self.config.dim, device)
         self.windows: tuple[Tensor, Tensor] | None = None
         self.nodes: Tensor | None = None
         self.encode = encoder(self)
         self.late = device.type == "cuda"
 
     def adopt(self, other: VQHost) -> None:
-        """Takes over what another host of the same models has measured: nothing."""
+        """Takes over what another host of the same models has measured."""
+        self.tuning = other.tuning
 
     def forget(self, key: Hashable) -> None:
         """Drops what is not counted of sequences of one key, none of which is left."""
@@ -145,8 +150,7 @@ class VQHost:
             self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position, none, none)
             for cache in self._caches.values():
                 cache.clear(slots)
-            if self._past is not None:
-                self._past.index_fill_(1, slots, 0)
+            self.past.clear(slots)
             take_in(self, sequences)
             prefill(self, sequences)
 
@@ -259,23 +263,6 @@ class VQHost:
         start = (batch.known_t - (count - 1)).clamp(min=0) if count > 1 else batch.known_t
         position = start.unsqueeze(1) + steps(count, self.device)
         return self._inputs[batch.slot.unsqueeze(1), position], start
-
-    def past_features(self, batch: Batch, position: Tensor) -> Tensor:
-        """The target's features before positions [B, N], for EAGLE: [copies, B, N, dim]; 0 before a condition."""
-        return self._features()[: batch.copies, batch.slot.unsqueeze(1), position]
-
-    def keep_features(self, batch: Batch, features: Tensor, ahead: int = 0) -> None:
-        """Keeps the target's features [copies, B, n, dim] at the input `ahead` of the last one and those after it."""
-        place = batch.known_t.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self.device)
-        kept = self._features()[: batch.copies]
-        kept[:, batch.slot.unsqueeze(1), place] = features.float()
-
-    def _features(self) -> Tensor:
-        """[2, slots, 1 + columns, dim], the feature at position p in column p + 1; allocated on first use."""
-        if self._past is None:
-            columns = self.codes.shape[1] + 1
-            self._past = torch.zeros(2, self.num_slots, columns, self.config.dim, device=self.device)
-        return self._past
 
     def commit(self, batch: Batch, codes: Tensor, heat: Tensor) -> None:
         """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""

@@ -58,9 +58,9 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     sibling), drafts the rest anew, and returns the sequences that are finished.
     """
     request = sequences[0].request
-    comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
     if request.coupling == "same-image":
         return run(host, sequences, watch, jacobi_same_image.judge_and_redraw, state=(kept_nodes(host),))
+    comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
     return run(host, sequences, watch, _judge_and_redraw, state=kept_windows(host, comb.path))
 
 

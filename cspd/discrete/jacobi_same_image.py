@@ -41,7 +41,7 @@ def kept_nodes(host: VQHost) -> Tensor:
 def judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
     """The round but for what the host counts: its `outcome`."""
     request = batch.request
-    comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
+    comb = comb_of(request.window, request.pd_k or 1, request.pd_d or 0, host.device)
     codes = _draft(host, batch, comb)
     features = host.features(batch, codes, depth=comb.shape.depth, seen=comb.shape.seen)
     P = host.distributions(batch, features)

@@ -12,6 +12,7 @@ import torch
 from cspd.classes import NO_NAMES, ClassNames
 from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.host import VQHost
+from cspd.discrete.tuning import Tuning
 from cspd.graphs import Graphs
 from cspd.machine import check_fits
 from cspd.precision import Precision
@@ -68,6 +69,7 @@ class VQModels:
         fix = "use a smaller model or another device"
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device, copies)
+        with_graphs = graphs is not None and graphs.enabled
         return VQHost(
             self.target,
             num_slots,
@@ -78,6 +80,7 @@ class VQModels:
             eagle=self.eagle,
             tokenizer=self.tokenizer,
             text_encoder=self.text_encoder,
+            tuning=Tuning(self.target, self.eagle, device, precision, with_graphs, self.text_encoder),
             graphs=graphs,
         )
 

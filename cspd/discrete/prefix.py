@@ -91,9 +91,9 @@ def _prefill(host: Any, sequences: list[Sequence]) -> None:
     if "draft" in uses:
         host.features(batch, inputs, 0, "draft")
     if "eagle" in uses:
-        host.keep_features(batch, features)
+        host.past.keep(batch, features)
         position = torch.arange(count, device=host.device).expand(len(batch), -1)
-        host.features(batch, inputs, 0, "eagle", past=host.past_features(batch, position))
+        host.features(batch, inputs, 0, "eagle", past=host.past.before(batch, position))
 
     host.commit(batch, codes, torch.full_like(codes, torch.nan, dtype=torch.float32))
     host.known.index_fill_(0, batch.slot, count)

@@ -63,7 +63,7 @@ def requests(settings: Settings, family: str, name: str) -> list[Request]:
     if family == "MAR":
         own = {key: value for key, value in settings.scale.same_seeds.items() if key != "images"}
     if name == "speculative":
-        own["window"] = WINDOW
+        own |= {"window": WINDOW} | ({"draft": "jacobi"} if family == "VQ" else {})
     num = settings.scale.same_seeds["images"]
     return [Request(label=i, seed=i, method=name, family=family, **own) for i in range(num)]
 

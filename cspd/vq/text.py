@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import platformdirs
 import torch
 from torch import Tensor
 
 from cspd.items import read_item, write_item
+from cspd.keeping import user_cache
 from cspd.parsing import shortened
 from cspd.records import read_json
 from cspd.telling import telling
@@ -108,7 +108,7 @@ class TextEncoder:
         text = cleaned(text)
         made_of = {"encoder": self.identity, "text": text, "most": most}
         name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-        folder = platformdirs.user_cache_path("cspd") / "text"
+        folder = user_cache() / "text"
         kept = read_item(folder / f"{name}.npz", made_of, {"count": (np.integer, ())})
         if kept is None:
             kept = self._made(text, most, device)

@@ -18,13 +18,14 @@ from heads import FP32, Case, MixtureHead
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from cspd import Request
-from cspd.continuous import kept, tuning
+from cspd import Request, keeping
+from cspd.continuous import tuning
 from cspd.continuous.calibration import WINDOWS, Calibration, fit
 from cspd.continuous.costs import GAIN, Costs, measure
 from cspd.continuous.draft_verify import move
 from cspd.continuous.tracing import trace
-from cspd.continuous.tuning import Calibrations, content_hash, measured_costs, user_cache
+from cspd.continuous.tuning import Calibrations, measured_costs
+from cspd.keeping import content_hash, user_cache
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -268,7 +269,7 @@ def test_no_fit_is_frozen(value):
 
 
 def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
-    monkeypatch.setattr(kept, "REMEMBERED", 2)
+    monkeypatch.setattr(keeping, "REMEMBERED", 2)
     ours = calibrations()
     for cfg in (1.0, 2.0, 3.0, 1.0):
         request = dataclasses.replace(REQUEST, draft="frozen", num_sampling_steps=3, cfg=cfg)

@@ -247,7 +247,7 @@ def test_arguments_that_cannot_be_are_told_before_any_work(arguments, hint, tmp_
             "does not decode MAR models: choose one of ar, speculative, ",
         ),
         ("evaluate --method cool-sd", "as of digits32_vq"),
-        ("sample --checkpoint digits32_vq --method cspd", "does not decode VQ models: choose one of ar, sd"),
+        ("sample --checkpoint digits32_vq --method cspd", "does not decode VQ models: choose one of ar, speculative"),
         (
             "sample --delta 1.5",
             "delta=1.5 is no setting of MAR models: leave it out, or take VQ models, as of digits32_vq",
@@ -256,7 +256,10 @@ def test_arguments_that_cannot_be_are_told_before_any_work(arguments, hint, tmp_
             "sample --checkpoint digits32_vq --num-iter 5",
             "num_iter=5 is no setting of VQ models: leave it out, or take MAR",
         ),
-        ("sample --checkpoint digits32_vq --gamma 3", "gamma=3 is no option of 'sjd-pac': it belongs to sd, eagle"),
+        (
+            "sample --checkpoint digits32_vq --pd-k 3",
+            "pd_k=3 is no option of 'speculative': it belongs to sjd, mc-sjd, sjd-pac, gsd",
+        ),
         ("calibrate --verify parallel", "verify='parallel' is no option of 'speculative': it belongs to cspd"),
         ("calibrate --method calibrated --force", "'calibrated' depends on none: leave it out"),
         ("calibrate --method disa", "'disa' is not prepared by itself: give --method speculative or calibrated"),

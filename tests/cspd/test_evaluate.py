@@ -512,7 +512,8 @@ def test_what_cannot_be_measured_is_said_before_anything_is_sampled(tmp_path, ca
 
 
 def test_vq_models_are_evaluated_too(tmp_path, capsys):
-    assert main(["evaluate", "--checkpoint", small_vq_checkpoint(), "--num", "2", "--out", str(tmp_path)]) == 0
+    arguments = ["--checkpoint", small_vq_checkpoint(), "--method", "sjd-pac", "--num", "2", "--out", str(tmp_path)]
+    assert main(["evaluate", *arguments]) == 0
     out = capsys.readouterr().out
     assert "sjd-pac" in out and "codes a forward" in out
     assert report_of(tmp_path)["sampling"]["step_compression"] > 1

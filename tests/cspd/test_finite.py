@@ -27,8 +27,9 @@ OF_MAR = [
     {"method": "cspd", "gamma": 4, "prefill": 0.8, "verify": "sequential"},
     {"method": "cspd", "gamma": 8, "prefill": 0.8, "chains": "speculative", "window": 3, "draft": "frozen"},
 ]
-OF_VQ = [{"method": name} for name in method_names(["VQ"])]
+OF_VQ = [{"method": name} for name in method_names(["VQ"]) if name != "speculative"]
 OF_VQ = [each | ({"window": 7, "pd_k": 3, "pd_d": 2} if each["method"] == "sjd-pac" else {}) for each in OF_VQ]
+OF_VQ += [{"method": "speculative", "window": 5, "draft": draft} for draft in ("jacobi", "eagle-dynamic")]
 OF_VQ += [{"method": name, "temperature": 0} for name in ("ar", "sd", "eagle", "eagle2", "sjd")]
 BAD = 2  # the label whose weights are damaged
 

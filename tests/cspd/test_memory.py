@@ -34,6 +34,8 @@ def request_of(index):
     kind = KINDS[index % len(KINDS)]
     if index % 50 == 49:
         kind = {"method": "speculative", "window": 3, **QUICK, "cfg": 1 + index / 100}  # a calibration for each
+    if kind == {"method": "speculative", "family": "VQ"}:
+        kind = kind | {"window": index % 8, "draft": "jacobi"}
     if kind["method"] in ("sjd", "mc-sjd", "sjd-pac", "gsd"):
         kind = kind | {"window": 13 + index % 8}
     settings = {"cfg": 1 + index % 7 / 2, "temperature": 0.8 + index % 5 / 10} | kind

@@ -20,7 +20,10 @@ from cspd.vq.eagle import Eagle
 
 OF_VQ = method_names(["VQ"])
 WINDOWED = ("sjd", "mc-sjd", "gsd")
-SMALL = {name: {"window": 6} for name in WINDOWED} | {"sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2}}
+SMALL = {name: {"window": 6} for name in WINDOWED} | {
+    "sjd-pac": {"window": 7, "pd_k": 3, "pd_d": 2},
+    "speculative": {"window": 6, "draft": "jacobi"},
+}
 COMPOSED = [
     Request(1, method="sd", rule="cool-sd", delta=1.3, gamma=3),
     Request(1, method="sd", rule="cool-sd", delta=1.3, gamma=3, schedule="linear"),
@@ -225,7 +228,7 @@ def test_what_is_counted():
 
 def test_guarantees():
     engine = Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
-    assert engine.resolve(Request(0)).method == "sjd-pac"
+    assert engine.resolve(Request(0)).method == "speculative"
     assert engine.resolve(Request(0, draft="eagle-static", rule="cool-sd", delta=1.1, gamma=3)).method == "sd"
     linear = Request(0, method="sjd", window=64, rule="cool-sd", delta=1.1, schedule="linear")
     assert engine.resolve(linear).schedule == "linear"
@@ -277,7 +280,7 @@ def test_a_request_is_a_plain_value():
 
 
 BAD = [
-    ({"method": "speculative"}, "choose one of ar, sd, eagle"),
+    ({"method": "calibrated"}, "choose one of ar, speculative, sd, eagle"),
     ({"family": "MAR"}, "this engine has models of VQ"),
     ({"num_iter": 4}, "no setting of VQ models"),
     ({"method": "ar", "rule": "exact"}, "it belongs to"),
@@ -302,8 +305,13 @@ BAD = [
     ({"method": "cool-sd", "optimal": "no"}, "True or False"),
     ({"method": "sjd", "optimal": False}, "needs rule="),
     ({"method": "sjd", "delta": 0}, "needs rule="),
-    ({"gamma": 5}, "no option of 'sjd-pac'"),
-    ({"draft": ["chain"]}, "draft=['chain'] is no option"),
+    ({"gamma": 5}, "needs draft='eagle-dynamic', and it is None"),
+    ({"draft": "jacobi", "gamma": 3}, "needs draft='eagle-dynamic', and it is 'jacobi'"),
+    ({"method": "speculative", "draft": "chain"}, "give one of jacobi, eagle-dynamic"),
+    ({"method": "speculative", "draft": "eagle-dynamic", "gamma": 9}, "1..8"),
+    ({"window": 80}, "0..79"),
+    ({"coupling": "maximal"}, "give one of same-image"),
+    ({"draft": ["chain"]}, "give one of jacobi, eagle-dynamic"),
 ]
 
 

@@ -1,0 +1,71 @@
+"""Which way to draft would pay for LlamaGen's larger models: their rounds timed with random weights, and the codes that
+a round commits as of the embedded models, since there are no weights whose drafts could be judged.
+
+python scripts/large_targets.py --sizes B,L,XL        prints a table in Markdown
+
+Seconds are of this process and one thread, so that what else the machine does counts little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from tabulate import tabulate
+
+import cspd
+from cspd.discrete.host import VQHost
+from cspd.discrete.tuning import JACOBI, PLAIN, TREES, Tuning, name_of, round_seconds
+from cspd.gpu_check.models import random_model
+from cspd.precision import Precision
+from cspd.sequence import Request
+from cspd.vq.eagle import Eagle
+from cspd.vq.gpt import GPT
+from cspd.vq.registry import gpt_spec
+
+CPU = torch.device("cpu")
+REPEATS = 5
+
+
+def asked(**way: object) -> Request:
+    """A request as `speculative` resolves it, of the models' published settings and guidance 2."""
+    common = {"cfg": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "coupling": "same-image"}
+    return Request(0, method="speculative", family="VQ", settings=common | way)
+
+
+def milliseconds(size: str, batch: int, ways: dict[str, Request]) -> dict[str, float]:
+    """Of a round of each way, of an official size with random weights."""
+    config = gpt_spec(f"llamagen_{size.lower()}").config
+    target, eagle = random_model(GPT, config, CPU), random_model(Eagle, config, CPU)
+    host = VQHost(target, batch, CPU, Precision("fp32", CPU), eagle=eagle)
+    times = round_seconds(host, ways, REPEATS, time.process_time)
+    return {name: 1000 * statistics.median(own) for name, own in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="B,L,XL", help="of LlamaGen (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="images at once (default: %(default)s)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+
+    ways = [PLAIN, *JACOBI, *TREES]
+    requests = {name_of(way): asked(**way) for way in ways}
+    tuning: Tuning = cspd.load("digits32_vq", device="cpu").host.tuning
+    codes = {name_of(way): 1.0 if way is PLAIN else tuning.codes(asked(), way) for way in ways}
+    rows = [[name, f"{codes[name]:.2f}"] for name in requests]
+    for size in args.sizes.split(","):
+        spent = milliseconds(size, args.batch, requests)
+        plain = spent[name_of(PLAIN)]
+        for row in rows:
+            gain = codes[row[0]] * plain / spent[row[0]]
+            row += [f"{spent[row[0]]:.0f}", f"{spent[row[0]] / plain:.2f}", f"{gain:.2f}x"]
+    columns = [f"{size}: {what}" for size in args.sizes.split(",") for what in ("ms a round", "of ar's", "speed-up")]
+    print(f"batch {args.batch}, one thread, CPU time, torch {torch.__version__}")
+    print(tabulate(rows, ["way", "codes per round", *columns], tablefmt="github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What VQ models draft where nobody says: what is measured, what is chosen by it, and that the image is that of ar."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from stores import small_vq_checkpoint
+from toys import draw, host_of, request_of, toy_models
+
+import cspd
+from cspd import Engine, Request, VQModels
+from cspd.cli import main
+from cspd.commands.sample_folder import sample_to_folder
+from cspd.discrete import tuning
+from cspd.discrete.tuning import GAIN, JACOBI, PLAIN, TREES, Choice, Rounds, fastest, name_of, ways
+from cspd.keeping import COSTS, user_cache
+
+ALONE = name_of(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict:
+    return toy_models(codes=11, length=16)
+
+
+@pytest.fixture
+def engine(models, monkeypatch, tmp_path) -> Engine:
+    """With a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Engine(VQModels(**models), max_batch=2, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "seconds, codes, best",
+    [
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 3.0, "b": 4.0}, "a"),
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 2.0, "b": 5.0}, "b"),
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.5 / GAIN}, ALONE),  # as fast as it must be beaten by
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.51 / GAIN}, "a"),
+        ({ALONE: 1.0, "a": 9.0}, {}, ALONE),  # nothing is worth counting
+        ({"a": 9.0, "b": 8.0}, {"a": 1.0, "b": 1.0}, "b"),  # drafting was asked for
+    ],
+)
+def test_the_fastest_way(seconds, codes, best):
+    name, gains = fastest(seconds, codes)
+    assert name == best
+    if ALONE in seconds:
+        assert gains == pytest.approx({each: codes[each] / seconds[each] for each in codes})
+
+
+def test_what_is_given_is_not_chosen():
+    request = request_of("speculative")
+    assert ways(request, False) == [PLAIN, *JACOBI] and ways(request, True) == [PLAIN, *JACOBI, *TREES]
+    assert ways(request.but(window=0), True) == [{}]
+    assert ways(request.but(window=7), False) == [{"draft": "jacobi", "window": 7}]
+    assert ways(request.but(draft="jacobi"), True) == JACOBI
+    trees = ways(request.but(draft="eagle-dynamic", window=9), True)
+    assert trees == [{**tree, "window": 9} for tree in TREES]
+    assert len({name_of(way) for way in [PLAIN, *JACOBI, *TREES]}) == 1 + len(JACOBI) + len(TREES)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(PLAIN, JACOBI[1], TREES[0]),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (*JACOBI, *TREES[1:])),
+    ],
+    ids=name_of,
+)
+def test_every_way_makes_the_codes_of_ar(way, models):
+    plain, _ = draw(models, request_of("ar", cfg=2.0), 12)
+    codes, statistics = draw(models, request_of("speculative", cfg=2.0, **way), 12)
+    assert torch.equal(codes, plain)
+    forwards = sum(each.backbone_calls for each in statistics)
+    assert forwards == codes.numel() if way is PLAIN else forwards < 0.95 * codes.numel()
+
+
+def test_rounds_are_timed_and_counted(models):
+    host = host_of({name: models[name] for name in ("target", "eagle")}, 3)
+    requests = {name_of(way): request_of("speculative", **way) for way in (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])}
+    seconds = tuning.round_seconds(host, requests)
+    assert seconds.keys() == requests.keys() and all(0 < min(own) < 1 for own in seconds.values())
+    assert tuning.codes_a_round(host, requests[ALONE]) == 1
+    _, statistics = draw(models, request_of("speculative", **JACOBI[0]), 3)
+    mean = sum(s.step_compression for s in statistics) / 3
+    alike = host_of(models, 3)
+    counted = tuning.codes_a_round(alike, request_of("speculative", **JACOBI[0]))
+    assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
+
+
+def test_measured_once_and_kept(engine, models, monkeypatch):
+    asked = Request(0, cfg=2.0)
+    resolved = engine.resolve(asked)
+    assert resolved.window is not None and (resolved.draft is None) == (resolved.window == 0)
+    kept = (user_cache() / COSTS).read_text()
+    first, *counted = json.loads(kept)
+    assert first["key"]["seconds of"] == [name_of(way) for way in [PLAIN, *JACOBI, *TREES]]
+    assert first["key"]["slots"] == 2
+    assert all(entry["key"]["weights"] for entry in counted)
+
+    monkeypatch.setattr(tuning, "round_seconds", None)  # everything is read
+    monkeypatch.setattr(tuning, "codes_a_round", None)
+    again = Engine(VQModels(**models), max_batch=2, device="cpu")
+    assert again.resolve(asked) == resolved and again.resolve(resolved) == resolved
+    assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
+    for damaged in ({"a": -1.0}, {"a": "1"}, [], 5):
+        with pytest.raises(ValueError, match="values are no numbers"):
+            Rounds(damaged).check()
+
+
+def test_a_choice_is_kept_where_a_run_goes_on(engine, monkeypatch, tmp_path):
+    requests = [Request(label, label, cfg=2.0) for label in range(3)]
+    chosen = []
+    for way in ({"draft": "jacobi", "window": 4}, {"window": 0}):  # this machine changes its mind
+        own = engine.hosts["VQ"].tuning
+        monkeypatch.setattr(own, "_choose", lambda request, slots, way=way: Choice(own_way(request, way), {}))
+        own._choices.clear()
+        record = sample_to_folder(engine, requests[: 2 + len(chosen)], tmp_path / f"{len(chosen)}", {}, progress=False)
+        chosen.append({(image["request"]["draft"], image["request"]["window"]) for image in record["images"]})
+    assert chosen == [{("jacobi", 4)}, {(None, 0)}]
+    (tmp_path / "0" / "00001_label1_seed1.png").unlink()
+    record = sample_to_folder(engine, requests[:2], tmp_path / "0", {}, progress=False)
+    assert {(image["request"]["draft"], image["request"]["window"]) for image in record["images"]} == chosen[0]
+
+
+def own_way(request, way):
+    """As the real choice does, what is given stays."""
+    return {} if request.window is not None else way
+
+
+def test_calibrate_is_of_mar(capsys):
+    assert main(["calibrate", "--checkpoint", small_vq_checkpoint()]) == 2
+    assert "give --method speculative or calibrated, of MAR" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_embedded():
+    """Whatever is chosen here, the images are those of ar."""
+    engine = cspd.load("digits32_vq", max_batch=2, device="cpu")
+    requests = [Request(i, i, cfg=2.0) for i in range(2)]
+    made, plain = engine.generate(requests), engine.generate([request.but(method="ar") for request in requests])
+    assert all(torch.equal(ours.tokens, theirs.tokens) for ours, theirs in zip(made, plain))
+    assert made[0].request.method == "speculative" and made[0].stats.guarantee == "exact"
