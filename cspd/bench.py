@@ -155,7 +155,8 @@ def _mean_stats(outputs: list[Output]) -> dict:
     mean |= {"stats": [vars(s) for s in stats]}
     if stats[0].committed:  # VQ codes
         spent = {phase: sum(s.seconds[phase] for s in stats) for phase in ("backbone", "draft", "other")}
-        bound = min(1.0, statistics.mean(s.bound for s in stats))
+        bounded = stats[0].guarantee != "heuristic"
+        bound = min(1.0, statistics.mean(s.bound for s in stats)) if bounded else None
         mean |= {"bound": bound, "overhead": spent["other"] / sum(spent.values())}
         mean |= {"step_compression": statistics.mean(s.step_compression for s in stats)}
     return mean

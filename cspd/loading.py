@@ -151,6 +151,7 @@ def load(
     arch: str | None = None,
     vae: str | Path | None = None,
     draft: str | Path | None = None,
+    eagle: str | Path | None = None,
     text_encoder: str | Path | None = None,
     max_batch: int = 8,
     device: str | torch.device = "auto",
@@ -166,17 +167,18 @@ def load(
         arch: the target's size (`mar.registry.MARS`, `cspd.vq.registry.GPTS`); found out from the file by default.
         vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
         draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
+        eagle: the file of a VQ target's EAGLE drafter, where it does not lie beside the target.
         text_encoder: the folder of FLAN-T5-XL, of models of texts, where it does not lie beside the target.
         max_batch, device, precision, compiled, graphs: as in `Engine`.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
-        TypeError: a path is something else. ValueError: as in `Engine`, an unknown arch, or several checkpoints and one
-            arch, vae, draft or text encoder for them.
+        TypeError: a path is something else. ValueError: as in `Engine`, an unknown arch, an EAGLE drafter for a MAR, or
+            several checkpoints and one arch, vae, draft, eagle or text encoder for them.
     """
     checkpoints = checkpoints or ("digits32",)
-    if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft, text_encoder)):
-        of_one = "arch, vae, draft and text_encoder are of one checkpoint"
+    if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft, eagle, text_encoder)):
+        of_one = "arch, vae, draft, eagle and text_encoder are of one checkpoint"
         raise ValueError(f"{of_one}: put the files of several beside their targets")
     models: list[Models] = []
     cache = None
@@ -187,6 +189,10 @@ def load(
             files[decoder] = _path(vae, "vae")
         if draft is not None:
             files["draft"] = _path(draft, "draft")
+        if eagle is not None:
+            if decoder == "vae":
+                raise ValueError(f"{checkpoint}: eagle=... is for VQ targets, and this is a MAR: leave it out")
+            files["eagle"] = _path(eagle, "eagle")
         if text_encoder is not None:
             files["text_encoder"] = _path(text_encoder, "text_encoder")
         target, decoder_file = files["target"], files[decoder]
@@ -198,8 +204,8 @@ def load(
             )
         with telling(f"loading {target}"):
             if decoder == "tokenizer":
-                of_text = files["text_encoder"]
-                models.append(_vq_models(target, arch, files["draft"], files["eagle"], decoder_file, of_text))
+                own = files["draft"], files["eagle"], decoder_file, eagle is not None, files["text_encoder"]
+                models.append(_vq_models(target, arch, *own))
             else:
                 models.append(_mar_models(target, arch, files["draft"], decoder_file))
                 cache = None if _is_remote(checkpoint) else target.parent / "calibration"
@@ -227,6 +233,7 @@ def _vq_models(
     draft_file: Path | None,
     eagle_file: Path | None,
     tokenizer_file: Path,
+    eagle_must_fit: bool,
     encoder_folder: Path | None,
 ) -> VQModels:
     target = load_gpt(target_file, arch)
@@ -235,7 +242,7 @@ def _vq_models(
         target.config = dataclasses.replace(target.config, block_size=num_tokens)
     draft = load_gpt(draft_file) if draft_file else None
     eagle = load_eagle(eagle_file) if eagle_file else None
-    if eagle and eagle.config.dim != target.config.dim:  # it lies beside, but is another target's
+    if eagle and eagle.config.dim != target.config.dim and not eagle_must_fit:  # another target's, that lies beside
         eagle = None
     smaller: list[GPT | Eagle] = [model for model in (draft, eagle) if model]
     for model in smaller:  # weights fit any resolution

@@ -158,7 +158,7 @@ class RoundStats:
         by_lag, by_step, by_rank: drafts judged, and accepted, by how far ahead they were (from 1) and, if states of a
             chain, by denoising step or, if tokens, by rank in the generation order.
         committed: how many rounds committed 1 VQ code, 2, ... bound: the rule's local bounds, summed: over requests its
-            mean bounds the total variation of an image's codes from the target's.
+            mean bounds the total variation of an image's codes from the target's. 0 where nothing does (heuristic).
         difference, divergence: of a denoiser that is measured, how its tokens compare with the full chain's on held-out
             ones, from the same z and noise: r.m.s. difference in standard deviations of a token's channels, and KL
             divergence of the sampler's path from the chain, nats per token (None at temperature 0: infinite). None of

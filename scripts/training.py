@@ -1,7 +1,7 @@
 """What the training programs share: a resumable loop with warm-up, cosine decay and an average of the weights.
 
-`python scripts/train_....py` trains on a GPU where there is one, else on the CPU; under `torchrun --nproc-per-node N`
-each of N processes draws its own part of a step's batch.
+`python scripts/train_....py` trains on a GPU where there is one, else on the CPU; under
+`torchrun --nproc-per-node N -- scripts/train_....py` each of N processes draws its own part of a step's batch.
 """
 
 from __future__ import annotations
@@ -46,13 +46,22 @@ def device_of_process() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
 
 
-def _rank_and_world() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
+    """The number of this process, from 0, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def is_first() -> bool:
     """Whether this process is the one that writes files."""
-    return _rank_and_world()[0] == 0
+    return rank_and_world()[0] == 0
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Until all processes are here."""
+    if dist.is_initialized():
+        nothing = torch.zeros(1, device=device)
+        dist.all_reduce(nothing)
+        nothing.item()  # on a GPU the sum is only on its way
 
 
 def fit(
@@ -67,6 +76,7 @@ def fit(
     weight_decay: float = 0.02,
     ema_decay: float = 0.999,
     show: Callable[[Model], Tensor] | None = None,
+    measure: Callable[[Model], dict[str, float]] | None = None,
 ) -> tuple[Model, float]:
     """Trains `model` in place and resumes from `run`/last.pt if it is there.
 
@@ -78,12 +88,13 @@ def fit(
             so that a resumed run goes on as if it had not stopped.
         settings: what the run depends on, plain values; a run with other settings is not resumed.
         show: maps the averaged model to images [N, 3, H, W] in 0..1.
+        measure: maps the averaged model to further numbers for the log, at each save.
 
     Returns:
         The exponential average of the weights (ema_decay = 0: the last ones) as a model, and the seconds trained,
         earlier runs included.
     """
-    rank, world = _rank_and_world()
+    rank, world = rank_and_world()
     state = _State(run, model, settings, lr, weight_decay, ema_decay)
     log = Log(run, state.step)
     averaged = cast(Model, state.average.module)
@@ -121,6 +132,8 @@ def fit(
         log.add(state, shown)
         if now - saved > SAVE_SECONDS or is_last:
             log.write(state)
+            if measure is not None:
+                log.note(state, measure(averaged.eval()))
             state.save()
             saved = now
         if now - drawn > DRAW_SECONDS or is_last:
@@ -193,21 +206,33 @@ class Log:
         if not self.pending:
             return
         means = {name: sum(each[name] for each in self.pending) / len(self.pending) for name in self.pending[0]}
-        entry = {"step": state.step, "seconds": round(state.seconds, 1)}
-        entry |= {name: round(mean, 6) for name, mean in means.items()}
         self.pending.clear()
+        self.note(state, means)
+
+    def note(self, state: _State, numbers: dict[str, float]) -> None:
+        """A line of numbers."""
+        entry = {"step": state.step, "seconds": round(state.seconds, 1)}
+        entry |= {name: round(number, 6) for name, number in numbers.items()}
         self.entries.append(entry)
         append_json(self.file, entry)
 
     def draw(self) -> None:
         if not self.entries:
             return
-        names = [name for name in self.entries[-1] if name not in ("step", "seconds")]
-        figure = Figure(figsize=(6, 2 * len(names)), layout="constrained")
-        steps = [entry["step"] for entry in self.entries]
-        for axes, name in zip(figure.subplots(len(names), sharex=True, squeeze=False).flat, names):
-            axes.plot(steps, [entry[name] for entry in self.entries])
-            axes.set_ylabel(name)
+        together: dict[str, list[str]] = {}  # names that begin with the same word share a picture
+        for name in dict.fromkeys(name for entry in self.entries for name in entry):
+            if name not in ("step", "seconds"):
+                together.setdefault(name.split()[0], []).append(name)
+        figure = Figure(figsize=(6, 2 * len(together)), layout="constrained")
+        for axes, (word, names) in zip(
+            figure.subplots(len(together), sharex=True, squeeze=False).flat, together.items()
+        ):
+            for name in names:
+                own = [entry for entry in self.entries if name in entry]
+                axes.plot([entry["step"] for entry in own], [entry[name] for entry in own], label=name)
+            axes.set_ylabel(word)
+            if len(names) > 1:
+                axes.legend(fontsize="x-small")
         axes.set_xlabel("step")
         with publishing(self.picture) as temporary:
             FigureCanvasAgg(figure).print_png(temporary)

@@ -76,12 +76,12 @@ def test_autoencoder_and_mar(train, tmp_path):
 
 @pytest.mark.slow
 def test_tokenizer_gpt_and_eagle(train, tmp_path):
-    tokenizer = train("train_tokenizer")
+    tokenizer = train("train_tokenizer", out=tmp_path / "tokenizer.safetensors")  # beside the target, to be found
     assert load_tokenizer(tokenizer).config.stride == 2
     assert size_of(tmp_path / "train_tokenizer" / "samples.png")[0] == 8 * SIZE
     target = train("train_gpt", arch="gpt_digits32_draft", tokenizer=tokenizer)
     assert load_gpt(target).config.num_classes == 10
-    assert train("train_eagle", arch="gpt_digits32_draft", target=target, tokenizer=tokenizer).exists()
+    assert train("train_eagle", checkpoint=target, images=40).exists()
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         entries = named_entries(args.methods or ["ar", DEFAULTS[family_of(common["checkpoint"])]])
 
     def of(models: Mapping[str, object]) -> argparse.Namespace:
-        files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint")}
+        files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint", "eagle")}
         return argparse.Namespace(**vars(args) | {"arch": None} | models | files)
 
     rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))

@@ -49,6 +49,12 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         help="a smaller model of the same tokens, for methods that draft, where it is not beside the target",
     )
     group.add_argument(
+        "--eagle",
+        type=place,
+        metavar="FILE",
+        help="the EAGLE drafter of a VQ target, where it is not beside it; scripts/train_eagle.py makes one",
+    )
+    group.add_argument(
         "--text-encoder",
         type=place,
         metavar="FOLDER",
@@ -176,8 +182,9 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
     files = checkpoint_files(args.checkpoint)
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     used = {"target": files["target"], decoder: args.vae or files[decoder]}
+    given = {"draft": args.draft_checkpoint, "eagle": args.eagle}
     for name in sorted(method_of(request).uses(request)):
-        used[name] = args.draft_checkpoint if name == "draft" and args.draft_checkpoint else files[name]
+        used[name] = given[name] or files[name]
     settings = {"version": __version__, "precision": args.precision, "compiled": args.compile, "graphs": args.graphs}
     encoder = args.text_encoder or files.get("text_encoder")
     if request.prompt is not None and encoder is not None:
@@ -199,6 +206,7 @@ def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
         arch=args.arch,
         vae=args.vae,
         draft=args.draft_checkpoint,
+        eagle=args.eagle,
         text_encoder=args.text_encoder,
         max_batch=max_batch,
         device=args.device,

@@ -36,7 +36,7 @@ from cspd.stopping import if_stopped
 
 SCHEMA = "cspd.tune/1"
 METRICS = {"fid": "fid", "is": "inception_score", "accuracy": "accuracy"}
-MODEL = ("checkpoint", "arch", "vae", "draft_checkpoint", "device", "precision", "compile", "threads")
+MODEL = ("checkpoint", "arch", "vae", "draft_checkpoint", "eagle", "device", "precision", "compile", "threads")
 EPILOG = """\
 examples:
   cspd tune --max-batch 64 --tolerance fid=2%,accuracy=1%

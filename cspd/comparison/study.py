@@ -22,7 +22,7 @@ from cspd.parsing import LARGEST_SEED, MOST, choice, label_list, shortened
 from cspd.sequence import Request
 
 TARGET = ("checkpoint", "arch", "vae")
-MODELS = (*TARGET, "draft_checkpoint")
+MODELS = (*TARGET, "draft_checkpoint", "eagle")
 RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole; a configuration can have a seed of its own
 REQUEST = ("method", *option_order(), "family")  # rows are named in this order
 TEXTS = ("name", *MODELS)
@@ -45,7 +45,7 @@ configuration each, and two lists for every pair:
       seed: 1000          # other seeds than those of the rest: how much chance moves the numbers
     - name: the draft alone
       method: ar
-      checkpoint: draft.safetensors     # and arch, vae, draft_checkpoint: models of its own
+      checkpoint: draft.safetensors     # and arch, vae, draft_checkpoint, eagle: models of its own
 
 options on the command line come before the file's settings at the top.
 """

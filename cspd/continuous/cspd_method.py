@@ -9,13 +9,13 @@ two models' tokens. The authors' code divides that step's z-scores by 42, which 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cspd.continuous import ar, denoisers  # noqa: F401 - names the denoisers
+from cspd.continuous.cspd_ratio import SIGMA, Paths, log_ratio
 from cspd.continuous.denoiser import DENOISERS, Denoised
 from cspd.continuous.gaussian import first_kept
 from cspd.continuous.host import MARHost
@@ -43,6 +43,7 @@ OPTIONS = (
         above=0,
         metavar="X",
     ),
+    SIGMA,
     Option("align", bool, "draft and target denoise a token with the same noise", default=True),
     Option(
         "prefill", float, "share of the tokens that the target makes alone, at first", default=0.05, high=1, metavar="P"
@@ -56,43 +57,12 @@ OPTIONS = (
 MAX_TRIES = 100
 
 
-class Paths(NamedTuple):
-    """Tokens, and the Gaussians of the chains that made them; indexed, those of some.
-
-    Attributes:
-        tokens: [..., d], which are the means of the last step. log_sigma: [...], summed over channels and the steps
-            T - 1 .. 1. log_sigma_last: [..., d], at step 0, where sampling adds no noise but a sigma exists.
-    """
-
-    tokens: Tensor
-    log_sigma: Tensor
-    log_sigma_last: Tensor
-
-    def at(self, *index: Tensor) -> Paths:
-        return Paths(*(values[index] for values in self))
-
-
 def _denoise(
     host: MARHost, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
 ) -> tuple[Paths, Denoised]:
     """Rows by a model's head, as the request's chains are: their paths, and what they cost."""
     made = DENOISERS[request.chains].denoise(host, model, rows, z, index=index, densities=True)
     return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
-
-
-def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float) -> Tensor:
-    """log of eq. 4's p(x) / q(x), Sigma included, for tokens x [R, n, d]: [R, n].
-
-    Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1 (as in eq. 4; the supplement's 14-17 drop a minus sign).
-    """
-    log_big_sigma = q.log_sigma - p.log_sigma
-    # the last step's Gaussians, with their means and sigmas; only the z-scores are tempered
-    mean_p, mean_q = p.tokens[:, None], q.tokens[:, None]
-    log_sigma_p, log_sigma_q = p.log_sigma_last[:, None], q.log_sigma_last[:, None]
-    z_p = (x - mean_p) * torch.exp(-log_sigma_p) / ratio_temperature
-    z_q = (x - mean_q) * torch.exp(-log_sigma_q) / ratio_temperature
-    last = log_sigma_q - log_sigma_p + 0.5 * (z_q - z_p) * (z_q + z_p)
-    return log_big_sigma[:, None] + last.sum(-1)
 
 
 class _Running:
@@ -147,7 +117,7 @@ def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Pat
 
     def keep(y: Tensor) -> Tensor:
         """eq. 11's alpha_s = max(0, 1 - q(y) / p(y)), Sigma included."""
-        return -torch.expm1(-log_ratio(y, p, q, request.ratio_temperature).clamp(min=0))
+        return -torch.expm1(-log_ratio(y, p, q, request.ratio_temperature, request.sigma).clamp(min=0))
 
     def draws(first: int, num: int) -> tuple[Tensor, Tensor]:
         normals, uniform = host.noise.token_candidates(seed, position, first, num, channels)
@@ -197,7 +167,7 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     z = _target_conditions(host, batch, rows)
     watch.start("head")
     p, made = _denoise(host, "target", request, rows, z, index=0 if request.align else 1)
-    ratio = log_ratio(q.tokens[:, None], p, q, request.ratio_temperature).squeeze(-1)
+    ratio = log_ratio(q.tokens[:, None], p, q, request.ratio_temperature, request.sigma).squeeze(-1)
     uniform = host.noise.token_coins(rows.seed, rows.position)
     watch.start("other")
     accepted = (uniform.log() < ratio).cpu().numpy()

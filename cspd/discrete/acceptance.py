@@ -125,6 +125,23 @@ def residual(P: Tensor, Q: Tensor, f: Tensor | float) -> Tensor:
     return torch.where(total > 0, weights / total, P)
 
 
+def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
+    """G [..., V] of LANTERN's released code after codes x [...], drawn from Q, were rejected: norm([P - Q']+).
+
+    Q' is Q without the neighbours of x, all of them, if the first gives x its mass. (The paper's [P_A - Q]+ moves what
+    neighbours give within P, see `merge`.) Where nothing is left, every code is equally likely.
+
+    Args:
+        near, limit: as in `absorbed`; near has one neighbour more than may give mass.
+    """
+    block, x = near[x], x.unsqueeze(-1)
+    gives = P.gather(-1, block[..., :1]) < limit.gather(-1, x)
+    emptied = Q.scatter(-1, block, Q.gather(-1, block).masked_fill(gives, 0))
+    weights = (P - emptied).clamp(min=0)
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, 1 / P.shape[-1])
+
+
 def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
     """The total variation between P and what one judgement commits, the local term of COOL-SD's Theorem 2: [...].
 

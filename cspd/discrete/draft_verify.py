@@ -62,7 +62,7 @@ def _verify(host: VQHost, batch: Batch, drafted: Drafted, features: Tensor) -> V
         drawn = sample(host.distributions(batch, features), host.drawn(batch, shape.depth))
         return follow(shape, codes, drawn, room)
     rule = rule_of(batch.request)
-    near = near_codes(host.models["tokenizer"], rule.metric, rule.k) if rule.pools else None
+    near = near_codes(host.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
     P = host.distributions(batch, features, soft=rule.pools)
     return walk(rule, shape, codes, P, Q, draws or draw_tree(host, batch, shape), room, near)
 
@@ -82,6 +82,7 @@ def commit(host: VQHost, batch: Batch, drafted: Drafted, verified: Verified) -> 
 DRAFT = Option("draft", DRAFTS, "what drafts the codes")
 GAMMA = Option("gamma", int, "codes drafted one after the other, or a tree's height", low=1, high=MOST_NODES - 1)
 _WITH_ARTICLE = {"draft": "a draft model", "eagle": "an EAGLE drafter"}
+_FLAGS = {"draft": "--draft-checkpoint", "eagle": "--eagle"}
 NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
 
 
@@ -98,8 +99,8 @@ def check_model(name: str, host: VQHost) -> None:
     needs = DRAFTS[name].needs
     if needs and host.models[needs] is None:
         raise ValueError(
-            f"draft={name!r} needs {_WITH_ARTICLE[needs]} and this engine has none: give it to the engine's models, or"
-            " put its file beside the target's"
+            f"draft={name!r} needs {_WITH_ARTICLE[needs]} and this engine has none: give it to load(..., {needs}=file),"
+            f" with {_FLAGS[needs]} on the command line, or put its file beside the target's"
         )
 
 
@@ -109,7 +110,7 @@ def check_rule(request: Request, host: VQHost) -> None:
     if rule.pools:
         if host.models["tokenizer"] is None:
             raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
-        near_codes(host.models["tokenizer"], rule.metric, rule.k)
+        near_codes(host.models["tokenizer"], rule.metric, rule.num_near)
 
 
 def drafting(

@@ -68,7 +68,7 @@ def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
     """The round but for what the host counts: its `outcome`."""
     request = batch.request
     rule = rule_of(request)
-    near = near_codes(host.models["tokenizer"], rule.metric, rule.k) if rule.pools else None
+    near = near_codes(host.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
     draws = draw(host, batch, comb)
 

@@ -69,7 +69,7 @@ def judge_siblings(
     accepted = present & (uniforms < f)
     first = accepted.int().argmax(-1)
     index = torch.where(accepted.any(-1), first, -1)
-    if rule.guarantee == "exact":
+    if rule.guarantee != "bounded":
         return Judged(index, residual, torch.zeros_like(P[..., 0]))
 
     # those after it were not judged
@@ -92,7 +92,7 @@ def _drawn(
             Q = without(Q, candidates[..., i - 1])
         f = rule.accept(P, Q, depth, near)
         accepts.append(f.gather(-1, code))
-        if rule.guarantee != "exact":
+        if rule.guarantee == "bounded":
             bounds.append(rule.bound(P, Q, f))
 
         # what its rejection leaves for the next
@@ -149,6 +149,8 @@ def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _J
 
         # what its rejection leaves for the next
         total = weights.scatter_(-1, reach, before.masked_fill(taken, 0)).sum(-1, keepdim=True)
+        if rule.published:  # where nothing is left, every code is equally likely
+            total = weights[..., :-1].masked_fill_(total <= 0, 1).sum(-1, keepdim=True)
     own = torch.cat(owns, -1)
     f = (own + torch.cat(absorbed, -1)).clamp(max=1)
     return _Judgement(f, (f - own).clamp(min=0), torch.where(total > 0, weights[..., :-1] / total, P))

@@ -21,7 +21,8 @@ def near_codes(tokenizer: VQModel, metric: str, k: int) -> Tensor:
     tables = _TABLES.setdefault(tokenizer, {})
     wanted = min(k, tokenizer.config.codebook_size - 1)
     if metric not in tables or tables[metric].shape[1] < wanted:
-        tables[metric] = neighbours(tokenizer.codebook.float(), k, metric)
+        vectors = tokenizer.quantize.embedding.weight if metric == "raw" else tokenizer.codebook
+        tables[metric] = neighbours(vectors.float(), k, metric)
     return tables[metric]
 
 
@@ -29,8 +30,9 @@ def neighbours(codebook: Tensor, k: int, metric: str = "l2") -> Tensor:
     """The k nearest others of each code, all of them if fewer: int64 [V, k], nearest first, lower index at ties.
 
     Args:
-        codebook: [V, c], the vectors that the decoder receives: for LlamaGen the l2-normalised codes.
-        k: >= 1. metric: "l2" or "cosine"; else ValueError.
+        codebook: [V, c], the vectors that the decoder receives, for LlamaGen the l2-normalised codes; for "raw" the
+            codes as they are stored.
+        k: >= 1. metric: "l2", "cosine", or "raw", which is l2; else ValueError.
     """
     if metric not in METRICS or k < 1:
         raise ValueError(f"metric={metric!r}, k={k}: give one of {', '.join(METRICS)}, and k of at least 1")

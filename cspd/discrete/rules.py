@@ -7,25 +7,36 @@ were chosen, which are point masses, Q = 1 at that code.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.acceptance import bound, exponential, grouped, linear, merge, pooled, relaxed, residual
+from cspd.discrete.acceptance import (
+    bound,
+    exponential,
+    grouped,
+    linear,
+    merge,
+    pooled,
+    relaxed,
+    released_residual,
+    residual,
+)
 from cspd.discrete.probabilities import likeliest_point
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
 
 SCHEDULES = ("exponential", "linear")
-METRICS = ("l2", "cosine")
+METRICS = ("l2", "cosine", "raw")
 NEIGHBOURS = (
     Option("k", int, "neighbours at most", default=10, implied=True, low=1),
     Option(
         "metric",
         METRICS,
-        "distance of neighbours, between the vectors that the decoder receives",
+        "distance of neighbours: of the vectors that the decoder receives, or l2 of the codebook as it is stored (raw)",
         default="l2",
         implied=True,
     ),
@@ -35,6 +46,13 @@ OPTIMAL = Option(
     bool,
     "after a rejection sample from G*, the closest to the target; if not, as the authors' code does",
     default=True,
+    implied=True,
+)
+PUBLISHED = Option(
+    "published",
+    bool,
+    "judge as LANTERN's released code does, not its paper: no bound; raw neighbours, unless metric says so",
+    default=False,
     implied=True,
 )
 PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
@@ -50,6 +68,7 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         Option("delta", float, "mass that the neighbours may give, 0.05 to 0.4 in the paper", above=0, high=1),
         *NEIGHBOURS,
         OPTIMAL,
+        PUBLISHED,
     ),
     "lantern++": (
         Option(
@@ -62,6 +81,7 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         ),
         *NEIGHBOURS,
         OPTIMAL,
+        PUBLISHED,
     ),
     "gsd": (
         Option(
@@ -101,6 +121,8 @@ class Rule:
         lam: lantern++: > 0, see `pooled`. k: lantern, lantern++: how many neighbours at most.
         group, gap: gsd: see `grouped`.
         optimal: G is G*; or else the papers' own, norm([P - Q]+) and lantern's norm([P_A - Q]+).
+        published: lantern, lantern++: f and G are those of the released code, whatever `optimal` says: `pool`,
+            `acceptance.released_residual`, and sums that equal the limit are pooled too. There is no bound.
         greedy: temperature 0. P is given at temperature 1, and every candidate is a point mass; x is accepted if it is
             P's argmax (P_A's, of a rule that pools), lowest index at ties, else P's argmax is committed.
 
@@ -120,6 +142,7 @@ class Rule:
     group: int | None = None
     gap: float = DEFAULTS["gap"]
     optimal: bool = DEFAULTS["optimal"]
+    published: bool = DEFAULTS["published"]
     greedy: bool = False
 
     def __post_init__(self) -> None:
@@ -132,7 +155,9 @@ class Rule:
 
     @property
     def guarantee(self) -> str:
-        return "exact" if self.name == "exact" else "bounded"
+        if self.name == "exact":
+            return "exact"
+        return "heuristic" if self.published else "bounded"
 
     @property
     def pools(self) -> bool:
@@ -143,6 +168,11 @@ class Rule:
     def groups(self) -> bool:
         """Whether it looks at the codes of similar probability."""
         return self.name == "gsd"
+
+    @property
+    def num_near(self) -> int:
+        """How many neighbours of a code it looks at; the released code empties one more than it pools."""
+        return self.k + self.published
 
     def omega(self, depth: Tensor | int) -> Tensor | float:
         """The factor of `relaxed` at depths from 1, an int or int64 [...]: a number or [..., 1]; constant from L on."""
@@ -169,7 +199,7 @@ class Rule:
         if self.greedy:
             return self.target(self._merged(P, x, near) if self.pools else P)
         if self.pools:
-            return pooled(P, Q, self._neighbours(near), self._limit(P))
+            return pooled(P, Q, self._neighbours(near)[:, : self.k], self._limit(P))
         if self.groups:
             return grouped(P, Q, self.group, self.gap)
         return relaxed(P, Q, self.omega(depth))
@@ -178,13 +208,15 @@ class Rule:
         """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`."""
         if self.greedy:
             return self.target(P)
+        if self.published:
+            return released_residual(P, Q, x, self._neighbours(near), self._limit(P))
         if self.optimal:
             return residual(P, Q, f)
         return residual(self._merged(P, x, near) if self.pools else P, Q, 1.0)
 
     def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         """What judging a candidate adds to the bound on the total variation [...]; the cap at 1 is the caller's."""
-        if self.name == "exact":
+        if self.guarantee != "bounded":
             return torch.zeros_like(P[..., 0])
         # their own G is biased where f < min(1, P / Q), though Q f <= P there
         own = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
@@ -192,7 +224,7 @@ class Rule:
 
     def _merged(self, P: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
         """P_A [..., V] of codes x [...]."""
-        return merge(P, x, self._neighbours(near), self._limit(P))
+        return merge(P, x, self._neighbours(near)[:, : self.k], self._limit(P))
 
     def share(self, depth: Tensor | int) -> Tensor | float:
         """What rejecting a chosen code, Q = 1 there, leaves of its own probability, as `omega`; without pooling."""
@@ -200,30 +232,39 @@ class Rule:
         return left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
 
     def reach(self, x: Tensor, near: Tensor | None) -> Tensor:
-        """What the judgement of a chosen code by pooling looks at: codes x [...] and neighbours, int64 [..., 1 + k]."""
+        """What judging chosen codes x [...] by pooling looks at: they and neighbours, int64 [..., 1 + num_near]."""
         return torch.cat([x.unsqueeze(-1), self._neighbours(near)[x]], -1)
 
     def pool(self, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """The judgement of a chosen code by pooling, from the probabilities [..., 1 + k] of what it reaches.
+        """The judgement of a chosen code by pooling, from the probabilities [..., 1 + num_near] of what it reaches.
 
         Returns:
-            (what the code takes over [..., 1], bool [..., 1 + k], of which its rejection leaves nothing).
+            (what the code takes over [..., 1], bool [..., 1 + num_near], of which its rejection leaves nothing).
         """
-        own, around = mass[..., :1], mass[..., 1:]
+        own, around = mass[..., :1], mass[..., 1 : 1 + self.k]
         limit = self.delta if self.name == "lantern" else self.lam * own
-        given = around.cumsum(-1) < limit
-        taken = torch.zeros_like(given) if self.optimal else given
+        sums = around.cumsum(-1)
+        if self.published:  # rejecting a code that takes over any neighbour's mass empties all of them
+            given = sums <= limit
+            taken = given[..., :1].expand_as(mass[..., 1:])
+        else:
+            given = sums < limit
+            taken = torch.zeros_like(given) if self.optimal else given
         return (around * given).sum(-1, keepdim=True), functional.pad(taken, (1, 0), value=True)
 
     def _neighbours(self, near: Tensor | None) -> Tensor:
-        """int64 [V, k], nearest first."""
-        if near is None or near.shape[1] < min(self.k, len(near) - 1):
-            raise ValueError(f"{self.name}: give near, int64 [V, k] by `neighbours` with k of at least {self.k}")
-        return near[:, : self.k]
+        """int64 [V, num_near], nearest first."""
+        least = self.num_near
+        if near is None or near.shape[1] < min(least, len(near) - 1):
+            raise ValueError(f"{self.name}: give near, int64 [V, k] by `neighbours` with k of at least {least}")
+        return near[:, :least]
 
     def _limit(self, P: Tensor) -> Tensor:
         """The mass that stays above what the neighbours of codes of probability P give, of the shape of P."""
-        return torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
+        limit = torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
+        if self.published:  # just above: a sum that equals the limit stays below this
+            return limit.nextafter(torch.full_like(P, math.inf))
+        return limit
 
 
 @functools.lru_cache(maxsize=256)
@@ -235,9 +276,13 @@ def rule_of(request: Request) -> Rule:
     """The rule a request asks for, its schedule over as many depths as are drafted, of a window at most WINDOW_CAP.
 
     Raises:
-        ValueError: a parameter is missing or out of range.
+        ValueError: a parameter is missing or out of range, or two contradict each other.
     """
     given = {option.name: getattr(request, option.name) for option in PARAMETERS[request.rule]}
+    if given.get("published"):
+        if given["optimal"]:
+            raise ValueError("optimal=True and published=True ask for two ways to resample: give one of them")
+        given["metric"] = given["metric"] or "raw"
     parameters = [(name, value) for name, value in given.items() if value is not None]
     length = request.gamma
     if request.pd_k is not None:  # of a window: the first path, as far as a schedule goes

@@ -19,7 +19,7 @@ GPT_MODEL = Kind(
     "give it as checkpoint, with its tokenizer beside it, or as draft of a GPT (--checkpoint, --draft-checkpoint)",
 )
 TOKENIZER = Kind("tokenizer", TOKENIZERS, create_tokenizer, "give it as vae of a GPT (--vae)")
-EAGLE = Kind("EAGLE drafter", GPTS, create_eagle, "put it beside its GPT as eagle.safetensors")
+EAGLE = Kind("EAGLE drafter", GPTS, create_eagle, "give it as eagle of its GPT (--eagle)")
 KINDS += [GPT_MODEL, TOKENIZER, EAGLE]
 PIXELS = re.compile(r"_(256|384|512)\b")  # in an official file's name; its weights are the same at any resolution
 

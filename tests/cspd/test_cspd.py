@@ -26,7 +26,7 @@ import cspd
 from cspd import Engine, MARModels, Request, noise
 from cspd.continuous import ancestral
 from cspd.continuous import cspd_method as method
-from cspd.continuous.cspd_method import Paths
+from cspd.continuous.cspd_ratio import Paths
 from cspd.sequence import Sequence
 from mar.diffusion import schedule
 from mar.model import MAR
@@ -121,14 +121,17 @@ def denoise(head: torch.nn.Module, z: Tensor, scale: float | Tensor, request: Re
     return Chain(mean, path, log_sigma)
 
 
-def log_ratio(x: Tensor, p: Chain, q: Chain, ratio_temperature: float) -> Tensor:
+SIGNS = {None: 1, "paper": 1, "published": -1}  # of log Sigma
+
+
+def log_ratio(x: Tensor, p: Chain, q: Chain, ratio_temperature: float, sigma: str | None = None) -> Tensor:
     """log p - log q at tokens x [R, d], Sigma included: [R]."""
 
     def last(chain: Chain) -> Tensor:
         z = (x - chain.mean) / chain.last.exp() / ratio_temperature
         return (-0.5 * z.square() - chain.last - 0.5 * math.log(2 * math.pi)).sum(-1)
 
-    return q.path - p.path + last(p) - last(q)
+    return SIGNS[sigma] * (q.path - p.path) + last(p) - last(q)
 
 
 def scales(request: Request) -> list[float]:
@@ -162,7 +165,7 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
         return denoise(model.head, z, s[rank], request, x, eps_t)
 
     def judge(x: Tensor, p: Chain, q: Chain) -> float:
-        return log_ratio(x, p, q, request.ratio_temperature or 42).item()
+        return log_ratio(x, p, q, request.ratio_temperature or 42, request.sigma).item()
 
     rounds = drafted = tries = known = 0
     prefill = math.ceil(request.prefill * LENGTH)
@@ -208,6 +211,7 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
         {"prefill": 0.7, "verify": "sequential", "num_iter": 8, "cfg_schedule": "constant", "gamma": 3},
         {"prefill": 0.7, "align": False, "ratio_temperature": 200.0},
         {"prefill": 0.7, "ratio_temperature": 25.0, "cfg": 1.0, "temperature": 1.1},
+        {"prefill": 0.7, "sigma": "published"},
     ],
     ids=str,
 )
@@ -260,8 +264,8 @@ def test_a_draft_that_is_the_target_is_judged_in_another_context_in_parallel(tar
 # ---- the ratio
 
 
-@pytest.mark.parametrize("ratio_temperature", [42.0, 1.0])
-def test_the_ratio_is_that_of_equation_4(ratio_temperature):
+@pytest.mark.parametrize("ratio_temperature, sigma", [(42.0, "paper"), (1.0, None), (42.0, "published")])
+def test_the_ratio_is_that_of_equation_4(ratio_temperature, sigma):
     """On the embedded pair with 100 steps: 99 terms of log sigma and the last step's tempered Gaussians."""
     engine, known, count = cspd.load("digits32", max_batch=1, device="cpu"), 20, 6
     resolved = engine.resolve(Request(3, 5, method="cspd", cfg=3.0, temperature=0.9, num_sampling_steps=100))
@@ -282,10 +286,10 @@ def test_the_ratio_is_that_of_equation_4(ratio_temperature):
     assert ((chains[1].path - chains[0].path).abs() > 0.1).all(), "Sigma does not show"
     (p, q), (p64, q64) = made, chains
     for x in (q.tokens, p.tokens, 2 * p.tokens - q.tokens):
-        actual = method.log_ratio(x[:, None], p, q, ratio_temperature).squeeze(1)
+        actual = method.log_ratio(x[:, None], p, q, ratio_temperature, sigma).squeeze(1)
         # the tokens themselves are compared above: at ratio temperature 1 their rounding is many sigmas
         p64, q64 = p64._replace(mean=p.tokens.double()), q64._replace(mean=q.tokens.double())
-        expected = log_ratio(x.double(), p64, q64, ratio_temperature)
+        expected = log_ratio(x.double(), p64, q64, ratio_temperature, sigma)
         assert expected.abs().max() > 1
         assert actual.tolist() == pytest.approx(expected.tolist(), rel=1e-4, abs=2e-2)
 

@@ -27,7 +27,7 @@ def test_what_is_no_path(argument, place):
         ([], {"vae": ""}, "vae is empty"),
         ([], {"draft": ""}, "draft is empty"),
         ([], {"arch": ""}, "unknown MAR model ''"),
-        (["digits32", "digits32_vq"], {"draft": ""}, "arch, vae, draft and text_encoder are of one checkpoint"),
+        (["digits32", "digits32_vq"], {"draft": ""}, "arch, vae, draft, eagle and text_encoder are of one checkpoint"),
     ],
 )
 def test_an_empty_name_is_not_the_default(checkpoints, given, message):

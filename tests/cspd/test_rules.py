@@ -39,6 +39,13 @@ RULES = {
     "greedy lantern": Rule("lantern", delta=0.5, k=2, greedy=True),
     "greedy lantern++, own G": Rule("lantern++", lam=9.0, k=2, greedy=True, optimal=False),
 }
+PUBLISHED = {
+    "lantern, published": Rule("lantern", delta=8 / 64, k=3, published=True),
+    "lantern, published, all neighbours": Rule("lantern", delta=0.4, k=50, published=True),
+    "lantern++, published": Rule("lantern++", lam=1.3, k=3, published=True),
+    "greedy lantern, published": Rule("lantern", delta=0.5, k=2, greedy=True, published=True),
+}
+ALL = RULES | PUBLISHED
 EXACT = [name for name in RULES if name.startswith(("exact", "greedy")) and "lantern" not in name]
 
 
@@ -305,6 +312,54 @@ def test_groups_are_the_plain_loop(group, gap):
     assert torch.allclose(tv(committed, P), mean, atol=1e-10)
 
 
+def released(rule, P, Q, candidates, order):
+    """What LANTERN's released code does with candidates, in plain Python: (probability that each is accepted, what is
+    sampled if none is). Q: what they were drawn from; None: chosen.
+    """
+    P, accepted, left, earlier = list(P), [], 1.0, []
+    for x in candidates:
+        pooled, gives = 0.0, False
+        limit = rule.delta if rule.name == "lantern" else rule.lam * P[x]
+        for y in order[x][: rule.k]:
+            if pooled + P[y] > limit:
+                break
+            pooled, gives = pooled + P[y], True
+        emptied = order[x][: rule.k + 1] if gives else []
+        if Q is None:
+            f = min(1.0, P[x] + pooled)
+            P = [0.0 if y == x or y in emptied else mass for y, mass in enumerate(P)]
+        else:
+            q = [0.0 if y in earlier else mass for y, mass in enumerate(Q)]
+            q = [mass / sum(q) for mass in q]
+            f = min(1.0, (P[x] + pooled) / q[x])
+            q = [0.0 if y in emptied else mass for y, mass in enumerate(q)]
+            P = [max(0.0, a - b) for a, b in zip(P, q)]
+        P = [mass / sum(P) for mass in P] if sum(P) > 0 else [1 / len(P)] * len(P)
+        accepted.append(left * f)
+        left *= 1 - f
+        earlier.append(x)
+    return accepted, P
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "greedy" not in name])
+def test_published_lantern_does_what_its_code_does(name, drawn):
+    rule, table = PUBLISHED[name], near(12)
+    P = torch.cat([coarse(), (2 * random(9, 12)).softmax(-1)]).repeat(8, 1)
+    Q = random(*P.shape, seed=1).softmax(-1)
+    candidates = torch.rand(P.shape, generator=torch.Generator().manual_seed(2)).argsort(-1)[:, :3]
+    accepted, left, mean = outcomes(rule, P, Q if drawn else None, candidates)
+    rows = zip(P.tolist(), Q.tolist() if drawn else [None] * len(P), candidates.tolist())
+    expected = [released(rule, *row, table.tolist()) for row in rows]
+    assert torch.allclose(accepted, torch.tensor([row[0] for row in expected]).double(), atol=1e-10)
+    assert torch.allclose(left, torch.tensor([row[1] for row in expected]).double(), atol=1e-10)
+    assert rule.guarantee == "heuristic" and (mean == 0).all()
+    if drawn:  # farther from P than Theorem 2 says of the paper's
+        taken, resampled, _ = commit(rule, P, Q, 1)
+        theorem = bound(P, Q, rule.accept(P, Q, near=table))
+        assert (tv(taken + resampled, P) - theorem).max() > 0.03
+
+
 def test_pooling_stops_at_the_first_that_would_reach_the_limit():
     P, order = torch.tensor([0.3, 0.1, 0.05, 0.5, 0.05]).double(), torch.tensor([[1, 2, 3, 4]] * 5)
     for limit, mass in ((0.1, 0.0), (0.15, 0.1), (0.16, 0.15), (0.65, 0.15), (0.66, 0.65), (1.0, 0.7)):
@@ -381,10 +436,10 @@ def test_guarantees_and_missing_neighbours():
     Rule("lantern", delta=0.2, k=100).accept(P, Q, near=near(5))  # a codebook of 5 has no more than 4 others
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ALL)
 def test_batched_is_row_by_row(name):
     """Over any leading dimensions, depths that differ, and absent candidates."""
-    rule, g = RULES[name], torch.Generator().manual_seed(0)
+    rule, g = ALL[name], torch.Generator().manual_seed(0)
     P, Q = (t[:12].view(3, 4, 5) for t in pairs())
     candidates = torch.rand(3, 4, 5, generator=g).argsort(-1)[..., :3]
     candidates[0, :, 1], candidates[1, 2] = -1, -1
@@ -405,9 +460,9 @@ def test_batched_is_row_by_row(name):
             assert torch.allclose(judged.residual[i, j], left, atol=1e-6) or index >= 0
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ALL)
 def test_float32_is_near_float64(name):
-    rule, (P, Q) = RULES[name], pairs()
+    rule, (P, Q) = ALL[name], pairs()
     made = []
     for dtype in (torch.float64, torch.float32):
         p, q = P.to(dtype), Q.to(dtype)

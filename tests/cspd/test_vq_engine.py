@@ -33,6 +33,8 @@ COMPOSED = [
     Request(1, method="sjd", rule="lantern", delta=0.2, window=5, continuation=True),
     Request(1, method="eagle2", rule="gsd", group=3),
     Request(1, method="gsd", group=4, window=5, continuation=True, optimal=True),
+    Request(1, method="lantern", k=2, published=True),
+    Request(1, method="lantern++", k=2, published=True),
 ]
 
 
@@ -232,7 +234,7 @@ def test_guarantees():
     assert engine.resolve(Request(0, draft="eagle-static", rule="cool-sd", delta=1.1, gamma=3)).method == "sd"
     linear = Request(0, method="sjd", window=64, rule="cool-sd", delta=1.1, schedule="linear")
     assert engine.resolve(linear).schedule == "linear"
-    for request, expected in zip(COMPOSED, ["bounded"] * len(COMPOSED), strict=True):
+    for request, expected in zip(COMPOSED, ["bounded"] * 8 + ["heuristic"] * 2, strict=True):
         output = engine.generate([dataclasses.replace(request, window=7 if request.window else None)])[0]
         assert output.stats.guarantee == expected
     assert [engine.generate([Request(0, method=m, **SMALL.get(m, {}))])[0].stats.guarantee for m in ("sd", "sjd")] == [
@@ -304,6 +306,8 @@ BAD = [
     ({"method": "cool-sd", "delta": [1]}, "delta=[1] does not fit: give a number, above 0"),
     ({"method": "cool-sd", "optimal": "no"}, "True or False"),
     ({"method": "sjd", "optimal": False}, "needs rule="),
+    ({"method": "lantern", "published": True, "optimal": True}, "two ways to resample"),
+    ({"method": "cool-sd", "published": True}, "needs rule='lantern' or 'lantern++'"),
     ({"method": "sjd", "delta": 0}, "needs rule="),
     ({"gamma": 5}, "needs draft='eagle-dynamic', and it is None"),
     ({"draft": "jacobi", "gamma": 3}, "needs draft='eagle-dynamic', and it is 'jacobi'"),

@@ -1,11 +1,14 @@
 """Near codes: the order of a plain sort, whatever is done at once."""
 
+import copy
+
 import pytest
 import torch
+from toys import request_of, toy_models
 
 from cspd.discrete import neighbours as module
-from cspd.discrete.neighbours import neighbours
-from cspd.discrete.rules import METRICS
+from cspd.discrete.neighbours import near_codes, neighbours
+from cspd.discrete.rules import METRICS, rule_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -33,3 +36,15 @@ def test_where_many_are_equally_far_the_lower_index_comes_first(k):
     squares = (grid[:, None] - grid).square().sum(-1).int().tolist()
     expected = [sorted((d, j) for j, d in enumerate(row) if j != i)[:k] for i, row in enumerate(squares)]
     assert neighbours(grid, k).tolist() == [[j for _, j in row] for row in expected]
+
+
+def test_raw_neighbours_are_those_of_the_codebook_as_it_is_stored():
+    """The released code of LANTERN takes them; a request can ask for others."""
+    tokenizer = copy.deepcopy(toy_models(codes=11)["tokenizer"])
+    stored = tokenizer.quantize.embedding.weight
+    stored *= torch.arange(1.0, 12).unsqueeze(1)  # as long as they are not in training
+    raw, near = (near_codes(tokenizer, metric, 3) for metric in ("raw", "l2"))
+    assert torch.equal(raw, neighbours(stored, 3)) and not torch.equal(raw, near)
+    assert torch.equal(near, neighbours(tokenizer.codebook, 3))
+    metrics = [rule_of(request_of("lantern", published=True, metric=metric)).metric for metric in (None, "cosine")]
+    assert metrics == ["raw", "cosine"] and rule_of(request_of("lantern")).metric == "l2"

@@ -81,9 +81,9 @@ def test_wrong_files(load, tmp_path):
     "load, create, message",
     [
         (load_mar, lambda: create_gpt(DRAFT), rf"{DRAFT} \(GPT\), .* with its tokenizer beside it"),
-        (load_mar, lambda: create_eagle(DRAFT), rf"{DRAFT} \(EAGLE drafter\), .* put it beside its GPT"),
+        (load_mar, lambda: create_eagle(DRAFT), rf"{DRAFT} \(EAGLE drafter\), .* give it as eagle of its GPT"),
         (load_vae, lambda: create_tokenizer("vq_digits32"), r"vq_digits32 \(tokenizer\), .* as vae of a GPT \(--vae\)"),
-        (load_gpt, lambda: create_eagle(TARGET), rf"{TARGET} \(EAGLE drafter\), .* put it beside its GPT"),
+        (load_gpt, lambda: create_eagle(TARGET), rf"{TARGET} \(EAGLE drafter\), .* give it as eagle of its GPT"),
         (load_gpt, lambda: create_mar("mar_digits32_draft"), r"mar_digits32_draft \(MAR model\), .*--checkpoint"),
         (load_tokenizer, lambda: create_vae("kl_digits32"), r"kl_digits32 \(autoencoder\), .* as vae of a MAR model"),
         (load_eagle, lambda: create_gpt(DRAFT), rf"{DRAFT} \(GPT\), not of the expected EAGLE drafter"),

@@ -1,0 +1,92 @@
+"""How far LANTERN's released code is from its paper, on digits32_vq: python scripts/lantern_published.py
+
+Of the first drafted code at every place of sampled images: what is sampled after it was rejected, G, and the
+distribution of the code that is committed. Drawn codes are as of a chain or a static tree; the chosen one is EAGLE-2's
+first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from codes import Codes
+from drafted import distributions
+from torch import Tensor
+from train_eagle import predict
+
+import cspd
+from cspd.discrete.acceptance import bound
+from cspd.discrete.judging import judge_siblings
+from cspd.discrete.neighbours import near_codes
+from cspd.discrete.rules import Rule
+
+IMAGES, GUIDANCE = 10, 2.0
+SETTINGS = ((0.2, 100), (0.4, 511))  # delta, k
+PLACES = 8  # at a time
+
+
+def drafts() -> tuple[cspd.Engine, Tensor, Tensor]:
+    """The engine, and (P, Q) [N, V] at all places of images."""
+    engine = cspd.load("digits32_vq", max_batch=IMAGES, device="cpu")
+    outputs = engine.sample(range(IMAGES), method="ar", cfg=GUIDANCE)
+    host, codes = engine.host, torch.stack([output.tokens for output in outputs])
+    labels = torch.tensor([output.request.label for output in outputs])
+    both = Codes(codes.repeat(2, 1), torch.cat([labels, torch.full_like(labels, host.num_classes)]))
+    predicted, features = predict(host.target, host.models["eagle"], both, 0.0, torch.Generator())
+    return engine, *(distributions(host.target, made, GUIDANCE).flatten(0, 1) for made in (features, predicted))
+
+
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs().sum(-1) / 2
+
+
+def chosen(Q: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes [N, 1], the distribution [N, 1, V] that each was drafted from): the likeliest, as a point mass."""
+    x = Q.argmax(-1, keepdim=True)
+    return x, torch.zeros_like(Q).scatter(-1, x, 1).unsqueeze(1)
+
+
+def drawn(Q: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of every code there is, drawn from Q."""
+    codes = torch.arange(Q.shape[-1]).expand(len(Q), -1)
+    return codes, Q.unsqueeze(1).expand(-1, codes.shape[1], -1)
+
+
+def residual(rule: Rule, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor) -> Tensor:
+    """G [N, n, V] after each of codes x [N, n] was rejected, of P, f [N, V] and Q [N, n, V]."""
+    if x.shape[1] == 1:  # a chosen code
+        return judge_siblings(rule, P, None, x, torch.ones(x.shape), near=near).residual.unsqueeze(1)
+    P, f = (each.unsqueeze(1).expand_as(Q) for each in (P, f))
+    return rule.resample(P, Q, f, x, near)
+
+
+@torch.inference_mode()
+def main() -> None:
+    engine, P_all, Q_all = drafts()
+    tokenizer = engine.host.models["tokenizer"]
+    print("delta    k  drafted  TV of G   committed: paper  its bound  released")
+    for (delta, k), draft in itertools.product(SETTINGS, (drawn, chosen)):
+        paper = Rule("lantern", delta=delta, k=k, optimal=False)
+        code = dataclasses.replace(paper, published=True)
+        near = near_codes(tokenizer, "l2", k + 1)
+        sums = torch.zeros(5, dtype=torch.float64)
+        for P, Q in zip(P_all.split(PLACES), Q_all.split(PLACES)):
+            x, q = draft(Q)
+            f = paper.accept(P, q[:, 0], near=near)
+            G, G_code = (residual(rule, P, q, f, x, near) for rule in (paper, code))
+            rejected = q[:, 0].gather(-1, x) * (1 - f.gather(-1, x))
+            of_G = (rejected * distance(G, G_code)).sum()
+            accepted = q[:, 0] * f
+            committed = [accepted + (rejected.unsqueeze(-1) * made).sum(1) for made in (G, G_code)]
+            distances = [distance(each, P).sum() for each in committed]
+            theorem = bound(P, q[:, 0], f).sum()
+            sums += torch.stack([of_G, rejected.sum(), distances[0], theorem, distances[1]]).double()
+        of_G, rejected, *rest = sums.tolist()
+        means = " ".join(f"{each / len(P_all):10.3f}" for each in rest)
+        print(f"{delta:5} {k:4}  {draft.__name__:<7}  {of_G / rejected:7.3f}   {means}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Drafters for a target that is not embedded: from its own samples, and from a folder; what is kept and measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+
+import codes
+import numpy as np
+import pytest
+import torch
+import train_eagle
+import training
+from codes import Codes, kept
+from drafted import acceptance_by_depth, estimates, parameters
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from stores import small_vq_checkpoint
+from toys import CLASSES, CPU, toy_models
+
+import cspd
+from cspd.cli import main
+from cspd.loading import checkpoint_files
+from cspd.vq.gpt import GPTConfig
+from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_eagle, create_gpt, create_tokenizer
+from cspd.vq.tokenizer import VQConfig
+
+SIZES = {"dim": 16, "n_layer": 2, "n_head": 2, "vocab_size": 24, "num_classes": 10, "multiple_of": 8}
+TOKENIZER = VQConfig(ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=24, num_res_blocks=1, attention=False)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """The folder of a target of 8x8 pixels, 4x4 codes."""
+    folder = tmp_path_factory.mktemp("target")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(GPTS, "tiny", GPTSpec(GPTConfig(block_size=16, **SIZES), "tiny", SamplingDefaults(image_size=8)))
+        patch.setitem(TOKENIZERS, "tiny", TOKENIZER)
+        torch.manual_seed(0)
+        for name, create in (("target", create_gpt), ("tokenizer", create_tokenizer)):
+            save_file(create("tiny").state_dict(), folder / f"{name}.safetensors")
+        yield folder
+
+
+@pytest.fixture
+def train(target, tmp_path, monkeypatch):
+    """A function that runs the program for some steps, and returns the file that it makes."""
+
+    def run(name, **options):
+        out = tmp_path / f"{name}.safetensors"
+        given = {"checkpoint": target, "steps": 4, "batch": 4, "run": tmp_path / name, "out": out} | options
+        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        monkeypatch.setattr(sys, "argv", ["train_eagle", *flags])
+        train_eagle.main()
+        return out
+
+    return run
+
+
+def test_from_its_own_samples(target, train, tmp_path, capsys):
+    """What the drafter drafts changes no image."""
+    whole = train("whole", self_samples=20)
+    assert "a chain of them" in capsys.readouterr().out
+    last = json.loads((tmp_path / "whole" / "log.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 4 and all(0 < last[f"depth {depth}"] < 1 for depth in range(1, 7))
+    engine = cspd.load(target, eagle=whole, max_batch=4, device="cpu")
+    plain, drafted = (
+        engine.generate([cspd.Request(label, label, method) for label in range(4)]) for method in ("ar", "eagle2")
+    )
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, drafted))
+    assert sum(output.stats.backbone_calls for output in drafted) < 4 * 16
+    arguments = ["--checkpoint", str(target), "--eagle", str(whole), "--method", "eagle2", "--labels", "0"]
+    assert main(["sample", *arguments, "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "samples.json").read_text())["settings"]["eagle"]["file"] == str(whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cut_off_goes_on_to_the_same_drafter(train, monkeypatch):
+    whole, loss_of, calls = train("whole", self_samples=20), train_eagle.loss_of, itertools.count()
+
+    def cut_off(*args):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return loss_of(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "SAVE_SECONDS", 0)
+        patch.setattr(train_eagle, "loss_of", cut_off)
+        train("cut", self_samples=20)
+    cut = load_file(train("cut", self_samples=20))
+    assert all(torch.equal(cut[name], tensor) for name, tensor in load_file(whole).items())
+
+
+@pytest.mark.slow
+def test_from_a_folder(train, tmp_path):
+    random = np.random.default_rng(0)
+    for label in range(10):
+        place = tmp_path / "images" / f"class_{label}"
+        place.mkdir(parents=True)
+        for i in range(2):
+            Image.fromarray(random.integers(0, 255, (9, 10, 3), dtype=np.uint8)).save(place / f"{i}.png")
+    assert train("folder", data=tmp_path / "images", images=20).exists()
+    parts = [load_file(tmp_path / "folder" / "codes" / part / "00000000.safetensors") for part in ("train", "held_out")]
+    assert [part["codes"].shape for part in parts] == [(20, 16), (2, 16)]
+    assert torch.bincount(parts[0]["labels"]).tolist() == [2] * 10
+    (tmp_path / "images" / "class_10").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "class_10" / "0.png")
+    with pytest.raises(ValueError, match="has 11 classes and the target 10"):
+        train("another", data=tmp_path / "images", images=20)
+
+
+def test_what_is_no_target(train, capsys):
+    with pytest.raises(ValueError, match="digits32 is a MAR"):
+        train("mar", checkpoint="digits32", self_samples=20)
+    with pytest.raises(SystemExit):
+        train("neither")
+    assert "give either --self-samples N or --data" in capsys.readouterr().err
+
+
+def test_an_eagle_that_does_not_fit(target):
+    with pytest.raises(ValueError, match="EAGLE drafter and target do not fit: dim is 192 and 160"):
+        cspd.load(small_vq_checkpoint(), eagle=checkpoint_files("digits32_vq")["eagle"], device="cpu")
+    with pytest.raises(ValueError, match=r"digits32: eagle=... is for VQ targets"):
+        cspd.load("digits32", eagle=target, device="cpu")
+
+
+def test_codes_are_made_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(codes, "PART", 4)
+    made = []
+
+    def make(numbers):
+        made.append(numbers)
+        number = torch.tensor([*numbers])
+        return Codes(number.repeat(2, 1).T.contiguous(), number)
+
+    def labels(num, **made_with):
+        made.clear()
+        return kept(make, num, tmp_path, made_with, CPU).labels.tolist()
+
+    assert labels(10, cfg=1.0) == [*range(10)] and len(made) == 3
+    (tmp_path / "00000004.safetensors").unlink()
+    assert labels(12, cfg=1.0) == [*range(12)] and made == [range(4, 8), range(8, 12)]
+    assert labels(4, cfg=1.0) == [*range(4)] and not made
+    with pytest.raises(ValueError, match="give another --codes"):
+        labels(4, cfg=2.0)
+
+
+def one_by_one(target, drafter, own, label, scale, depths):
+    """(accepted, judged) [2, depths] of an image's codes [L], chain after chain."""
+    both, sums = torch.tensor([label, CLASSES]), torch.zeros(2, depths)
+    inputs = target.embed(both, own[:-1].expand(2, -1))
+    features = target.features(inputs, torch.arange(len(own)).unsqueeze(0))
+
+    def distribution(feature):
+        label, null = target.output(feature)
+        return (null + scale * (label - null)).softmax(-1)
+
+    for start in range(len(own)):
+        past, weight = torch.cat([torch.zeros_like(features[:, :1]), features[:, :start]], 1), 1.0
+        for ahead in range(min(depths, len(own) - start)):
+            place = torch.arange(start + ahead + 1)
+            made = drafter(past, inputs[:, place], target.table(place.unsqueeze(0)))[:, -1:]
+            p, q = distribution(features[:, start + ahead]), distribution(made[:, 0])
+            sums[:, ahead] += weight * torch.stack([torch.minimum(p, q).sum(), torch.tensor(1.0)])
+            code = own[start + ahead]
+            weight = weight * min(1.0, (q[code] / p[code]).item())
+            past = torch.cat([past, made], 1)
+    return sums
+
+
+def test_acceptance_by_depth_is_that_of_chains_one_by_one():
+    models = toy_models(codes=11, length=9)
+    target, drafter, depths, scale = models["target"], models["eagle"], 4, 1.7
+    data = Codes(torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0)), torch.arange(6) % CLASSES)
+    with torch.inference_mode():
+        sums = sum(one_by_one(target, drafter, *image, scale, depths) for image in zip(*data))
+    expected = (sums[0] / sums[1]).tolist()
+    assert acceptance_by_depth(target, drafter, data, scale, depths) == pytest.approx(expected, rel=1e-4)
+    assert max(expected) - min(expected) > 0.01
+
+
+def test_estimates():
+    """Of LlamaGen-L, 343M parameters; parameters are those of the models, but for norms and biases."""
+    row = estimates(steps=20000, batch=16, samples=10000, max_batch=32).splitlines()[2].split()
+    assert row[:2] == ["llamagen_l", "256"] and 2 < float(row[3]) < 10 and 0.1 < float(row[7]) < 10
+    models = create_gpt("gpt_digits32"), create_eagle("gpt_digits32")
+    actual = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert parameters(GPTS["gpt_digits32"].config) == pytest.approx(actual, rel=2e-3)
