@@ -66,7 +66,7 @@ def test_the_draft_is_a_target_too():
 
 def test_files_are_found_by_any_name():
     files = checkpoint_files("digits32_vq")
-    assert files.keys() == {"target", "draft", "eagle", "tokenizer"} and all(files.values())
+    assert {name for name, file in files.items() if file} == {"target", "draft", "eagle", "tokenizer"}
     assert checkpoint_files(files["target"]) == files
     assert checkpoint_files("digits32").keys() == {"target", "draft", "vae"}
 

@@ -91,12 +91,12 @@ def test_other_files_are_another_encoder(folder):
 
 
 def test_a_damaged_file_is_made_again(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(text.platformdirs, "user_cache_path", lambda name: tmp_path)
+    monkeypatch.setattr(text, "user_cache", lambda: tmp_path)
     features = TextEncoder(folder).features("fox", MOST, CPU)
     (file,) = (tmp_path / "text").iterdir()
     file.write_bytes(file.read_bytes()[:-40])
     assert torch.equal(TextEncoder(folder).features("fox", MOST, CPU), features)
-    monkeypatch.setattr(text.platformdirs, "user_cache_path", lambda name: file)  # which is no folder
+    monkeypatch.setattr(text, "user_cache", lambda: file)  # which is no folder
     assert torch.equal(TextEncoder(folder).features("fox", MOST, CPU), features)
 
 
