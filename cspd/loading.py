@@ -173,8 +173,9 @@ def load(
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
-        TypeError: a path is something else. ValueError: as in `Engine`, an unknown arch, an EAGLE drafter for a MAR, or
-            several checkpoints and one arch, vae, draft, eagle or text encoder for them.
+        TypeError: a path is something else. ValueError: as in `Engine`, an unknown arch, an EAGLE drafter for a MAR,
+            a text encoder for models of classes, or several checkpoints and one arch, vae, draft, eagle or text encoder
+            for them.
     """
     checkpoints = checkpoints or ("digits32",)
     if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft, eagle, text_encoder)):
@@ -209,6 +210,8 @@ def load(
             else:
                 models.append(_mar_models(target, arch, files["draft"], decoder_file))
                 cache = None if _is_remote(checkpoint) else target.parent / "calibration"
+        if text_encoder is not None and getattr(models[-1], "text_encoder", None) is None:
+            raise ValueError(f"{checkpoint} makes images of classes: leave text_encoder=... (--text-encoder) out")
     return Engine(
         *models,
         max_batch=max_batch,

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
     asked = check_method(args)
     method = asked.name
     if asked.family != "MAR" or method not in PREPARED:
-        raise ValueError(f"{method!r} is not prepared by itself: give --method {' or '.join(PREPARED)}, of MAR")
+        prepared = f"give --method {' or '.join(PREPARED)}, of MAR"
+        raise ValueError(f"{method!r} of {asked.family} models is not prepared by itself: {prepared}")
     if args.force and method != "speculative":
         raise ValueError(f"--force measures this device again, and {method!r} depends on none: leave it out")
     engine = load_engine(args, 1)

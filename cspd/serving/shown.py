@@ -78,6 +78,9 @@ def about(engine: Engine, names: Mapping[str, str]) -> dict:
 
     Args:
         names: of the checkpoints, by family.
+
+    Raises:
+        ValueError: a model makes images of texts.
     """
     shares = np.linspace(0, 1, COLOURS)[None]
     colours = np.asarray(coloured(shares))[0]
@@ -92,6 +95,10 @@ def about(engine: Engine, names: Mapping[str, str]) -> dict:
 
 def _model(engine: Engine, family: str, name: str) -> dict:
     host = engine.hosts[family]
+    if not host.num_classes:
+        raise ValueError(
+            f"{name} makes images of texts and the page shows models of classes: take cspd sample --prompt"
+        )
     usual = engine.check(Request(0, family=family))
     return {
         "family": family,

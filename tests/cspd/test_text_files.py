@@ -137,6 +137,8 @@ def test_bad_commands(folder, tmp_path, capsys):
         ("--checkpoint", folder, "--prompts", tmp_path / "latin.txt"): "latin.txt is no text in UTF-8",
         ("--checkpoint", folder, "--prompts", tmp_path / "none.txt"): "none.txt",
         ("--checkpoint", tmp_path / "no_encoder", "--prompt", "a"): "prompt='a' needs a text encoder",
+        ("--checkpoint", small_vq_checkpoint(), "--text-encoder", tmp_path): "of classes: leave text_encoder=... (--",
+        ("--checkpoint", "digits32", "--text-encoder", tmp_path): "digits32 makes images of classes: leave text_enc",
         ("--checkpoint", folder, "--prompt", "a", "--text-encoder", tmp_path): "no configuration of the text encoder",
     }
     for args, message in told.items():
@@ -148,11 +150,13 @@ def test_bad_commands(folder, tmp_path, capsys):
         run("--prompt", "a", "--labels", "1")
 
 
-@pytest.mark.parametrize("command", ["evaluate", "bench", "compare"])
+@pytest.mark.parametrize("command", ["evaluate", "bench", "compare", "tune", "serve"])
 def test_other_commands_say_that_they_make_classes(command, folder, tmp_path, capsys):
-    args = [] if command == "bench" else ["--num", "2", "--out", str(tmp_path / "out")]
-    assert main([command, "--checkpoint", str(folder), *args, "--device", "cpu"]) == 2
-    assert "these models make images of texts" in capsys.readouterr().err
+    args = {"bench": [], "tune": ["--out", tmp_path / "out"], "serve": ["--port", 0]}
+    own = args.get(command, ["--num", 2, "--out", tmp_path / "out"])
+    assert main([command, "--checkpoint", str(folder), *map(str, own), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "images of texts" in error and ("sample --prompt" in error or command != "serve")
 
 
 def test_a_checkpoint_of_another_architecture(folder, tmp_path):
