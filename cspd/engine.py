@@ -71,11 +71,11 @@ class Engine:
         self.precision = precision_of(precision, self.device)
         self.compiled, self.graphs = compiled, Graphs(self.device, graphs)
         self._models: list[Models] = [placed(each, self.device) for each in models]
-        self._settings: dict[str, Any] = {"compiled": compiled, "graphs": graphs, "cache": cache, "noise": noise}
+        how: dict[str, Any] = {"noise": noise, "compiled": compiled, "cache": cache}
+        self._settings = how | {"graphs": graphs}
         self.hosts: dict[str, Host] = {}
-        how: dict[str, Any] = {"compiled": compiled, "graphs": self.graphs, "cache": cache}
         for each in self._models:
-            self.hosts[each.family] = each.host(max_batch, self.device, self.precision, noise, **how)
+            self.hosts[each.family] = each.host(max_batch, self.device, self.precision, **how, graphs=self.graphs)
         self.num_slots, self._closed = max_batch, False
         self._classes = {each.family: each.classes for each in self._models}
         self._flight = Flight(self.hosts, max_batch, self.device)
@@ -130,8 +130,7 @@ class Engine:
         request, method = self._checked(request)
         with self._flight.turns.take():
             request = self.hosts[method.family].resolve(request, method)
-        advice = method.advice(request)
-        if advice is not None:
+        if advice := method.advice(request):
             warnings.warn(advice, stacklevel=1)  # always from here, so that Python says it once
         return request
 
@@ -268,8 +267,7 @@ class Engine:
             prompts: texts in place of labels, one or many.
             seed: of the first image; the next has the next. settings: as of `Request`. Others as of `generate`.
         """
-        requests = requests_of(labels, prompts, seed, method, settings)
-        return self.generate(requests, progress, on_progress)
+        return self.generate(requests_of(labels, prompts, seed, method, settings), progress, on_progress)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes the models to a new folder, which `cspd.load` reads. Raises ValueError, OSError."""

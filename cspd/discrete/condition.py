@@ -19,10 +19,12 @@ from torch.nn import functional
 
 from cspd.discrete.batch import Batch, alike, batch_of
 from cspd.discrete.forward import through_layers
+from cspd.parsing import shortened
 from cspd.sequence import Request, Sequence
 from cspd.transfer import send, send_integers
 from cspd.vq.gpt import GPT
 from cspd.vq.steps import steps
+from cspd.vq.text import PLACE
 
 
 class Conditions:
@@ -45,6 +47,13 @@ class Conditions:
     def columns(self, batch: Batch, position: Tensor) -> Tensor:
         """Cache columns of inputs at positions [R], of a batch's rows."""
         return position if self.before is None else position + self.before[batch.rows]
+
+
+def check_encoder(request: Request, host: Any) -> None:
+    """Raises ValueError where a request has a text and a `VQHost` no text encoder."""
+    if request.prompt is not None and host.text_encoder is None:
+        missing = "needs a text encoder and this engine has none"
+        raise ValueError(f"prompt={shortened(request.prompt)} {missing}: {PLACE}")
 
 
 def take_in(host: Any, sequences: list[Sequence]) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from cspd import noise as philox_noise
 from cspd.discrete.batch import Batch, of_copies
 from cspd.discrete.cache import MOST_NODES, Cache
-from cspd.discrete.condition import Conditions, take_in
+from cspd.discrete.condition import Conditions, check_encoder, take_in
 from cspd.discrete.forward import inputs_of, through_layers
 from cspd.discrete.options import VQ_OPTIONS
 from cspd.discrete.past import PastFeatures
@@ -22,7 +22,6 @@ from cspd.discrete.probabilities import guide, likeliest_point, probabilities
 from cspd.graphs import Graphs
 from cspd.method import Method, complete
 from cspd.noise import Purpose
-from cspd.parsing import shortened
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
@@ -32,7 +31,7 @@ from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import defaults_of
 from cspd.vq.steps import steps
-from cspd.vq.text import PLACE, TextEncoder
+from cspd.vq.text import TextEncoder
 from cspd.vq.tokenizer import VQModel
 
 
@@ -119,9 +118,7 @@ class VQHost:
         """
         published = {option.name: getattr(self.defaults, option.name) for option in VQ_OPTIONS}
         request = complete(with_prefix(request, self), method, VQ_OPTIONS, published, self.num_classes)
-        if request.prompt is not None and self.text_encoder is None:
-            missing = "needs a text encoder and this engine has none"
-            raise ValueError(f"prompt={shortened(request.prompt)} {missing}: {PLACE}")
+        check_encoder(request, self)
         method.check(request, self)
         return request
 

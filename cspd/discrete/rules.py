@@ -14,17 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.acceptance import (
-    bound,
-    exponential,
-    grouped,
-    linear,
-    merge,
-    pooled,
-    relaxed,
-    released_residual,
-    residual,
-)
+from cspd.discrete import acceptance
 from cspd.discrete.probabilities import likeliest_point
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
@@ -180,8 +170,8 @@ class Rule:
             return self.delta if self.name == "uniform-rsd" else 1.0
         depth = depth.clamp(max=self.length).unsqueeze(-1) if isinstance(depth, Tensor) else min(depth, self.length)
         if self.schedule == "linear":
-            return linear(depth, self.delta, self.length, self.ell)
-        return exponential(depth, self.delta, self.length, self.nu)
+            return acceptance.linear(depth, self.delta, self.length, self.ell)
+        return acceptance.exponential(depth, self.delta, self.length, self.nu)
 
     def target(self, P: Tensor) -> Tensor:
         """What is to be sampled from: P, or the point mass at its argmax."""
@@ -199,20 +189,20 @@ class Rule:
         if self.greedy:
             return self.target(self._merged(P, x, near) if self.pools else P)
         if self.pools:
-            return pooled(P, Q, self._neighbours(near)[:, : self.k], self._limit(P))
+            return acceptance.pooled(P, Q, self._neighbours(near)[:, : self.k], self._limit(P))
         if self.groups:
-            return grouped(P, Q, self.group, self.gap)
-        return relaxed(P, Q, self.omega(depth))
+            return acceptance.grouped(P, Q, self.group, self.gap)
+        return acceptance.relaxed(P, Q, self.omega(depth))
 
     def resample(self, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor | None = None) -> Tensor:
         """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`."""
         if self.greedy:
             return self.target(P)
         if self.published:
-            return released_residual(P, Q, x, self._neighbours(near), self._limit(P))
+            return acceptance.released_residual(P, Q, x, self._neighbours(near), self._limit(P))
         if self.optimal:
-            return residual(P, Q, f)
-        return residual(self._merged(P, x, near) if self.pools else P, Q, 1.0)
+            return acceptance.residual(P, Q, f)
+        return acceptance.residual(self._merged(P, x, near) if self.pools else P, Q, 1.0)
 
     def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         """What judging a candidate adds to the bound on the total variation [...]; the cap at 1 is the caller's."""
@@ -220,11 +210,11 @@ class Rule:
             return torch.zeros_like(P[..., 0])
         # their own G is biased where f < min(1, P / Q), though Q f <= P there
         own = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
-        return bound(self.target(P), Q, f, residual(P, Q, 1.0) if own else None)
+        return acceptance.bound(self.target(P), Q, f, acceptance.residual(P, Q, 1.0) if own else None)
 
     def _merged(self, P: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
         """P_A [..., V] of codes x [...]."""
-        return merge(P, x, self._neighbours(near)[:, : self.k], self._limit(P))
+        return acceptance.merge(P, x, self._neighbours(near)[:, : self.k], self._limit(P))
 
     def share(self, depth: Tensor | int) -> Tensor | float:
         """What rejecting a chosen code, Q = 1 there, leaves of its own probability, as `omega`; without pooling."""

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from toys import CPU, admitted, counts, distribution, draw, host_of, p_value, request_of, sequences, toy_models
 
-from cspd.discrete import draft_verify, drafts, jacobi, rules, tree
+from cspd.discrete import acceptance, draft_verify, drafts, jacobi, rules, tree
 from cspd.discrete.window import kept_windows
 from cspd.lookup import find
 from cspd.noise import Purpose
@@ -109,7 +109,7 @@ def test_a_relaxed_rule_is_within_its_bound(rule, kind, models):
 
 @pytest.mark.slow
 def test_a_bound_that_is_too_small_shows(models, monkeypatch):
-    monkeypatch.setattr(rules.Rule, "bound", lambda self, P, Q, f: 0.3 * rules.bound(P, Q, f))
+    monkeypatch.setattr(rules.Rule, "bound", lambda self, P, Q, f: 0.3 * acceptance.bound(P, Q, f))
     _, distance, statistics = test(models, "sd", gamma=3, rule="uniform-rsd", delta=4.0)
     assert distance > 1.2 * sum(s.bound for s in statistics) / len(statistics)
 
