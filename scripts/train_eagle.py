@@ -1,7 +1,8 @@
 """Trains EAGLE's drafter for a LlamaGen: python scripts/train_eagle.py --checkpoint c2i_L_256.pt --self-samples 10000
 
-The target may be any that `cspd sample --checkpoint` takes. What it makes is learnt from codes that it samples itself,
-which takes no data, or from images in class-named folders (--data). They are made once and kept in --codes.
+The target may be any of classes that `cspd sample --checkpoint` takes. What it makes is learnt from codes that it
+samples itself, which takes no data, or from images in class-named folders (--data). They are made once and kept in
+--codes.
 
 Regression onto the target's next feature and cross-entropy with the target's own distribution (EAGLE, section 4.2), a
 tenth of the labels replaced by the null class so that guidance can be drafted too. The file that it writes is given to
@@ -111,11 +112,19 @@ def arguments() -> argparse.Namespace:
 
 
 def models_of(args: argparse.Namespace, device: torch.device) -> tuple[GPT, VQModel]:
-    """The target, at the resolution of --size where that is given, and its tokenizer. Raises ValueError for a MAR."""
+    """The target, at the resolution of --size where that is given, and its tokenizer.
+
+    Raises:
+        ValueError: it is a MAR, or makes images of texts.
+    """
     engine = cspd.load(args.checkpoint, arch=args.arch, vae=args.tokenizer, max_batch=1, device=device)
     if engine.host.family != "VQ":
         raise ValueError(f"--checkpoint {args.checkpoint} is a MAR: EAGLE drafts the codes of VQ models")
     target, tokenizer = engine.host.target, engine.host.models["tokenizer"]
+    if not target.config.num_classes:
+        raise ValueError(
+            f"--checkpoint {args.checkpoint} makes images of texts: only targets of classes are trained on"
+        )
     stride = tokenizer.config.stride
     args.size = args.size or target.config.grid * stride
     target.config = dataclasses.replace(target.config, block_size=(args.size // stride) ** 2)

@@ -110,7 +110,13 @@ def test_from_a_folder(train, tmp_path):
         train("another", data=tmp_path / "images", images=20)
 
 
-def test_what_is_no_target(train, capsys):
+def test_what_is_no_target(target, train, tmp_path, monkeypatch, capsys):
+    texts = GPTConfig(block_size=16, **SIZES | {"num_classes": 0, "prefix_length": 4, "caption_dim": 6})
+    monkeypatch.setitem(GPTS, "tiny_texts", GPTSpec(texts, "tiny", SamplingDefaults(image_size=8)))
+    save_file(create_gpt("tiny_texts").state_dict(), tmp_path / "target.safetensors")
+    (tmp_path / "tokenizer.safetensors").symlink_to(target / "tokenizer.safetensors")
+    with pytest.raises(ValueError, match="makes images of texts: only targets of classes are trained on"):
+        train("texts", checkpoint=tmp_path, self_samples=20)
     with pytest.raises(ValueError, match="digits32 is a MAR"):
         train("mar", checkpoint="digits32", self_samples=20)
     with pytest.raises(SystemExit):
