@@ -91,14 +91,16 @@ def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     """
     gathered = P.numel() * near.shape[1]
     chunk = max(1, MOST_AT_ONCE * len(near) // max(1, gathered))
+    # a row for each code, so that what is gathered are whole rows
+    rows = P.reshape(-1, len(near)).T.contiguous()
+    limits = limit.reshape(-1, len(near)).T
     parts = []
-    for block, most in zip(near.split(chunk), limit.split(chunk, dim=-1)):
-        # the k-th neighbours of all x side by side: vectors are long then
-        mass = P.index_select(-1, block.T.flatten()).unflatten(-1, block.T.shape)
-        sums = mass.cumsum(-2)
-        reached = sums >= most.unsqueeze(-2)
-        parts.append(sums.masked_fill_(reached, 0).amax(-2))
-    return torch.cat(parts, dim=-1)
+    for block, most in zip(near.split(chunk), limits.split(chunk)):
+        mass = rows.index_select(0, block.flatten()).unflatten(0, block.shape)
+        sums = mass.cumsum(1)
+        reached = sums >= most.unsqueeze(1)
+        parts.append(sums.masked_fill_(reached, 0).amax(1))
+    return torch.cat(parts).T.view(P.shape)
 
 
 def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
