@@ -53,7 +53,7 @@ def train(folder, tmp_path, monkeypatch):
         flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         monkeypatch.setattr(sys, "argv", [program, *flags])
         importlib.import_module(program).main()
-        return out
+        return given["out"]
 
     return run
 

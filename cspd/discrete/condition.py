@@ -76,8 +76,10 @@ def _take_in_classes(host: Any, sequences: list[Sequence]) -> None:
         label = null if sequence.request.label is None else sequence.request.label
         numbers += [(2 * sequence.slot, label), (2 * sequence.slot + 1, null)]
     rows, labels = send_integers(numbers, host.device).unbind(1)
+    uses = {"target"}.union(*(sequence.uses for sequence in sequences))
     for name, last in host.conditions.last.items():
-        last[rows] = host.models[name].cls_embedding(labels).squeeze(1)
+        if name in uses:
+            last[rows] = host.models[name].cls_embedding(labels).squeeze(1)
 
 
 def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
