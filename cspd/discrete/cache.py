@@ -32,7 +32,7 @@ def _stepped(width: int) -> int:
 
 
 class Cache:
-    """Keys and values, [2, layers, 2 * slots, columns, heads, head_dim], allocated once.
+    """Keys and values, [2, layers, 2 * slots, heads, columns, head_dim], allocated once.
 
     Rows 2s and 2s + 1 are slot s under its condition and the null condition. Its inputs are in the first columns; the
     input at position p is p columns after the last of them, and what is drafted beyond it, on any path, after that.
@@ -42,7 +42,7 @@ class Cache:
         self, config: GPTConfig, length: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         columns = _stepped(length + MOST_NODES)
-        shape = (2, layers, 2 * num_slots, columns, config.n_head, config.head_dim)
+        shape = (2, layers, 2 * num_slots, config.n_head, columns, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
 
     def clear(self, slots: Tensor) -> None:
@@ -72,7 +72,7 @@ class Cache:
         own = steps(count, start.device) if columns is None else columns
         width = most + (count if seen is None else seen.shape[-1] - 2)
         if not together:
-            width = min(_stepped(width), self.tensor.shape[3])
+            width = min(_stepped(width), self.tensor.shape[4])
 
         # where keys and values go
         if together and columns is None:
@@ -97,7 +97,7 @@ class Cache:
         if isinstance(rows, slice):
             rows = steps(self.tensor.shape[2], self.tensor.device)[rows]
         rows = rows.unsqueeze(1)
-        self.tensor[:, :, rows, target] = self.tensor[:, :, rows, source]
+        self.tensor[:, :, rows, :, target] = self.tensor[:, :, rows, :, source]
 
 
 def seen_of(sees: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class CacheView:
     """Where a forward finds the past and leaves its own keys and values.
 
     Attributes:
-        keys, values: [layers, rows, columns, heads, head_dim], shared by all sequences, written in place.
+        keys, values: [layers, rows, heads, columns, head_dim], shared by all sequences, written in place.
         rows: the row of each of B sequences, int64 [B] or a slice, which saves copies.
         columns: where their N inputs go, int64 [B, N], or a slice if all go to the same columns.
         width: how many columns are looked at, from the first.
@@ -71,18 +71,18 @@ class CacheView:
     width: int
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, N, heads, head_dim]; returns those that are looked at, [B, width, ...]."""
+        """Stores keys and values [B, heads, N, head_dim]; returns those that are looked at, [B, heads, width, ...]."""
         return self._update(self.keys[layer], key), self._update(self.values[layer], value)
 
     def _update(self, cache: Tensor, new: Tensor) -> Tensor:
         new = new.to(cache.dtype)
         if isinstance(self.columns, slice):
-            cache[self.rows, self.columns] = new
+            cache[self.rows, :, self.columns] = new
         elif isinstance(self.rows, slice):
-            cache[self.rows][steps(len(new), new.device).unsqueeze(1), self.columns] = new
+            cache[self.rows][steps(len(new), new.device).unsqueeze(1), :, self.columns] = new.transpose(1, 2)
         else:
-            cache[self.rows.unsqueeze(1), self.columns] = new
-        return cache[self.rows, : self.width]
+            cache[self.rows.unsqueeze(1), :, self.columns] = new.transpose(1, 2)
+        return cache[self.rows, :, : self.width]
 
 
 def rotary_table(config: GPTConfig) -> Tensor:
@@ -130,9 +130,9 @@ class Attention(nn.Module):
         qkv = self.wqkv(x).unflatten(-1, (3 * self.n_head, -1))
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=-2)
         q, k = rotate(qk, table).chunk(2, dim=-2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if cache is not None:
             k, v = (t.type_as(q) for t in cache.update(self.layer, k, v))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and cache is None)
         return self.wo(out.transpose(1, 2).flatten(2))
 

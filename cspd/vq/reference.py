@@ -61,7 +61,7 @@ def sample(
         null_class = torch.full_like(labels, config.num_classes)
         classes = torch.cat([labels, null_class])
     rows = slice(0, len(classes))
-    shape = (config.n_layer, len(classes), config.block_size, config.n_head, config.head_dim)
+    shape = (config.n_layer, len(classes), config.n_head, config.block_size, config.head_dim)
     keys = torch.zeros(shape, device=device)
     values = torch.zeros(shape, device=device)
     codes = torch.empty(len(labels), config.block_size, dtype=torch.int64, device=device)

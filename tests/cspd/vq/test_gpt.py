@@ -34,7 +34,7 @@ def test_official_shapes(name):
 
 def empty_cache(model, rows, columns):
     c = model.config
-    return torch.full((2, c.n_layer, rows, columns, c.n_head, c.head_dim), 7.0)  # what nobody may look at
+    return torch.full((2, c.n_layer, rows, c.n_head, columns, c.head_dim), 7.0)  # what nobody may look at
 
 
 def test_any_split_of_the_sequence_and_any_rows(small_gpt, gpt_golden):
@@ -99,7 +99,7 @@ def test_eagle_with_a_cache(small_gpt):
     features, embeddings = torch.randn(2, 3, 8, config.dim)
     position = torch.arange(1, 9).expand(3, -1)
     expected = drafter(features, embeddings, small_gpt.table(position))
-    cache, rows = torch.zeros(2, 1, 3, 9, config.n_head, config.head_dim), torch.arange(3)
+    cache, rows = torch.zeros(2, 1, 3, config.n_head, 9, config.head_dim), torch.arange(3)
     for start, stop in [(0, 3), (3, 8)]:
         part = position[:, start:stop]
         mask = (torch.arange(1, stop + 1) <= part.unsqueeze(-1)).unsqueeze(1)
