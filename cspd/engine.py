@@ -40,7 +40,8 @@ class Engine:
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's on the same device.
-        compiled: run speculative rounds through torch.compile: half a minute on first use, then faster.
+        compiled: run MAR's speculative rounds and VQ models' layers through torch.compile: half a minute on first use,
+            then faster.
         graphs: replay the work of fixed shape as CUDA graphs, see `cspd.graphs`; by default on CUDA, and nowhere else.
         cache: where calibrations are kept, before the user's cache directory.
         noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.

@@ -66,7 +66,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     group.add_argument(
         "--compile",
         action="store_true",
-        help="compile MAR's speculative rounds: half a minute on first use, then faster",
+        help="compile MAR's speculative rounds and VQ models' layers: half a minute on first use, then faster",
     )
     group.add_argument(
         "--graphs",

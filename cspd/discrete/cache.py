@@ -44,6 +44,7 @@ class Cache:
         columns = _stepped(length + MOST_NODES)
         shape = (2, layers, 2 * num_slots, config.n_head, columns, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
+        self._keys, self._values = (of_layers.unbind() for of_layers in self.tensor)
 
     def clear(self, slots: Tensor) -> None:
         """Zeroes slots, int64 [n]: what is masked counts nothing, but NaN times nothing is NaN."""
@@ -79,7 +80,7 @@ class Cache:
             places = slice(most, most + count)
         else:
             places = start.unsqueeze(1) + own
-        view = CacheView(*self.tensor, rows, places, width)
+        view = CacheView(self._keys, self._values, rows, places, width)
 
         # which columns each input looks at; where all are together, the mask of one is that of all
         first = start[:1] if together else start

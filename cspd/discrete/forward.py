@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cspd.discrete.batch import Batch
+from cspd.telling import telling
 from cspd.vq.gpt import CacheView
+from cspd.vq.steps import steps
+
+PROGRAMS = 64  # at most: a model's layers for one input or several, with a mask or without, for the null class or not
 
 
 def inputs_of(host: Any, batch: Batch, codes: Tensor, position: Tensor, model: str) -> Tensor:
@@ -35,8 +44,40 @@ def through_layers(
     Args:
         mask, view: as `Cache.look` gives them. past: [R, N, dim], to "eagle": the features before the inputs.
     """
-    module = host.models[model]
+    table = (host.target if model == "eagle" else host.models[model]).table(position)
+    layers = compiled_layers() if host.compiled else _layers
     with host.precision.fast():
-        if model == "eagle":
-            return module(past, inputs, host.target.table(position), mask, view)
-        return module.features(inputs, position, mask, view)
+        return layers(host.models[model], inputs, table, mask, view, past)
+
+
+def _layers(
+    module: Any, inputs: Tensor, table: Tensor, mask: Tensor | None, view: CacheView, past: Tensor | None
+) -> Tensor:
+    if past is not None:
+        return module(past, inputs, table, mask, view)
+    return module.through(inputs, table, mask, view)
+
+
+@functools.cache
+def compiled_layers() -> Callable[..., Tensor]:
+    """`_layers` by torch.compile, for any number of rows and inputs: half a minute on first use, then fewer kernels."""
+    compiled, calls = torch.compile(_layers, dynamic=True), itertools.count()
+
+    def told(module: Any, inputs: Tensor, table: Tensor, mask: Tensor | None, view: CacheView, *more: Any) -> Tensor:
+        message = "compiling the models' layers, about half a minute"
+        with torch._dynamo.config.patch(recompile_limit=PROGRAMS):
+            with telling(message) if next(calls) == 0 else nullcontext():
+                return compiled(module, inputs, table, mask, _plain(view), *more)
+
+    return told
+
+
+def _plain(view: CacheView) -> CacheView:
+    """The same view without slices, for which there would be a program each."""
+    keys, values, rows, columns = view.keys, view.values, view.rows, view.columns
+    if isinstance(rows, slice):
+        keys, values = ([of_layer[rows] for of_layer in kept] for kept in (keys, values))
+        rows = slice(None)
+    if isinstance(columns, slice):
+        columns = steps(columns.stop, keys[0].device)[columns]
+    return dataclasses.replace(view, keys=keys, values=values, rows=rows, columns=columns)

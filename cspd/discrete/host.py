@@ -44,7 +44,8 @@ class VQHost:
         draft: a smaller model of the same codes; eagle: a drafter on the target's features. tokenizer: of the codes.
         text_encoder: of texts.
         tuning: a `cspd.discrete.tuning.Tuning`, for methods that leave how far they draft to be decided.
-        graphs: run what has a fixed shape; by default as plain calls.
+        compiled: run the models' layers through torch.compile. graphs: run what has a fixed shape; by default as plain
+            calls.
 
     Attributes:
         codes: int64 [slots, L + MOST_NODES], raster order. heat: float32, the same, for pictures.
@@ -71,6 +72,7 @@ class VQHost:
         tokenizer: VQModel | None = None,
         text_encoder: TextEncoder | None = None,
         tuning: Any = None,
+        compiled: bool = False,
         graphs: Graphs | None = None,
     ) -> None:
         models = {"target": target, "draft": draft, "eagle": eagle}
@@ -78,7 +80,7 @@ class VQHost:
         self.models["tokenizer"], self.tuning = tokenizer, tuning
         self.text_encoder = text_encoder
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
-        self.graphs = graphs or Graphs(device, enabled=False)
+        self.compiled, self.graphs = compiled, graphs or Graphs(device, enabled=False)
         self.config, self.num_slots = target.config, num_slots
         self.seq_len, self.num_classes = target.config.block_size, target.config.num_classes
         self.defaults = defaults_of(target.config)
@@ -224,7 +226,7 @@ class VQHost:
         output = self.models["target" if model == "eagle" else model].output
         self._start("backbone" if model == "target" else "draft")
         with self.precision.fast():
-            logits = output(features)
+            logits = output(features.transpose(0, 1)).transpose(0, 1)  # as they lie in memory: one large product
         self._start("other")
         logits = guide(logits.float(), batch.scale)
         if batch.greedy and not soft:

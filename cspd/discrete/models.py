@@ -57,15 +57,8 @@ class VQModels:
     ) -> VQHost:
         """A host of these models, which are on the device already; arguments as in `VQHost`.
 
-        `cache` is of no use to VQ models.
-
-        Raises:
-            ValueError: too little memory, or `compiled`: no round of VQ models is compiled.
+        `cache` is of no use to VQ models. Raises ValueError where there is too little memory.
         """
-        if compiled:
-            raise ValueError(
-                "compiled=True, or --compile, is for MAR's rounds and does nothing for VQ models: leave it out"
-            )
         fix = "use a smaller model or another device"
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device, copies)
@@ -80,7 +73,8 @@ class VQModels:
             eagle=self.eagle,
             tokenizer=self.tokenizer,
             text_encoder=self.text_encoder,
-            tuning=Tuning(self.target, self.eagle, device, precision, with_graphs, self.text_encoder),
+            tuning=Tuning(self.target, self.eagle, device, precision, compiled, with_graphs, self.text_encoder),
+            compiled=compiled,
             graphs=graphs,
         )
 

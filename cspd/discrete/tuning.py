@@ -115,7 +115,7 @@ class Tuning:
     """Chooses, by measurements that are each made on first use.
 
     Args:
-        target, eagle, text_encoder: the models. device, precision, graphs: how they run.
+        target, eagle, text_encoder: the models. device, precision, compiled, graphs: how they run.
     """
 
     def __init__(
@@ -124,11 +124,12 @@ class Tuning:
         eagle: Eagle | None,
         device: torch.device,
         precision: Precision,
+        compiled: bool,
         graphs: bool,
         text_encoder: TextEncoder | None = None,
     ) -> None:
         self.target, self.eagle, self.text_encoder = target, eagle, text_encoder
-        self.device, self.precision, self.graphs = device, precision, graphs
+        self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
         self._choices: dict[tuple[Request, int], Choice] = {}
         self._hashes: dict[str, str] = {}
 
@@ -203,13 +204,13 @@ class Tuning:
         return measured_once(Rounds, key, measure, what, user_cache()).values["codes"]
 
     def _how(self) -> dict:
-        return {"precision": self.precision.policy, "graphs": self.graphs}
+        return {"precision": self.precision.policy, "compiled": self.compiled, "graphs": self.graphs}
 
     def _host(self, num_slots: int) -> VQHost:
         """A host of its own, beside whatever runs."""
         graphs = Graphs(self.device, self.graphs)
-        models = {"eagle": self.eagle, "text_encoder": self.text_encoder}
-        return VQHost(self.target, num_slots, self.device, self.precision, **models, graphs=graphs)
+        how = {"eagle": self.eagle, "text_encoder": self.text_encoder, "compiled": self.compiled, "graphs": graphs}
+        return VQHost(self.target, num_slots, self.device, self.precision, **how)
 
     def _hash(self, name: str) -> str:
         if name not in self._hashes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,14 +59,14 @@ class CacheView:
     """Where a forward finds the past and leaves its own keys and values.
 
     Attributes:
-        keys, values: [layers, rows, heads, columns, head_dim], shared by all sequences, written in place.
+        keys, values: of each layer, [rows, heads, columns, head_dim], shared by all sequences, written in place.
         rows: the row of each of B sequences, int64 [B] or a slice, which saves copies.
-        columns: where their N inputs go, int64 [B, N], or a slice if all go to the same columns.
+        columns: where their N inputs go, int64 [B, N], or int64 [N] or a slice if all go to the same columns.
         width: how many columns are looked at, from the first.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     rows: Tensor | slice
     columns: Tensor | slice
     width: int
@@ -76,7 +77,7 @@ class CacheView:
 
     def _update(self, cache: Tensor, new: Tensor) -> Tensor:
         new = new.to(cache.dtype)
-        if isinstance(self.columns, slice):
+        if isinstance(self.columns, slice) or (self.columns.dim() == 1 and isinstance(self.rows, slice)):
             cache[self.rows, :, self.columns] = new
         elif isinstance(self.rows, slice):
             cache[self.rows][steps(len(new), new.device).unsqueeze(1), :, self.columns] = new.transpose(1, 2)
@@ -86,7 +87,7 @@ class CacheView:
 
 
 def rotary_table(config: GPTConfig) -> Tensor:
-    """cos + i sin, complex64 [1 + L, head_dim / 2], by position: row and column of the grid; 0 at the class position.
+    """cos and sin, float32 [1 + L, head_dim / 2, 2], by position: row and column of the grid; 0 at the class position.
 
     The zeros are the authors': queries and keys of the class token are zero, so that every token gives it logit 0.
     """
@@ -99,14 +100,19 @@ def rotary_table(config: GPTConfig) -> Tensor:
     down = angle.unsqueeze(1).expand(-1, config.grid, -1)
     across = angle.unsqueeze(0).expand(config.grid, -1, -1)
     angles = torch.cat([down, across], dim=-1).flatten(0, 1)
-    table = torch.polar(torch.ones_like(angles), angles)
+    table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
     return torch.cat([torch.zeros_like(table[:1]), table])
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turns pairs of channels of x [B, N, heads, head_dim] by the angles of table [B or 1, N, head_dim / 2]."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * table.unsqueeze(2)).flatten(-2).type_as(x)
+    """Turns pairs of channels of x [B, N, heads, head_dim] by the angles of table [B or 1, N, head_dim / 2, 2]."""
+    pairs, table = x.float().unflatten(-1, (-1, 2)), table.unsqueeze(2)
+    if torch.compiler.is_compiling():  # which makes one kernel of real products, and none of complex ones
+        (a, b), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
+    return turned.flatten(-2).type_as(x)
 
 
 class RMSNorm(nn.Module):
@@ -212,7 +218,7 @@ class GPT(nn.Module):
         self._table: Tensor | None = None
 
     def table(self, position: Tensor) -> Tensor:
-        """cos + i sin of positions [...], complex64 [..., head_dim / 2]."""
+        """cos and sin of positions [...], float32 [..., head_dim / 2, 2]."""
         if self._table is None or self._table.device != position.device:
             # an ordinary tensor, which training can use too; no buffer, since the official files have none
             with torch.inference_mode(False):
@@ -237,7 +243,10 @@ class GPT(nn.Module):
                 without a cache at itself and those before it.
             cache: the past, and where the inputs' own keys and values go; by default there is no past.
         """
-        table = self.table(position)
+        return self.through(x, self.table(position), mask, cache)
+
+    def through(self, x: Tensor, table: Tensor, mask: Tensor | None = None, cache: CacheView | None = None) -> Tensor:
+        """As `features`, of inputs whose positions have the rotary angles of `table`."""
         for layer in self.layers:
             x = layer(x, table, mask, cache)
         return self.norm(x)

@@ -350,8 +350,6 @@ def test_models_that_do_not_fit():
     ]:
         with pytest.raises(ValueError, match=advice):
             Engine(VQModels(**models | changes), device="cpu")
-    with pytest.raises(ValueError, match="--compile, is for MAR"):
-        Engine(VQModels(**models), device="cpu", compiled=True)
     with pytest.raises(ValueError, match="one of each"):
         Engine(VQModels(**models), VQModels(**models), device="cpu")
     with pytest.raises(ValueError, match=r"max_batch=1048576 with its key-value caches needs about"):
