@@ -16,7 +16,7 @@ from cspd import noise as philox_noise
 from cspd import saving
 from cspd.flight import Flight
 from cspd.graphs import Graphs
-from cspd.lookup import choose, method_of
+from cspd.lookup import choose, families_for, method_of
 from cspd.machine import describe, pick_device
 from cspd.method import Host, Method, Models, placed
 from cspd.option import plain
@@ -34,9 +34,9 @@ class Engine:
     its own request, never on the rest of the batch, but for rounding (docs/precision.md has the rates).
 
     Args:
-        models: of each family at most one set; a request that does not say otherwise is of the first that has its
-            method. They are moved to the device, put in eval mode and frozen, in place. Weights that are loaded later
-            are not seen by what was made of them: calibrations, and copies in another precision.
+        models: of each family at most one set; a request that names none is of the first that takes its label or prompt
+            and has its method. They are moved to the device, put in eval mode and frozen, in place. What was made of
+            weights, as calibrations and copies in another precision, does not see others that are loaded later.
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's on the same device.
@@ -139,7 +139,7 @@ class Engine:
         if not isinstance(request, Request):
             raise ValueError(f"{request!r} is no request: give cspd.Request(label, ...)")
         self._check_open()
-        request, method = choose(request, list(self.hosts))
+        request, method = choose(request, families_for(request, self.hosts))
         if isinstance(request.label, str):
             request = request.but(label=self._classes[method.family].number_of(request.label))
         if request.label is None and request.prompt is None and request.cfg is None:  # nothing to guide towards

@@ -179,8 +179,11 @@ def load(
     """
     checkpoints = checkpoints or ("digits32",)
     if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft, eagle, text_encoder)):
-        of_one = "arch, vae, draft, eagle and text_encoder are of one checkpoint"
-        raise ValueError(f"{of_one}: put the files of several beside their targets")
+        names = " and ".join(map(str, checkpoints))
+        raise ValueError(
+            f"arch, vae, draft, eagle and text_encoder are of one checkpoint, and these are several ({names}): give the"
+            " one that they belong to (--checkpoint on the command line), or put the files beside their targets"
+        )
     models: list[Models] = []
     cache = None
     for checkpoint in checkpoints:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cspd import methods
 from cspd.discrete.draft import DRAFTS
-from cspd.method import Method
+from cspd.method import Host, Method
 from cspd.parsing import choice, shortened, value_of
 from cspd.sequence import Request
 
@@ -27,6 +27,12 @@ def option_order() -> list[str]:
 def find(name: str | None, family: str | None) -> Method:
     """The method of a name for a family. Raises ValueError where there is none."""
     return _named(str(name), [str(family)], [method for method in methods.METHODS if method.family == family])
+
+
+def families_for(request: Request, hosts: Mapping[str, Host]) -> list[str]:
+    """The families of an engine's hosts, those first that take what a request gives: a text, or a class."""
+    of_text = request.prompt is not None
+    return sorted(hosts, key=lambda family: (hosts[family].num_classes == 0) != of_text)
 
 
 def choose(request: Request, families: Sequence[str]) -> tuple[Request, Method]:

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 
 from cspd.classes import NO_NAMES, ClassNames
-from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.host import VQHost
+from cspd.discrete.memory import bytes_per_slot
 from cspd.discrete.tuning import Tuning
 from cspd.graphs import Graphs
 from cspd.machine import check_fits
@@ -20,8 +20,6 @@ from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.text import TextEncoder
 from cspd.vq.tokenizer import VQModel
-
-WORKING = 10  # tensors [N, V] that a round may hold at once
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ class VQModels:
         """
         fix = "use a smaller model or another device"
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
-        check_fits(bytes_per_slot(self, precision), num_slots, " with its key-value caches", fix, device, copies)
+        per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
+        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, copies)
         with_graphs = graphs is not None and graphs.enabled
         return VQHost(
             self.target,
@@ -106,12 +105,3 @@ class VQModels:
                 f"text encoder and target do not fit: features have {self.text_encoder.width} and {config.caption_dim}"
                 f" channels; take the encoder the target was trained on"
             )
-
-
-def bytes_per_slot(models: VQModels, precision: Precision) -> int:
-    """Estimated peak bytes a slot adds: key-value caches, and the distributions of a round."""
-    config, size = models.target.config, precision.dtype.itemsize
-    columns = config.prefix_length - 1 + config.block_size + MOST_NODES
-    gpts = [m for m in (models.target, models.draft, models.eagle) if m is not None]
-    caches = sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)  # keys, values, the null class's
-    return caches + 4 * MOST_NODES * config.vocab_size * WORKING

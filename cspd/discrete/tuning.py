@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cspd.discrete.grid import SETTINGS, on_grid
 from cspd.discrete.host import VQHost
+from cspd.discrete.memory import bytes_per_slot
 from cspd.discrete.speculative import DECIDED, METHOD, run_round
 from cspd.graphs import Graphs
 from cspd.keeping import content_hash, measured_once, of_device, remember, user_cache
+from cspd.machine import free_bytes
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 from cspd.vq.eagle import Eagle
@@ -34,6 +37,7 @@ LARGEST = 1e9
 REPEATS = 12  # of a round that is timed
 LONG = 0.1  # seconds of a round, of which once is enough
 IMAGES = 4  # whose rounds are counted
+TEXT_STEP = 32  # tokens of a text, between lengths that are timed apart
 
 Way = Mapping[str, Any]  # settings of a request: how it drafts
 PLAIN: Way = {"window": 0}
@@ -106,11 +110,6 @@ def fastest(seconds: Mapping[str, float], codes: Mapping[str, float]) -> tuple[s
     return best, gains
 
 
-def _kind(request: Request, num_slots: int) -> tuple[Request, int]:
-    """What a choice depends on."""
-    return request.but(label=None, prompt=None, negative_prompt=None, seed=0, known=None), num_slots
-
-
 class Tuning:
     """Chooses, by measurements that are each made on first use.
 
@@ -135,14 +134,14 @@ class Tuning:
 
     def choice(self, request: Request, num_slots: int) -> Choice:
         """The fastest way for what is known of a checked request and the engine, whatever else is in flight."""
-        kind = _kind(request, num_slots)
+        kind = self._kind(request, num_slots)
         if kind not in self._choices:
             remember(self._choices, kind, self._choose(request, num_slots))
         return self._choices[kind]
 
     def why(self, asked: Request, window: int, num_slots: int) -> str:
         """What to tell of the window that a checked request runs with."""
-        choice = self._choices.get(_kind(asked, num_slots))
+        choice = self._choices.get(self._kind(asked, num_slots))
         if asked.window is not None or choice is None:
             return "as asked for" if asked.window is not None else "as the run began that this one went on from"
         best = max(choice.gains, key=choice.gains.__getitem__, default=None)
@@ -150,6 +149,18 @@ class Tuning:
         if window:
             return f"the fastest here with {num_slots} slots{predicted}"
         return f"nothing was drafted: on this device, with {num_slots} slots, it would hardly be faster{predicted}"
+
+    def _kind(self, request: Request, num_slots: int) -> tuple[Request, int, int]:
+        """What a choice depends on."""
+        alike = request.but(label=None, prompt=None, negative_prompt=None, seed=0, known=None)
+        return alike, num_slots, self._text_length(request)
+
+    def _text_length(self, request: Request) -> int:
+        """Tokens of a request's longer text, in steps; 0 of a class."""
+        texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]
+        most = self.target.config.prefix_length
+        lengths = [len(self.text_encoder.features(text, most, self.device)) for text in texts]
+        return -(-max(lengths, default=0) // TEXT_STEP) * TEXT_STEP
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
         by_name = {name_of(way): way for way in ways(request, self.eagle is not None)}
@@ -172,6 +183,7 @@ class Tuning:
             **self._how(),
             "models": [str(model and model.config) for model in (self.target, self.eagle)],
             "slots": num_slots,
+            "text": self._text_length(request),
             "guided": request.guided,
             "greedy": request.temperature == 0,
             "filters": bool(request.top_k) or request.top_p < 1,
@@ -186,14 +198,14 @@ class Tuning:
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
 
     def codes(self, request: Request, way: Way) -> float:
-        """Codes that a round commits on the average, of whole images by a request's settings."""
-        settings = ("cfg", "temperature", "top_k", "top_p")
+        """Codes that a round commits on the average, of whole images by settings near a request's."""
+        request = on_grid(request)
         models = ["target", *sorted(METHOD.uses(request.but(**way)))]
         key = {
             "schema": SCHEMA,
             **self._how(),
             "weights": [self._hash(model) for model in models],
-            **{name: getattr(request, name) for name in settings},
+            **{name: getattr(request, name) for name in SETTINGS},
             "codes of": name_of(way),
         }
 
@@ -207,7 +219,14 @@ class Tuning:
         return {"precision": self.precision.policy, "compiled": self.compiled, "graphs": self.graphs}
 
     def _host(self, num_slots: int) -> VQHost:
-        """A host of its own, beside whatever runs."""
+        """A host of its own, beside whatever runs. Raises ValueError where it does not fit into memory."""
+        needed = num_slots * bytes_per_slot(self.target, [self.eagle], self.precision)
+        free = free_bytes(self.device)
+        if needed > free:
+            raise ValueError(
+                f"choosing how far to draft takes {num_slots} slots more, about {needed / 2**30:.1f} GiB, and there are"
+                f" {free / 2**30:.1f} GiB free on {self.device}: give window=0 (plain sampling) or a smaller max_batch"
+            )
         graphs = Graphs(self.device, self.graphs)
         how = {"eagle": self.eagle, "text_encoder": self.text_encoder, "compiled": self.compiled, "graphs": graphs}
         return VQHost(self.target, num_slots, self.device, self.precision, **how)

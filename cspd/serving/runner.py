@@ -125,6 +125,7 @@ class Runner:
                 job.ticket = self.engine.add_request(request)
                 self._by_ticket[job.ticket] = job
         except Exception as error:
+            self._cancel([job for job in jobs if job.ticket in self._by_ticket])
             self.jobs.difference_update(jobs)
             started.set_exception(error)
             return

@@ -215,6 +215,25 @@ def test_a_round_that_fails_is_told(site, engine, monkeypatch, capsys):
     assert "finished" in finished(site.make(settings=QUICK))[0]
 
 
+def test_of_two_methods_both_run_or_none(site, engine, monkeypatch):
+    """Where the second cannot be queued, the first is taken out again."""
+    queued, add = [], engine._flight.add
+
+    def full(sequence):
+        if queued:
+            raise ValueError("no room for it")
+        queued.append(sequence)
+        add(sequence)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._flight, "add", full)
+        answer = site.make(methods=["ar", "ddim"], settings=QUICK)
+        assert answer.status == 400 and "no room for it" in json.load(answer)["detail"]
+    assert len(queued) == 1 and not engine.scheduler.in_flight() and not len(engine.scheduler)
+    assert not site.runner.jobs
+    assert "finished" in finished(site.make(settings=QUICK))[0]
+
+
 def test_the_command(capsys):
     """It says where the page is, and Ctrl-C ends it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -243,9 +262,14 @@ def test_the_command(capsys):
 
 def test_what_the_command_says_before_any_work(monkeypatch, capsys):
     twice = ["--checkpoint", "digits32", small_checkpoint()]
+    of_one = ["--port", "0", "--eagle", __file__]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = ["--port", str(taken.getsockname()[1])]
-        for options, said in ((port, "give another --port"), (twice, "both are MAR models: give one of each")):
+        for options, said in (
+            (port, "give another --port"),
+            (twice, "both are MAR models: give one of each"),
+            (of_one, "several (digits32 and digits32_vq): give the one that they belong to (--checkpoint"),
+        ):
             assert main(["serve", *options]) == 2
             error = capsys.readouterr().err
             assert said in error and error.count("\n") == 1

@@ -218,6 +218,16 @@ def test_what_is_no_request_of_a_text(request_, told, engine):
         engine.check(request_)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_request_goes_to_the_models_that_take_what_it_gives(first, models, small_mar):
+    both = [MARModels(small_mar), VQModels(**models)]
+    engine = Engine(both[first], both[1 - first], max_batch=1, device="cpu")
+    assert engine.check(Request(prompt=PROMPTS[0], method="ar")).family == "VQ"
+    assert engine.check(Request(1, method="ar")).family == engine.check(Request(1)).family == "MAR"
+    with pytest.raises(ValueError, match="these models make images of classes"):
+        engine.check(Request(prompt=PROMPTS[0], family="MAR"))
+
+
 @pytest.mark.parametrize("text", [{"prompt": "a red fox"}, {"label": 1, "negative_prompt": "a red fox"}], ids=str)
 def test_models_of_classes_take_no_text(text, small_mar):
     for models in (VQModels(**toy_models()), MARModels(small_mar)):

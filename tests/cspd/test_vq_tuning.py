@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from stores import small_vq_checkpoint
+from texts import PROMPTS, text_models
 from toys import draw, host_of, request_of, toy_models
 
 import cspd
@@ -14,6 +15,7 @@ from cspd import Engine, Request, VQModels
 from cspd.cli import main
 from cspd.commands.sample_folder import sample_to_folder
 from cspd.discrete import tuning
+from cspd.discrete.grid import on_grid
 from cspd.discrete.tuning import GAIN, JACOBI, PLAIN, TREES, Choice, Rounds, fastest, name_of, ways
 from cspd.keeping import COSTS, user_cache
 
@@ -123,6 +125,49 @@ def test_a_choice_is_kept_where_a_run_goes_on(engine, monkeypatch, tmp_path):
     (tmp_path / "0" / "00001_label1_seed1.png").unlink()
     record = sample_to_folder(engine, requests[:2], tmp_path / "0", {}, progress=False)
     assert {(image["request"]["draft"], image["request"]["window"]) for image in record["images"]} == chosen[0]
+
+
+@pytest.mark.parametrize(
+    "given, on_the_grid",
+    [
+        ({"cfg": 2.1, "temperature": 0.96, "top_k": 1500, "top_p": 0.88}, (2.0, 1.0, 2048, 0.9)),
+        ({"cfg": 1.0, "temperature": 0.0, "top_k": 0, "top_p": 1.0}, (1.0, 0.0, 0, 1.0)),  # off
+        ({"cfg": 1.1, "temperature": 0.01, "top_k": 1, "top_p": 0.999}, (1.5, 0.1, 1, 0.95)),  # on
+        ({"cfg": 0.9, "temperature": 1.33, "top_k": 3, "top_p": 0.01}, (0.5, 1.3, 4, 0.05)),
+    ],
+)
+def test_the_grid_that_codes_are_counted_at(given, on_the_grid):
+    near = on_grid(request_of("speculative", **given))
+    assert (near.cfg, near.temperature, near.top_k, near.top_p) == on_the_grid
+    assert on_grid(near) == near
+
+
+def test_near_settings_share_a_count(engine, monkeypatch):
+    """Also of images that are to be made by a way that only they ask for."""
+    asked = Request(0, cfg=2.0, draft="jacobi")
+    engine.resolve(asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "codes_a_round", None)
+        engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
+        with pytest.raises(TypeError):  # it would count
+            engine.resolve(asked.but(cfg=3.0))
+
+
+def test_what_does_not_fit_beside_the_engine_is_told(engine, monkeypatch):
+    monkeypatch.setattr(tuning, "free_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"2 slots more, about .* give window=0"):
+        engine.resolve(Request(0, cfg=2.0))
+    assert engine.resolve(Request(0, cfg=2.0, window=0)).window == 0
+
+
+def test_texts_of_other_lengths_are_timed_apart(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "TEXT_STEP", 3)
+    engine = Engine(VQModels(**text_models()), max_batch=1, device="cpu")
+    for prompt in PROMPTS[:2]:  # of 4 and 2 tokens
+        engine.resolve(Request(prompt=prompt, cfg=2.0, draft="jacobi"))
+    keys = [entry["key"] for entry in json.loads((user_cache() / COSTS).read_text())]
+    assert [key["text"] for key in keys if "seconds of" in key] == [6, 3]
 
 
 def own_way(request, way):
