@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from cspd import hub
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
+from cspd.machine import free_bytes, pick_device
 from cspd.method import Models
 from cspd.saving import DESCRIPTION, described
 from cspd.telling import telling
@@ -22,7 +23,7 @@ from cspd.vq.gpt import GPT
 from cspd.vq.text import TextEncoder
 from mar.checkpoint import load_mar, load_vae
 from mar.registry import suggestion
-from mar.tensors import CheckpointError
+from mar.tensors import CheckpointError, count_numbers
 
 # beside the package in a source tree, inside it when installed
 _ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
@@ -43,6 +44,7 @@ _TEXT_FILES = _VQ_FILES | {
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
 }
 _TARGETS = tuple(dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"] + _TEXT_FILES["target"]))
+LARGE = 2**30  # bytes of weights that are worth a word
 _TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl")  # folders looked for beside a target
 # what is fetched with a target from the hub
 _COMPANIONS = (
@@ -173,9 +175,9 @@ def load(
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
-        TypeError: a path is something else. ValueError: as in `Engine`, an unknown arch, an EAGLE drafter for a MAR,
-            a text encoder for models of classes, or several checkpoints and one arch, vae, draft, eagle or text encoder
-            for them.
+        TypeError: a path is something else. ValueError: as in `Engine`, weights that do not fit into memory, an unknown
+            arch, an EAGLE drafter for a MAR, a text encoder for models of classes, or several checkpoints and one arch,
+            vae, draft, eagle or text encoder for them.
     """
     checkpoints = checkpoints or ("digits32",)
     if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft, eagle, text_encoder)):
@@ -206,7 +208,7 @@ def load(
             raise CheckpointError(
                 f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
             )
-        with telling(f"loading {target}"):
+        with telling(f"loading {target}{_room_for(files, pick_device(device))}"):
             if decoder == "tokenizer":
                 own = files["draft"], files["eagle"], decoder_file, eagle is not None, files["text_encoder"]
                 models.append(_vq_models(target, arch, *own))
@@ -224,6 +226,29 @@ def load(
         graphs=graphs,
         cache=cache,
     )
+
+
+def _room_for(files: Mapping[str, Path | None], device: torch.device) -> str:
+    """How much memory the weights of files take, as it follows their name; nothing where that is little.
+
+    They are read into the CPU's memory, in float32, and moved to the device.
+
+    Raises ValueError where they do not fit, before any is read.
+    """
+    weights = [file for name, file in files.items() if file is not None and name != "text_encoder"]
+    needed = torch.float32.itemsize * sum(map(count_numbers, weights))
+    for place in {device, torch.device("cpu")}:
+        free = free_bytes(place)
+        if needed > free:
+            raise ValueError(
+                f"{files['target']}: its models need {_gibibytes(needed)} and {place} has {_gibibytes(free)} free: use"
+                " a smaller model or another device"
+            )
+    return f", which takes {_gibibytes(needed)} of {_gibibytes(free_bytes(device))} free" if needed >= LARGE else ""
+
+
+def _gibibytes(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"
 
 
 def _mar_models(target_file: Path, arch: str | None, draft_file: Path | None, vae_file: Path) -> MARModels:

@@ -156,7 +156,7 @@ def _check_text(request: Request) -> None:
     if request.label is not None or request.prompt is None:
         raise ValueError(
             f"label={request.label!r}: these models make images of texts: give prompt=... in its place"
-            " (cspd sample --prompt)"
+            " (--prompt or --prompts on the command line)"
         )
     for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
         if text is not None and not isinstance(text, str):

@@ -17,6 +17,7 @@ LONGEST = 4096  # pixels of a grid's longer side: larger images are reduced
 LINE = 22  # height of a heat map's legend, in pixels
 BAR = 240  # width of its colours, from the least to the most
 CAPTION = 3  # lines of one that is too long for one, at most
+ELLIPSIS = "..."
 LEAST_FONT = 8  # which can still be read
 UNKNOWN = (128, 128, 128)  # between viridis' darkest and lightest, for those who see no colours
 
@@ -48,7 +49,7 @@ def _captioned(
     captions: Sequence[str], size: int, width: int
 ) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, list[str]]:
     """A font of this size, or of a smaller one, and captions in it so wide at most: a line of each, or if they are too
-    long for that, as many as `CAPTION`; what is too much is left out.
+    long for that, as many as `CAPTION`; an ellipsis is in the place of what is too much.
     """
     font = _font(size, captions, width)
     if all(font.getlength(caption) <= width for caption in captions):
@@ -58,7 +59,23 @@ def _captioned(
         wrapped = [_wrapped(caption, font, width) for caption in captions]
         if all(len(lines) <= CAPTION for lines in wrapped):
             break
-    return font, ["\n".join(lines[:CAPTION]) + "..." * (len(lines) > CAPTION) for lines in wrapped]
+    return font, [_fitted(caption, font, width) for caption in captions]
+
+
+def _fitted(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """A text in at most `CAPTION` lines that are so wide at most; an ellipsis ends what is cut."""
+    lines = _wrapped(text, font, width)
+    kept = lines[:CAPTION]
+    if len(lines) > CAPTION:
+        kept[-1] += ELLIPSIS
+    return "\n".join(_cut(line, font, width) for line in kept)
+
+
+def _cut(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """As much of a line as is so wide at most."""
+    while font.getlength(line) > width and len(line) > len(ELLIPSIS):
+        line = line.removesuffix(ELLIPSIS)[:-1].rstrip() + ELLIPSIS
+    return line
 
 
 def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
@@ -94,10 +111,14 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -
 
 
 def seed_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence[str]) -> Image.Image:
-    """A row of images for each (name, images), names at the left, heads above the columns; sizes are as in `grid`."""
+    """A row of images for each (name, images), names at the left, heads above the columns; sizes are as in `grid`.
+
+    A line of a head that is too long is wrapped, as captions are.
+    """
     width, height = size = _scaled(rows[0][1][0], len(heads), len(rows))
     font = ImageFont.load_default(size=min(20, max(14, height // 6)))
     line = math.ceil(font.getbbox("Ag")[3]) + 2
+    heads = ["\n".join(_fitted(part, font, width) for part in head.split("\n")) for head in heads]
     names = [name.replace(":", "\n") for name, _ in rows]
     name_width = max(font.getlength(part) for name in names for part in name.split("\n"))
     left = math.ceil(name_width) + 3 * MARGIN

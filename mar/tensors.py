@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -59,6 +61,17 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
             if is_so(tensor):
                 raise CheckpointError(f"{path}: {name} is {form}; save the weights as ordinary dense tensors")
     return tensors
+
+
+def count_numbers(path: Path) -> int:
+    """How many numbers the tensors of a weights file have, by their shapes alone; 0 where it is damaged."""
+    try:
+        if path.suffix != ".safetensors":
+            return sum(tensor.numel() for tensor in read_tensors(path).values())
+        with safe_open(path, "pt") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    except Exception:  # whoever reads it says what is wrong with it
+        return 0
 
 
 def _start(path: Path) -> bytes:

@@ -57,3 +57,30 @@ def small_text_encoder() -> str:
         torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
     return str(folder)
+
+
+@functools.cache
+def small_clip() -> str:
+    """A folder with a CLIP model of two layers, a tokenizer that knows the letters and a processor of images."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    folder = CACHE / "small_clip"
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    names = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[])
+    pixels = {"shortest_edge": 16}
+    images = CLIPImageProcessor(size=pixels, crop_size={"height": 16, "width": 16})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": len(names), "max_position_embeddings": 12, "eos_token_id": len(names) - 1}
+    config = CLIPConfig(
+        text_config=text | {"bos_token_id": len(names) - 2, "pad_token_id": len(names) - 1},
+        vision_config=sizes | {"image_size": 16, "patch_size": 8},
+        projection_dim=6,
+    )
+    model = CLIPModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(folder)
+    return str(folder)

@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from toys import toy_models
 
+from cspd.loading import checkpoint_files
 from cspd.sequence import Request
-from cspd.vq.gpt import GPT
+from cspd.vq.gpt import GPT, GPTConfig
+from cspd.vq.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
 from cspd.vq.text import TextEncoder
 
 CHANNELS, MOST = 6, 7  # of a text's features; tokens
@@ -25,6 +28,7 @@ class Words:
     """Features of a text's words and of its end, where it does not matter that T5 makes them."""
 
     width = CHANNELS
+    bytes_to_load = 0
 
     def features(self, text: str, most: int, device: torch.device) -> Tensor:
         words = [*text.split()[: most - 1], "."]
@@ -44,6 +48,20 @@ def folder_of_words(folder: Path, patch: pytest.MonkeyPatch) -> Path:
         return {"features": features.numpy(), "count": np.array(len(text.split()) + 1)}
 
     patch.setattr(TextEncoder, "_made", made)
+    return folder
+
+
+def small_text_checkpoint(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A folder as the authors' instructions leave it, of a GPT of one layer that makes images of 8 by 8 pixels."""
+    sizes = {"dim": 16, "n_layer": 1, "n_head": 2, "multiple_of": 8, "vocab_size": 512, "block_size": 16}
+    config = GPTConfig(**sizes, num_classes=0, prefix_length=12, caption_dim=CHANNELS)
+    defaults = SamplingDefaults(cfg=3.0, top_k=100, image_size=8)
+    patch.setitem(GPTS, "small_t2i", GPTSpec(config, "vq_digits32", defaults))
+    torch.manual_seed(0)
+    torch.save({"model": create_gpt("small_t2i").state_dict()}, folder / "t2i_small.pt")
+    tokenizer = load_file(checkpoint_files("digits32_vq")["tokenizer"])
+    torch.save({"model": tokenizer}, folder / "vq_ds16_t2i.pt")
+    folder_of_words(folder / "t5-ckpt" / "flan-t5-xl", patch)
     return folder
 
 

@@ -11,6 +11,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 
 from cspd.bench import PUBLISHED, bench, format_report
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
+from cspd.commands.subjects import check_classes
 from cspd.evaluation.classifier import accuracy, load_classifier, space_of
 from cspd.loading import family_of
 from cspd.lookup import method_names, parse_method
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
     for name in names:
         parse_method(name, more=[PUBLISHED])  # a misspelt one is told before models are loaded
     target = load_engine(args, 1)
+    check_classes(target, "cspd bench", "cspd compare --prompts FILE")
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [request_of(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]
     space = space_of(args.checkpoint)

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from cspd.commands.options import (
-    CLASSES_HELP,
     add_model_options,
     add_request_options,
-    class_numbers,
     load_engine,
     request_of,
     run_settings,
 )
+from cspd.commands.subjects import CLASSES_HELP, add_subject_options, class_numbers, read_prompts
 from cspd.comparison.compare import compare
 from cspd.comparison.page import write
 from cspd.comparison.runs import CHUNKS, settings_of, store_of
@@ -24,6 +23,7 @@ from cspd.comparison.study import (
     FORMAT,
     MODELS,
     RUN,
+    SUBJECTS,
     Configuration,
     configurations,
     named_entries,
@@ -32,14 +32,18 @@ from cspd.comparison.study import (
 from cspd.comparison.tables import text_table
 from cspd.evaluation import metrics
 from cspd.evaluation.classifier import space_of
+from cspd.evaluation.clip import check_clip
 from cspd.evaluation.extractor import INCEPTION
 from cspd.evaluation.reference import reference_for
+from cspd.evaluation.subjects import asking_for
 from cspd.loading import family_of
 from cspd.methods import DEFAULTS, EMBEDDED
-from cspd.parsing import count, label_list, name_list, place, seed
+from cspd.parsing import count, name_list, place, seed
+from cspd.sequence import Request
 from cspd.stopping import if_stopped
 
-RUN_DEFAULTS = {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
+FILES = ("vae", "draft_checkpoint", "eagle", "text_encoder")  # among a row's models
+RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -66,21 +70,25 @@ def add(commands: argparse._SubParsersAction) -> None:
         " (default: ar,speculative)",
     )
     group.add_argument("--config", type=place, metavar="FILE", help="a study's file in place of --methods, see below")
-    group.add_argument("--labels", type=label_list, help=f"{CLASSES_HELP} (default: 0-9)")
-    group.add_argument("--num", type=count, help="images of each; the labels take turns (default: 20)")
+    add_subject_options(group, f"{CLASSES_HELP} (default: 0-9)")
+    group.add_argument("--num", type=count, help="images of each; labels or texts take turns (default: 20)")
     group.add_argument("--seed", type=seed, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, help="images in flight at once, and made in a turn (default: 4)")
     group.add_argument("--out", type=place, default=Path("comparison"), help="folder (default: %(default)s/)")
     group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
-    add_judge_options(comparison)
+    group = add_judge_options(comparison)
+    group.add_argument(
+        "--clip", type=place, metavar="FOLDER", help="a CLIP model of the hub: it judges images of texts"
+    )
     add_request_options(comparison)
     comparison.set_defaults(checkpoint=None)
 
 
-def add_judge_options(parser: argparse.ArgumentParser) -> None:
+def add_judge_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("what to judge images by (default: of embedded models, their classifier)")
     group.add_argument("--ref", type=place, metavar="FILE", help="statistics (.npz as ADM's) or a folder of images")
     group.add_argument("--weights", type=place, metavar="FILE", help="Inception-v3 as torch-fidelity wants it")
+    return group
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,20 +96,29 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--methods and --config: give one of them")
     common, entries = read_study(args.config) if args.config else ({}, None)
     asked = {name: getattr(args, name) for name in (*RUN, *MODELS)} | settings_of(request_of(args))
-    common |= {key: value for key, value in asked.items() if value is not None}
+    given = {key: value for key, value in asked.items() if value is not None}
+    replaced = SUBJECTS if any(key in given for key in SUBJECTS) else ()  # texts stand in the place of a file's classes
+    common = {key: value for key, value in common.items() if key not in replaced} | given
     settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
     if entries is None:
         common = {"checkpoint": EMBEDDED["MAR"]} | common
         entries = named_entries(args.methods or ["ar", DEFAULTS[family_of(common["checkpoint"])]])
 
+    prompts = read_prompts(Path(settings["prompts"])) if settings["prompts"] else None
+    if args.clip:
+        check_clip(args.clip, args.device, of_texts=prompts is not None)
+    blank = Request(negative_prompt=settings["negative_prompt"])
+    asked_for = asking_for(blank, prompts[0] if prompts else 0)
+
     def of(models: Mapping[str, object]) -> argparse.Namespace:
-        files = {key: Path(models[key]) if key in models else None for key in ("vae", "draft_checkpoint", "eagle")}
+        files = {key: Path(models[key]) if key in models else None for key in FILES}
         return argparse.Namespace(**vars(args) | {"arch": None} | models | files)
 
-    rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]))
+    rows = configurations(entries, common, lambda models: load_engine(of(models), settings["max_batch"]), asked_for)
     rows = [replace(row, files=run_settings(of(row.models), row.engine.check(row.request))) for row in rows]
-    judge = judge_of(args, rows)
-    run_of = {"labels": class_numbers(settings["labels"], rows[0].engine), "seed": settings["seed"]}
+    judge = judge_of(args, rows) | {"clip": args.clip}
+    subjects = prompts or class_numbers(settings["labels"], rows[0].engine)
+    run_of = {"subjects": subjects, "seed": settings["seed"]}
     num = settings["num"]
 
     def made() -> str:

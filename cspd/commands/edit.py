@@ -24,8 +24,9 @@ from cspd.commands.options import (
 )
 from cspd.commands.sample import tell
 from cspd.commands.sample_folder import sample_to_folder
+from cspd.commands.subjects import add_negative_prompt
 from cspd.known import Known, Resized, cropping, placed
-from cspd.parsing import count, label_of, place, seed, shortened
+from cspd.parsing import count, label_of, place, seed, shortened, word
 from cspd.pixels import to_pil
 from cspd.sequence import Output
 from cspd.stopping import if_stopped
@@ -61,7 +62,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="X,Y,W,H",
         help="resize the picture into a box of the model's canvas, in pixels, and make all around it (outpainting)",
     )
-    group.add_argument("--label", type=label_of, required=True, help="class of what is made, by number or name")
+    what = group.add_mutually_exclusive_group(required=True)
+    what.add_argument("--label", type=label_of, help="class of what is made, by number or name")
+    what.add_argument("--prompt", type=word, metavar="TEXT", help="text in place of a class, by models of texts")
+    add_negative_prompt(group)
     group.add_argument("--num", type=count, default=1, help="pictures, each of its own seed (default: %(default)s)")
     group.add_argument("--seed", type=seed, default=0, help="of the first one; the next has the next (default: 0)")
     group.add_argument(
@@ -81,14 +85,15 @@ def run(args: argparse.Namespace) -> None:
     pictures = {name: getattr(args, name) for name in ("image", "mask") if getattr(args, name)}
     given = _given(args) if args.place is None else None  # a file that cannot be read is known before loading
     engine = load_engine(args, args.max_batch)
-    family = engine.check(request_of(args, args.label, args.seed)).family
+    asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
+    family = engine.check(asked).family
     size = engine.hosts[family].image_size
     known = given or placed(args.image, args.place, size)
     resized = cropping(known.image, size)
     if resized:
         print(f"{args.image}: {resized}")
 
-    requests = [request_of(args, args.label, args.seed + i, known=known) for i in range(args.num)]
+    requests = [asked.but(seed=args.seed + i, known=known) for i in range(args.num)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Resized)  # it was said
         first = engine.check(requests[0])
@@ -108,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         return shown.pasted(output.image, output.request.known.mask)
 
     finish = pasted if args.paste else attrgetter("image")
-    with if_stopped(lambda: f"{len(list(args.out.glob('*_label*_seed*.png')))} of {args.num} are in {args.out}/"):
+    with if_stopped(lambda: f"{len(list(args.out.glob('*_seed*.png')))} of {args.num} are in {args.out}/"):
         how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish}
         record = sample_to_folder(engine, requests, args.out, settings, **how)
     made = first.known.num_made

@@ -13,35 +13,38 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.commands.options import (
-    CLASSES_HELP,
     add_method_option,
     add_model_options,
     add_request_options,
     check_method,
-    class_numbers,
     load_engine,
     request_of,
     run_settings,
 )
+from cspd.commands.sample_folder import prompts_of
+from cspd.commands.subjects import CLASSES_HELP, add_subject_options, class_numbers, read_prompts
 from cspd.engine import Engine
 from cspd.evaluation.classifier import SPACES, space_of
+from cspd.evaluation.clip import NO_MODEL, Clip, check_clip, mean_and_error
 from cspd.evaluation.extractor import INCEPTION
 from cspd.evaluation.images import GRID, ImageFolder, Watched, check_npz, export_npz
-from cspd.evaluation.metrics import check, measure
+from cspd.evaluation.metrics import check, measure, unmeasured
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.reference import reference_for
+from cspd.evaluation.report import format_evaluation
 from cspd.evaluation.run import sample_shards
-from cspd.evaluation.shards import EXPLODED, MANIFEST, RECORD, Shards, store_of
+from cspd.evaluation.shards import MANIFEST, RECORD, Shards, store_of
+from cspd.evaluation.subjects import Subject, are_texts, asking_for, in_turn
 from cspd.machine import describe, pick_device
-from cspd.parsing import count, label_list, place, seed
+from cspd.parsing import count, place, seed
 from cspd.pixels import to_pil
 from cspd.plots import grid
-from cspd.ran import file_fingerprint, model_line, models_of, what_ran, without_folders
+from cspd.ran import file_fingerprint, models_of, what_ran, without_folders
 from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.store import Store
-from cspd.summary import MEASURES, measured_lines
+from cspd.summary import MEASURES
 
 SCHEMA = "cspd.evaluation/2"
 SPEEDS = ("images_made", "processes", "seconds", "images_per_second")
@@ -53,11 +56,14 @@ SAMPLING = {  # what is shown
     **MEASURES,
 }
 SHOWN, COLUMNS = 100, 10  # images in the grid
-MEASURING = {"command", "line", "run", "images", "out", "ref", "space", "weights", "npz", "device"}  # not of sampling
+MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "prompts", "npz", "device")
+MEASURING = {"command", "line", "run", *MEASURES_ONLY}  # not of sampling
+USUAL_NUM = 500  # images of classes
 DESCRIPTION = (
-    "Samples images, or takes a folder of them, and measures them: FID, Inception score, KID, precision, recall and"
-    " class accuracy. The labels take turns, and image i has seed SEED + i. The same command goes on where a run was"
-    " cut off, with any number of processes (torchrun --nproc_per_node=8 -m cspd.cli evaluate ..., docs/evaluate.md)."
+    "Samples images, or takes a folder of them, and measures them: FID, Inception score, KID, precision, recall, class"
+    " accuracy and, of texts, CLIP score. Labels or texts take turns, and image i has seed SEED + i. The same command"
+    " goes on where a run was cut off, with any number of processes (torchrun --nproc_per_node=8 -m cspd.cli evaluate"
+    " ..., docs/evaluate.md)."
 )
 
 
@@ -74,10 +80,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--num",
         "--num-images",  # torchrun takes --num for a short form of its own --numa-binding
         type=count,
-        default=500,
-        help="how many (default: %(default)s; in papers 50000); under torchrun write --num-images",
+        help=f"how many (default: {USUAL_NUM}, or one of each text; in papers 50000); under torchrun write"
+        " --num-images",
     )
-    group.add_argument("--labels", type=label_list, help=f"{CLASSES_HELP} (default: all of the model)")
+    add_subject_options(group, f"{CLASSES_HELP} (default: all of the model)")
     group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, default=8, help="in flight at once (default: %(default)s)")
     group.add_argument(
@@ -88,7 +94,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--images",
         type=place,
         metavar="FOLDER",
-        help="measure these PNGs and sample none; their classes are known if `cspd sample` named them",
+        help="measure these PNGs and sample none; what they are of is known if `cspd sample` made them, or by"
+        " --prompts: a text each in the order of their names",
     )
     group = evaluate.add_argument_group("measures")
     group.add_argument(
@@ -106,6 +113,13 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument(
         "--weights", type=place, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
     )
+    group.add_argument(
+        "--clip",
+        type=place,
+        metavar="FOLDER",
+        help="a CLIP model as on the Hugging Face hub, such as openai/clip-vit-large-patch14: how well images of texts"
+        " show them",
+    )
     group.add_argument("--npz", type=place, metavar="FILE", help="also write the images as ADM's evaluator reads them")
     add_model_options(evaluate)
     add_method_option(evaluate)
@@ -114,16 +128,12 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
     processes = Processes()
+    prompts = read_prompts(args.prompts) if args.prompts else None
     if args.images:
         if processes.rank == 0:
-            _check_measuring(args, default)
-            images = ImageFolder(args.images)
-            how = _how_to_measure(args, images.shape[1:], args.device)
-            with Store(args.out, RECORD, SCHEMA, {}, re.escape(GRID), compared=()) as store:
-                store.claim({}, [GRID])
-                ran = what_ran(describe(pick_device(args.device)), command=args.line)
-                _report(args, images, images.labels, how, {"folder": str(args.images), "ran": ran})
+            _measure_folder(args, prompts, default)
         return
+    args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
     def made() -> str:
         return f"{Shards(args.out, args.num).images_there()} of {args.num} images are in {args.out}/"
@@ -131,9 +141,11 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
     with if_stopped(made), store_of(args.out) as store:
         with processes:
             args.device = processes.device(args.device)
-            engine, request, labels, settings, how = processes.together(lambda: _prepare(args, processes.rank))
+            engine, request, subjects, settings, how = processes.together(
+                lambda: _prepare(args, prompts, processes.rank)
+            )
             shards, manifest, summary = sample_shards(
-                engine, request, labels, args.num, store, settings, processes, overwrite=args.overwrite
+                engine, request, subjects, args.num, store, settings, processes, overwrite=args.overwrite
             )
         if processes.rank == 0:
             summary["machine"] = engine.describe()
@@ -142,7 +154,19 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             if not summary["images_made"]:
                 about |= _earlier_sampling(args.out / RECORD, manifest)
             about |= shards.largest_tokens()
-            _report(args, shards, shards.labels(), how, about)
+            _report(args, shards, shards.subjects(), how, about)
+
+
+def _measure_folder(args: argparse.Namespace, prompts: list[str] | None, default: Callable[[str], object]) -> None:
+    """Reports on images that are there already."""
+    _check_measuring(args, default)
+    images = ImageFolder(args.images)
+    subjects: list | None = in_turn(prompts, len(images)) if prompts else images.labels or prompts_of(images)
+    how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects))
+    with Store(args.out, RECORD, SCHEMA, {}, re.escape(GRID), compared=()) as store:
+        store.claim({}, [GRID])
+        ran = what_ran(describe(pick_device(args.device)), command=args.line)
+        _report(args, images, subjects, how, {"folder": str(args.images), "ran": ran})
 
 
 def _check_measuring(args: argparse.Namespace, default: Callable[[str], object]) -> None:
@@ -167,29 +191,35 @@ def _earlier_sampling(path: Path, manifest: dict) -> dict:
     return {"sampling": report["sampling"]} if is_same else {}
 
 
-def _prepare(args: argparse.Namespace, rank: int) -> tuple[Engine, Request, list[int], dict, dict]:
+def _prepare(
+    args: argparse.Namespace, prompts: list[str] | None, rank: int
+) -> tuple[Engine, Request, list[Subject], dict, dict]:
     """All that can fail before the first image."""
     check_method(args)
     engine = load_engine(args, args.max_batch)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
     host = engine.host
-    labels = class_numbers(
-        args.labels or range(host.num_classes) or [0], engine
-    )  # models of texts say that they have no class
-    request = request_of(args, labels[0], args.seed)
+    subjects = prompts or class_numbers(args.labels or range(host.num_classes) or [0], engine)
+    blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
+    request = asking_for(blank, subjects[0])  # models of texts say that they have no class
     settings, how = run_settings(args, engine.check(request)), {}
     if rank == 0:
-        how = _how_to_measure(args, (host.image_size, host.image_size), engine.device)
-    return engine, request, labels, settings, how
+        how = _how_to_measure(args, (host.image_size, host.image_size), engine.device, are_texts(subjects))
+    return engine, request, subjects, settings, how
 
 
-def _how_to_measure(args: argparse.Namespace, size: tuple[int, int], device: torch.device | str) -> dict:
-    """What `measure` is told, tried out on nothing: hours of sampling are not to end in a wrong file."""
-    space = args.space or _usual_space(args, size)
-    reference = reference_for(space, args.ref)
-    how = {"space": space, "weights": args.weights, "reference": reference, "device": device}
-    check(*size, **how)
+def _how_to_measure(
+    args: argparse.Namespace, size: tuple[int, int], device: torch.device | str, of_texts: bool
+) -> dict:
+    """What `_measured` is told, tried out on nothing: hours of sampling are not to end in a wrong file."""
+    how: dict = {"space": None, "reference": None, "weights": args.weights, "device": device}
+    if not of_texts or args.space or args.ref or args.weights:
+        space = args.space or (INCEPTION if of_texts else _usual_space(args, size))
+        how |= {"space": space, "reference": reference_for(space, args.ref)}
+        check(*size, **how)
+    if args.clip:
+        check_clip(args.clip, device, of_texts)
     if args.npz:
         check_npz(args.npz)
     return how
@@ -202,10 +232,28 @@ def _usual_space(args: argparse.Namespace, size: tuple[int, int]) -> str:
     return own or next(iter(fitting), INCEPTION)
 
 
-def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None, how: dict, about: dict) -> None:
+def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: Path | None) -> dict:
+    """All that is measured of images, of which the `subjects` may be known."""
+    of_texts = are_texts(subjects)
+    if how["space"] is None:
+        values = unmeasured(len(images), "no features are taken: give --ref, or Inception's file, --weights")
+    else:
+        with tqdm(total=len(images), desc="measuring", unit=" image") as bar:
+            values = measure(Watched(images, bar), labels=None if of_texts else subjects, **how)
+    values |= {"clip_score": None, "clip_score_error": None, "clip": None}
+    if of_texts and clip is None:
+        values["missing"]["clip_score"] = NO_MODEL
+    elif of_texts:
+        model = Clip(clip, how["device"])
+        with tqdm(total=len(images), desc="by CLIP", unit=" image") as bar:
+            mean, error = mean_and_error(model.scores(Watched(images, bar), subjects))
+        values |= {"clip_score": mean, "clip_score_error": error, "clip": model.about}
+    return values
+
+
+def _report(args: argparse.Namespace, images: Dataset, subjects: list[Subject] | None, how: dict, about: dict) -> None:
     """Measures the images, writes what is known of them, and prints it."""
-    with tqdm(total=len(images), desc="measuring", unit=" image") as bar:
-        values = measure(Watched(images, bar), labels=labels, **how)
+    values = _measured(images, subjects, how, args.clip)
     reference, weights = how["reference"], how["weights"]
     report = {"schema": SCHEMA, "space": how["space"], "weights": None, "reference": None, **values}
     report |= {"largest_token": None, "exploded": None, "files": [GRID], **about}
@@ -215,7 +263,7 @@ def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None,
         report["reference"] = {"name": reference.name, "fingerprint": reference.fingerprint}
     write_json(args.out / RECORD, report)
     shown = [to_pil(images[i]) for i in range(min(SHOWN, len(images)))]
-    captions = [str(label) for label in (labels or [""] * len(shown))[:SHOWN]]
+    captions = [str(subject) for subject in (subjects or [""] * len(shown))[:SHOWN]]
     write_png(args.out / GRID, grid(shown, captions, min(COLUMNS, len(shown))))
     print(format_evaluation(report))
     wrote = [f"{args.out / RECORD} (all numbers and settings)", f"{args.out / GRID} (the first images)"]
@@ -223,53 +271,3 @@ def _report(args: argparse.Namespace, images: Dataset, labels: list[int] | None,
         export_npz(images, args.npz)
         wrote.append(f"{args.npz} (for ADM's evaluator)")
     print(f"wrote {', '.join(wrote)}")
-
-
-def format_evaluation(report: dict) -> str:
-    """The report as text, a line a number."""
-    reference, sampling = report["reference"], report.get("sampling")
-    against = f"against {reference['name']} ({reference['fingerprint'][:12]})" if reference else ""
-    lines = [("images", f"{report['num']:,}", f"{report['space']} space {against}")]
-    spread = "" if report["inception_score_std"] is None else f"+- {report['inception_score_std']:.3f} over ten parts"
-    recognised = "recognised as their class"
-    if report["accuracy_ci95"] is not None:
-        low, high = report["accuracy_ci95"]
-        recognised += f", 95 % interval {low:.1%} to {high:.1%}"
-    for name, form, note in (
-        ("fid", ".3f", ""),
-        ("inception_score", ".3f", spread),
-        ("kid", ".5f", ""),
-        ("precision", ".3f", ""),
-        ("recall", ".3f", ""),
-        ("accuracy", ".1%", recognised),
-    ):
-        value = report[name]
-        title = name.upper() if len(name) == 3 else name.replace("_", " ")
-        lines.append((title, "-" if value is None else format(value, form), report["missing"].get(name, note)))
-    if report["largest_token"] is not None:
-        exploded = f"{report['exploded']} of {report['num']:,} images exploded (a token beyond {EXPLODED:g})"
-        lines.append(("largest token", f"{report['largest_token']:.2f}", exploded))
-    if sampling:
-        request = report["settings"]["request"]
-        start = request.get("first_timestep")
-        chains = f", chains from timestep {start}" if start is not None else ""
-        lines.append(("method", request["method"], sampling["guarantee"] + chains))
-        if "step_compression" in sampling:
-            lines.append(("codes a forward", f"{sampling['step_compression']:.2f}", ""))
-        else:
-            calls = f"{sampling['head_calls_per_image']:.0f} an image"
-            lines.append(("head calls a token", f"{sampling['head_calls_per_token']:.1f}", calls))
-        if sampling["bound_per_image"] > 0:
-            bound = f"{min(sampling['bound_per_image'], 1):.3f}"
-            lines.append(("TV bound", bound, "of an image's codes, from the target's (docs/bounds.md)"))
-        lines += measured_lines(sampling)
-        if sampling["images_made"]:
-            made = f"{sampling['images_made']} images in {sampling['seconds']:.1f} s"
-            made += f" by {sampling['processes']} processes" if sampling["processes"] > 1 else ""
-            lines.append(("images/s", f"{sampling['images_per_second']:.2f}", made))
-        else:
-            lines.append(("images/s", "-", "all were there already"))
-    lines += [(model["role"], "", model_line(model)) for model in report["ran"]["models"]]
-    machine = report["ran"]["machine"]
-    lines.append(("machine", "", f"{machine['device']}, threads: {machine['threads']}"))
-    return "\n".join(f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -17,14 +17,13 @@ from cspd.methods import COMMON, DEFAULTS, EMBEDDED, METHODS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
-from cspd.sequence import Label, Request
+from cspd.sequence import Request
 from cspd.version import __version__
 from cspd.vq.registry import GPTS
 from cspd.vq.text import TextEncoder
 from mar.registry import MARS
 
 MOST_THREADS = 1024  # more than this, and OpenMP ends the process
-CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -156,17 +155,6 @@ def request_of(args: argparse.Namespace, label: int | str | None = 0, seed: int 
     """The request that the options of `add_request_options` ask for, with `changes`."""
     given = {name: getattr(args, name) for name in sorted(option_names()) if hasattr(args, name)}
     return Request(label, seed, getattr(args, "method", None), **given | changes)
-
-
-def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
-    """Classes by number, where some are given by a name that an engine's models have.
-
-    Raises ValueError where they have no such name, and on None: what is measured has a class.
-    """
-    labels = list(labels)
-    if None in labels:
-        raise ValueError("--labels has none, and only `cspd sample` makes images of no class: leave it out")
-    return [engine.check(Request(label)).label if isinstance(label, str) else label for label in labels]
 
 
 def check_method(args: argparse.Namespace) -> Method:

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from cspd.commands.options import (
-    CLASSES_HELP,
     add_method_option,
     add_model_options,
     add_request_options,
@@ -16,10 +15,11 @@ from cspd.commands.options import (
     run_settings,
 )
 from cspd.commands.sample_folder import RECORD, sample_to_folder
+from cspd.commands.subjects import CLASSES_HELP, add_subject_options, read_prompts
 from cspd.engine import Engine
 from cspd.lookup import method_of
 from cspd.method import as_it_is
-from cspd.parsing import count, label_list, place, seed, word
+from cspd.parsing import count, place, seed, word
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.summary import LAZY, measured_lines
@@ -34,19 +34,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     add_method_option(sample)
     add_request_options(sample)
     group = sample.add_argument_group("what to make")
-    one_of = group.add_mutually_exclusive_group()
-    one_of.add_argument(
-        "--labels",
-        "--classes",
-        type=label_list,
-        default="0-9",
-        help=f"{CLASSES_HELP}; none: of no class (default: 0-9)",
-    )
-    one_of.add_argument("--prompt", type=word, metavar="TEXT", help="a text to make images of, by models of texts")
-    one_of.add_argument("--prompts", type=place, metavar="FILE", help="a file of texts, one a line")
-    group.add_argument(
-        "--negative-prompt", metavar="TEXT", help="what guidance leads away from (default: the model's null caption)"
-    )
+    one_of = add_subject_options(group, f"{CLASSES_HELP}; none: of no class (default: 0-9)", labels="0-9")
+    one_of.add_argument("--prompt", type=word, metavar="TEXT", help="one text")
     group.add_argument("--num", type=count, help="images in all; labels or texts take turns (default: one of each)")
     group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
     group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
@@ -72,20 +61,8 @@ def _asked(args: argparse.Namespace) -> list[dict]:
     negative = {"negative_prompt": args.negative_prompt}
     if args.prompt is None and args.prompts is None:
         return [{"label": label, **negative} for label in args.labels]
-    texts = [args.prompt] if args.prompts is None else _lines(args.prompts)
+    texts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
     return [{"label": None, "prompt": text, **negative} for text in texts]
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file that are not empty."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text in UTF-8: give --prompts a file with one prompt a line") from None
-    texts = [line for line in lines if line]
-    if not texts:
-        raise ValueError(f"{path} is empty: give --prompts a file with one prompt a line")
-    return texts
 
 
 def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: bool) -> None:

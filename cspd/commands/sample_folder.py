@@ -17,12 +17,12 @@ from PIL import Image
 from torch import Tensor
 
 from cspd.engine import Engine
-from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS
+from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS, ImageFolder
 from cspd.items import tell_damaged
 from cspd.lookup import method_of
 from cspd.pixels import to_pil
 from cspd.plots import grid, heat_grid
-from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, read_text, write_bytes, write_png
+from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, read_json, read_text, write_bytes, write_png
 from cspd.sequence import Output, Request
 from cspd.store import Store, differences, kept_choices
 from cspd.summary import STATS, summary_of
@@ -88,6 +88,19 @@ def sample_to_folder(
         (out / JOURNAL).unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, requests, heatmap, before)
     return record
+
+
+def prompts_of(folder: ImageFolder) -> list[str] | None:
+    """The texts of a folder's images, as the record of the run that made them has them; None where it has not."""
+    try:
+        record = read_json(folder.files[0].parent / RECORD)
+    except (OSError, ValueError):
+        return None
+    if misfit(record, {"images": [{"file": str, "request": dict}]}):
+        return None
+    prompts = {image["file"]: image["request"].get("prompt") for image in record["images"]}
+    found = [prompts.get(path.name) for path in folder.files]
+    return None if None in found else found
 
 
 def _told(request: Request) -> str:

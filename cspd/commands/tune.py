@@ -12,14 +12,13 @@ from pathlib import Path
 
 from cspd.commands.compare import add_judge_options, judge_of
 from cspd.commands.options import (
-    CLASSES_HELP,
     add_model_options,
     add_request_options,
-    class_numbers,
     load_engine,
     request_of,
     run_settings,
 )
+from cspd.commands.subjects import CLASSES_HELP, check_classes, class_numbers
 from cspd.comparison.candidates import candidates
 from cspd.comparison.halving import FEWEST
 from cspd.comparison.page import write
@@ -128,6 +127,7 @@ def run(args: argparse.Namespace) -> None:
     if divergence is not None:
         limits = {"divergence": divergence}
     engine = load_engine(args, args.max_batch)
+    check_classes(engine, "cspd tune", "cspd compare --prompts FILE")
     models = {name: getattr(args, name) for name in MODEL if getattr(args, name) is not None}
     plain = Configuration("ar", request_of(args, family=family_of(args.checkpoint)).but(method="ar"), engine, models)
     engine.check(plain.request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,14 @@ from torch import Tensor
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
+from cspd.comparison.by_clip import judge_by_clip
 from cspd.comparison.jackknife import intervals, jackknife
 from cspd.comparison.runs import Chunk, settings_of, taking_turns
 from cspd.comparison.study import Configuration, baselines
 from cspd.evaluation import metrics
 from cspd.evaluation.intervals import around
 from cspd.evaluation.reference import Reference
+from cspd.evaluation.subjects import Subject, are_texts, in_turn
 from cspd.evaluation.two_sample import LEAST_PAIRS, energy_test
 from cspd.lookup import guarantee_of
 from cspd.machine import spread
@@ -34,7 +35,7 @@ QUALITIES = ("fid", "inception_score", "accuracy")
 
 def compare(
     rows: Sequence[Configuration],
-    labels: Sequence[int],
+    subjects: Sequence[Subject],
     num: int,
     store: Store,
     *,
@@ -42,6 +43,7 @@ def compare(
     space: str | None = None,
     weights: Path | None = None,
     reference: Reference | None = None,
+    clip: Path | None = None,
     overwrite: bool = False,
     progress: bool = True,
     command: str | None = None,
@@ -54,11 +56,11 @@ def compare(
 
     Args:
         rows: see `cspd.comparison.study.configurations`; speed is measured against the first.
-        labels: classes; image i has the i-th, over and over.
+        subjects: classes by number, or texts; image i has the i-th, over and over.
         store: of the folder, see `cspd.comparison.runs.store_of`; it stays claimed until the store's `with` ends.
         seed: of the first image, where a row has none of its own; the next has the next.
         space, weights, reference: what images are judged in, see `cspd.evaluation.metrics`; space None leaves quality
-            and p-values out.
+            and p-values out. clip: the folder of a model that judges images of texts.
         overwrite: replace another run that is in the folder. command: the command line, which the report names.
 
     Returns:
@@ -67,10 +69,10 @@ def compare(
     Raises:
         ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
     """
-    with taking_turns(rows, labels, [num], seed, store, overwrite=overwrite, progress=progress) as turns:
+    with taking_turns(rows, subjects, [num], seed, store, overwrite=overwrite, progress=progress) as turns:
         chunks = turns.make(num)
-    judge = {"space": space, "weights": weights, "reference": reference}
-    report, images, _ = report_of(rows, turns.plans, chunks, labels, seed, **judge, progress=progress)
+    judge = {"space": space, "weights": weights, "reference": reference, "clip": clip}
+    report, images, _ = report_of(rows, turns.plans, chunks, subjects, seed, **judge, progress=progress)
     return report | {"ran": ran_by(rows, command)}, images
 
 
@@ -89,12 +91,13 @@ def report_of(
     rows: Sequence[Configuration],
     plans: Sequence[Request],
     chunks: Sequence[list[Chunk]],
-    labels: Sequence[int],
+    subjects: Sequence[Subject],
     seed: int,
     *,
     space: str | None = None,
     weights: Path | None = None,
     reference: Reference | None = None,
+    clip: Path | None = None,
     progress: bool = True,
 ) -> tuple[dict, list[np.ndarray], list[dict]]:
     """The report on chunks that rows have made by their plans, the images of each row, and what `jackknife` gave."""
@@ -103,12 +106,14 @@ def report_of(
         "schema": SCHEMA,
         "images": len(images[0]),
         "first_seed": seed,
-        "labels": list(labels),
+        "labels": list(subjects),
         "max_batch": rows[0].engine.num_slots,
         "turns": len(chunks[0]),
         "baseline": rows[0].name,
         "space": space,
         "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
+        "clip": None,
+        "missing": {},
         "rows": [],
     }
     for row, plan, made in zip(rows, plans, chunks):
@@ -120,6 +125,8 @@ def report_of(
         other = None if same is None else images[rows.index(same)]
         entry["pixel_difference"] = None if other is None else _pixel_difference(made, other)
     left_out = _judge(report, rows, images, against, space, weights, reference, progress)
+    paired = [None if same is None else rows.index(same) for same, _ in against]
+    judge_by_clip(report, images, paired, clip, rows[0].engine.device, progress)
     return report, images, left_out
 
 
@@ -193,7 +200,7 @@ def _judge(
 
     `against`: what each row is tested against, of the same seeds and of others. Returns what `jackknife` gave of each.
     """
-    missing = report["missing"] = {}
+    missing = report["missing"]
     known = [f"{name}_ci95" for name in QUALITIES]
     for entry in report["rows"]:
         entry |= dict.fromkeys([*QUALITIES, *known, *(key for test in TESTS for key in test)])
@@ -229,14 +236,13 @@ def _judge(
 def _quality(
     pictures: metrics.ImageList,
     extracted: tuple[Tensor, Tensor],
-    classes: list[int],
+    subjects: list[Subject],
     reference: Reference | None,
     judge: dict,
     missing: dict[str, str],
 ) -> dict[str, float | list[float] | None]:
     """A row's qualities, with the interval of its accuracy; adds to `missing` the reason for each that is not there."""
-    num = len(pictures)
-    labels = list(islice(cycle(classes), num))
+    labels = None if are_texts(subjects) else in_turn(subjects, len(pictures))
     measured = metrics.measure(pictures, reference=reference, labels=labels, extracted=extracted, **judge)
     missing |= {name: reason for name, reason in measured["missing"].items() if name in QUALITIES}
     return {name: measured[name] for name in (*QUALITIES, "accuracy_ci95")}

@@ -14,6 +14,7 @@ from PIL import Image
 
 from cspd.comparison.tables import cell, columns, csv_table, markdown, notes, own_seeds, value_of
 from cspd.comparison.verdict import front_table
+from cspd.evaluation.subjects import are_texts, in_turn
 from cspd.method import GUARANTEES
 from cspd.plots import beside, seed_grid
 from cspd.ran import model_line
@@ -56,7 +57,7 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     is_small = rows[0][1][0].width < MOST_WIDTH
     strips = []
     for name, pictures in rows:
-        titles = [f"{name}, {head}" for head in heads]
+        titles = [", ".join([name, *head]) for head in heads]
         strips.append(Strip(name, [Picture(title, png_of(picture)) for title, picture in zip(titles, pictures)]))
 
     files = {"report.html": _encoded(html_page(report, plots, strips, is_small))}
@@ -65,7 +66,7 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     else:
         (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
     files |= {
-        "comparison.png": png_of(seed_grid(rows, [head.replace(", ", "\n") for head in heads])),
+        "comparison.png": png_of(seed_grid(rows, ["\n".join(head) for head in heads])),
         "comparison.md": _encoded(markdown(report)),
         "comparison.csv": _encoded(csv_table(report)),
     }
@@ -80,13 +81,14 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def _shown(report: dict, images: Sequence[np.ndarray]) -> tuple[list[str], list[tuple[str, list[Image.Image]]]]:
-    """What the first images are of, one column per seed, and those of each row with its name."""
-    labels = report["labels"]
+def _shown(report: dict, images: Sequence[np.ndarray]) -> tuple[list[list[str]], list[tuple[str, list[Image.Image]]]]:
+    """What the first images are of, in parts, one column per seed, and those of each row with its name."""
+    subjects = report["labels"]
+    of = "" if are_texts(subjects) else "class "
     heads = []
-    for i in range(min(report["images"], COLUMNS)):
-        seed = "" if own_seeds(report) else f", seed {report['first_seed'] + i}"
-        heads.append(f"class {labels[i % len(labels)]}{seed}")
+    for i, subject in enumerate(in_turn(subjects, min(report["images"], COLUMNS))):
+        seed = [] if own_seeds(report) else [f"seed {report['first_seed'] + i}"]
+        heads.append([f"{of}{subject}", *seed])
     rows = []
     for row, made in zip(report["rows"], images):
         rows.append((row["name"], [Image.fromarray(image) for image in made[: len(heads)]]))
@@ -96,6 +98,7 @@ def _shown(report: dict, images: Sequence[np.ndarray]) -> tuple[list[str], list[
 def _panels(report: dict) -> list[Panel]:
     """Quality against speed-up and, for VQ models, against codes per forward, which no machine changes."""
     qualities = {"accuracy": "share recognised by the classifier", "fid": f"FID-{report['images']}, lower is better"}
+    qualities["clip_score"] = "CLIP score"
     speeds = {"speed_up": f"speed-up over {report['baseline']}", "step_compression": "codes per forward of the target"}
     base_seconds = report["rows"][0]["seconds"]
     panels = []
@@ -152,6 +155,7 @@ def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Stri
         small=is_small,
         most_width=MOST_WIDTH,
         columns=columns(report),
+        of_texts=are_texts(report["labels"]),
         cell=cell,
         notes=notes(report),
         model_line=model_line,

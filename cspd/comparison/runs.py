@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import re
@@ -19,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from cspd.comparison.study import Configuration
+from cspd.evaluation.subjects import Subject, asking_for, in_turn
 from cspd.items import read_item, tell_damaged, write_item
 from cspd.machine import peak_bytes, reset_peak
 from cspd.pixels import to_pil
@@ -114,6 +114,8 @@ class Turns:
             warming = self._showing(f"{self.rows[r].name}: warming up", 0)
             self.rows[r].engine.generate(requests, on_progress=warming)  # all: kernels are chosen for their shapes
             self.warm.add(r)
+        for request in requests:
+            self.rows[r].engine.resolve(request)  # a text is encoded once, whichever row comes first
         self.made[r, i] = _timed(self.rows[r], requests, self._showing(self.rows[r].name))
         _write(self.folder / _file(r, i), self.made[r, i], self._made_of(r, i))
 
@@ -134,7 +136,7 @@ class Turns:
 @contextlib.contextmanager
 def taking_turns(
     rows: Sequence[Configuration],
-    labels: Sequence[int],
+    subjects: Sequence[Subject],
     rungs: Sequence[int],
     seed: int,
     store: Store,
@@ -146,8 +148,9 @@ def taking_turns(
 ) -> Iterator[Turns]:
     """Claims a folder for what several configurations make, after all their requests are checked, and shows a bar.
 
-    Image i has the labels' i-th in turn, and seed + i, or the configuration's own seed + i. In turn r every one makes
-    its images r B to r B + B - 1, B being its engine's slots, one after the other; who begins changes every turn.
+    Image i has the i-th of the subjects, classes or texts, in turn, and as its seed the i-th from `seed` on, or from
+    the configuration's own. In turn r every one makes its images r B to r B + B - 1, B being its engine's slots, one
+    after the other; who begins changes every turn.
 
     Args:
         rungs: numbers of images, rising; turns begin anew after each, so that one may be the last for some rows.
@@ -160,12 +163,12 @@ def taking_turns(
     if num < 1:
         raise ValueError(f"{num} images compare nothing: give 1 or more")
     for row in rows:  # all, before anything is made
-        for label in sorted(set(labels)):
-            row.engine.check(dataclasses.replace(row.request, label=label, seed=row.first_seed(seed)))
-        row.engine.check(dataclasses.replace(row.request, seed=row.first_seed(seed) + num - 1))
+        for subject in sorted(set(subjects)):
+            row.engine.check(asking_for(row.request, subject).but(seed=row.first_seed(seed)))
+        row.engine.check(row.request.but(seed=row.first_seed(seed) + num - 1))
     _check_seeds({row.first_seed(seed): row.name for row in rows}, num)
     size = rows[0].engine.num_slots
-    settings = {"machine": rows[0].engine.describe(), "max_batch": size, "labels": list(labels), "seed": seed}
+    settings = {"machine": rows[0].engine.describe(), "max_batch": size, "labels": list(subjects), "seed": seed}
     asked = {
         row.name: {"request": settings_of(row.request), "files": row.files, "seed": row.first_seed(seed)}
         for row in rows
@@ -193,7 +196,8 @@ def taking_turns(
         parts = []
         for row, plan in zip(rows, plans):
             first = row.first_seed(seed)
-            requests = [dataclasses.replace(plan, label=labels[i % len(labels)], seed=first + i) for i in range(num)]
+            of_each = enumerate(in_turn(subjects, num))
+            requests = [asking_for(plan, subject).but(seed=first + i) for i, subject in of_each]
             parts.append([requests[turn] for turn in turns])
         yield Turns(rows, plans, parts, store.folder, settings, bar, failed)
         bar.set_postfix_str("")  # no row is under way any more
@@ -234,8 +238,8 @@ def _check_seeds(names: dict[int, str], num: int) -> None:
 
 
 def settings_of(request: Request) -> dict:
-    """A request's settings, without label and seed, that are not None."""
-    return {key: value for key, value in _given(request).items() if key not in ("label", "seed")}
+    """A request's settings that are not None, without its seed and what it is of."""
+    return {key: value for key, value in _given(request).items() if key not in ("label", "prompt", "seed")}
 
 
 def _given(request: Request) -> dict:

@@ -21,21 +21,23 @@ from cspd.option import check_integer
 from cspd.parsing import LARGEST_SEED, MOST, choice, label_list, shortened
 from cspd.sequence import Request
 
-TARGET = ("checkpoint", "arch", "vae")
+TARGET = ("checkpoint", "arch", "vae", "text_encoder")
 MODELS = (*TARGET, "draft_checkpoint", "eagle")
-RUN = ("num", "labels", "seed", "max_batch")  # of the study as a whole; a configuration can have a seed of its own
+SUBJECTS = ("labels", "prompts")  # of which a study has one
+RUN = ("num", *SUBJECTS, "negative_prompt", "seed", "max_batch")  # of the study as a whole; of a row its seed at most
 REQUEST = ("method", *option_order(), "family")  # rows are named in this order
-TEXTS = ("name", *MODELS)
+TEXTS = ("name", "prompts", "negative_prompt", *MODELS)
 OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
 MOST_ROWS = 1000  # that lists of values may stand for
 CHAIN = ("num_sampling_steps", "first_timestep")  # settings of plain sampling that make it an approximation too
+ANY = Request(label=0)  # of models of classes
 USUAL_ITERATIONS = 64  # what MAR's users run, whatever the length
 FORMAT = """\
 a study's file (YAML): settings of all at the top, then the configurations; a list of values stands for one
 configuration each, and two lists for every pair:
 
-  num: 16                 # and labels, seed, max_batch: as the options of these names
+  num: 16                 # and labels or prompts, seed, max_batch: as the options of these names
   num_iter: 64            # any setting of a request: cfg, temperature, window, gamma, rule, delta, ...
   configurations:
     - method: speculative
@@ -57,7 +59,7 @@ class Configuration:
 
     Attributes:
         name: as the table shows it.
-        request: the settings; label and seed mean nothing.
+        request: the settings; seed, and label or prompt mean nothing.
         engine: over the models, with as many slots as images are to be in flight at once.
         models: what `engine` was loaded from, values of `MODELS`. files: what images depend on beside the request.
         seed: of the first image; None: the comparison's.
@@ -120,6 +122,8 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     lists = [key for key, value in common.items() if isinstance(value, list) and key != "labels"]
     if lists:
         raise ValueError(f"{path}: {lists[0]} is a list at the top: lists of values belong to configurations")
+    if all(key in common for key in SUBJECTS):
+        raise ValueError(f"{path}: labels and prompts: give one of them")
     if "labels" in common:  # a list, or as --labels has them
         labels = common["labels"]
         try:
@@ -200,7 +204,9 @@ def _label(name: object, settings: dict) -> str:
     return ":".join([str(name), *words])
 
 
-def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict], Engine]) -> list[Configuration]:
+def configurations(
+    entries: Sequence[dict], common: dict, load: Callable[[dict], Engine], asked: Request = ANY
+) -> list[Configuration]:
     """The rows of a comparison: what the entries ask for, after the baselines that are not among them.
 
     The baselines are plain sampling (`ar`): by the common settings, the same with MAR's usual 64 iterations, and by the
@@ -210,6 +216,7 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
         common: settings of all, of `REQUEST` and `MODELS`; options that a configuration's method lacks do not matter.
             Without a checkpoint the first row is of the first entry's models.
         load: makes an engine of the models in a dict with a checkpoint and others of `MODELS`.
+        asked: what all rows are asked for, a class or a text.
 
     Raises:
         ValueError: settings that do not fit the models or each other, no method, or two rows of one name.
@@ -219,7 +226,7 @@ def configurations(entries: Sequence[dict], common: dict, load: Callable[[dict],
         method = own.get("method", common.get("method"))
         if method not in method_names():
             raise ValueError(f"{name}: method={method!r} is unknown: {choice(method, method_names())}")
-    shared = Request(label=0, **{key: value for key, value in common.items() if key in REQUEST})
+    shared = asked.but(**{key: value for key, value in common.items() if key in REQUEST})
     engines: dict[tuple, Engine] = {}
 
     def make(name: str, own: dict) -> Configuration:

@@ -53,6 +53,13 @@ COLUMNS = [
     ),
     Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference{interval}; lower is better."),
     Column("inception_score", "IS", ".2f", "Inception score, by the same classifier{interval}; higher is better."),
+    Column("clip_score", "CLIP", ".2f", "CLIP score of the images and their texts{interval}; higher is better."),
+    Column(
+        "clip_difference",
+        "CLIP change",
+        "+.2f",
+        "Mean difference of the CLIP scores from plain sampling's of the same texts and seeds{interval}.",
+    ),
     Column(
         "bound",
         "TV bound",
@@ -94,7 +101,15 @@ COLUMNS = [
     ),
     Column("p_unpaired", "p unpaired", ".3f", "The same test against plain sampling of other seeds."),
 ]
-INTERVALS = ("accuracy", "fid", "inception_score", "bound", "audit")  # columns that have one, as {key}_ci95
+INTERVALS = (
+    "accuracy",
+    "fid",
+    "inception_score",
+    "clip_score",
+    "clip_difference",
+    "bound",
+    "audit",
+)  # columns that have one, as {key}_ci95
 INTERVAL = " [95 % interval]"
 WIDTH = 120  # of the table and the notes in a terminal
 GAP = 2  # between columns there

@@ -59,8 +59,9 @@ class VQModels:
         """
         fix = "use a smaller model or another device"
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
+        encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
         per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
-        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, copies)
+        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, copies + encoder)
         with_graphs = graphs is not None and graphs.enabled
         return VQHost(
             self.target,

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 NORMAL = NormalDist().inv_cdf(0.975)  # standard errors in half of a 95 % interval
-RANGES = {"fid": (0.0, math.inf), "inception_score": (1.0, math.inf), "bound": (0.0, 1.0), "audit": (0.0, math.inf)}
+RANGES = {
+    "fid": (0.0, math.inf),
+    "inception_score": (1.0, math.inf),
+    "clip_score": (0.0, 100.0),
+    "clip_difference": (-100.0, 100.0),
+    "bound": (0.0, 1.0),
+    "audit": (0.0, math.inf),
+}
 
 
 def around(name: str, value: float, error: float) -> list[float]:

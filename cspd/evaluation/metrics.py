@@ -247,6 +247,12 @@ def measure(
     return {"num": len(images), **values, "accuracy_ci95": interval, "missing": missing}
 
 
+def unmeasured(num: int, reason: str) -> dict:
+    """What `measure` returns where nothing is measured of so many images, for a reason."""
+    values = dict.fromkeys([*KEYS, "accuracy", "accuracy_ci95"])
+    return {"num": num, **values, "missing": dict.fromkeys([*KEYS, "accuracy"], reason)}
+
+
 def of_features(features: Tensor, logits: Tensor, names: Sequence[str], reference: Reference | None) -> dict:
     """The metrics in `names` that features and logits are enough for.
 

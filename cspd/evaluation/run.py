@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import time
@@ -16,6 +15,7 @@ from cspd.engine import Engine
 from cspd.evaluation.images import GRID
 from cspd.evaluation.processes import Processes
 from cspd.evaluation.shards import RECORD, SCHEMA, SIZE, Shards, arrays_of
+from cspd.evaluation.subjects import Subject, asking_for, in_turn
 from cspd.sequence import Output, Request
 from cspd.store import Store, kept_choices
 from cspd.summary import summary_of
@@ -28,7 +28,7 @@ LAG = 60  # seconds until a file of another machine is seen, at most
 def sample_shards(
     engine: Engine,
     request: Request,
-    labels: Sequence[int],
+    subjects: Sequence[Subject],
     num: int,
     store: Store,
     settings: dict,
@@ -39,7 +39,8 @@ def sample_shards(
 ) -> tuple[Shards, dict, dict]:
     """Samples `num` images into a folder, as far as they are not there; returns them, the manifest and a summary.
 
-    Image i is of class labels[i % len(labels)] and seed request.seed + i, whatever the number of processes.
+    Image i is of subjects[i % len(subjects)], a class or a text, and has seed request.seed + i, whatever the number of
+    processes.
 
     Args:
         request: what all images have in common. settings: what they depend on beside it, as plain values.
@@ -54,11 +55,12 @@ def sample_shards(
         ValueError: a bad setting, or as `Store.claim`. OSError: the folder cannot be written.
         Others as in `Processes.together`.
     """
-    plan = functools.partial(_plan, engine, request, labels, num, store, settings, overwrite)
+    plan = functools.partial(_plan, engine, request, subjects, num, store, settings, overwrite)
     manifest, missing = processes.from_first(plan)  # which alone claims the folder, before any other writes there
     shards = Shards(store.folder, num, manifest)
-    resolved = Request(**manifest["request"], label=0, seed=request.seed)
-    requests = [dataclasses.replace(resolved, label=labels[i % len(labels)], seed=request.seed + i) for i in range(num)]
+    common = Request(**manifest["request"])
+    of_each = enumerate(in_turn(subjects, num))
+    requests = [asking_for(common, subject).but(seed=request.seed + i) for i, subject in of_each]
     made = sum(len(shards.indices(shard)) for shard in missing)
     start = time.perf_counter()
     with _Progress(shards, progress and processes.rank == 0 and made > 0) as bar:
@@ -75,18 +77,18 @@ def sample_shards(
 def _plan(
     engine: Engine,
     request: Request,
-    labels: Sequence[int],
+    subjects: Sequence[Subject],
     num: int,
     store: Store,
     settings: dict,
     overwrite: bool,
 ) -> tuple[dict, list[int]]:
     """The manifest, which is in the folder then, and the shards to be made."""
-    for label in set(labels):
-        engine.check(dataclasses.replace(request, label=label))
-    engine.check(dataclasses.replace(request, seed=request.seed + num - 1))
+    for subject in dict.fromkeys(subjects):
+        engine.check(asking_for(request, subject))
+    engine.check(request.but(seed=request.seed + num - 1))
     checked = engine.check(request)
-    manifest = {"schema": SCHEMA, "images": num, "seed": request.seed, "labels": list(labels)}
+    manifest = {"schema": SCHEMA, "images": num, "seed": request.seed, "labels": list(subjects)}
     manifest |= {"images_a_shard": SIZE, "request": _common(checked), **settings}
     shards = Shards(store.folder, num, manifest)
     earlier = store.claim(manifest, [*map(shards.name, range(shards.count)), RECORD, GRID], overwrite)
@@ -98,7 +100,8 @@ def _plan(
 
 def _common(request: Request) -> dict:
     """What all images' requests have in common."""
-    return {name: value for name, value in request.to_dict().items() if name not in ("label", "seed")}
+    settings = request.but(prompt=None).to_dict()
+    return {name: value for name, value in settings.items() if name not in ("label", "seed")}
 
 
 def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cspd.evaluation.images import GRID
+from cspd.evaluation.subjects import Subject, subject_of
 from cspd.items import read_item, tell_damaged, write_item
 from cspd.pixels import to_uint8
 from cspd.records import MAYBE, misfit, parse_json
@@ -36,7 +37,8 @@ LARGEST = torch.finfo(torch.float32).max
 class Shards(Dataset):
     """The folder of a run of `num` images; as a data set, its images, uint8 [3, H, W].
 
-    A file is an .npz of `images` uint8 [n, H, W, 3], `labels` and `seeds` int64 [n], and `stats`, their JSON.
+    A file is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or texts, `seeds` int64 [n], and `stats`, as
+    JSON.
 
     Attributes:
         manifest: what the images depend on; of use where files are written or checked.
@@ -99,7 +101,8 @@ class Shards(Dataset):
         for shard in range(self.count):
             yield from json.loads(str(self.read(shard, "stats")))
 
-    def labels(self) -> list[int]:
+    def subjects(self) -> list[Subject]:
+        """The class, or text, of each image."""
         return [label for shard in range(self.count) for label in self.read(shard, "labels").tolist()]
 
     def largest_tokens(self) -> dict:
@@ -128,14 +131,14 @@ class Shards(Dataset):
     def _made_of(self, shard: int) -> dict:
         """All that the images of a file depend on."""
         indices = self.indices(shard)
-        labels = self.manifest["labels"]
+        subjects = self.manifest["labels"]
         seeds = [self.manifest["seed"] + i for i in indices]
-        return {"manifest": self.manifest, "labels": [labels[i % len(labels)] for i in indices], "seeds": seeds}
+        return {"manifest": self.manifest, "labels": [subjects[i % len(subjects)] for i in indices], "seeds": seeds}
 
     def _is_whole(self, shard: int, side: int) -> bool:
         num, made_of = len(self.indices(shard)), self._made_of(shard)
         like = {"images": (np.uint8, (num, side, side, 3)), "stats": (np.str_, ())}
-        like |= dict.fromkeys(("labels", "seeds"), (np.integer, (num,)))
+        like |= {"labels": (np.generic, (num,)), "seeds": (np.integer, (num,))}
         arrays = read_item(self.folder / self.name(shard), made_of, like)
         if arrays is None or any(arrays[name].tolist() != made_of[name] for name in ("labels", "seeds")):
             return False
@@ -148,7 +151,7 @@ class Shards(Dataset):
 
 def store_of(folder: Path) -> Store:
     """The folder of a run that samples."""
-    shape = {"images": int, "seed": int, "labels": [int], "request": dict}
+    shape = {"images": int, "seed": int, "labels": [(int, str)], "request": dict}
     return Store(folder, MANIFEST, SCHEMA, shape, names=rf"\d+\.npz|{re.escape(RECORD)}|{re.escape(GRID)}")
 
 
@@ -156,7 +159,7 @@ def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
     """What a file holds of its images."""
     return {
         "images": np.stack([to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]),
-        "labels": np.array([output.request.label for output in outputs]),
+        "labels": np.array([subject_of(output.request) for output in outputs]),
         "seeds": np.array([output.request.seed for output in outputs]),
         "stats": np.array(json.dumps([_stats_of(output) for output in outputs])),
     }

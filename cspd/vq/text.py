@@ -31,6 +31,15 @@ FILES = {  # what a folder must have, any of each
     "tokenizer": ("tokenizer.json",),
     "weights": ("*.safetensors", "pytorch_model*.bin"),
 }
+SIZES = {  # what a T5 has where its configuration does not say
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+    "vocab_size": 32128,
+    "feed_forward_proj": "relu",
+    "relative_attention_num_buckets": 32,
+}
 LIBRARIES = ("transformers", "ftfy", "bs4")
 REMEMBERED = 256  # texts in memory, of up to a megabyte
 
@@ -63,6 +72,7 @@ class TextEncoder:
             if importlib.util.find_spec(library) is None:
                 raise ValueError(f"texts need {library}, which is not installed: pip install 'cspd[text]'")
         self.width: int = config["d_model"]
+        self._sizes = SIZES | config
         self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._kept)
 
     def features(self, text: str, most: int, device: torch.device) -> Tensor:
@@ -94,6 +104,18 @@ class TextEncoder:
                 about = path.stat()
                 digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+    @property
+    def bytes_to_load(self) -> int:
+        """Of its weights in float32, by the sizes in its configuration; 0 once they are loaded."""
+        if "_models" in vars(self):
+            return 0
+        sizes, width = self._sizes, self.width
+        heads, hidden = sizes["num_heads"], sizes["d_ff"]
+        matrices = 3 if str(sizes["feed_forward_proj"]).startswith("gated") else 2
+        layer = 4 * width * heads * sizes["d_kv"] + matrices * width * hidden + 2 * width  # attention, MLP, norms
+        others = sizes["vocab_size"] * width + sizes["relative_attention_num_buckets"] * heads + width
+        return torch.float32.itemsize * (sizes["num_layers"] * layer + others)
 
     def _config(self) -> dict:
         path = self.folder / "config.json"

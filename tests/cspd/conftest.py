@@ -6,6 +6,7 @@ import json
 
 import pytest
 from comparisons import run
+from texts import small_text_checkpoint
 
 import cspd
 
@@ -22,3 +23,10 @@ def comparison(tmp_path_factory):
 def digits():
     """An engine of the embedded MAR pair."""
     return cspd.load("digits32", max_batch=8, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def text_checkpoint(tmp_path_factory):
+    """The folder of a small model of texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield small_text_checkpoint(tmp_path_factory.mktemp("pretrained_models"), patch)

@@ -22,9 +22,9 @@ from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.commands.evaluate import format_evaluation
 from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder
+from cspd.evaluation.report import format_evaluation
 from cspd.evaluation.shards import EXPLODED, SIZE, Shards, arrays_of
 from cspd.loading import checkpoint_files
 from cspd.lock import LOCK

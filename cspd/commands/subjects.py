@@ -1,0 +1,108 @@
+"""What images are to be of: classes, or texts of a file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from cspd.engine import Engine
+from cspd.parsing import label_list, place
+from cspd.records import misfit, parse_json
+from cspd.sequence import Label, Request
+
+CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
+FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
+COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
+
+
+def add_subject_options(
+    group: argparse._ArgumentGroup, labels_help: str, labels: str | None = None
+) -> argparse._MutuallyExclusiveGroup:
+    """Flags of classes, and of texts in their place, of which one may be given. `labels`: the default."""
+    one_of = group.add_mutually_exclusive_group()
+    one_of.add_argument("--labels", "--classes", type=label_list, default=labels, help=labels_help)
+    one_of.add_argument(
+        "--prompts",
+        type=place,
+        metavar="FILE",
+        help="texts in place of classes, by models of texts: one a line, or .json, such as COCO's (docs/text.md)",
+    )
+    add_negative_prompt(group)
+    return one_of
+
+
+def add_negative_prompt(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--negative-prompt", metavar="TEXT", help="what guidance leads away from (default: the model's null caption)"
+    )
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The texts of a file, in its order: one a line, or of a .json file, see `FORMS`.
+
+    Of COCO's captions each image's first is taken.
+
+    Raises:
+        OSError: the file cannot be read. ValueError: it has no texts, a blank one, or another form.
+    """
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8: {FORMS}") from None
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}: {FORMS}") from None
+    is_json = path.suffix.lower() == ".json"
+    texts = _texts_of_json(path, content) if is_json else content.rstrip().splitlines()
+    if not texts:
+        raise ValueError(f"{path} is empty: {FORMS}")
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            raise ValueError(f"{path}: {'text' if is_json else 'line'} {number} is blank: give it a text or remove it")
+    return [text.strip() for text in texts]
+
+
+def _texts_of_json(path: Path, content: str) -> list[str]:
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): {FORMS}") from None
+    if isinstance(found, list):
+        texts = [_text_of(entry) for entry in found]
+        wrong = misfit(texts, [str])
+    else:
+        wrong = misfit(found, COCO)
+        texts = [] if wrong else _first_captions(found["annotations"])
+    if wrong:
+        raise ValueError(f"{path}: {wrong} is of another form: {FORMS}")
+    return texts
+
+
+def _text_of(entry: object) -> object:
+    """The text of a list's entry: it, or its "prompt" or "caption"."""
+    return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
+
+
+def _first_captions(annotations: list[dict]) -> list[str]:
+    """One caption of each image."""
+    captions: dict[int | str, str] = {}
+    for annotation in annotations:
+        captions.setdefault(annotation["image_id"], annotation["caption"])
+    return [*captions.values()]
+
+
+def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
+    """Classes by number, where some are given by a name that an engine's models have.
+
+    Raises ValueError where they have no such name, and on None: what is measured has a class.
+    """
+    labels = list(labels)
+    if None in labels:
+        raise ValueError("--labels has none, and only `cspd sample` makes images of no class: leave it out")
+    return [engine.check(Request(label)).label if isinstance(label, str) else label for label in labels]
+
+
+def check_classes(engine: Engine, command: str, instead: str) -> None:
+    """Raises ValueError where an engine has a model of texts: `command` makes images of classes."""
+    if any(host.num_classes == 0 for host in engine.hosts.values()):
+        raise ValueError(f"{command} makes images of classes, and these models make images of texts: use {instead}")

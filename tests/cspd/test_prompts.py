@@ -1,0 +1,238 @@
+"""Texts on the command line: their files, and `evaluate`, `compare` and `edit` of them; what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+from stores import small_checkpoint, small_clip
+
+from cspd.cli import main
+from cspd.commands.subjects import read_prompts
+from cspd.evaluation.clip import Clip
+from cspd.evaluation.images import ImageFolder
+from cspd.evaluation.shards import Shards
+
+COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
+TEXTS = ["a fox", "blue, and long", "a fox and a ship in a green harbour"]
+
+
+def coco(path, annotations=COCO):
+    captions = [{"id": i, "image_id": image, "caption": text} for i, (image, text) in enumerate(annotations)]
+    path.write_text(json.dumps({"info": {}, "images": [], "annotations": captions}))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(TEXTS))
+    return path
+
+
+def test_the_first_caption_of_each_image_of_cocos(tmp_path):
+    assert read_prompts(coco(tmp_path / "captions.json")) == ["A fox.", "a ship", "a boat at sea"]
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.txt", "\ufeffa fox\n  blue \r\n\n \n"),
+        ("a.json", '["a fox", "blue"]'),
+        ("a.JSON", '[{"prompt": "a fox"}, {"caption": "blue", "id": 3}]'),
+    ],
+)
+def test_forms_of_files(name, content, tmp_path):
+    (tmp_path / name).write_text(content, newline="")
+    assert read_prompts(tmp_path / name) == ["a fox", "blue"]
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("none.txt", None, "none.txt: No such file or directory: give --prompts a file with one text a line"),
+        ("a.txt", b"\n \n", "a.txt is empty: give"),
+        ("a.txt", "zum Grünen".encode("latin-1"), "a.txt is no text in UTF-8: give"),
+        ("a.txt", b"a fox\n \nblue", "a.txt: line 2 is blank: "),
+        ("a.json", b"[]", "a.json is empty: give"),
+        ("a.json", b'["a fox", ""]', "a.json: text 2 is blank: "),
+        ("a.json", b"a fox", "a.json is no JSON (Expecting value"),
+        ("a.json", b'["a fox", 5]', "a.json: [1] is of another form: give"),
+        ("a.json", b'[{"text": "a fox"}]', "a.json: [0] is of another form: give"),
+        ("a.json", b'{"captions": []}', "a.json: annotations is of another form: give"),
+        ("a.json", b'{"annotations": [{"caption": "a fox"}]}', "a.json: annotations[0].image_id is of another form"),
+        ("a.json", b'"a fox"', "a.json: it is of another form: give"),
+    ],
+)
+def test_files_that_are_refused(name, content, told, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["evaluate", "--prompts", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("cspd: ") and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def run(command, checkpoint, *more):
+    return main([command, "--checkpoint", str(checkpoint), "--device", "cpu", *map(str, more)])
+
+
+def evaluate(checkpoint, file, out, *more):
+    return run("evaluate", checkpoint, "--method", "ar", "--seed", 5, "--prompts", file, "--out", out, *more)
+
+
+def report_of(out):
+    return json.loads((out / "evaluation.json").read_text())
+
+
+def test_an_evaluation_goes_on_where_it_was(text_checkpoint, file, tmp_path, capsys):
+    """One image of each text. Nothing is made again; other texts are another run."""
+    out = tmp_path / "out"
+    assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 0
+    shown = capsys.readouterr().out
+    assert "CLIP score" in shown and "give --clip FOLDER" in shown and "no features are taken: give --ref" in shown
+    shards = Shards(out, 3)
+    assert shards.subjects() == TEXTS and shards.read(0, "seeds").tolist() == [5, 6, 7]
+    report = report_of(out)
+    assert report["num"] == 3 and report["settings"]["request"]["negative_prompt"] == "snow"
+    assert report["clip_score"] is None and report["fid"] is None and {"fid", "clip_score"} <= report["missing"].keys()
+    assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 0
+    assert "all were there already" in capsys.readouterr().out
+    file.write_text("\n".join([*TEXTS[:2], "a boat"]))
+    assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 2
+    assert "holds another run (labels was" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+def test_clip_scores_of_an_evaluation_and_of_a_folder(text_checkpoint, file, tmp_path, capsys):
+    """The same of images that `cspd sample` made, whose record knows the texts, and of those that a file tells."""
+    clip = ["--clip", small_clip()]
+    assert evaluate(text_checkpoint, file, tmp_path / "out", *clip) == 0
+    assert "+- " in capsys.readouterr().out
+    made = report_of(tmp_path / "out")
+    pictures = tmp_path / "samples"
+    assert run("sample", text_checkpoint, "--method", "ar", "--seed", 5, "--prompts", file, "--out", pictures) == 0
+    expected = Clip(tmp_path / small_clip(), "cpu").scores(ImageFolder(pictures), TEXTS)
+    assert made["clip_score"] == pytest.approx(expected.mean().item(), abs=1e-4)
+    assert made["clip_score_error"] == pytest.approx(expected.std().item() / 3**0.5, abs=1e-4)
+    for more in ([], ["--prompts", str(file)]):
+        folder = ["--images", str(pictures), "--out", str(tmp_path / "again"), *clip, *more]
+        assert main(["evaluate", *folder, "--device", "cpu"]) == 0
+        again = report_of(tmp_path / "again")
+        assert again["clip_score"] == pytest.approx(made["clip_score"], abs=1e-4) and again["clip"] == made["clip"]
+
+
+def compare(checkpoint, out, *more):
+    return run("compare", checkpoint, "--methods", "ar,sjd:window=4", "--num", 4, "--out", out, *more)
+
+
+def test_a_comparison_over_texts(text_checkpoint, file, tmp_path, capsys):
+    """Each row has the same texts and seeds; the page has the texts whole, the picture as much as fits."""
+    long = "a fox in " + "a very green and quiet harbour " * 4
+    file.write_text("\n".join([*TEXTS[:2], long.strip(), "x" * 300]))
+    with pytest.warns(match="the rest is cut off"):
+        assert compare(text_checkpoint, tmp_path, "--prompts", file) == 0
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    assert report["labels"] == [*TEXTS[:2], long.strip(), "x" * 300]
+    assert report["rows"][1]["pixel_difference"] == 0  # sjd makes ar's images of the same texts and seeds
+    assert "give --clip FOLDER" in report["missing"]["clip_score"] and report["rows"][0]["clip_score"] is None
+    page = (tmp_path / "report.html").read_text()
+    assert all(text in page for text in report["labels"]) and "The texts are above" in page and "classes" not in page
+    capsys.readouterr()
+    assert compare(text_checkpoint, tmp_path, "--prompts", file) == 0
+    assert "100%" in capsys.readouterr().err  # of what was there
+
+
+@pytest.mark.slow
+def test_clip_scores_of_a_comparison(text_checkpoint, file, tmp_path, capsys):
+    """Rows of the same images have the same score; the change from plain sampling is then none."""
+    assert compare(text_checkpoint, tmp_path, "--prompts", file, "--clip", small_clip()) == 0
+    assert "CLIP" in capsys.readouterr().out
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    plain, other = report["rows"]
+    assert plain["clip_score"] == pytest.approx(other["clip_score"]) and plain["clip_difference"] is None
+    assert other["clip_difference"] == pytest.approx(0, abs=1e-4)
+    low, high = plain["clip_score_ci95"]
+    assert low < plain["clip_score"] < high and report["clip"]["name"] == "small_clip"
+    assert "CLIP score" in (tmp_path / "report.html").read_text()
+
+
+def test_a_studys_file_of_texts(text_checkpoint, file, tmp_path, capsys):
+    """Flags come before what is in it; classes and texts are not both."""
+    study = tmp_path / "study.yaml"
+    study.write_text(f"prompts: {file}\nnum: 2\nnegative_prompt: snow\nconfigurations: [{{method: ar}}]\n")
+    assert run("compare", text_checkpoint, "--config", study, "--out", tmp_path / "out") == 0
+    report = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert report["labels"] == TEXTS and report["rows"][0]["settings"]["negative_prompt"] == "snow"
+    assert run("compare", text_checkpoint, "--config", study, "--labels", 3, "--out", tmp_path / "other") == 2
+    assert "make images of texts: give prompt=..." in capsys.readouterr().err
+    study.write_text(f"prompts: {file}\nlabels: 0-3\nconfigurations: [{{method: ar}}]\n")
+    assert run("compare", text_checkpoint, "--config", study, "--out", tmp_path / "other") == 2
+    assert "labels and prompts: give one of them" in capsys.readouterr().err
+
+
+def test_an_edit_by_a_text(text_checkpoint, tmp_path, capsys):
+    """The upper half of the picture's codes is kept."""
+    mask = Image.new("L", (8, 8))
+    mask.paste(255, (0, 4, 8, 8))
+    mask.save(tmp_path / "mask.png")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "in.png")
+    place = ["--image", tmp_path / "in.png", "--mask", tmp_path / "mask.png", "--out", tmp_path / "out"]
+    assert run("edit", text_checkpoint, *place, "--method", "ar", "--prompt", "A fox!", "--num", 2) == 0
+    assert "8 of 16 tokens" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "out").glob("0*.png"))
+    assert names == ["00000_text-a-fox_seed0.png", "00001_text-a-fox_seed1.png"]
+    assert run("edit", text_checkpoint, *place, "--label", 1) == 2
+    assert "make images of texts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, more, told",
+    [
+        (
+            "evaluate",
+            ["--num", 2],
+            "label=0: these models make images of texts: give prompt=... in its place (--prompt",
+        ),
+        ("compare", ["--num", 2], "label=0: these models make images of texts: give prompt=... in its place (--prompt"),
+        (
+            "bench",
+            [],
+            "cspd bench makes images of classes, and these models make images of texts: use cspd compare --p",
+        ),
+        (
+            "tune",
+            [],
+            "cspd tune makes images of classes, and these models make images of texts: use cspd compare --pro",
+        ),
+        ("serve", ["--port", 0], "makes images of texts and the page shows models of classes: take cspd sample --pro"),
+    ],
+)
+def test_commands_of_classes(command, more, told, text_checkpoint, tmp_path, capsys):
+    out = [] if command in ("bench", "serve") else ["--out", tmp_path / "out"]
+    assert run(command, text_checkpoint, *more, *out) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "compare"])
+def test_texts_are_for_models_of_texts(command, text_checkpoint, file, tmp_path, capsys):
+    out = ["--out", tmp_path / "out"]
+    told = {
+        (small_checkpoint(), "--prompts", file): "prompt='a fox': these models make images of classes",
+        (small_checkpoint(), "--clip", tmp_path): "judges images of texts: give --prompts, or leave it out",
+        (
+            text_checkpoint,
+            "--prompts",
+            file,
+            "--clip",
+            tmp_path,
+        ): "no configuration of CLIP there (config.json): openai",
+    }
+    for (checkpoint, *more), message in told.items():
+        assert run(command, checkpoint, *more, *out) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        run(command, text_checkpoint, "--prompts", file, "--labels", 3)
+    assert "not allowed with argument" in capsys.readouterr().err
