@@ -4,13 +4,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
 from cspd import loading
 from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded
-from mar.tensors import CheckpointError
+from mar.tensors import CheckpointError, count_numbers, read_tensors
 
 
 @pytest.mark.parametrize("place", [None, b"digits32", ["digits32"], 5])
@@ -109,3 +110,29 @@ def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
 def test_the_classifier_keeps_its_counters():
     state = load_classifier().state_dict()
     assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
+
+
+def test_weights_that_do_not_fit_are_not_read(monkeypatch):
+    """Names and shapes say how much they take. The sizes of large ones are told."""
+    files = checkpoint_files(small_checkpoint())
+    needed = 4 * sum(tensor.numel() for name in ("target", "vae") for tensor in read_tensors(files[name]).values())
+    monkeypatch.setattr(loading, "free_bytes", lambda device: needed - 1)
+    with pytest.raises(
+        ValueError, match=r"target.safetensors: its models need 0.0 GiB and cpu has 0.0 GiB free: use a"
+    ):
+        cspd.load(small_checkpoint(), device="cpu")
+    monkeypatch.setattr(loading, "free_bytes", lambda device: needed)
+    cpu = torch.device("cpu")
+    assert loading._room_for(files, cpu) == ""
+    monkeypatch.setattr(loading, "LARGE", needed)
+    assert loading._room_for(files, cpu) == ", which takes 0.0 GiB of 0.0 GiB free"
+
+
+def test_numbers_of_files_are_counted(tmp_path):
+    """Of the weights that are taken, in both formats; of a damaged file, which reading tells about, there are none."""
+    weights = {"a": torch.zeros(3, 4, dtype=torch.float16), "b": torch.zeros(5)}
+    save_file(weights, tmp_path / "a.safetensors")
+    torch.save({"model": weights, "model_ema": {"a": torch.zeros(7)}}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(b"nothing")
+    counted = {path.name: count_numbers(path) for path in tmp_path.iterdir()}
+    assert counted == {"a.safetensors": 17, "a.pt": 7, "b.pt": 0}

@@ -245,3 +245,13 @@ def test_a_text_needs_an_encoder_that_fits(models):
         Engine(VQModels(**models | {"text_encoder": wide}), device="cpu")
     with pytest.raises(ValueError, match="draft and target do not fit: num_classes is 3 and 0"):
         Engine(VQModels(**models | {"draft": toy_models(11, 9)["draft"]}), device="cpu")
+
+
+def test_room_for_the_text_encoder():
+    """It is loaded when a text comes; that it fits is known before."""
+    encoder = Words()
+    encoder.bytes_to_load = 2**60
+    with pytest.raises(
+        ValueError, match=r"with its key-value caches needs about .* use a smaller model or another dev"
+    ):
+        Engine(VQModels(**text_models() | {"text_encoder": encoder}), max_batch=1, device="cpu")

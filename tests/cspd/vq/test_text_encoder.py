@@ -51,6 +51,14 @@ def test_features_are_those_of_the_padded_text(real):
 
 
 @pytest.mark.slow
+def test_its_configuration_says_how_large_it_is(real):
+    encoder = TextEncoder(real)
+    expected = encoder.bytes_to_load
+    assert expected == 4 * sum(parameter.numel() for parameter in encoder._models[1].parameters())
+    assert encoder.bytes_to_load == 0  # it is loaded
+
+
+@pytest.mark.slow
 def test_t5_cuts_a_long_text_before_its_end(real):
     encoder = TextEncoder(real)
     with pytest.warns(Truncated, match="has 17 tokens"):
@@ -108,6 +116,13 @@ def test_a_long_text_is_cut_and_that_is_said(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(encoder.features(LONG[: 2 * MOST - 3], MOST, CPU)) == MOST
+
+
+def test_t5_xl_takes_five_gigabytes(folder):
+    """1.2 billion parameters of FLAN-T5-XL's encoder, as its authors count them."""
+    sizes = {"d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32, "feed_forward_proj": "gated-gelu"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", **sizes}))
+    assert TextEncoder(folder).bytes_to_load == pytest.approx(4.9e9, rel=0.01)
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
