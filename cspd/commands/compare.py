@@ -92,18 +92,7 @@ def add_judge_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.config and args.methods:
-        raise ValueError("--methods and --config: give one of them")
-    common, entries = read_study(args.config) if args.config else ({}, None)
-    asked = {name: getattr(args, name) for name in (*RUN, *MODELS)} | settings_of(request_of(args))
-    given = {key: value for key, value in asked.items() if value is not None}
-    replaced = SUBJECTS if any(key in given for key in SUBJECTS) else ()  # texts stand in the place of a file's classes
-    common = {key: value for key, value in common.items() if key not in replaced} | given
-    settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
-    if entries is None:
-        common = {"checkpoint": EMBEDDED["MAR"]} | common
-        entries = named_entries(args.methods or ["ar", DEFAULTS[family_of(common["checkpoint"])]])
-
+    settings, common, entries = _asked(args)
     prompts = read_prompts(Path(settings["prompts"])) if settings["prompts"] else None
     if args.clip:
         check_clip(args.clip, args.device, of_texts=prompts is not None)
@@ -131,6 +120,22 @@ def run(args: argparse.Namespace) -> None:
         report, images = compare(rows, num=num, store=store, **how, **run_of, **judge)
         print(text_table(report))
         print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
+
+
+def _asked(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
+    """Settings of the run, and of all rows, and the rows' entries: a file's, with what flags put in its place."""
+    if args.config and args.methods:
+        raise ValueError("--methods and --config: give one of them")
+    common, entries = read_study(args.config) if args.config else ({}, None)
+    asked = {name: getattr(args, name) for name in (*RUN, *MODELS)} | settings_of(request_of(args))
+    given = {key: value for key, value in asked.items() if value is not None}
+    replaced = SUBJECTS if any(key in given for key in SUBJECTS) else ()  # texts replace a file's classes too
+    common = {key: value for key, value in common.items() if key not in replaced} | given
+    settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
+    if entries is None:
+        common = {"checkpoint": EMBEDDED["MAR"]} | common
+        entries = named_entries(args.methods or ["ar", DEFAULTS[family_of(common["checkpoint"])]])
+    return settings, common, entries
 
 
 def judge_of(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
