@@ -73,7 +73,7 @@ def made():
     models.append(model | {"role": "draft", "file": "d.safetensors", "configurations": ["a|b <i>&"]})
     content["ran"] = what_ran({"device": "a <cpu>", "threads": 3}, models, "cspd compare --out 'a b'")
     content |= {"baseline": "ar", "space": "digits"}
-    content |= {"reference": {"name": "r.npz", "fingerprint": "f" * 64}}
+    content |= {"clip": None, "reference": {"name": "r.npz", "fingerprint": "f" * 64}}
     content["missing"] = {"inception_score": "12 images: 20 are needed", "inception_score_std": "also"}
     images = [np.zeros((12, 32, 32, 3), np.uint8) for _ in rows]
     for r, of_row in enumerate(images):
