@@ -75,7 +75,7 @@ def test_image_i_is_of_label_i_in_turn_and_seed_plus_i(whole):
     shards = Shards(whole, NUM)
     for shard in range(shards.count):
         assert shards.read(shard, "seeds").tolist() == [SEED + i for i in shards.indices(shard)]
-    assert shards.labels() == [i % 10 for i in range(NUM)]
+    assert shards.subjects() == [i % 10 for i in range(NUM)]
     some = [0, 15, 16, 48, 57]
     settings = {"method": "ar", "num_iter": 2, "num_sampling_steps": 10, "cfg": 1.0}
     engine = cspd.load(small_checkpoint(), max_batch=2)
@@ -181,7 +181,7 @@ def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_p
         files = [path for path in folder.iterdir() if path.name != LOCK]
         assert sorted(path.suffix for path in files) == [".json", ".json", *[".npz"] * 4, ".png"]
         assert np.abs(images_of(folder) - images_of(whole)).max() <= 1
-        assert Shards(folder, NUM).labels() == Shards(whole, NUM).labels()
+        assert Shards(folder, NUM).subjects() == Shards(whole, NUM).subjects()
         assert near(report_of(folder), report_of(whole))
 
 
@@ -410,7 +410,7 @@ def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):
     (tmp_path / "00001.npz").write_text("somebody's")
     assert evaluate(tmp_path, "--overwrite", num=3) == 0
     assert report_of(tmp_path)["num"] == 3 and report_of(tmp_path)["sampling"]["images_made"] == 3
-    assert len(Shards(tmp_path, 3).labels()) == 3 and (tmp_path / "00001.npz").read_text() == "somebody's"
+    assert len(Shards(tmp_path, 3).subjects()) == 3 and (tmp_path / "00001.npz").read_text() == "somebody's"
     (tmp_path / "manifest.json").unlink()
     assert evaluate(tmp_path, num=4) == 2
     assert "00000.npz, evaluation.json, grid.png, and no manifest.json" in capsys.readouterr().err

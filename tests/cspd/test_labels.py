@@ -42,7 +42,7 @@ def test_an_evaluation_that_began_with_numbers_goes_on_with_names(tmp_path):
         given = ["--labels", labels, "--num", "2", "--out", str(tmp_path)]
         assert main(["evaluate", "--method", "ar", *PLAIN, *given]) == 0
         stamps.append((tmp_path / "00000.npz").stat().st_mtime_ns)
-    assert stamps[0] == stamps[1] and Shards(tmp_path, 2).labels() == [7, 3]
+    assert stamps[0] == stamps[1] and Shards(tmp_path, 2).subjects() == [7, 3]
 
 
 def test_a_study_names_classes(tmp_path):
