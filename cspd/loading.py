@@ -11,6 +11,7 @@ import torch
 
 from cspd import hub
 from cspd.continuous.models import MARModels
+from cspd.discrete.hosted import hosted_models
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
 from cspd.machine import free_bytes, pick_device
@@ -20,6 +21,7 @@ from cspd.telling import telling
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
+from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
 from cspd.vq.text import TextEncoder
 from mar.checkpoint import load_mar, load_vae
 from mar.registry import suggestion
@@ -101,13 +103,16 @@ def _target_file(checkpoint: str | Path) -> Path:
     if place.is_file():
         return place
     found = _find(place, _TARGETS) if place.is_dir() else []
+    if not found and is_hosted(place):
+        return place / CONFIG
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise CheckpointError(f"{checkpoint}: several checkpoints are there ({names}): give the file of one")
     if not found:
         raise CheckpointError(
             f"{checkpoint}: no checkpoint there; give a file, a folder with one of {', '.join(_TARGETS)}"
-            " (checkpoints/README.md says where the official files come from), or an embedded name:"
+            " (checkpoints/README.md says where the official files come from) or of a model of transformers"
+            " (docs/text.md), or an embedded name:"
             f" {suggestion(str(checkpoint), known)}"
         )
     return found[0]
@@ -117,14 +122,17 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     """The files of an embedded name, a folder, or a target's file, by what they are for; None where absent.
 
     "target", "draft" and "vae" of MAR; "target", "draft", "eagle", "tokenizer" and the folder "text_encoder" of VQ
-    models, which are known by a tokenizer beside them or by their official name.
+    models, which are known by a tokenizer beside them or by their official name. A model of `transformers` has its
+    config.json as target, and the others in the same folder.
 
     Raises:
         CheckpointError: there is no target to be found, or there are several. TypeError, ValueError: it is no path.
     """
     target = _target_file(checkpoint)
-    patterns_of = _patterns_of(target)
     files: dict[str, Path | None] = {"target": target}
+    if is_hosted(target):
+        return files | {"draft": None, "eagle": None, "tokenizer": None, "text_encoder": None}
+    patterns_of = _patterns_of(target)
     for name, patterns in patterns_of.items():
         if name != "target":  # beside it, whatever name or file it was found by
             files[name] = next(iter(_find(target.parent, patterns)), None)
@@ -164,8 +172,9 @@ def load(
     """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
 
     Args:
-        checkpoints: embedded names, folders with official files or as `Engine.save_pretrained` writes them, targets'
-            files, or names on the Hugging Face hub ("org/name", "org/name/file"); "digits32" by default.
+        checkpoints: embedded names, folders with official files or as `Engine.save_pretrained` writes them, or of a
+            model of `transformers` that makes images (docs/text.md), targets' files, or names on the Hugging Face hub
+            ("org/name", "org/name/file"); "digits32" by default.
         arch: the target's size (`mar.registry.MARS`, `cspd.vq.registry.GPTS`); found out from the file by default.
         vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
         draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
@@ -190,6 +199,16 @@ def load(
     cache = None
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)
+        target = files["target"]
+        assert target is not None  # or `checkpoint_files` had raised an error
+        if is_hosted(target):
+            for name, given in (("arch", arch), ("eagle", eagle), ("text_encoder", text_encoder)):
+                if given is not None:
+                    raise ValueError(f"{checkpoint}: {name}=... is not for models of transformers: leave it out")
+            draft_folder = None if draft is None else _path(draft, "draft")
+            vae_file = None if vae is None else _path(vae, "vae")
+            models.append(hosted_models(target, draft_folder, vae_file, device, precision, max_batch))
+            continue
         decoder = "tokenizer" if "tokenizer" in files else "vae"
         if vae is not None:
             files[decoder] = _path(vae, "vae")
@@ -201,8 +220,7 @@ def load(
             files["eagle"] = _path(eagle, "eagle")
         if text_encoder is not None:
             files["text_encoder"] = _path(text_encoder, "text_encoder")
-        target, decoder_file = files["target"], files[decoder]
-        assert target is not None  # or `checkpoint_files` had raised an error
+        decoder_file = files[decoder]
         if decoder_file is None:
             wanted = " or ".join(_patterns_of(target)[decoder])
             raise CheckpointError(

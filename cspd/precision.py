@@ -43,9 +43,10 @@ class Precision:
         """The module as `fast` computes with it: under bf16 its matrix products have copies of their weights.
 
         The copies are made once and live as long as the module. All other parameters are shared with it, and the
-        module itself stays as it is. Children that its class names in `FLOAT32` are no copies either.
+        module itself stays as it is. Children that its class names in `FLOAT32` are no copies either, nor is a module
+        that computes in the type of its weights, its `own_type`, whatever the policy.
         """
-        if self.policy != "bf16":
+        if self.policy != "bf16" or hasattr(module, "own_type"):
             return module
         if module not in self._prepared:
             self._prepared[module] = BFloat16Linear(module) if isinstance(module, nn.Linear) else self._twin(module)
@@ -62,7 +63,7 @@ class Precision:
 
     def bytes_to_copy(self, module: nn.Module | None) -> int:
         """Bytes of the copies that `prepare` has still to make of a module."""
-        if self.policy != "bf16" or module is None or module in self._prepared:
+        if self.policy != "bf16" or module is None or module in self._prepared or hasattr(module, "own_type"):
             return 0
         if isinstance(module, nn.Linear):
             return sum(torch.bfloat16.itemsize * parameter.numel() for parameter in module.parameters())
@@ -73,6 +74,10 @@ class Precision:
     def dtype(self) -> torch.dtype:
         """Of what matrix products give inside `fast`."""
         return torch.bfloat16 if self.policy == "bf16" else torch.float32
+
+    def type_of(self, module: nn.Module) -> torch.dtype:
+        """Of what a module's matrix products give inside `fast`."""
+        return getattr(module, "own_type", self.dtype)
 
     @property
     def uniform(self) -> bool:

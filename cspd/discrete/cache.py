@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from cspd.vq.gpt import CacheView, GPTConfig
+from cspd.vq.gpt import CacheView
 from cspd.vq.steps import steps
 
 MOST_NODES = 80  # inputs of one forward beyond what is committed: the root, and what is drafted
@@ -26,7 +28,15 @@ def rows_of(slot: Tensor, first: int | None, copies: int) -> Tensor | slice:
     return rows.flatten()
 
 
-def _stepped(width: int) -> int:
+def most_columns(config: Any) -> int:
+    """Columns that a target's sequence takes at most: its condition's, the codes', and what is drafted beyond them."""
+    columns = config.prefix_length - 1 + config.block_size + MOST_NODES
+    if config.row_end is not None:  # of these, and of what is beside the first path, see `cspd.discrete.row_ends`
+        columns += config.grid + MOST_NODES // config.grid + 2 * MOST_NODES + 2
+    return stepped(columns)
+
+
+def stepped(width: int) -> int:
     """The least multiple of WIDTH_STEP that is not below a width."""
     return -(-width // WIDTH_STEP) * WIDTH_STEP
 
@@ -39,10 +49,9 @@ class Cache:
     """
 
     def __init__(
-        self, config: GPTConfig, length: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
+        self, config: Any, columns: int, layers: int, num_slots: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        columns = _stepped(length + MOST_NODES)
-        shape = (2, layers, 2 * num_slots, config.n_head, columns, config.head_dim)
+        shape = (2, layers, 2 * num_slots, config.key_heads, columns, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
         self._keys, self._values = (of_layers.unbind() for of_layers in self.tensor)
 
@@ -73,14 +82,14 @@ class Cache:
         own = steps(count, start.device) if columns is None else columns
         width = most + (count if seen is None else seen.shape[-1] - 2)
         if not together:
-            width = min(_stepped(width), self.tensor.shape[4])
+            width = min(stepped(width), self.tensor.shape[4])
 
         # where keys and values go
         if together and columns is None:
             places = slice(most, most + count)
         else:
             places = start.unsqueeze(1) + own
-        view = CacheView(self._keys, self._values, rows, places, width)
+        view = self.view(rows, places, width)
 
         # which columns each input looks at; where all are together, the mask of one is that of all
         first = start[:1] if together else start
@@ -92,6 +101,10 @@ class Cache:
             last = (first.unsqueeze(1) + own).unsqueeze(-1)
             mask = steps(width, start.device) <= last
         return view, mask.unsqueeze(1)
+
+    def view(self, rows: Tensor | slice, columns: Tensor | slice, width: int) -> CacheView:
+        """What a forward of these rows sees and writes; arguments as of `CacheView`."""
+        return CacheView(self._keys, self._values, rows, columns, width)
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
         """Copies columns `source` [R, n] of R rows onto columns `target`."""

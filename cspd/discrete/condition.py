@@ -33,6 +33,7 @@ class Conditions:
     Attributes:
         last: of "target" and "draft", [2 * slots, dim], the last inputs.
         before: int64 [2 * slots], how many inputs come before those; None of classes, where none do.
+        text_places: whether those have positions, which the codes' follow; in LlamaGen's models they have none.
     """
 
     def __init__(self, models: Mapping[str, Any], num_slots: int, device: torch.device) -> None:
@@ -41,12 +42,17 @@ class Conditions:
         for name in ("target", "draft"):
             if models[name] is not None:
                 self.last[name] = models[name].tok_embeddings.weight.new_zeros(rows, models[name].config.dim)
-        is_text = models["target"].config.caption_dim > 0
-        self.before = torch.zeros(rows, dtype=torch.int64, device=device) if is_text else None
+        config = models["target"].config
+        self.before = None if config.num_classes else torch.zeros(rows, dtype=torch.int64, device=device)
+        self.text_places = config.text_places
 
     def columns(self, batch: Batch, position: Tensor) -> Tensor:
         """Cache columns of inputs at positions [R], of a batch's rows."""
         return position if self.before is None else position + self.before[batch.rows]
+
+    def places(self, batch: Batch, position: Tensor) -> Tensor:
+        """What the layers take for positions [R, N] of a batch's inputs, which are those of the codes before them."""
+        return position + self.before[batch.rows].unsqueeze(1) if self.text_places else position
 
 
 def check_encoder(request: Request, host: Any) -> None:
@@ -54,6 +60,15 @@ def check_encoder(request: Request, host: Any) -> None:
     if request.prompt is not None and host.text_encoder is None:
         missing = "needs a text encoder and this engine has none"
         raise ValueError(f"prompt={shortened(request.prompt)} {missing}: {PLACE}")
+    if request.prompt is not None:
+        host.text_encoder.check(request, host.config.prefix_length)
+
+
+def encode_texts(request: Request, host: Any) -> None:
+    """Has the texts of a checked request encoded, which are remembered."""
+    for text in (request.prompt, request.negative_prompt):
+        if text is not None:
+            host.text_of(text)
 
 
 def take_in(host: Any, sequences: list[Sequence]) -> None:
@@ -93,7 +108,7 @@ def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
     host.begin(None)
     for name, last in conditions.last.items():
         with host.precision.fast():
-            own = _with_null(host.models[name], texts, count, is_null)
+            own = texts if is_null is None else _with_null(host.models[name], texts, count, is_null)
             inputs = host.models[name].cls_embedding(own).to(last.dtype)
         last[batch.rows] = inputs[each, count - 1]
         if name in uses:
@@ -105,25 +120,26 @@ def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
             host.past.keep(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
 
 
-def _sent(host: Any, requests: list[Request], copies: int) -> tuple[Tensor, Tensor, Tensor]:
-    """By cache row: texts' features float32 [R, N, caption_dim], their tokens int64 [R], and whether the null caption
-    is to be in their place, bool [R].
+def _sent(host: Any, requests: list[Request], copies: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """By cache row: texts as `VQHost.text_of` has them [R, N, ...], how many tokens they have, int64 [R], and whether
+    the model's null caption is to be in their place, bool [R]; None where it never is.
 
-    The null caption is as long as the prompt, as the authors mask it.
+    LlamaGen's null caption is as long as the prompt, as the authors mask it.
     """
     texts, is_null = [], []
     for request in requests:
         prompt, negative = request.prompt, request.negative_prompt
         own = host.text_of(prompt)
-        other = own if negative is None else host.text_of(negative)
-        texts += [own, other][:copies]
-        is_null += [False, negative is None][:copies]
+        other = host.text_encoder.null(own, host.config.prefix_length) if negative is None else host.text_of(negative)
+        texts += [own, own if other is None else other][:copies]
+        is_null += [False, other is None][:copies]
     count = np.array([len(text) for text in texts])
-    padded = np.zeros((len(texts), count.max(), host.config.caption_dim), np.float32)
+    padded = np.zeros((len(texts), count.max(), *texts[0].shape[1:]), texts[0].numpy().dtype)
     for row, text in zip(padded, texts):
         row[: len(text)] = text
-    sent = send({"texts": padded, "count": count, "is_null": np.array(is_null)}, host.device)
-    return sent["texts"], sent["count"], sent["is_null"]
+    arrays = {"texts": padded, "count": count} | ({"is_null": np.array(is_null)} if any(is_null) else {})
+    sent = send(arrays, host.device)
+    return sent["texts"], sent["count"], sent.get("is_null")
 
 
 def _with_null(model: GPT, texts: Tensor, count: Tensor, is_null: Tensor) -> Tensor:
@@ -138,6 +154,7 @@ def _features(host: Any, batch: Batch, model: str, inputs: Tensor, past: Tensor 
     if not inputs.shape[1]:
         return inputs
     start = torch.zeros_like(batch.known_rows)
-    position = start.unsqueeze(1).expand(inputs.shape[:2])
+    places = steps(inputs.shape[1], host.device) if host.conditions.text_places else start.unsqueeze(1)
+    position = places.expand(inputs.shape[:2])
     view, mask = host.cache(model).look(batch.rows, start, 0, True, inputs.shape[1])
     return through_layers(host, model, inputs, position, mask, view, past)

@@ -1,4 +1,4 @@
-"""What a forward of a `VQHost` is made of: the inputs of codes, and a model's layers over inputs."""
+"""A forward of a `VQHost`: the inputs of codes, and a model's layers over inputs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,32 @@ from cspd.vq.gpt import CacheView
 from cspd.vq.steps import steps
 
 PROGRAMS = 64  # at most: a model's layers for one input or several, with a mask or without, for the null class or not
+
+
+def forward(
+    host: Any,
+    batch: Batch,
+    model: str,
+    codes: Tensor,
+    start: Tensor,
+    most: int,
+    together: bool,
+    depth: Tensor,
+    seen: Tensor | None,
+    columns: Tensor | None,
+    past: Tensor | None,
+) -> Tensor:
+    """Features [R, N, dim] after codes [B, N], R = B * copies, as `VQHost.features`.
+
+    Args:
+        start: int64 [R]; most: what it is at most, on the host; together: whether all are just that. depth: int64 [N]
+            or [R, N]. seen: bool [N, M + 2] or [R, N, M + 2]. past: [R, N, dim].
+    """
+    first, most = host.conditions.columns(batch, start), most + host.config.prefix_length - 1
+    position = (start.unsqueeze(1) + depth).clamp(max=host.config.block_size)
+    view, mask = host.cache(model).look(batch.rows, first, most, together, codes.shape[1], seen, columns)
+    inputs = inputs_of(host, batch, codes, position, model)
+    return through_layers(host, model, inputs, host.conditions.places(batch, position), mask, view, past)
 
 
 def inputs_of(host: Any, batch: Batch, codes: Tensor, position: Tensor, model: str) -> Tensor:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
+from cspd.discrete import row_ends
 from cspd.discrete.batch import Batch, of_copies
-from cspd.discrete.cache import MOST_NODES, Cache
-from cspd.discrete.condition import Conditions, check_encoder, take_in
-from cspd.discrete.forward import inputs_of, through_layers
+from cspd.discrete.cache import MOST_NODES, Cache, most_columns
+from cspd.discrete.condition import Conditions, check_encoder, encode_texts, take_in
+from cspd.discrete.forward import forward
 from cspd.discrete.options import VQ_OPTIONS
 from cspd.discrete.past import PastFeatures
 from cspd.discrete.prefix import encoder, prefill, with_prefix
@@ -77,8 +78,7 @@ class VQHost:
     ) -> None:
         models = {"target": target, "draft": draft, "eagle": eagle}
         self.models = {name: model and precision.prepare(model) for name, model in models.items()}
-        self.models["tokenizer"], self.tuning = tokenizer, tuning
-        self.text_encoder = text_encoder
+        self.models["tokenizer"], self.text_encoder, self.tuning = tokenizer, text_encoder, tuning
         self.target, self.device, self.precision, self.noise = target, device, precision, noise
         self.compiled, self.graphs = compiled, graphs or Graphs(device, enabled=False)
         self.config, self.num_slots = target.config, num_slots
@@ -126,13 +126,11 @@ class VQHost:
 
     def resolve(self, request: Request, method: Method) -> Request:
         """A checked request with what the method decides for this device; its texts are encoded."""
-        for text in (request.prompt, request.negative_prompt):
-            if text is not None:
-                self.text_of(text)
+        encode_texts(request, self)
         return method.resolve(request, self)
 
     def text_of(self, text: str) -> Tensor:
-        """A text's features, float32 [n, caption_dim] on the CPU, of its first `prefix_length` tokens."""
+        """A text as the models take it in, on the CPU: its tokens' features float32 [n, caption_dim], or int64 [n]."""
         return self.text_encoder.features(text, self.config.prefix_length, self.device)
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
@@ -165,9 +163,8 @@ class VQHost:
         """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
         if model not in self._caches:
             module = self.models[model]
-            length = self.config.prefix_length - 1 + self.config.block_size  # the target's: weights show none
-            size = length, len(module.layers), self.num_slots
-            self._caches[model] = Cache(module.config, *size, self.device, self.precision.dtype)
+            size = most_columns(self.config), len(module.layers), self.num_slots  # the target's: weights show none
+            self._caches[model] = Cache(module.config, *size, self.device, self.precision.type_of(module))
         return self._caches[model]
 
     def features(
@@ -199,21 +196,19 @@ class VQHost:
             start = of_copies(batch, start)
         else:
             most, start = most + start, batch.known_rows + start if start else batch.known_rows
-        first, most = self.conditions.columns(batch, start), most + self.config.prefix_length - 1
-        count = codes.shape[1]
         if depth is None:
-            depth = steps(count, self.device)
+            depth = steps(codes.shape[1], self.device)
         elif depth.dim() == 2:
             depth = of_copies(batch, depth)
         if seen is not None and seen.dim() == 3:
             seen = of_copies(batch, seen)
-        position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
-        view, mask = self.cache(model).look(batch.rows, first, most, together, count, seen, columns)
+        past = None if past is None else past.transpose(0, 1).flatten(0, 1)
         self._start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
-        inputs = inputs_of(self, batch, codes, position, model)
-        past = None if past is None else past.transpose(0, 1).flatten(0, 1)
-        features = through_layers(self, model, inputs, position, mask, view, past)
+        if self.config.row_end is None:
+            features = forward(self, batch, model, codes, start, most, together, depth, seen, columns, past)
+        else:
+            features = row_ends.features(self, batch, model, codes, start, most, depth, seen)
         self._start("other")
         return features.unflatten(0, (len(batch), batch.copies)).transpose(0, 1)
 
@@ -272,6 +267,9 @@ class VQHost:
 
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
+        if self.config.row_end is not None:
+            row_ends.compact(self, batch, path)
+            return
         start = self.conditions.columns(batch, batch.known_rows).unsqueeze(1)
         source = start + of_copies(batch, path)
         target = start + steps(path.shape[1], self.device)

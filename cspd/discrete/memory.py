@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from cspd.discrete.cache import MOST_NODES
+import torch
+
+from cspd.discrete.cache import MOST_NODES, most_columns
 from cspd.precision import Precision
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
@@ -17,8 +20,17 @@ def bytes_per_slot(target: GPT, others: Iterable[GPT | Eagle | None], precision:
 
     `others`: the models that draft.
     """
-    config, size = target.config, precision.dtype.itemsize
-    columns = config.prefix_length - 1 + config.block_size + MOST_NODES
+    config = target.config
     gpts = [target, *(model for model in others if model is not None)]
-    caches = sum(4 * size * len(m.layers) * columns * m.config.dim for m in gpts)  # keys, values, the null class's
-    return caches + 4 * MOST_NODES * config.vocab_size * WORKING
+    caches = sum(cache_bytes(config, m.config, len(m.layers), precision.type_of(m)) for m in gpts)
+    return caches + working_bytes(config)
+
+
+def cache_bytes(target: Any, config: Any, layers: int, dtype: torch.dtype) -> int:
+    """Bytes of a slot's keys and values in a model's layers, also of the null condition; target: its config."""
+    return 4 * dtype.itemsize * layers * most_columns(target) * config.key_heads * config.head_dim
+
+
+def working_bytes(config: Any) -> int:
+    """Bytes of the distributions that a round holds of a slot at most."""
+    return 4 * MOST_NODES * config.vocab_size * WORKING

@@ -55,8 +55,11 @@ class VQModels:
     ) -> VQHost:
         """A host of these models, which are on the device already; arguments as in `VQHost`.
 
-        `cache` is of no use to VQ models. Raises ValueError where there is too little memory.
+        `cache` is of no use to VQ models. Raises ValueError where there is too little memory, or `compiled` is for
+        other layers than LlamaGen's.
         """
+        if compiled and not isinstance(self.target, GPT):
+            raise ValueError("compiled=True, or --compile, is for LlamaGen's and MAR's layers: leave it out")
         fix = "use a smaller model or another device"
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
@@ -82,7 +85,15 @@ class VQModels:
         """Raises ValueError where draft, drafter, tokenizer or text encoder do not fit the target."""
         config = self.target.config
         if self.draft is not None:
-            for name in ("block_size", "vocab_size", "num_classes", "prefix_length", "caption_dim"):
+            for name in (
+                "block_size",
+                "vocab_size",
+                "num_classes",
+                "prefix_length",
+                "caption_dim",
+                "text_places",
+                "row_end",
+            ):
                 ours, theirs = getattr(config, name), getattr(self.draft.config, name)
                 if ours != theirs:
                     raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,14 @@ class GPTConfig:
     rope_base: float = 10000.0
     prefix_length: int = 1
     caption_dim: int = 0
+
+    text_places: ClassVar[bool] = False  # whether inputs of texts are turned by their positions, and codes after them
+    row_end: ClassVar[int | None] = None  # a token after each row of codes
+
+    @property
+    def key_heads(self) -> int:
+        """Attention heads that keys and values have."""
+        return self.n_head
 
     @property
     def head_dim(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig
@@ -78,8 +79,14 @@ def gpt_spec(name: str) -> GPTSpec:
     return lookup(GPTS, name, "GPT")
 
 
-def defaults_of(config: GPTConfig) -> SamplingDefaults:
-    """The published sampling settings of a size, at any resolution; the common ones for one without a name."""
+def defaults_of(config: Any) -> SamplingDefaults:
+    """The published sampling settings of a size, at any resolution; the common ones for one without a name.
+
+    Args:
+        config: a `GPTConfig`, or a model's own that has them, as `cspd.vq.hosted.config.HostedConfig`.
+    """
+    if hasattr(config, "defaults"):
+        return config.defaults
     for spec in GPTS.values():
         if replace(spec.config, block_size=config.block_size) == config:
             own_size = config.grid * TOKENIZERS[spec.tokenizer].stride

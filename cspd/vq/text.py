@@ -95,6 +95,12 @@ class TextEncoder:
             )
         return features
 
+    def null(self, features: Tensor, most: int) -> None:
+        """No text's features guide where a request has no negative prompt: the model has a null caption of its own."""
+
+    def check(self, request: object, most: int) -> None:
+        """Nothing is wrong with a text: a longer one is cut."""
+
     @functools.cached_property
     def identity(self) -> str:
         """A hash of the files' names, sizes and times."""

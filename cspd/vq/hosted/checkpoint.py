@@ -1,0 +1,197 @@
+"""A folder of a model of `transformers`, as its hub has them: what is in it, and whether it can be used here."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cspd.records import read_json
+from cspd.vq.hosted.config import Architecture, HostedConfig, Image
+from mar.tensors import CheckpointError
+
+CONFIG = "config.json"
+FILES = {  # what a folder must have, any of each
+    "tokenizer": ("tokenizer.json",),
+    "tokenizer configuration": ("tokenizer_config.json",),
+    "weights": ("*.safetensors", "pytorch_model*.bin"),
+}
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # what is found in the last one holds
+MOST_PROMPT = 512  # tokens: each takes as much of the cache as a code
+OF_IMAGES = ("vqmodel.",)  # in the names of weights that nothing here needs where there is no decoder
+
+
+def is_hosted(place: Path) -> bool:
+    """Whether a place is a folder of a model of `transformers`, or the configuration of one."""
+    config = place / CONFIG if place.is_dir() else place
+    return config.name == CONFIG and config.is_file() and "model_type" in _read(config)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError where it is no JSON object."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}): fetch it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: is no configuration of a model: fetch it again")
+    return content
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of a model whose weights are not read yet.
+
+    Attributes:
+        path: its place. architecture: which of those that are hosted. image: what images it makes. config: its sizes.
+        own: `transformers`' configuration. dtype: of the weights when they are read. num_bytes: of the weights then.
+    """
+
+    path: Path
+    architecture: Architecture
+    image: Image
+    config: HostedConfig
+    own: Any
+    dtype: torch.dtype
+    num_bytes: int
+
+    def decoder(self, given: Path | None) -> Path | None:
+        """The file that decodes codes to pixels: the one that is given, or that of the folder; None where none is.
+
+        Raises ValueError where the model has its own.
+        """
+        if given is not None and not self.architecture.decoder_files:
+            raise ValueError(f"{self.path}: this model decodes its codes itself: leave vae=... (--vae) out")
+        here = (self.path / name for name in self.architecture.decoder_files)
+        return given or next((file for file in here if file.is_file()), None)
+
+
+def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
+    """A folder, looked into.
+
+    Args:
+        dtype: that its weights are to be read in; by default their own.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the architecture is not hosted, or its vocabulary has no images.
+            ValueError: `transformers` is not installed.
+    """
+    model_type = str(_read(path / CONFIG).get("model_type"))
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError(f"{path} is of {model_type} models, which need transformers: pip install 'cspd[text]'")
+    from cspd.vq.hosted.architectures import ARCHITECTURES
+
+    if model_type not in ARCHITECTURES:
+        known = [f"{name} (as {each.example})" for name, each in ARCHITECTURES.items()]
+        raise CheckpointError(f"{path}: models of type {model_type!r} are not hosted; these are: {', '.join(known)}")
+    architecture = ARCHITECTURES[model_type]
+    for what, patterns in FILES.items():
+        if not _found(path, patterns):
+            raise CheckpointError(
+                f"{path}: no {what} there ({' or '.join(patterns)}): fetch the whole folder,"
+                f" as of {architecture.example}"
+            )
+    from transformers import AutoConfig
+
+    try:
+        own = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # a damaged file can fail anywhere in the readers
+        raise CheckpointError(f"{path / CONFIG}: cannot be read ({error}): fetch it again") from error
+    image = architecture.image(own, _processor(path))
+    kept = getattr(own, "dtype", None) or torch.float32
+    num_bytes = sum(file.stat().st_size for file in _found(path, FILES["weights"]))
+    wanted = dtype or kept
+    num_bytes = num_bytes * wanted.itemsize // kept.itemsize
+    return Folder(path, architecture, image, sizes(own, architecture, image), own, wanted, num_bytes)
+
+
+def _found(path: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The files of the first pattern that has any."""
+    return next((found for pattern in patterns if (found := sorted(path.glob(pattern)))), [])
+
+
+def _processor(path: Path) -> dict[str, Any]:
+    """The settings of a model's processor of images, where its folder has them."""
+    settings: dict[str, Any] = {}
+    for name in PROCESSORS:
+        if (path / name).is_file():
+            content = _read(path / name)
+            settings |= content | (content.get("image_processor") or {})
+    return settings
+
+
+def sizes(own: Any, architecture: Architecture, image: Image) -> HostedConfig:
+    """What a host must know of a configuration of `transformers`. Raises CheckpointError where it has no room."""
+    text = architecture.text(own)
+    heads = text.num_attention_heads
+    length = image.side**2
+    rows = 0 if image.row_end is None else image.side
+    room = text.max_position_embeddings - length - rows
+    if room < 1:
+        raise CheckpointError(
+            f"config.json: max_position_embeddings={text.max_position_embeddings} leaves no room for a prompt before"
+            f" {length + rows} tokens of an image: take the config.json of a model that makes images"
+        )
+    return HostedConfig(
+        architecture.model_type,
+        dim=text.hidden_size,
+        n_layer=text.num_hidden_layers,
+        n_head=heads,
+        key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=image.num_codes,
+        block_size=length,
+        prefix_length=min(MOST_PROMPT, room),
+        stride=image.stride,
+        row_end=image.row_end,
+        defaults=replace(architecture.defaults, image_size=image.side * image.stride),
+    )
+
+
+def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn.Module, nn.Module | None]:
+    """The model of a folder, and what makes pixels of its codes where there is that; decoder: as `Folder.decoder`.
+
+    Raises CheckpointError where weights cannot be read, or are not all there.
+    """
+    import transformers
+
+    from cspd.vq.hosted.model import HostedModel
+
+    model_class = getattr(transformers, folder.architecture.model_class)
+    # without accelerate it is read into the computer's memory first, and moved by the engine
+    straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    try:
+        model, report = model_class.from_pretrained(
+            folder.path,
+            config=folder.own,
+            dtype=folder.dtype,
+            device_map={"": device} if straight else None,
+            local_files_only=True,
+            output_loading_info=True,
+            attn_implementation="sdpa",
+        )
+    except Exception as error:  # a damaged file can fail anywhere in the readers
+        raise CheckpointError(f"{folder.path}: its weights cannot be read ({error}): fetch them again") from error
+    parts = folder.architecture.parts(model, folder.image, decoder)
+    unneeded = OF_IMAGES if parts.tokenizer is None else ()
+    missing = sorted(name for name in report["missing_keys"] if not any(part in name for part in unneeded))
+    if missing:
+        raise CheckpointError(f"{folder.path}: the weights lack {missing[0]}: fetch the whole folder again")
+    return HostedModel(folder.config, parts), parts.tokenizer
+
+
+def read_prompts(folder: Folder) -> Any:
+    """What makes tokens of texts for a folder's model. Raises CheckpointError."""
+    from transformers import AutoTokenizer
+
+    from cspd.vq.hosted.prompts import Prompts
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+    except Exception as error:  # a damaged file can fail anywhere in the readers
+        raise CheckpointError(f"{folder.path}: its tokenizer cannot be read ({error}): fetch it again") from error
+    return Prompts(tokenizer, folder.architecture, folder.image)

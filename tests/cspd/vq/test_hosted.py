@@ -1,0 +1,161 @@
+"""Models of `transformers` under the VQ host: their own codes, by every method, in ragged batches."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from conftest import relative_error
+from hosted import GUIDANCE, PROMPTS, generated, guided_logits, hosted_of, model_of, plain_codes
+from toys import counts, draw, host_of, p_value, request_of, sequences, staggered
+
+from cspd import Engine, Request, VQModels, noise
+from cspd.discrete.batch import batch_of
+from cspd.discrete.probabilities import guide
+from cspd.lookup import find
+from cspd.noise import Purpose
+from cspd.precision import Stopwatch
+from cspd.sequence import RoundStats, Sequence
+
+ARCHITECTURES = ["janus", "chameleon", "emu3"]
+SLOW = pytest.mark.slow
+METHODS = {  # with trees and windows that rows end in, and that go beyond the image
+    "ar": {},
+    "sd": {"gamma": 6},
+    "sjd": {"window": 5},
+    "mc-sjd": {"window": 9},
+    "sjd-pac": {"window": 12, "pd_k": 3, "pd_d": 3},
+    "gsd": {"window": 6},
+    "speculative": {"window": 7},
+}
+OTHERS = [name for name in METHODS if name not in ("ar", "sjd-pac")]
+SAME = 1e-4  # p-values
+
+
+class Case:
+    """An architecture's tiny model, and an engine over it with a smaller draft model of the same codes."""
+
+    def __init__(self, architecture: str) -> None:
+        self.model = model_of(architecture)
+        self.target, self.texts, self.image = hosted_of(self.model)
+        draft = hosted_of(model_of(architecture, seed=1, num_hidden_layers=1, hidden_size=16))[0]
+        self.models = {"target": self.target, "draft": draft, "text_encoder": self.texts}
+        self.engine = Engine(VQModels(**self.models), max_batch=3, device="cpu")
+
+    @functools.cached_property
+    def generated(self):
+        """Greedy codes by the model's own `generate`."""
+        return [generated(self.model, self.image, self.prompts(own), own.cfg) for own in requests()]
+
+    def prompts(self, request: Request):
+        """The tokens of a request's prompt, and those that guidance leads away from."""
+        own = self.texts.features(request.prompt, 99, None)
+        if request.negative_prompt is not None:
+            return own, self.texts.features(request.negative_prompt, 99, None)
+        return own, self.texts.null(own, 99)
+
+
+# the fast set has the architecture that has all there is: groups of query heads, tokens among others, row ends
+@pytest.fixture(scope="module", params=[*(pytest.param(name, marks=SLOW) for name in ARCHITECTURES[:2]), "emu3"])
+def case(request):
+    return Case(request.param)
+
+
+def requests(method="ar", **changes):
+    settings = {"cfg": GUIDANCE, "temperature": 1.0, "top_p": 1.0, "top_k": 0, **METHODS[method], **changes}
+    return [Request(prompt=text, seed=i, method=method, **settings) for i, text in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("method", ["ar", "sjd-pac", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+def test_greedy_codes_are_those_of_its_own_generate(method, case):
+    made = case.engine.generate(requests(method, temperature=0.0))
+    for output, codes in zip(made, case.generated):
+        assert torch.equal(output.tokens, codes)
+        assert output.stats.backbone_calls <= len(codes)  # rows end for nothing
+
+
+def uniforms(seed, length):
+    none = torch.zeros(1, dtype=torch.int64)
+    return noise.fine_uniform(torch.tensor(seed), Purpose.CODE, torch.arange(length), none, none)
+
+
+def test_sampled_codes_are_those_of_its_own_layers(case):
+    """One by one and in a batch, with the request's own uniform draws, the last one guided by a negative prompt."""
+    own = requests()
+    own[2] = own[2].but(negative_prompt="lowres")
+    for request, output in zip(own, staggered(case.engine, own)):
+        draws = uniforms(request.seed, case.image.side**2)
+        expected = plain_codes(case.model, case.image, case.prompts(request), request.cfg, draws)
+        assert torch.equal(output.tokens, expected)
+        alone = case.engine.generate([request])[0]
+        assert torch.equal(alone.tokens, expected)
+
+
+@pytest.mark.parametrize("rounds", [(0, 3, 1), (4, 4, 4), (8, 2, 13)], ids=str)
+def test_logits_in_slots_are_those_without_a_cache(rounds, case):
+    """Three prompts of unequal length, each as far as it is, some where a row begins."""
+    host, started = host_of(case.models, 3), []
+    for i, request in enumerate(requests()):
+        started.append(Sequence(case.engine.resolve(request), slot=2 - i, key=i, stats=RoundStats()))
+    with torch.inference_mode():
+        host.admit(started)
+        for sequence, times in zip(started, rounds):
+            for _ in range(times):
+                find("ar", "VQ").run_round(host, [sequence], Stopwatch(host.device))
+        batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
+        logits = guide(host.target.output(host.features(batch, host.last(batch, 1)[0])), batch.scale)[:, 0]
+        for sequence in started:
+            codes, request = host.codes[sequence.slot, : sequence.num_known].unsqueeze(0), sequence.request
+            expected = guided_logits(case.model, case.image, case.prompts(request), codes, request.cfg)[0]
+            assert relative_error(logits[sequence.slot], expected) < 1e-5
+    assert host.cache("target").tensor.shape[3] == 2  # of four heads of queries
+
+
+@pytest.mark.slow
+def test_methods_side_by_side(case):
+    """Different methods, with and without guidance, in flight together."""
+    own = [requests("sjd-pac")[2], requests("ar", cfg=1.0)[0], requests("sd")[1], requests("speculative")[0]]
+    together = staggered(case.engine, own)
+    for request, output in zip(own, together):
+        assert torch.equal(output.tokens, case.engine.generate([request])[0].tokens)
+
+
+@pytest.mark.slow
+def test_the_first_rows_given(case):
+    """Codes after given ones are those that follow them, where a row ends and inside one."""
+    request = requests("sjd-pac", temperature=0.0)[0]
+    whole = case.engine.generate([request])[0].tokens
+    for count in (4, 6):
+        given = {"image": whole, "mask": torch.arange(len(whole)) >= count}
+        assert torch.equal(case.engine.generate([request.but(**given)])[0].tokens, whole)
+
+
+def distribution(model, image, prompts, cfg, codes):
+    """The probability of each of all sequences, float64."""
+    every = sequences(codes, image.side**2)
+    total = torch.zeros(len(every), dtype=torch.float64)
+    for i in range(every.shape[1]):
+        log_p = guided_logits(model, image, prompts, every[:, :i], cfg).double().log_softmax(1)
+        total += log_p.gather(1, every[:, i : i + 1])[:, 0]
+    return total.exp()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sjd", "sjd-pac", "sd"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_whole_sequences_follow_its_distribution(architecture, method):
+    """All 256 images of 2 times 2 codes."""
+    tiny = {"codes": 4, "side": 2}
+    more = tiny | {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}
+    model = model_of(architecture, **more)
+    target, texts, image = hosted_of(model, **tiny)
+    models = {"target": target, "text_encoder": texts, "draft": hosted_of(model_of(architecture, 1, **more), **tiny)[0]}
+    settings = {"window": 4, "pd_k": 2, "pd_d": 2} if method == "sjd-pac" else {"window": 3}
+    settings = {"gamma": 3} if method == "sd" else settings
+    request = request_of(method, label=None, prompt="blue", cfg=2.0, **settings)
+    own = texts.features("blue", 99, None)
+    expected = distribution(model, image, (own, texts.null(own, 99)), 2.0, 4)
+    codes, _ = draw(models, request, 6000, batch=2000)
+    assert p_value(counts(codes), expected) > SAME
+    assert p_value(counts(codes), expected.roll(1)) < SAME  # it can fail

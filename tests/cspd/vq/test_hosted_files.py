@@ -1,0 +1,221 @@
+"""Folders of models of `transformers`: what is read of them, in which type, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from hosted import GUIDANCE, PROMPTS, SIDE, WORDS, generated, hosted_of, model_of, saved, tokenizer_of
+from safetensors.torch import save_file
+
+import cspd
+from cspd import machine
+from cspd.loading import checkpoint_files
+from mar.tensors import CheckpointError
+from mar.vae import Decoder, KLConfig
+
+ARCHITECTURES = ["janus", "chameleon", "emu3"]
+SLOW = pytest.mark.slow
+
+
+class Folders(dict):
+    """Folders by architecture, made where they are asked for."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __missing__(self, name):
+        self[name] = self.make(name)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hosted")
+    return Folders(lambda name: saved(root / name, name))
+
+
+def loaded(folder, **more):
+    return cspd.load(folder, device="cpu", max_batch=2, **more)
+
+
+def request(prompt=PROMPTS[0], **more):
+    return cspd.Request(prompt=prompt, **{"method": "ar", "temperature": 0.0, "cfg": GUIDANCE, **more})
+
+
+@pytest.mark.parametrize("name", ["janus", *(pytest.param(name, marks=SLOW) for name in ARCHITECTURES[1:])])
+def test_a_folder(name, folders):
+    """Codes as of the model that was saved, pixels as it makes them, and the settings of its authors."""
+    engine, model = loaded(folders[name]), model_of(name)
+    output = engine.generate([request()])[0]
+    if name != "chameleon":  # whose codebook comes with its decoder
+        pooled = engine.generate([request(method="sjd", rule="lantern", k=3, delta=0.2, temperature=1.0)])[0]
+        assert ((pooled.tokens >= 0) & (pooled.tokens < 16)).all()
+    texts, image = hosted_of(model)[1:]
+    own = texts.features(PROMPTS[0], 99, None)
+    assert torch.equal(output.tokens, generated(model, image, (own, texts.null(own, 99)), GUIDANCE))
+    if name == "chameleon":
+        assert output.image is None
+    else:
+        codes = output.tokens.view(1, SIDE, SIDE)
+        vq = model.model.vqmodel
+        pixels = vq.decode(codes if name == "emu3" else codes.flatten(1))[0]
+        assert torch.allclose(output.image, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
+    published = {"janus": (5.0, 1.0, 0, 1.0), "chameleon": (3.0, 0.7, 0, 0.9), "emu3": (3.0, 1.0, 2048, 1.0)}
+    filled = engine.check(cspd.Request(prompt="blue"))
+    assert (filled.cfg, filled.temperature, filled.top_k, filled.top_p) == published[name]
+    assert checkpoint_files(folders[name])["target"] == folders[name] / "config.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_are_those_of_its_own_processor(name):
+    import transformers
+
+    tokenizer = tokenizer_of(name)
+    pictures = {"janus": "JanusImageProcessorPil", "chameleon": "ChameleonImageProcessorPil"}
+    processor_class = getattr(transformers, f"{name.capitalize()}Processor")
+    processor = processor_class(getattr(transformers, pictures.get(name, "Emu3ImageProcessor"))(), tokenizer)
+    how = {"janus": {"generation_mode": "image"}, "chameleon": {}}.get(
+        name, {"return_for_image_generation": True, "image_area": (8 * SIDE) ** 2}
+    )
+    expected = processor(text=PROMPTS[0], return_tensors="pt", **how)["input_ids"][0].tolist()
+    if name == "chameleon":  # whose processor leaves it to the model to begin an image
+        expected.append(tokenizer.get_vocab()["<boi>"])
+    texts = hosted_of(model_of(name))[1]
+    assert texts.features(PROMPTS[0], 99, None).tolist() == expected
+
+
+def test_a_conversation_where_the_tokenizer_has_one():
+    texts = hosted_of(model_of("janus"))[1]
+    texts.tokenizer.chat_template = "{% for m in messages %}old {{ m['content'][0]['text'] }} ship{% endfor %}"
+    numbers = texts.tokenizer.get_vocab()
+    expected = [numbers[word] for word in ["<s>", "old", *PROMPTS[0].split(), "ship", "<boi>"]]
+    assert texts.features(PROMPTS[0], 99, None).tolist() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_bf16(name, folders):
+    engine = loaded(folders[name], precision="bf16")
+    host = engine.host
+    outputs = engine.generate([request(method=method, temperature=1.0) for method in ("ar", "sjd-pac")])
+    assert all(((output.tokens >= 0) & (output.tokens < 16)).all() for output in outputs)
+    types = {parameter.dtype for parameter in host.target.parameters() if parameter.dim() == 2}
+    assert types == {torch.bfloat16} == {host.cache("target").tensor.dtype}
+    assert host.precision.prepare(host.target) is host.target
+
+
+@pytest.mark.slow
+def test_weights_keep_their_type(tmp_path):
+    folder = tmp_path / "half"
+    model_of("janus").to(torch.bfloat16).save_pretrained(folder)
+    tokenizer_of("janus").save_pretrained(folder)
+    engine = loaded(folder)
+    assert engine.host.target.own_type == torch.bfloat16
+    assert engine.host.models["tokenizer"].vqmodel.dtype == torch.float32
+    assert engine.generate([request()])[0].image.shape == (3, 2 * SIDE, 2 * SIDE)
+
+
+@pytest.mark.slow
+def test_a_draft_model(folders, tmp_path):
+    small = saved(tmp_path / "small", "emu3", seed=1, num_hidden_layers=1, hidden_size=16)
+    engine = loaded(folders["emu3"], draft=small)
+    made = engine.generate([request(method="sd", gamma=3)])[0]
+    assert torch.equal(made.tokens, engine.generate([request()])[0].tokens)
+    assert made.stats.draft_backbone_calls > 0
+
+
+def chameleon_decoder(path):
+    """A file as Chameleon's own, with random weights: the decoder, and the layer before it."""
+    torch.manual_seed(3)
+    decoder = Decoder(KLConfig(embed_dim=32, ch=32, ch_mult=(1, 1), num_res_blocks=1))
+    before = torch.nn.Conv2d(8, 32, 1)
+    state = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
+    state |= {f"post_quant_conv.{name}": value for name, value in before.state_dict().items()}
+    torch.save({"state_dict": state | {"encoder.other": torch.ones(1)}}, path)
+    return decoder, before
+
+
+@pytest.mark.slow
+def test_chameleons_pixels(folders, tmp_path):
+    folder = shutil.copytree(folders["chameleon"], tmp_path / "with")
+    decoder, before = chameleon_decoder(folder / "vqgan.ckpt")
+    engine = loaded(folder)
+    output = engine.generate([request()])[0]
+    vectors = model_of("chameleon").model.vqmodel.quantize.embedding.weight[output.tokens]
+    pixels = decoder(before(vectors.T.view(1, 8, SIDE, SIDE)))[0]
+    assert torch.allclose(output.image, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
+    elsewhere = loaded(folders["chameleon"], vae=folder / "vqgan.ckpt")
+    assert torch.equal(elsewhere.generate([request()])[0].image, output.image)
+    save_file({"decoder.conv_in.weight": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="not the image decoder of this model"):
+        loaded(folders["chameleon"], vae=tmp_path / "other.safetensors")
+
+
+def edited(folder, to, **changes):
+    """A copy of a folder with another config.json."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+@pytest.mark.slow
+def test_bad_folders(folders, tmp_path):
+    cases = {
+        "models of type 'qwen9' are not hosted; these are: janus": edited(
+            folders["janus"], tmp_path / "a", model_type="qwen9"
+        ),
+        "vocabulary_map names 0 image tokens and the images have 16 codes": edited(
+            folders["chameleon"], tmp_path / "b", vocabulary_map={"<image>": 7}
+        ),
+        "leaves no room for a prompt before 16 tokens of an image": edited(
+            folders["chameleon"], tmp_path / "c", max_position_embeddings=16
+        ),
+    }
+    missing = {"no tokenizer there": "tokenizer.json", "no tokenizer configuration": "tokenizer_config.json"}
+    missing |= {"no weights there": "model.safetensors"}
+    for message, file in missing.items():
+        cases[message] = shutil.copytree(folders["emu3"], tmp_path / file)
+        (cases[message] / file).unlink()
+    for message, folder in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            loaded(folder)
+    for name, value in {"arch": "vq16", "eagle": "e.pt", "text_encoder": "t5"}.items():
+        with pytest.raises(ValueError, match=f"{name}=... is not for models of transformers"):
+            loaded(folders["janus"], **{name: value})
+    with pytest.raises(ValueError, match="compiled=True, or --compile, is for LlamaGen's"):
+        loaded(folders["janus"], compiled=True)
+    with pytest.raises(ValueError, match="this model decodes its codes itself"):
+        loaded(folders["janus"], vae="vae.ckpt")
+    with pytest.raises(CheckpointError, match="no folder of a model of transformers"):
+        loaded(folders["janus"], draft=tmp_path / "nothing")
+    with pytest.raises(ValueError, match="draft and target do not fit"):
+        loaded(folders["janus"], draft=folders["emu3"])
+
+
+def test_memory_is_counted_before_weights_are_read(folders, monkeypatch):
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **more: pytest.fail("read"))
+    with pytest.raises(ValueError, match="max_batch=2 with the models' weights and key-value caches needs about"):
+        loaded(folders["janus"])
+
+
+def test_bad_requests(folders):
+    engine = loaded(folders["janus"])
+    long = " ".join(WORDS * 9)
+    with pytest.raises(ValueError, match=r"has \d+ tokens and the model takes 112: give a shorter prompt"):
+        engine.check(request(long))
+    with pytest.raises(ValueError, match="give a shorter prompt"):
+        engine.check(request(negative_prompt=long))
+    with pytest.raises(ValueError, match="these models make images of texts"):
+        engine.check(cspd.Request(3))
+    engine.host.text_encoder.tokenizer.pad_token = None
+    with pytest.raises(
+        ValueError, match=r"guidance needs a special token that this tokenizer .* give a negative_prompt"
+    ):
+        engine.check(request())
+    assert engine.check(request(cfg=1.0)).prompt == engine.check(request(negative_prompt="blue")).prompt
