@@ -23,6 +23,7 @@ class Prompts:
     """
 
     width = 0
+    bytes_to_load = 0  # a tokenizer has no weights
 
     def __init__(self, tokenizer: Any, architecture: Architecture, image: Image) -> None:
         self.tokenizer, self.architecture, self.image = tokenizer, architecture, image
