@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cspd.discrete.probabilities import where_rows
 from cspd.vq.steps import steps
 
 MOST_AT_ONCE = 2**22  # numbers gathered at a time
+LAST = torch.iinfo(torch.int64).max
 
 
 def relaxed(P: Tensor, Q: Tensor, omega: Tensor | float) -> Tensor:
@@ -46,6 +48,11 @@ def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor) -> Tensor:
         near, limit: as in `absorbed`.
     """
     return _ratio(P + absorbed(P, near, limit), Q)
+
+
+def pooled_code(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
+    """`pooled` of codes x [..., 1] only: f [..., 1], as limit is."""
+    return _ratio(P.gather(-1, x) + absorbed_by(P, x, near, limit), Q.gather(-1, x))
 
 
 def grouped(P: Tensor, Q: Tensor, group: int, gap: float) -> Tensor:
@@ -78,9 +85,29 @@ def grouped(P: Tensor, Q: Tensor, group: int, gap: float) -> Tensor:
     return torch.empty_like(P).scatter_(-1, codes, f)
 
 
+def grouped_code(P: Tensor, Q: Tensor, x: Tensor, group: int, gap: float) -> Tensor:
+    """`grouped` of codes x [..., 1] only: f [..., 1]. In float32 no row is put in order."""
+    if P.dtype == torch.float64:
+        return grouped(P, Q, group, gap).gather(-1, x)
+    # a number for each code, in that order: P in float64, the last bits of which are free for the index
+    place = P.double().view(torch.int64) + steps(P.shape[-1], P.device)
+    own, most = place.gather(-1, x), P.shape[-1]
+    before = place.masked_fill(place >= own, -1).topk(min(group // 2, most))
+    after = place.masked_fill(place <= own, LAST).topk(min((group - 1) // 2, most), largest=False)
+    codes = torch.cat([x, before.indices, after.indices], -1)
+    is_there = torch.cat([own >= 0, before.values >= 0, after.values < LAST], -1)
+
+    # sums over those whose probability is near its own
+    mass, drafted = P.gather(-1, codes), Q.gather(-1, codes)
+    own = mass[..., :1]
+    inside = is_there & (mass > own - gap) & (mass < own + gap)
+    sums = [(each.double() * inside).sum(-1, keepdim=True) for each in (mass, drafted)]
+    return _ratio(*sums).to(P.dtype).masked_fill(own <= 0, 0)
+
+
 def _ratio(mass: Tensor, Q: Tensor) -> Tensor:
     # 0 / 0 is 0: what the target never emits is never accepted
-    return (mass / Q).clamp(max=1).nan_to_num(nan=0.0)
+    return (mass / Q).clamp_(max=1).nan_to_num_(nan=0.0)
 
 
 def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
@@ -103,6 +130,12 @@ def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     return torch.cat(parts).T.view(P.shape)
 
 
+def absorbed_by(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
+    """`absorbed` of codes x [..., 1] only: [..., 1], as limit is."""
+    sums = P.gather(-1, near[x.squeeze(-1)]).cumsum(-1)
+    return sums.masked_fill_(sums >= limit, 0).amax(-1, keepdim=True)
+
+
 def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     """P_A [..., V]: P where codes x [...] have taken over what they absorb; near, limit: as in `absorbed`.
 
@@ -122,9 +155,14 @@ def residual(P: Tensor, Q: Tensor, f: Tensor | float) -> Tensor:
     No other G brings the distribution of the committed code nearer to P. With f = 1 it is the papers' own
     norm([P - Q]+) (eq. 6): the same if f >= min(1, P / Q) everywhere, else farther from P.
     """
-    weights = (P - Q * f).clamp(min=0)
+    return _norm(P - Q * f, P)
+
+
+def _norm(difference: Tensor, otherwise: Tensor | float) -> Tensor:
+    """norm([difference]+) [..., V], which is written to; `otherwise` where that is 0."""
+    weights = difference.clamp_(min=0)
     total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total, P)
+    return where_rows(total > 0, weights / total, otherwise)
 
 
 def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
@@ -139,9 +177,7 @@ def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tens
     block, x = near[x], x.unsqueeze(-1)
     gives = P.gather(-1, block[..., :1]) < limit.gather(-1, x)
     emptied = Q.scatter(-1, block, Q.gather(-1, block).masked_fill(gives, 0))
-    weights = (P - emptied).clamp(min=0)
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total, 1 / P.shape[-1])
+    return _norm(P - emptied, 1 / P.shape[-1])
 
 
 def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:

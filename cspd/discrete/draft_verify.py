@@ -20,10 +20,10 @@ from cspd.discrete.cache import MOST_NODES
 from cspd.discrete.draft import DRAFTS, Drafted
 from cspd.discrete.host import VQHost
 from cspd.discrete.neighbours import near_codes
-from cspd.discrete.options import MIXED, coupling_option
+from cspd.discrete.options import MIXED, coupling_option, rule_options
 from cspd.discrete.probabilities import sample
 from cspd.discrete.rounds import outcome, run
-from cspd.discrete.rules import rule_of, rule_options
+from cspd.discrete.rules import rule_of
 from cspd.discrete.tree import Verified, follow, walk
 from cspd.discrete.tree_draws import draw_tree
 from cspd.method import Method

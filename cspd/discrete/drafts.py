@@ -112,8 +112,8 @@ class Level(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _static_tree(height: int, device: torch.device) -> tuple[tree.Shape, list[Level]]:
-    """EAGLE-1's tree down to a height, and its levels."""
+def _static_tree(height: int, device: torch.device) -> tuple[tree.Shape, list[Level], Tensor]:
+    """EAGLE-1's tree down to a height, its levels, and where its inner nodes are in these, int64 [M]."""
     paths = [()]
     for parent, count in EAGLE_TREE.items():
         if len(parent) < height:
@@ -124,19 +124,22 @@ def _static_tree(height: int, device: torch.device) -> tuple[tree.Shape, list[Le
     for path in paths[1:]:
         parents.append(node[path[:-1]])
 
-    widths, expanded = [], []
-    for depth in range(len(paths[-1])):
-        level = [path for path in paths if len(path) == depth and node[path] in parents]
-        widths.append(max(EAGLE_TREE[path] for path in level))
-        expanded.append(torch.tensor([node[path] for path in level], device=device))
-    shape = tree.Shape(torch.tensor(parents, device=device), widths, torch.cat(expanded))
-    levels = [_level(shape, *level) for level in zip(expanded, widths)]
-    return shape, levels
+    inner = [path for path in paths if node[path] in parents]
+    counts = [EAGLE_TREE[path] for path in inner]
+    sizes = [sum(count > rank for count in counts) for rank in range(max(counts))]
+    shape = tree.Shape(torch.tensor(parents, device=device), len(paths[-1]), sizes)
+    levels = []
+    for depth in range(shape.height):
+        level = [path for path in inner if len(path) == depth]
+        nodes = torch.tensor([node[path] for path in level], device=device)
+        levels.append(_level(shape, nodes, max(EAGLE_TREE[path] for path in level)))
+    of_levels = torch.cat([level.nodes for level in levels])
+    return shape, levels, torch.searchsorted(of_levels, shape.inner)
 
 
 def _level(shape: tree.Shape, nodes: Tensor, width: int) -> Level:
     """The level of these nodes, which have `width` children at most."""
-    rows = torch.searchsorted(shape.inner, nodes)
+    rows = (shape.inner == nodes.unsqueeze(1)).int().argmax(1)
     children = shape.children[rows, :width]
     place = children.flatten()
     present = place >= 0
@@ -155,7 +158,7 @@ def _level(shape: tree.Shape, nodes: Tensor, width: int) -> Level:
 @draft("eagle-static", needs="eagle", highest=1 + max(map(len, EAGLE_TREE)))
 def eagle_static(host: VQHost, batch: Batch) -> Drafted:
     """EAGLE-1: always the same tree, siblings drawn without replacement; gamma is its height, at most 5."""
-    shape, levels = _static_tree(batch.request.gamma, host.device)
+    shape, levels, inner = _static_tree(batch.request.gamma, host.device)
     chosen = batch.greedy or batch.same_image
     draws = None if chosen else draw_tree(host, batch, shape)
     u = host.drawn(batch, steps(shape.height, host.device)).split(1, 1)
@@ -184,7 +187,7 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
             columns=below.nodes,
             past=features[:, :, level.parents],
         )
-    return Drafted(shape, torch.cat(codes, 1), None if chosen else torch.cat(Q, 1), draws)
+    return Drafted(shape, torch.cat(codes, 1), None if chosen else torch.cat(Q, 1)[:, inner], draws)
 
 
 class Candidates(NamedTuple):
@@ -209,7 +212,7 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     branches = min(BRANCHES, nodes, host.config.vocab_size)
     candidates = _expand(host, batch, height, branches)
     parent, codes = _rerank(candidates, nodes)
-    shape = tree.Shape(parent, [branches] * height, inner=slice(None))
+    shape = tree.grown(parent, height, 1 + branches * (height - 1), branches)
     root = host.last(batch, 1)[0]
     return Drafted(shape, torch.cat([root, codes], 1), None)
 

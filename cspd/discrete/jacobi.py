@@ -41,10 +41,10 @@ from cspd.discrete.host import VQHost
 from cspd.discrete.jacobi_same_image import kept_nodes
 from cspd.discrete.judging import Judged, judge_siblings
 from cspd.discrete.neighbours import near_codes
-from cspd.discrete.options import MIXED, coupling_option
+from cspd.discrete.options import MIXED, coupling_option, rule_options
 from cspd.discrete.probabilities import draw_siblings, likeliest, sample, without
 from cspd.discrete.rounds import outcome, run
-from cspd.discrete.rules import Rule, rule_of, rule_options
+from cspd.discrete.rules import Rule, rule_of
 from cspd.discrete.window import Comb, Draws, Verdict, Window, comb_of, draw, kept_windows, slide
 from cspd.method import Method
 from cspd.option import Option, check_integer
@@ -141,7 +141,7 @@ def _judge(
     prefix = accepted.int().cumprod(1).sum(1)
     rejected = prefix < room.clamp(max=comb.path)
     judged = levels < (prefix + rejected).unsqueeze(1)
-    bound = (on_path.bound * judged).sum(1)
+    bound = on_path.bound(judged).sum(1)
 
     # beside the rejected code
     residual = P[:, : comb.path] if rule.greedy else on_path.residual
@@ -153,7 +153,7 @@ def _judge(
     node = torch.where(found, node, prefix)
     all_rejected = (rejected & ~found).unsqueeze(1)
     rest = torch.where(all_rejected, beside.residual, rule.target(P[each, node]))
-    bound = bound + beside.bound
+    bound = bound + beside.bound(rejected)
     return Verdict(prefix, sibling, prefix + found, node, rest, judged, bound)
 
 
@@ -176,8 +176,7 @@ def _judge_beside(
     residual = residual[each, level]
     if not comb.depth:
         none = torch.full_like(prefix, -1)
-        no_bound = residual.new_zeros(len(prefix))
-        return none, none, Judged(none, rule.target(residual), no_bound)
+        return none, none, Judged(none, rule.target(residual), none.unsqueeze(1), bounds=None)
 
     row = prefix.clamp(max=comb.depth - 1)
     has_siblings = rejected & (prefix < comb.depth)

@@ -6,36 +6,50 @@ what the rejection of those before it leaves of P.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete.probabilities import TINY, point, without
+from cspd.discrete.probabilities import TINY, point, where_rows, without
 from cspd.discrete.rules import Rule
 from cspd.vq.steps import steps
 
 
 class Judged(NamedTuple):
-    """What became of K siblings.
+    """What became of K siblings at each of M places.
 
     Attributes:
-        index: int64 [...], of the one accepted, or -1. residual: [..., V], to sample from if none was.
-        bound: [...], the rule's local bounds, summed over those that were judged.
+        index: int64 [..., M], of the one accepted, or -1. residual: [..., M, V], to sample from if none was.
+        candidates: as they were given. bounds: makes local bounds, summed over siblings [..., M], of the candidates
+            that are wanted, bool [..., M, K]; None where all are 0.
     """
 
     index: Tensor
     residual: Tensor
-    bound: Tensor
+    candidates: Tensor
+    bounds: Callable[[Tensor], Tensor] | None
+
+    def bound(self, where: Tensor) -> Tensor:
+        """The rule's local bounds at the places `where`, bool [..., M], summed over the candidates that were judged."""
+        if self.bounds is None:
+            return torch.zeros_like(where, dtype=self.residual.dtype)
+        # those after the accepted one were not judged
+        most = self.candidates.shape[-1]
+        last = torch.where(self.index < 0, most, self.index)
+        judged = (self.candidates >= 0) & (steps(most, last.device) <= last.unsqueeze(-1))
+        return self.bounds(judged & where.unsqueeze(-1))
 
 
 class _Judgement(NamedTuple):
-    """Of K siblings, each as if all before it had been rejected: f and local bounds [..., K]; the last residual."""
+    """Of K siblings, each as if all before it had been rejected: f [..., M, K], the last residual, and `bounds`."""
 
     f: Tensor
-    bounds: Tensor
     residual: Tensor
+    bounds: Callable[[Tensor], Tensor]
 
 
 def judge_siblings(
@@ -46,60 +60,127 @@ def judge_siblings(
     uniforms: Tensor,
     depth: Tensor | int = 1,
     near: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Judged:
-    """Judges candidates for one place in their order.
+    """Judges candidates for M places, those of each in their order.
 
     Args:
-        P: [..., V]. Q: [..., V], which they were drawn from without replacement, in this order; None: point masses.
-        candidates: int64 [..., K], -1 where there is none; K = 1 for the positions of a chain or a Jacobi window.
-        uniforms: uniform draws [..., K]: a candidate is accepted where its draw is below f.
+        P: [..., M, V]. Q: [..., M, V], which they were drawn from without replacement, in this order; None: point
+            masses.
+        candidates: int64 [..., M, K], -1 where there are no more; K = 1 for the positions of a chain or a Jacobi
+            window.
+        uniforms: uniform draws [..., M, K]: a candidate is accepted where its draw is below f.
         depth, near: as in `Rule.accept`.
+        sizes: how many places, the first ones, may have a first candidate, a second, ...; by default all.
     """
+    sizes = sizes or [P.shape[-2]] * candidates.shape[-1]
     if rule.greedy:
-        f, bounds, residual = _greedily(rule, P, candidates, near)
+        f, residual, bounds = _greedily(rule, P, candidates, near)
     elif Q is None and rule.pools:
-        f, bounds, residual = _pools(rule, P, candidates, near)
+        f, residual, bounds = _pools(rule, P, candidates, near, sizes)
     elif Q is None and not rule.groups:
-        f, bounds, residual = _points(rule, P, candidates, depth)
+        f, residual, bounds = _points(rule, P, candidates, depth)
     else:
-        f, bounds, residual = _drawn(rule, P, Q, candidates, depth, near)
+        f, residual, bounds = _drawn(rule, P, Q, candidates, depth, near, sizes)
 
     # the first that is accepted
-    present = candidates >= 0
-    accepted = present & (uniforms < f)
+    accepted = (candidates >= 0) & (uniforms < f)
     first = accepted.int().argmax(-1)
     index = torch.where(accepted.any(-1), first, -1)
-    if rule.guarantee != "bounded":
-        return Judged(index, residual, torch.zeros_like(P[..., 0]))
+    return Judged(index, residual, candidates, bounds if rule.guarantee == "bounded" else None)
 
-    # those after it were not judged
-    last = torch.where(index < 0, candidates.shape[-1], index)
-    judged = present & (steps(candidates.shape[-1], P.device) <= last.unsqueeze(-1))
-    return Judged(index, residual, torch.where(judged, bounds, 0).sum(-1))
+
+def _known(bounds: Tensor) -> Callable[[Tensor], Tensor]:
+    """`Judged.bounds` of local bounds [..., M, K]."""
+    return lambda wanted: torch.where(wanted, bounds, 0).sum(-1)
+
+
+def _whole(rows: Tensor, others: list[Tensor]) -> Tensor:
+    """Rows [..., M, n] of all places, of which there were fewer and fewer: those that are left, and the others."""
+    return torch.cat([rows, *reversed(others)], -2) if others else rows
+
+
+def _by_place(ranks: list[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Numbers [..., m] of the candidates of each rank, m as `sizes` has it: [..., M, K], 0 where there are none."""
+    if sizes[-1] == sizes[0]:
+        return torch.stack(ranks, -1)
+    where = _where(tuple(sizes), ranks[0].device)
+    return functional.pad(torch.cat(ranks, -1), (0, 1))[..., where]
+
+
+@functools.lru_cache(maxsize=64)
+def _where(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [M, K], where a place's candidate is in a list of all of one rank after the other, or the list's end."""
+    place, size = torch.arange(sizes[0]).unsqueeze(1), torch.tensor(sizes)
+    first = size.cumsum(0) - size
+    return torch.where(place < size, first + place, sum(sizes)).to(device)
+
+
+class _Sibling(NamedTuple):
+    """What judging the candidates of one rank follows from, at the m places that may have one.
+
+    Attributes:
+        P, Q: [..., m, V]. f: [..., m, V], or None where it was not computed at all codes. depth: int64 [..., m] or int.
+    """
+
+    P: Tensor
+    Q: Tensor
+    f: Tensor | None
+    depth: Tensor | int
 
 
 def _drawn(
-    rule: Rule, P: Tensor, Q: Tensor | None, candidates: Tensor, depth: Tensor | int, near: Tensor | None
+    rule: Rule,
+    P: Tensor,
+    Q: Tensor | None,
+    candidates: Tensor,
+    depth: Tensor | int,
+    near: Tensor | None,
+    sizes: Sequence[int],
 ) -> _Judgement:
     """Of candidates that were drawn from Q, or chosen by a rule that is not quicker on those."""
-    accepts, bounds = [], []
+    # on a GPU launches count, and f at all codes is part of the bound; a CPU computes that where it is wanted
+    everywhere = rule.follows_f or P.device.type == "cuda"
     codes, present = candidates.clamp(min=0), candidates >= 0
-    chosen = Q is None
-    for i, code in enumerate(codes.split(1, -1)):
+    chosen, accepts, siblings, others = Q is None, [], [], []
+    for rank, size in enumerate(sizes):
+        if size < P.shape[-2]:  # the other places have no more candidates
+            others.append(P[..., size:, :])
+            P = P[..., :size, :]
+        x = codes[..., :size, rank : rank + 1]
         if chosen:
-            Q = point(code.squeeze(-1), P)
-        elif i > 0:
-            Q = without(Q, candidates[..., i - 1])
-        f = rule.accept(P, Q, depth, near)
-        accepts.append(f.gather(-1, code))
-        if rule.guarantee == "bounded":
-            bounds.append(rule.bound(P, Q, f))
+            Q = point(x.squeeze(-1), P)
+        elif rank > 0:
+            Q = without(Q[..., :size, :], codes[..., :size, rank - 1])
+        at = depth[..., :size] if isinstance(depth, Tensor) else depth
+        f = rule.accept(P, Q, at, near) if everywhere else None
+        accepts.append(rule.accept_code(P, Q, x, at, near) if f is None else f.gather(-1, x))
+        siblings.append(_Sibling(P, Q, f, at))
 
         # what its rejection leaves for the next
-        left = rule.resample(P, Q, f, code.squeeze(-1), near)
-        P = torch.where(present[..., i : i + 1], left, P)
-    f = torch.cat(accepts, -1)
-    return _Judgement(f, torch.stack(bounds, -1) if bounds else torch.zeros_like(f), P)
+        left = rule.resample(P, Q, f, x.squeeze(-1), near)
+        P = where_rows(present[..., :size, rank : rank + 1], left, P)
+
+    def bounds(wanted: Tensor) -> Tensor:
+        of_ranks = zip(siblings, sizes, wanted.unbind(-1))
+        local = [_local_bounds(rule, sibling, near, of_rank[..., :size]) for sibling, size, of_rank in of_ranks]
+        return _known(_by_place(local, sizes))(wanted)
+
+    f = _by_place([f.squeeze(-1) for f in accepts], sizes)
+    return _Judgement(f, _whole(P, others), bounds)
+
+
+def _local_bounds(rule: Rule, sibling: _Sibling, near: Tensor | None, wanted: Tensor) -> Tensor:
+    """The rule's bounds [..., m] of the candidates of one rank, of those at least that are wanted, bool [..., m]."""
+    P, Q, f, depth = sibling
+    if wanted.device.type == "cuda":
+        return rule.bound(P, Q, f)
+    P, Q = P[wanted], Q[wanted]
+    if f is not None:
+        f = f[wanted]
+    else:
+        f = rule.accept(P, Q, depth.expand_as(wanted)[wanted] if isinstance(depth, Tensor) else depth, near)
+    return P.new_zeros(wanted.shape).masked_scatter_(wanted, rule.bound(P, Q, f))
 
 
 def _points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Judgement:
@@ -129,31 +210,38 @@ def _points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _
     residual = weights.scatter_(-1, places, left)[..., :-1] / (rest + left.sum(-1, keepdim=True))
     biased = not rule.optimal  # and P is what is sampled from where p = 1
     bounds = torch.where(p < 1, (f - p).abs(), 0) if biased else (f - p).clamp(min=0)
-    return _Judgement(f, bounds, residual)
+    return _Judgement(f, residual, _known(bounds))
 
 
-def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _Judgement:
+def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes: Sequence[int]) -> _Judgement:
     """Of candidates that were chosen, by a rule that pools: what each takes over depends on what those before left."""
-    places = rule.reach(candidates.clamp(min=0), near)
+    codes = torch.cat([candidates[..., :size, rank] for rank, size in enumerate(sizes)], -1)
+    reached = rule.reach(codes.clamp(min=0), near)
     # a spare column, which is empty, is for candidates that are not there
-    places = torch.where((candidates >= 0).unsqueeze(-1), places, P.shape[-1])
+    reached = torch.where((codes >= 0).unsqueeze(-1), reached, P.shape[-1])
     weights = functional.pad(P, (0, 1))  # but for its scale
     total = weights.sum(-1, keepdim=True)
-    owns, absorbed = [], []
-    for reach in places.unbind(-2):
-        before = weights.gather(-1, reach)
+    owns, absorbed, others = [], [], []
+    for reach, size in zip(reached.split(list(sizes), -2), sizes):
+        if size < total.shape[-2]:  # the other places have no more candidates
+            others.append(total[..., size:, :])
+            total = total[..., :size, :]
+        still = weights[..., :size, :]
+        before = still.gather(-1, reach)
         mass = before / total.clamp(min=TINY)  # 0 where nothing is left
         mass_absorbed, taken = rule.pool(mass)
-        owns.append(mass[..., :1])
-        absorbed.append(mass_absorbed)
+        owns.append(mass[..., 0])
+        absorbed.append(mass_absorbed.squeeze(-1))
 
         # what its rejection leaves for the next
-        total = weights.scatter_(-1, reach, before.masked_fill(taken, 0)).sum(-1, keepdim=True)
+        total = still.scatter_(-1, reach, before.masked_fill(taken, 0)).sum(-1, keepdim=True)
         if rule.published:  # where nothing is left, every code is equally likely
-            total = weights[..., :-1].masked_fill_(total <= 0, 1).sum(-1, keepdim=True)
-    own = torch.cat(owns, -1)
-    f = (own + torch.cat(absorbed, -1)).clamp(max=1)
-    return _Judgement(f, (f - own).clamp(min=0), torch.where(total > 0, weights[..., :-1] / total, P))
+            total = still[..., :-1].masked_fill_(total <= 0, 1).sum(-1, keepdim=True)
+    total = _whole(total, others)
+    own = _by_place(owns, sizes)
+    f = (own + _by_place(absorbed, sizes)).clamp(max=1)
+    residual = where_rows(total > 0, weights[..., :-1] / total, P)
+    return _Judgement(f, residual, _known((f - own).clamp(min=0)))
 
 
 def _greedily(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) -> _Judgement:
@@ -162,10 +250,10 @@ def _greedily(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None) ->
     target = rule.target(P)
     own = target.gather(-1, codes)
     if not rule.pools:
-        return _Judgement(own, torch.zeros_like(own), target)
+        return _Judgement(own, target, _known(torch.zeros_like(own)))
     accepts = []
     for x in codes.unbind(-1):
         f = rule.accept(P, P, near=near, x=x)
         accepts.append(f.gather(-1, x.unsqueeze(-1)))
     f = torch.cat(accepts, -1)
-    return _Judgement(f, (f - own).clamp(min=0), target)
+    return _Judgement(f, target, _known((f - own).clamp(min=0)))

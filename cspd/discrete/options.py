@@ -1,7 +1,8 @@
-"""The settings that every method of VQ codes has."""
+"""The settings that every method of VQ codes has, and those of methods that take any rule or coupling."""
 
 from __future__ import annotations
 
+from cspd.discrete.rules import PARAMETERS, RULE
 from cspd.option import Option
 
 VQ_OPTIONS = (
@@ -25,3 +26,15 @@ MIXED = tuple(option.name for option in VQ_OPTIONS)  # may differ between the se
 def coupling_option(default: str) -> Option:
     """`COUPLING` of a method; one that is not everyone's is written into requests."""
     return COUPLING.but(default=default, implied=default == COUPLING.default)
+
+
+def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
+    """The options of a method that takes any rule: by default `rule`, with these values of its parameters."""
+    options = [RULE.but(default=rule)]
+    for name, parameters in PARAMETERS.items():
+        for option in parameters:
+            own = defaults.get(option.name)
+            if option.fits(own):
+                option = option.but(default=own, implied=False)
+            options.append(option.but(only_with=("rule", (name,))))
+    return tuple(options)

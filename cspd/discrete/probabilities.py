@@ -24,7 +24,7 @@ def guide(logits: Tensor, scale: Tensor) -> Tensor:
         return logits[0]
     conditional, null = logits
     scale = scale.view(-1, *[1] * (null.dim() - 1))
-    return null + scale * (conditional - null)
+    return (conditional - null).mul_(scale).add_(null)
 
 
 class Filter(NamedTuple):
@@ -104,23 +104,34 @@ def _below_one(u: Tensor) -> Tensor:
 
 def _drawn(P: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [...] from float64 weights [..., V] and draws [...], and the weights' sum: above 0 if there is a code."""
-    sums = P.cumsum(-1).masked_fill(P <= 0, 0)
-    total = sums.amax(-1)
+    sums = P.cumsum(-1)
+    if _adds_in_parallel(P.device):  # where nothing is added, such sums may still rise or fall
+        sums = sums.masked_fill(P <= 0, 0).cummax(-1).values
+    total = sums[..., -1]
     level = u * total
-    is_above = sums > level.unsqueeze(-1)
-    return is_above.view(torch.uint8).argmax(-1), total
+    first_above = torch.searchsorted(sums, level.unsqueeze(-1), right=True).squeeze(-1)
+    return first_above.clamp(max=P.shape[-1] - 1), total
+
+
+def _adds_in_parallel(device: torch.device) -> bool:
+    """Whether sums along a row are not those of a loop over it."""
+    return device.type == "cuda"
 
 
 def without(Q: Tensor, x: Tensor) -> Tensor:
-    """Q for the sibling after codes x [...] (-1: none): [..., V], x zeroed, renormalised; 0 if nothing is left."""
-    left = _zeroed(Q, x)
+    """Q for the sibling after codes x [...]: [..., V], x zeroed, renormalised; 0 if nothing is left."""
+    left = Q.scatter(-1, x.unsqueeze(-1), 0)
     total = left.sum(-1, keepdim=True)
     return left / total.clamp(min=TINY)
 
 
-def _zeroed(Q: Tensor, x: Tensor) -> Tensor:
-    every = steps(Q.shape[-1], Q.device)
-    return Q.masked_fill(every == x.unsqueeze(-1), 0)
+def where_rows(mask: Tensor, rows: Tensor, others: Tensor | float) -> Tensor:
+    """torch.where(mask, rows, others) of rows [..., V], mask [..., 1], where it is mostly true. A CPU may look whether
+    that is all of the rows; on a GPU that would be waiting for it.
+    """
+    if mask.device.type == "cpu" and mask.all():
+        return rows
+    return torch.where(mask, rows, others)
 
 
 def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
@@ -128,11 +139,11 @@ def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
 
     They are -1 once Q is used up.
     """
-    Q, siblings, totals = Q.double(), [], []
+    left, siblings, totals = Q.to(torch.float64, copy=True), [], []
     for uniform in _below_one(u).unbind(-1):
         if siblings:
-            Q = _zeroed(Q, siblings[-1])
-        code, total = _drawn(Q, uniform)
+            left.scatter_(-1, siblings[-1].unsqueeze(-1), 0)
+        code, total = _drawn(left, uniform)
         siblings.append(code)
         totals.append(total)
     return torch.where(torch.stack(totals, -1) > 0, torch.stack(siblings, -1), -1)

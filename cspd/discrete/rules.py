@@ -160,6 +160,11 @@ class Rule:
         return self.name == "gsd"
 
     @property
+    def follows_f(self) -> bool:
+        """Whether what it resamples from, G, follows from f at all codes."""
+        return self.optimal and not self.published
+
+    @property
     def num_near(self) -> int:
         """How many neighbours of a code it looks at; the released code empties one more than it pools."""
         return self.k + self.published
@@ -194,8 +199,21 @@ class Rule:
             return acceptance.grouped(P, Q, self.group, self.gap)
         return acceptance.relaxed(P, Q, self.omega(depth))
 
-    def resample(self, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor | None = None) -> Tensor:
-        """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`."""
+    def accept_code(
+        self, P: Tensor, Q: Tensor, x: Tensor, depth: Tensor | int = 1, near: Tensor | None = None
+    ) -> Tensor:
+        """f [..., 1] of codes x [..., 1] only, at temperatures above 0; the other arguments as in `accept`."""
+        if self.pools:
+            limit = self._limit(P.gather(-1, x))
+            return acceptance.pooled_code(P, Q, x, self._neighbours(near)[:, : self.k], limit)
+        if self.groups:
+            return acceptance.grouped_code(P, Q, x, self.group, self.gap)
+        return acceptance.relaxed(P.gather(-1, x), Q.gather(-1, x), self.omega(depth))
+
+    def resample(self, P: Tensor, Q: Tensor, f: Tensor | None, x: Tensor, near: Tensor | None = None) -> Tensor:
+        """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`. f may be None where G
+        does not follow from it.
+        """
         if self.greedy:
             return self.target(P)
         if self.published:
@@ -279,15 +297,3 @@ def rule_of(request: Request) -> Rule:
         path = request.window - (request.pd_k - 1) * request.pd_d
         length = min(path, WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP)
     return _rule(request.rule, length, request.temperature == 0, *parameters)
-
-
-def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
-    """The options of a method that takes any rule: by default `rule`, with these values of its parameters."""
-    options = [RULE.but(default=rule)]
-    for name, parameters in PARAMETERS.items():
-        for option in parameters:
-            own = defaults.get(option.name)
-            if option.fits(own):
-                option = option.but(default=own, implied=False)
-            options.append(option.but(only_with=("rule", (name,))))
-    return tuple(options)

@@ -26,25 +26,19 @@ class Shape:
     """The shape of a tree of N nodes.
 
     Attributes:
-        parent: int64 [..., N], -1 of the root.
-        widths: the most children that a node has, at each depth but the largest.
-        inner: int64 [M], or a slice, the nodes that may have children, ascending.
+        parent: int64 [..., N], -1 of the root. height: the largest depth.
+        sizes: how many nodes may have one child, two, ..., as far as there may be any.
         chain: whether node i is at depth i, so that nothing moves when it is committed.
     """
 
     parent: Tensor
-    widths: Sequence[int]
-    inner: Tensor | slice
+    height: int
+    sizes: Sequence[int]
     chain: bool = False
 
     @property
     def num_nodes(self) -> int:
         return self.parent.shape[-1]
-
-    @property
-    def height(self) -> int:
-        """The largest depth."""
-        return len(self.widths)
 
     @functools.cached_property
     def above(self) -> Tensor:
@@ -79,9 +73,24 @@ class Shape:
         return self.sees.sum(-2) > 1
 
     @functools.cached_property
+    def inner(self) -> Tensor | slice:
+        """int64 [..., M], or a slice, the nodes that may have children, those with most of them first."""
+        if self.chain:
+            return slice(self.height)
+        index = steps(self.num_nodes, self.parent.device)
+        count = (self.parent.unsqueeze(-2) == index.unsqueeze(-1)).sum(-1)
+        return count.argsort(dim=-1, descending=True, stable=True)[..., : self.sizes[0]]
+
+    def of_inner(self, of_nodes: Tensor) -> Tensor:
+        """[B, M, ...] of [B, N, ...]: what is said of the inner nodes."""
+        if isinstance(self.inner, slice) or self.inner.dim() == 1:
+            return of_nodes[:, self.inner]
+        return of_nodes[steps(len(of_nodes), of_nodes.device).unsqueeze(1), self.inner]
+
+    @functools.cached_property
     def children(self) -> Tensor:
         """int64 [..., M, K], those of the inner nodes in the order they are judged, which is theirs; -1: none."""
-        parent, num, most = self.parent, self.num_nodes, max(self.widths)
+        parent, num, most = self.parent, self.num_nodes, len(self.sizes)
         index = steps(num, parent.device)
         is_child = parent >= 0
         # a node's rank among its siblings is how many of them come before it
@@ -92,12 +101,20 @@ class Shape:
         flat = torch.where(is_child, self.above * columns + rank, most)
         children = parent.new_full((*parent.shape, columns), -1).flatten(-2)
         children = children.scatter(-1, flat, torch.where(is_child, index, -1)).unflatten(-1, (num, -1))
-        return children[..., self.inner, :most]
+        children = self.of_inner(children) if parent.dim() == 2 else children[self.inner]
+        return children[..., :most]
 
 
 def chain(length: int, device: torch.device) -> Shape:
     """`length` codes one after the other."""
-    return Shape(torch.arange(-1, length, device=device), [1] * length, slice(length), chain=True)
+    return Shape(torch.arange(-1, length, device=device), length, [length], chain=True)
+
+
+def grown(parent: Tensor, height: int, most_inner: int, most_children: int) -> Shape:
+    """A shape with parents int64 [B, N], so many of which may have so many children each, at most."""
+    num_drafted = parent.shape[1] - 1
+    most = range(1, min(most_children, num_drafted) + 1)
+    return Shape(parent, height, [min(most_inner, num_drafted // each) for each in most])
 
 
 class Verified(NamedTuple):
@@ -190,9 +207,8 @@ def walk(
     column = children.clamp(min=0).flatten(1)
     candidates = codes.gather(1, column).view_as(children).masked_fill(children < 0, -1)
     uniforms = draws.nodes.gather(1, column).view_as(children)
-    depth = shape.depth[..., shape.inner]
-    P_inner = P[:, shape.inner]
-    outcome = judge_siblings(rule, P_inner, Q, candidates, uniforms, depth + 1, near)
+    depth = shape.of_inner(shape.depth.expand(size, -1))
+    outcome = judge_siblings(rule, shape.of_inner(P), Q, candidates, uniforms, depth + 1, near, shape.sizes)
 
     # a node is on the path where it is accepted and all its ancestors are
     is_accepted = outcome.index >= 0
@@ -202,8 +218,8 @@ def walk(
     count = on_path.sum(1) - 1
 
     # what the rule judged on the way
-    judged = on_path[:, shape.inner] & (depth < room) & shape.has_children[..., shape.inner]
-    bound = torch.where(judged, outcome.bound, 0).sum(1)
+    judged = shape.of_inner(on_path & shape.has_children) & (depth < room)
+    bound = outcome.bound(judged).sum(1)
 
     # the code after them: the target's own, or if all candidates were rejected what that left of its distribution
     all_rejected = judged & ~is_accepted  # of one node at most, the last

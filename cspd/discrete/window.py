@@ -50,8 +50,7 @@ def comb_of(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
     parents = [-1, *range(path)]
     for level in range(depth):
         parents += [level] * beside
-    widths = [pd_k] * depth + [1] * (path - depth)
-    shape = Shape(torch.tensor(parents, device=device), widths, inner=slice(None))
+    shape = Shape(torch.tensor(parents, device=device), path, [path] + [depth] * (beside if depth else 0))
     return Comb(path, depth, siblings, shape, *_streams(path, siblings))
 
 

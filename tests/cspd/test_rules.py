@@ -77,12 +77,16 @@ def tv(a, b):
     return (a - b).abs().sum(-1) / 2
 
 
+def bound_of(judged):
+    return judged.bound(torch.ones_like(judged.index, dtype=torch.bool))
+
+
 def outcomes(rule, P, Q, candidates, depth=1):
     """(probability [..., K] that each candidate is accepted, residual if none is [..., V], mean bound [...])."""
     rejected = torch.ones_like(candidates, dtype=P.dtype)
     judge = lambda uniforms: judge_siblings(rule, P, Q, candidates, uniforms, depth, near(P.shape[-1]))  # noqa: E731
     none, accepted = judge(rejected), []
-    left, mean = torch.ones_like(none.bound), torch.zeros_like(none.bound)
+    left, mean = torch.ones_like(P[..., 0]), torch.zeros_like(P[..., 0])
     for k in range(candidates.shape[-1]):
         at = lambda level: torch.cat([rejected[..., :k], level.unsqueeze(-1), 0 * rejected[..., k + 1 :]], -1)  # noqa: B023, E731
         low, high = torch.zeros_like(left), torch.ones_like(left)
@@ -92,9 +96,9 @@ def outcomes(rule, P, Q, candidates, depth=1):
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         f = (low + high) / 2
         accepted.append(left * f)
-        mean = mean + accepted[-1] * judge(at(torch.zeros_like(f))).bound
+        mean = mean + accepted[-1] * bound_of(judge(at(torch.zeros_like(f))))
         left = left * (1 - f)
-    return torch.stack(accepted, -1), none.residual, mean + left * none.bound
+    return torch.stack(accepted, -1), none.residual, mean + left * bound_of(none)
 
 
 def commit(rule, P, Q, K, depth=1, arrange=None):
@@ -372,12 +376,14 @@ def test_greedy_takes_the_argmax_whatever_omega_and_the_lowest_index_at_ties():
         for tokens, expected in (([1, 3], [0, 0]), ([2, 1], [-1, -1])):
             judged = judge_siblings(rule, P, P.flip(-1), torch.tensor(tokens)[:, None], torch.full((2, 1), 0.999), 2)
             assert judged.index.tolist() == expected and judged.residual.argmax(-1).tolist() == [1, 3]
-            assert (judged.residual.amax(-1) == 1).all() and (judged.bound == 0).all()
+            assert (judged.residual.amax(-1) == 1).all() and (bound_of(judged) == 0).all()
         assert torch.equal(rule.resample(P, P, P, torch.tensor([2, 1])), rule.target(P))
     lantern = Rule("lantern", delta=1.0, k=1, greedy=True)
     order = torch.tensor([[3], [0], [0], [2]])
-    judged = judge_siblings(lantern, P[1], None, torch.tensor([1, 0]), torch.zeros(2), near=order)
-    assert judged.index == 1 and judged.bound == 1  # 1 takes over nothing; 0, of probability 0, takes over the argmax
+    judged = judge_siblings(lantern, P[1:], None, torch.tensor([[1, 0]]), torch.zeros(1, 2), near=order)
+    assert (
+        judged.index == 1 and bound_of(judged) == 1
+    )  # 1 takes over nothing; 0, of probability 0, takes over the argmax
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 7])
@@ -442,22 +448,22 @@ def test_batched_is_row_by_row(name):
     rule, g = ALL[name], torch.Generator().manual_seed(0)
     P, Q = (t[:12].view(3, 4, 5) for t in pairs())
     candidates = torch.rand(3, 4, 5, generator=g).argsort(-1)[..., :3]
-    candidates[0, :, 1], candidates[1, 2] = -1, -1
+    candidates[0, :, 1:], candidates[1, 2] = -1, -1
     uniforms, depth = torch.rand(3, 4, 3, generator=g), torch.arange(1, 13).view(3, 4)
     for q in (Q, None):
         judged = judge_siblings(rule, P, q, candidates, uniforms, depth, near(5))
         for i, j in itertools.product(range(3), range(4)):
             present = candidates[i, j] >= 0
             if not present.any():
-                assert judged.index[i, j] == -1 and judged.bound[i, j] == 0
+                assert judged.index[i, j] == -1 and bound_of(judged)[i, j] == 0
                 assert torch.allclose(judged.residual[i, j], rule.target(P[i, j]))
                 continue
-            row = (P[i, j], q if q is None else q[i, j], candidates[i, j][present], uniforms[i, j][present])
-            index, left, total = judge_siblings(rule, *row, int(depth[i, j]), near(5))
-            index = present.nonzero()[index].item() if index >= 0 else -1
-            assert judged.index[i, j] == index
-            assert torch.allclose(judged.bound[i, j], total, atol=1e-7)
-            assert torch.allclose(judged.residual[i, j], left, atol=1e-6) or index >= 0
+            row = [P[i, j], q if q is None else q[i, j], candidates[i, j][present], uniforms[i, j][present]]
+            row = [each if each is None else each.unsqueeze(0) for each in row]
+            alone = judge_siblings(rule, *row, int(depth[i, j]), near(5))
+            assert judged.index[i, j] == alone.index
+            assert torch.allclose(bound_of(judged)[i, j], bound_of(alone), atol=1e-7)
+            assert torch.allclose(judged.residual[i, j], alone.residual, atol=1e-6) or alone.index >= 0
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -484,4 +490,5 @@ def test_equal_distributions_accept_everything_and_leave_P():
 
 def test_a_candidate_that_neither_draft_nor_target_can_emit_is_rejected():
     P = torch.tensor([0.0, 1.0, 0.0])
-    assert judge_siblings(Rule(), P, torch.tensor([0.0, 0.5, 0.5]), torch.tensor([0]), torch.zeros(1)).index == -1
+    Q, code = torch.tensor([[0.0, 0.5, 0.5]]), torch.tensor([[0]])
+    assert judge_siblings(Rule(), P.unsqueeze(0), Q, code, torch.zeros(1, 1)).index == -1
