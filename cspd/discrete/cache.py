@@ -54,6 +54,8 @@ class Cache:
         shape = (2, layers, 2 * num_slots, config.key_heads, columns, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
         self._keys, self._values = (of_layers.unbind() for of_layers in self.tensor)
+        heads = torch.arange(self.tensor.shape[:-2].numel(), device=device)
+        self._before = columns * heads.view(2 * layers, 2 * num_slots, -1)  # vectors before those of a row's head
 
     def clear(self, slots: Tensor) -> None:
         """Zeroes slots, int64 [n]: what is masked counts nothing, but NaN times nothing is NaN."""
@@ -108,10 +110,10 @@ class Cache:
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
         """Copies columns `source` [R, n] of R rows onto columns `target`."""
-        if isinstance(rows, slice):
-            rows = steps(self.tensor.shape[2], self.tensor.device)[rows]
-        rows = rows.unsqueeze(1)
-        self.tensor[:, :, rows, :, target] = self.tensor[:, :, rows, :, source]
+        before = self._before[:, rows].unsqueeze(-1)
+        source, target = ((before + each.unsqueeze(1)).flatten() for each in (source, target))
+        vectors = self.tensor.flatten(end_dim=-2)
+        vectors.index_copy_(0, target, vectors.index_select(0, source))
 
 
 def seen_of(sees: Tensor) -> Tensor:
