@@ -155,11 +155,8 @@ def _check(where: str, settings: Mapping, known: Sequence[str]) -> None:
             raise ValueError(f"{where}: {shortened(key)} is unknown: {choice(key, known)}")
         values = value if isinstance(value, list) and key != "name" else [value]
         if not values or not all(_fits(key, each) for each in values):
-            kind = (
-                f"text in quotes, in one line of 1..{_most(key)} letters"
-                if key in TEXTS
-                else "number, text or list of them"
-            )
+            text = f"text in quotes, in one line of 1..{_most(key)} letters"
+            kind = text if key in TEXTS else "number, text or list of them"
             raise ValueError(f"{where}: {key}: {shortened(value)} is no {kind}")
 
 
@@ -186,9 +183,8 @@ def expand(entry: dict) -> list[tuple[str, dict]]:
     settings = {key: value for key, value in entry.items() if key != "name"}
     lists = {key: value for key, value in settings.items() if isinstance(value, list)}
     if math.prod(map(len, lists.values())) > MOST_ROWS:
-        raise ValueError(
-            f"lists of {', '.join(lists)} stand for more than {MOST_ROWS} configurations: give fewer values"
-        )
+        names = ", ".join(lists)
+        raise ValueError(f"lists of {names} stand for more than {MOST_ROWS} configurations: give fewer values")
     made = []
     for values in itertools.product(*lists.values()):
         single = settings | dict(zip(lists, values))
@@ -198,10 +194,8 @@ def expand(entry: dict) -> list[tuple[str, dict]]:
 
 
 def _label(name: object, settings: dict) -> str:
-    words = (
-        f"{key}={value if isinstance(value, (str, Path)) else json.dumps(value)}" for key, value in settings.items()
-    )
-    return ":".join([str(name), *words])
+    shown = {key: value if isinstance(value, (str, Path)) else json.dumps(value) for key, value in settings.items()}
+    return ":".join([str(name), *(f"{key}={value}" for key, value in shown.items())])
 
 
 def configurations(
