@@ -64,7 +64,7 @@ def _captioned(
 
 def _fitted(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
     """A text in at most `CAPTION` lines that are so wide at most; an ellipsis ends what is cut."""
-    lines = _wrapped(text, font, width)
+    lines = _wrapped(text[: CAPTION * width], font, width)  # no letter is narrower than a pixel
     kept = lines[:CAPTION]
     if len(lines) > CAPTION:
         kept[-1] += ELLIPSIS
