@@ -29,7 +29,7 @@ FILES = {  # what a folder must have, any of each
     "configuration": ("config.json",),
     "processor": ("preprocessor_config.json", "processor_config.json"),
     "tokenizer": ("tokenizer.json", "vocab.json"),
-    "weights": ("model*.safetensors", "pytorch_model*.bin"),
+    "weights": ("model.safetensors", "model-*.safetensors", "pytorch_model*.bin"),  # in transformers' order
 }
 BATCH = 16  # images at once
 NO_MODEL = f"there is no CLIP: give --clip FOLDER with its files; {SOURCE}"
