@@ -95,7 +95,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         type=place,
         metavar="FOLDER",
         help="measure these PNGs and sample none; what they are of is known if `cspd sample` made them, or by"
-        " --prompts: a text each in the order of their names",
+        " --prompts: a text each in the order of their names and the numbers in them",
     )
     group = evaluate.add_argument_group("measures")
     group.add_argument(
@@ -161,6 +161,9 @@ def _measure_folder(args: argparse.Namespace, prompts: list[str] | None, default
     """Reports on images that are there already."""
     _check_measuring(args, default)
     images = ImageFolder(args.images)
+    if prompts and len(images) % len(prompts):
+        counts = f"{args.images} has {len(images)} images and {args.prompts} {len(prompts)} texts"
+        raise ValueError(f"{counts}: give --prompts a file with a text of each image, in the order of their names")
     subjects: list | None = in_turn(prompts, len(images)) if prompts else images.labels or prompts_of(images)
     how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects))
     with Store(args.out, RECORD, SCHEMA, {}, re.escape(GRID), compared=()) as store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cspd.sequence import Label, Request
 CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
+NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 
 
 def add_subject_options(
@@ -44,7 +46,7 @@ def read_prompts(path: Path) -> list[str]:
     Of COCO's captions each image's first is taken.
 
     Raises:
-        OSError: the file cannot be read. ValueError: it has no texts, a blank one, or another form.
+        OSError: the file cannot be read. ValueError: it has no texts, one that is blank or damaged, or another form.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -53,12 +55,15 @@ def read_prompts(path: Path) -> list[str]:
     except OSError as error:
         raise OSError(f"{path}: {error.strerror}: {FORMS}") from None
     is_json = path.suffix.lower() == ".json"
-    texts = _texts_of_json(path, content) if is_json else content.rstrip().splitlines()
-    if not texts:
+    texts = _texts_of_json(path, content) if is_json else content.rstrip().split("\n")  # nowhere else, as editors do
+    if not any(texts):
         raise ValueError(f"{path} is empty: {FORMS}")
     for number, text in enumerate(texts, start=1):
+        where = f"{path}: {'text' if is_json else 'line'} {number}"
         if not text.strip():
-            raise ValueError(f"{path}: {'text' if is_json else 'line'} {number} is blank: give it a text or remove it")
+            raise ValueError(f"{where} is blank: give it a text or remove it")
+        if damaged := NO_CHARACTER.search(text):
+            raise ValueError(f"{where} has {damaged[0]!r}, which is no character: remove it")
     return [text.strip() for text in texts]
 
 

@@ -21,6 +21,7 @@ from cspd.records import check_file, publishing
 
 GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # what our commands write beside images
 SUFFIXES = (".png", ".jpg", ".jpeg")
+DIGITS = 20  # of a number in a file's name, at most: seeds have 19
 FORMATS = ("PNG", "JPEG")  # Pillow goes by the content, and would run Ghostscript for some
 
 
@@ -53,7 +54,9 @@ class Watched(Dataset):
 
 
 class ImageFolder(Dataset):
-    """A data set of uint8 [3, H, W] over a folder's PNGs (and JPEGs), by name, without our own overviews.
+    """A data set of uint8 [3, H, W] over a folder's PNGs (and JPEGs), without our own overviews.
+
+    They are in the order of their names, and of the numbers in them: 2.png comes before 10.png.
 
     Hidden files are left out. Every file's header is read at once, which takes a second for 10,000; see
     `read_image` for what is read on access.
@@ -68,7 +71,7 @@ class ImageFolder(Dataset):
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ValueError(f"{folder}: no such folder")
-        found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        found = sorted((path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES), key=_by_number)
         self.files = [path for path in found if path.name not in OVERVIEWS and not path.name.startswith(".")]
         if not self.files:
             raise ValueError(f"{folder}: there are no images in it (PNG or JPEG, not in subfolders)")
@@ -91,6 +94,11 @@ class ImageFolder(Dataset):
         """Classes, from names as `cspd sample` gives; None where a file has no such name."""
         found = [re.search(r"_label(\d+)_", path.name) for path in self.files]
         return [int(match[1]) for match in found] if all(found) else None
+
+
+def _by_number(path: Path) -> tuple[str, str]:
+    """What sorts files by name, and by the numbers in their names."""
+    return re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), path.name), path.name
 
 
 def beginning(path: Path) -> str:

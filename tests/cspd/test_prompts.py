@@ -49,6 +49,12 @@ def test_forms_of_files(name, content, tmp_path):
     assert read_prompts(tmp_path / name) == ["a fox", "blue"]
 
 
+def test_a_line_ends_where_editors_end_it(tmp_path):
+    """A text is not cut, and all that follow are not shifted, by what Python takes for the end of a line too."""
+    (tmp_path / "a.txt").write_text("a fox\u2028in\x0csnow\nblue\x85\n")
+    assert read_prompts(tmp_path / "a.txt") == ["a fox\u2028in\x0csnow", "blue"]
+
+
 @pytest.mark.parametrize(
     "name, content, told",
     [
@@ -58,6 +64,8 @@ def test_forms_of_files(name, content, tmp_path):
         ("a.txt", b"a fox\n \nblue", "a.txt: line 2 is blank: "),
         ("a.json", b"[]", "a.json is empty: give"),
         ("a.json", b'["a fox", ""]', "a.json: text 2 is blank: "),
+        ("a.json", rb'["a fox", "blue \ud83d"]', r"a.json: text 2 has '\ud83d', which is no character: remove it"),
+        ("a.txt", b"a fox\0", r"a.txt: line 1 has '\x00', which is no character: remove it"),
         ("a.json", b"a fox", "a.json is no JSON (Expecting value"),
         ("a.json", b'["a fox", 5]', "a.json: [1] is of another form: give"),
         ("a.json", b'[{"text": "a fox"}]', "a.json: [0] is of another form: give"),
@@ -124,6 +132,19 @@ def test_clip_scores_of_an_evaluation_and_of_a_folder(text_checkpoint, file, tmp
         assert again["clip_score"] == pytest.approx(made["clip_score"], abs=1e-4) and again["clip"] == made["clip"]
 
 
+def test_a_folders_images_and_texts_belong_together(file, tmp_path, capsys):
+    """By the numbers in names, padded or not; a text too few or too many would shift them."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for i in (0, 10, 2):
+        Image.new("RGB", (8, 8)).save(pictures / f"{i}.png")
+    assert [path.name for path in ImageFolder(pictures).files] == ["0.png", "2.png", "10.png"]
+    (pictures / "2.png").unlink()
+    assert main(["evaluate", "--images", str(pictures), "--prompts", str(file), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "pictures has 2 images and" in error and "prompts.txt 3 texts: give --prompts a file with a text" in error
+
+
 def compare(checkpoint, out, *more):
     return run("compare", checkpoint, "--methods", "ar,sjd:window=4", "--num", 4, "--out", out, *more)
 
@@ -173,7 +194,7 @@ def test_a_studys_file_of_texts(text_checkpoint, file, tmp_path, capsys):
 def test_a_long_text_is_cut_in_a_picture():
     """Words are wrapped into three lines; what is too much, or too wide, ends in an ellipsis."""
     font = ImageFont.load_default(size=12)
-    for text, cut in (("a fox", False), ("a very green harbour " * 20, True), ("x" * 300, True)):
+    for text, cut in (("a fox", False), ("a very green harbour " * 20, True), ("x" * 20_000, True)):  # soon
         lines = _fitted(text, font, 100).split("\n")
         assert len(lines) <= 3 and all(font.getlength(line) <= 100 for line in lines)
         assert lines[-1].endswith("...") == cut and lines[0].rstrip(".")[:5] == text[:5]
