@@ -151,7 +151,7 @@ def _drawn(
         if chosen:
             Q = point(x.squeeze(-1), P)
         elif rank > 0:
-            Q = without(Q[..., :size, :], codes[..., :size, rank - 1])
+            Q = without(Q[..., :size, :], candidates[..., :size, rank - 1])
         at = depth[..., :size] if isinstance(depth, Tensor) else depth
         f = rule.accept(P, Q, at, near) if everywhere else None
         accepts.append(rule.accept_code(P, Q, x, at, near) if f is None else f.gather(-1, x))

@@ -119,8 +119,11 @@ def _adds_in_parallel(device: torch.device) -> bool:
 
 
 def without(Q: Tensor, x: Tensor) -> Tensor:
-    """Q for the sibling after codes x [...]: [..., V], x zeroed, renormalised; 0 if nothing is left."""
-    left = Q.scatter(-1, x.unsqueeze(-1), 0)
+    """Q for the sibling after codes x [...]: [..., V], x zeroed, renormalised; 0 if nothing is left.
+
+    Where there is no code, -1, nothing of Q is left or it is damaged, and it does not matter which one is zeroed.
+    """
+    left = Q.scatter(-1, x.clamp(min=0).unsqueeze(-1), 0)
     total = left.sum(-1, keepdim=True)
     return left / total.clamp(min=TINY)
 
