@@ -39,7 +39,7 @@ class Judged(NamedTuple):
             return torch.zeros_like(where, dtype=self.residual.dtype)
         # those after the accepted one were not judged
         most = self.candidates.shape[-1]
-        last = torch.where(self.index < 0, most, self.index)
+        last = self.index % (most + 1)  # of -1 that is `most`: all were
         judged = (self.candidates >= 0) & (steps(most, last.device) <= last.unsqueeze(-1))
         return self.bounds(judged & where.unsqueeze(-1))
 

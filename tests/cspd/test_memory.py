@@ -17,7 +17,7 @@ from cspd.lookup import method_names
 from cspd.sequence import Sequence
 from mar.registry import create_vae
 
-NUM, FIRST = 1000, 100
+NUM, FIRST = 1000, 300  # by then each shape that is made once was made
 DAMAGED = 2  # the label that makes no image
 QUICK = {"family": "MAR", "num_sampling_steps": 4}
 KINDS = [
@@ -86,5 +86,5 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
         finished += len(engine.step())
     assert refused == NUM // 20 and finished == NUM - refused and failed > 100
     assert after_all[0] < 1.05 * after_first[0]
-    assert after_all[1] < 1.05 * after_first[1]
+    assert after_all[1] < 1.03 * after_first[1]
     assert not engine.hosts["MAR"].kept and not engine.hosts["VQ"].unread
