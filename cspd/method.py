@@ -142,8 +142,8 @@ def _check_class(request: Request, num_classes: int) -> None:
     for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
         if text is not None:
             raise ValueError(
-                f"{name}={shortened(text)}: these models make images of classes: give a label in its place, or take a"
-                " model of texts (docs/text.md)"
+                f"{name}={shortened(text)}: these models make images of classes: leave it out and give a label, or take"
+                " a model of texts (docs/text.md)"
             )
     if request.label is not None:
         check_integer("label", request.label, 0, num_classes - 1, "the target knows these classes")

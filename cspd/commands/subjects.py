@@ -14,6 +14,7 @@ from cspd.sequence import Label, Request
 
 CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
+OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
 NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 
@@ -54,6 +55,8 @@ def read_prompts(path: Path) -> list[str]:
         raise ValueError(f"{path} is no text in UTF-8: {FORMS}") from None
     except OSError as error:
         raise OSError(f"{path}: {error.strerror}: {FORMS}") from None
+    if path.suffix.lower() in OTHERS:
+        raise ValueError(f"{path}: {path.suffix} is not read: {FORMS}")
     is_json = path.suffix.lower() == ".json"
     texts = _texts_of_json(path, content) if is_json else content.rstrip().split("\n")  # nowhere else, as editors do
     if not any(texts):

@@ -73,6 +73,12 @@ class TextEncoder:
                 raise ValueError(f"texts need {library}, which is not installed: pip install 'cspd[text]'")
         self.width: int = config["d_model"]
         self._sizes = SIZES | config
+        for name, published in SIZES.items():
+            if type(self._sizes[name]) is not type(published):
+                raise CheckpointError(
+                    f"{self.folder / 'config.json'}: {name}={shortened(self._sizes[name])} is no"
+                    f" {type(published).__name__}: fetch it again"
+                )
         self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._kept)
 
     def features(self, text: str, most: int, device: torch.device) -> Tensor:

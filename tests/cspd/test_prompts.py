@@ -63,6 +63,7 @@ def test_a_line_ends_where_editors_end_it(tmp_path):
         ("a.txt", "zum Grünen".encode("latin-1"), "a.txt is no text in UTF-8: give"),
         ("a.txt", b"a fox\n \nblue", "a.txt: line 2 is blank: "),
         ("a.json", b"[]", "a.json is empty: give"),
+        ("a.jsonl", b'{"prompt": "a fox"}', "a.jsonl: .jsonl is not read: "),
         ("a.json", b'["a fox", ""]', "a.json: text 2 is blank: "),
         ("a.json", rb'["a fox", "blue \ud83d"]', r"a.json: text 2 has '\ud83d', which is no character: remove it"),
         ("a.txt", b"a fox\0", r"a.txt: line 1 has '\x00', which is no character: remove it"),

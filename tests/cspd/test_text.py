@@ -231,7 +231,7 @@ def test_a_request_goes_to_the_models_that_take_what_it_gives(first, models, sma
 @pytest.mark.parametrize("text", [{"prompt": "a red fox"}, {"label": 1, "negative_prompt": "a red fox"}], ids=str)
 def test_models_of_classes_take_no_text(text, small_mar):
     for models in (VQModels(**toy_models()), MARModels(small_mar)):
-        with pytest.raises(ValueError, match="prompt='a red fox': these models make images of classes: give a label"):
+        with pytest.raises(ValueError, match="prompt='a red fox': these models make images of classes: leave it out"):
             Engine(models, device="cpu").check(Request(**text))
 
 

@@ -134,7 +134,11 @@ def test_a_folder_that_lacks_a_file(lost, folder):
 
 @pytest.mark.parametrize(
     "config, told",
-    [('{"model_type": "bert", "d_model": 6}', "is of another model than T5's encoder"), ("{", "cannot be read")],
+    [
+        ('{"model_type": "bert", "d_model": 6}', "is of another model than T5's encoder"),
+        ('{"model_type": "t5", "d_model": 6, "num_heads": "8"}', "num_heads='8' is no int: "),
+        ("{", "cannot be read"),
+    ],
 )
 def test_a_folder_of_another_model(config, told, folder):
     (folder / "config.json").write_text(config)
