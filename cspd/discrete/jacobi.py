@@ -176,7 +176,7 @@ def _judge_beside(
     residual = residual[each, level]
     if not comb.depth:
         none = torch.full_like(prefix, -1)
-        return none, none, Judged(none, rule.target(residual), none.unsqueeze(1), bounds=None)
+        return none, none, Judged(none, rule.target(residual), none.unsqueeze(1) >= 0, bounds=None)
 
     row = prefix.clamp(max=comb.depth - 1)
     has_siblings = rejected & (prefix < comb.depth)

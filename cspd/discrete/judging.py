@@ -24,13 +24,13 @@ class Judged(NamedTuple):
 
     Attributes:
         index: int64 [..., M], of the one accepted, or -1. residual: [..., M, V], to sample from if none was.
-        candidates: as they were given. bounds: makes local bounds, summed over siblings [..., M], of the candidates
-            that are wanted, bool [..., M, K]; None where all are 0.
+        present: bool [..., M, K], which there were. bounds: makes local bounds, summed over siblings [..., M], of
+            those that are wanted, bool [..., M, K]; None where all are 0.
     """
 
     index: Tensor
     residual: Tensor
-    candidates: Tensor
+    present: Tensor
     bounds: Callable[[Tensor], Tensor] | None
 
     def bound(self, where: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ class Judged(NamedTuple):
         if self.bounds is None:
             return torch.zeros_like(where, dtype=self.residual.dtype)
         # those after the accepted one were not judged
-        most = self.candidates.shape[-1]
+        most = self.present.shape[-1]
         last = self.index % (most + 1)  # of -1 that is `most`: all were
-        judged = (self.candidates >= 0) & (steps(most, last.device) <= last.unsqueeze(-1))
+        judged = self.present & (steps(most, last.device) <= last.unsqueeze(-1))
         return self.bounds(judged & where.unsqueeze(-1))
 
 
@@ -84,10 +84,11 @@ def judge_siblings(
         f, residual, bounds = _drawn(rule, P, Q, candidates, depth, near, sizes)
 
     # the first that is accepted
-    accepted = (candidates >= 0) & (uniforms < f)
+    present = candidates >= 0
+    accepted = present & (uniforms < f)
     first = accepted.int().argmax(-1)
     index = torch.where(accepted.any(-1), first, -1)
-    return Judged(index, residual, candidates, bounds if rule.guarantee == "bounded" else None)
+    return Judged(index, residual, present, bounds if rule.guarantee == "bounded" else None)
 
 
 def _known(bounds: Tensor) -> Callable[[Tensor], Tensor]:
@@ -101,19 +102,18 @@ def _whole(rows: Tensor, others: list[Tensor]) -> Tensor:
 
 
 def _by_place(ranks: list[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Numbers [..., m] of the candidates of each rank, m as `sizes` has it: [..., M, K], 0 where there are none."""
+    """Numbers [..., m] of the candidates of each rank, m as `sizes` has it: [..., M, K], any where there are none."""
     if sizes[-1] == sizes[0]:
         return torch.stack(ranks, -1)
-    where = _where(tuple(sizes), ranks[0].device)
-    return functional.pad(torch.cat(ranks, -1), (0, 1))[..., where]
+    return torch.cat(ranks, -1)[..., _where(tuple(sizes), ranks[0].device)]
 
 
 @functools.lru_cache(maxsize=64)
 def _where(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [M, K], where a place's candidate is in a list of all of one rank after the other, or the list's end."""
+    """int64 [M, K], where a place's candidate is in a list of all of one rank after the other; 0 if none."""
     place, size = torch.arange(sizes[0]).unsqueeze(1), torch.tensor(sizes)
     first = size.cumsum(0) - size
-    return torch.where(place < size, first + place, sum(sizes)).to(device)
+    return torch.where(place < size, first + place, 0).to(device)
 
 
 class _Sibling(NamedTuple):
@@ -217,9 +217,10 @@ def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes
     """Of candidates that were chosen, by a rule that pools: what each takes over depends on what those before left."""
     codes = torch.cat([candidates[..., :size, rank] for rank, size in enumerate(sizes)], -1)
     reached = rule.reach(codes.clamp(min=0), near)
-    # a spare column, which is empty, is for candidates that are not there
+    # two spare columns: one is for candidates that are not there, the other keeps the sum above 0
     reached = torch.where((codes >= 0).unsqueeze(-1), reached, P.shape[-1])
-    weights = functional.pad(P, (0, 1))  # but for its scale
+    weights = functional.pad(P, (0, 2), value=TINY)  # but for its scale
+    nothing = 2 * TINY  # what there is where nothing is left of P, at most
     total = weights.sum(-1, keepdim=True)
     owns, absorbed, others = [], [], []
     for reach, size in zip(reached.split(list(sizes), -2), sizes):
@@ -228,7 +229,7 @@ def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes
             total = total[..., :size, :]
         still = weights[..., :size, :]
         before = still.gather(-1, reach)
-        mass = before / total.clamp(min=TINY)  # 0 where nothing is left
+        mass = before / total
         mass_absorbed, taken = rule.pool(mass)
         owns.append(mass[..., 0])
         absorbed.append(mass_absorbed.squeeze(-1))
@@ -236,11 +237,11 @@ def _pools(rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes
         # what its rejection leaves for the next
         total = still.scatter_(-1, reach, before.masked_fill(taken, 0)).sum(-1, keepdim=True)
         if rule.published:  # where nothing is left, every code is equally likely
-            total = still[..., :-1].masked_fill_(total <= 0, 1).sum(-1, keepdim=True)
+            total = still[..., :-2].masked_fill_(total <= nothing, 1).sum(-1, keepdim=True)
     total = _whole(total, others)
     own = _by_place(owns, sizes)
     f = (own + _by_place(absorbed, sizes)).clamp(max=1)
-    residual = where_rows(total > 0, weights[..., :-1] / total, P)
+    residual = where_rows(total > nothing, weights[..., :-2] / total, P)
     return _Judgement(f, residual, _known((f - own).clamp(min=0)))
 
 
