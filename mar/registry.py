@@ -76,14 +76,14 @@ MARS: dict[str, MARSpec] = {
     "mar_huge": _official(1280, 20, 16, 1536, 12, cfg=3.2),
     "mar_digits32": _embedded(192, 3, 6, 256, 3, 32, "kl_digits32"),
     "mar_digits32_draft": _embedded(96, 2, 4, 160, 2, 32, "kl_digits32"),
-    "mar_emoji64": _embedded(192, 4, 6, 224, 3, 64, "kl_emoji64"),
+    "mar_emoji64": _embedded(192, 4, 6, 256, 3, 64, "kl_emoji64"),
     "mar_emoji64_draft": _embedded(96, 2, 4, 160, 2, 64, "kl_emoji64"),
 }
 
 VAES: dict[str, KLConfig] = {
     "kl16": KLConfig(),
     "kl_digits32": KLConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, scale=1.0),
-    "kl_emoji64": KLConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, attention=False, scale=1.0),
+    "kl_emoji64": KLConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, attention=False, scale=1.0565),
 }
 
 
