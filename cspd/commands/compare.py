@@ -19,16 +19,8 @@ from cspd.commands.subjects import CLASSES_HELP, add_subject_options, class_numb
 from cspd.comparison.compare import compare
 from cspd.comparison.page import write
 from cspd.comparison.runs import CHUNKS, settings_of, store_of
-from cspd.comparison.study import (
-    FORMAT,
-    MODELS,
-    RUN,
-    SUBJECTS,
-    Configuration,
-    configurations,
-    named_entries,
-    read_study,
-)
+from cspd.comparison.study import Configuration, configurations
+from cspd.comparison.study_file import FORMAT, MODELS, RUN, SUBJECTS, named_entries, read_study
 from cspd.comparison.tables import text_table
 from cspd.evaluation import metrics
 from cspd.evaluation.classifier import space_of

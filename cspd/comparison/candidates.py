@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cspd.comparison.study import Configuration, expand
+from cspd.comparison.study import Configuration
+from cspd.comparison.study_file import expand
 from cspd.lookup import guarantee_of, with_method
 from cspd.sequence import Request
 

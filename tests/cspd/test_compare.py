@@ -20,7 +20,8 @@ from cspd.cli import main
 from cspd.comparison import page, runs
 from cspd.comparison.compare import speed_of
 from cspd.comparison.jackknife import intervals, jackknife
-from cspd.comparison.study import Configuration, configurations, named_entries
+from cspd.comparison.study import Configuration, configurations
+from cspd.comparison.study_file import named_entries
 from cspd.continuous import ar
 from cspd.evaluation import metrics
 from cspd.evaluation.classifier import SPACES, load_classifier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cspd.cli import main
-from cspd.comparison.study import read_study
+from cspd.comparison.study_file import read_study
 from cspd.evaluation.shards import Shards
 
 QUICK = ["--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1", "--device", "cpu"]

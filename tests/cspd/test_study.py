@@ -12,7 +12,8 @@ from toys import toy_models
 import cspd
 from cspd import VQModels
 from cspd.cli import main
-from cspd.comparison.study import REQUEST, baselines, configurations, expand, named_entries, read_study
+from cspd.comparison.study import baselines, configurations
+from cspd.comparison.study_file import REQUEST, expand, named_entries, read_study
 from cspd.discrete.rules import rule_of
 from cspd.loading import checkpoint_files
 
