@@ -100,16 +100,20 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.json, report)
         print(f"wrote {args.json}")
     if args.plot:
-        rows = [row for row in report["rows"] if "accuracy" in row]
-        several = len({(row["batch"], row["cfg"]) for row in rows}) > 1
-        points = []
-        for row in rows:
-            method, _, options = row["name"].partition(":")
-            case = f", batch {row['batch']}, cfg {row['cfg']:g}" if several else ""
-            speed = row["speed_up"]
-            limits = speed["min"], speed["max"]
-            line, guarantee = method + case, row.get("guarantee", "exact")  # the published sampler is
-            points.append(Point(options, speed["median"], row["accuracy"], line, limits, guarantee=guarantee))
-        panel = Panel("speed-up over plain sampling", "share recognised by the classifier", points)
-        write_bytes(args.plot, *speed_quality([panel], _image_format(args.plot)))
+        write_bytes(args.plot, *speed_quality([_panel(report)], _image_format(args.plot)))
         print(f"wrote {args.plot}")
+
+
+def _panel(report: dict) -> Panel:
+    """What `--plot` shows of a report: a line a method, in each case that was timed."""
+    rows = [row for row in report["rows"] if "accuracy" in row]
+    several = len({(row["batch"], row["cfg"]) for row in rows}) > 1
+    points = []
+    for row in rows:
+        method, _, options = row["name"].partition(":")
+        case = f", batch {row['batch']}, cfg {row['cfg']:g}" if several else ""
+        speed = row["speed_up"]
+        limits = speed["min"], speed["max"]
+        guarantee = row.get("guarantee", "exact")  # the published sampler is
+        points.append(Point(options, speed["median"], row["accuracy"], method + case, limits, guarantee=guarantee))
+    return Panel("speed-up over plain sampling", "share recognised by the classifier", points)

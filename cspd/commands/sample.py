@@ -68,31 +68,12 @@ def _asked(args: argparse.Namespace) -> list[dict]:
 def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: bool) -> None:
     """Says what the images in a folder cost, made by requests like this one, and what is there."""
     summary, num = record["summary"], record["requests"]
-    seconds = summary["seconds_by_phase"]
-    total = sum(seconds.values()) or 1
-    phases = ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
     if summary["images_made"]:
         speed = f"{summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s"
         print(f"{summary['images_made']} image{'s' if summary['images_made'] > 1 else ''} in {speed}")
     else:
         print(f"all {num} images were there already")
-    if "step_compression" in summary:
-        print(
-            f"per image: {summary['backbone_calls_per_image']:.1f} target forwards,"
-            f" {summary['step_compression']:.2f} codes each; time: {phases}"
-        )
-        if summary["bound_per_image"] > 0:
-            bound, error = min(summary["bound_per_image"], 1), summary["bound_standard_error"]
-            spread = "" if error is None else f" +- {error:.3f}"
-            print(f"total variation from the target, of an image's codes: at most {bound:.3f}{spread} (docs/bounds.md)")
-    else:
-        lazy = f" ({summary['lazy_backbone_calls_per_image']:.0f} lazy)" if summary[f"{LAZY}_per_image"] else ""
-        print(
-            f"per image: {summary['iterations_per_image']:.0f} iterations,"
-            f" {summary['backbone_calls_per_image']:.0f} backbone calls{lazy},"
-            f" {summary['head_calls_per_image']:.0f} sequential head calls"
-            f" ({summary['head_calls_per_token']:.1f} a token); time: {phases}"
-        )
+    _tell_cost(summary)
     asked = engine.check(request)
     if summary["window"] is not None and method_of(asked).resolve is not as_it_is:
         why = engine.hosts[str(asked.family)].tuning.why(asked, summary["window"], engine.num_slots)
@@ -106,3 +87,22 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
         print(f"wrote {out / 'heatmap.png'} (what each token cost)")
     pngs = f"{num} PNG{'s' if num > 1 else ''}"
     print(f"wrote {out / 'grid.png'} (all images), {out / RECORD} (settings, statistics), {pngs}")
+
+
+def _tell_cost(summary: dict) -> None:
+    """Says what an image took, and of VQ models by how much its codes may differ from the target's."""
+    seconds = summary["seconds_by_phase"]
+    total = sum(seconds.values()) or 1
+    time = "time: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
+    backbone_calls = summary["backbone_calls_per_image"]
+    if "step_compression" not in summary:
+        lazy = f" ({summary[f'{LAZY}_per_image']:.0f} lazy)" if summary[f"{LAZY}_per_image"] else ""
+        iterations = f"{summary['iterations_per_image']:.0f} iterations, {backbone_calls:.0f} backbone calls{lazy}"
+        head_calls = f"{summary['head_calls_per_image']:.0f} sequential head calls"
+        print(f"per image: {iterations}, {head_calls} ({summary['head_calls_per_token']:.1f} a token); {time}")
+        return
+    print(f"per image: {backbone_calls:.1f} target forwards, {summary['step_compression']:.2f} codes each; {time}")
+    if summary["bound_per_image"] > 0:
+        bound, error = min(summary["bound_per_image"], 1), summary["bound_standard_error"]
+        spread = "" if error is None else f" +- {error:.3f}"
+        print(f"total variation from the target, of an image's codes: at most {bound:.3f}{spread} (docs/bounds.md)")

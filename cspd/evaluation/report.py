@@ -6,6 +6,8 @@ from cspd.evaluation.shards import EXPLODED
 from cspd.ran import model_line
 from cspd.summary import measured_lines
 
+Line = tuple[str, str, str]  # a title, a value, a note
+
 
 def format_evaluation(report: dict) -> str:
     """The report as text, a line a number."""
@@ -13,6 +15,22 @@ def format_evaluation(report: dict) -> str:
     against = f"against {reference['name']} ({reference['fingerprint'][:12]})" if reference else ""
     judged = f"{report['space']} space {against}" if report["space"] else report["missing"]["fid"]
     lines = [("images", f"{report['num']:,}", judged)]
+    if report["space"]:
+        lines += _quality_lines(report)
+    lines += _clip_line(report)
+    if report["largest_token"] is not None:
+        exploded = f"{report['exploded']} of {report['num']:,} images exploded (a token beyond {EXPLODED:g})"
+        lines.append(("largest token", f"{report['largest_token']:.2f}", exploded))
+    if sampling:
+        lines += _sampling_lines(sampling, report["settings"]["request"])
+    lines += [(model["role"], "", model_line(model)) for model in report["ran"]["models"]]
+    machine = report["ran"]["machine"]
+    lines.append(("machine", "", f"{machine['device']}, threads: {machine['threads']}"))
+    return "\n".join(f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines)
+
+
+def _quality_lines(report: dict) -> list[Line]:
+    """What the images' features and the classifier say."""
     spread = "" if report["inception_score_std"] is None else f"+- {report['inception_score_std']:.3f} over ten parts"
     recognised = "recognised as their class"
     if report["accuracy_ci95"] is not None:
@@ -26,42 +44,39 @@ def format_evaluation(report: dict) -> str:
         ("recall", ".3f", ""),
         ("accuracy", ".1%", recognised),
     )
-    for name, form, note in forms if report["space"] else ():
+    lines = []
+    for name, form, note in forms:
         value = report[name]
         title = name.upper() if len(name) == 3 else name.replace("_", " ")
         lines.append((title, "-" if value is None else format(value, form), report["missing"].get(name, note)))
-    lines += _clip_line(report)
-    if report["largest_token"] is not None:
-        exploded = f"{report['exploded']} of {report['num']:,} images exploded (a token beyond {EXPLODED:g})"
-        lines.append(("largest token", f"{report['largest_token']:.2f}", exploded))
-    if sampling:
-        request = report["settings"]["request"]
-        start = request.get("first_timestep")
-        chains = f", chains from timestep {start}" if start is not None else ""
-        lines.append(("method", request["method"], sampling["guarantee"] + chains))
-        if "step_compression" in sampling:
-            lines.append(("codes a forward", f"{sampling['step_compression']:.2f}", ""))
-        else:
-            calls = f"{sampling['head_calls_per_image']:.0f} an image"
-            lines.append(("head calls a token", f"{sampling['head_calls_per_token']:.1f}", calls))
-        if sampling["bound_per_image"] > 0:
-            bound = f"{min(sampling['bound_per_image'], 1):.3f}"
-            lines.append(("TV bound", bound, "of an image's codes, from the target's (docs/bounds.md)"))
-        lines += measured_lines(sampling)
-        if sampling["images_made"]:
-            made = f"{sampling['images_made']} images in {sampling['seconds']:.1f} s"
-            made += f" by {sampling['processes']} processes" if sampling["processes"] > 1 else ""
-            lines.append(("images/s", f"{sampling['images_per_second']:.2f}", made))
-        else:
-            lines.append(("images/s", "-", "all were there already"))
-    lines += [(model["role"], "", model_line(model)) for model in report["ran"]["models"]]
-    machine = report["ran"]["machine"]
-    lines.append(("machine", "", f"{machine['device']}, threads: {machine['threads']}"))
-    return "\n".join(f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines)
+    return lines
 
 
-def _clip_line(report: dict) -> list[tuple[str, str, str]]:
-    """The CLIP score of images of texts, as (title, value, note)."""
+def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
+    """How the images were made, and what they took."""
+    start = request.get("first_timestep")
+    chains = f", chains from timestep {start}" if start is not None else ""
+    lines = [("method", request["method"], sampling["guarantee"] + chains)]
+    if "step_compression" in sampling:
+        lines.append(("codes a forward", f"{sampling['step_compression']:.2f}", ""))
+    else:
+        calls = f"{sampling['head_calls_per_image']:.0f} an image"
+        lines.append(("head calls a token", f"{sampling['head_calls_per_token']:.1f}", calls))
+    if sampling["bound_per_image"] > 0:
+        bound = f"{min(sampling['bound_per_image'], 1):.3f}"
+        lines.append(("TV bound", bound, "of an image's codes, from the target's (docs/bounds.md)"))
+    lines += measured_lines(sampling)
+    if sampling["images_made"]:
+        made = f"{sampling['images_made']} images in {sampling['seconds']:.1f} s"
+        made += f" by {sampling['processes']} processes" if sampling["processes"] > 1 else ""
+        lines.append(("images/s", f"{sampling['images_per_second']:.2f}", made))
+    else:
+        lines.append(("images/s", "-", "all were there already"))
+    return lines
+
+
+def _clip_line(report: dict) -> list[Line]:
+    """The CLIP score of images of texts."""
     missing = report["missing"].get("clip_score")
     if report["clip_score"] is None:
         return [("CLIP score", "-", missing)] if missing else []
