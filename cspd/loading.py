@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -156,6 +156,16 @@ def family_of(checkpoint: str | Path) -> str:
     return (VQModels if "tokenizer" in checkpoint_files(checkpoint) else MARModels).family
 
 
+def check_of_one(checkpoints: Sequence[str | Path], *given: object) -> None:
+    """Raises ValueError where there are several checkpoints, and a size or file is given, which is of one of them."""
+    if len(checkpoints) > 1 and any(each is not None for each in given):
+        names = " and ".join(map(str, checkpoints))
+        raise ValueError(
+            f"arch, vae, draft, eagle and text_encoder are of one checkpoint, and these are several ({names}): give the"
+            " one that they belong to (--checkpoint on the command line), or put the files beside their targets"
+        )
+
+
 def load(
     *checkpoints: str | Path,
     arch: str | None = None,
@@ -189,12 +199,7 @@ def load(
             vae, draft, eagle or text encoder for them.
     """
     checkpoints = checkpoints or ("digits32",)
-    if len(checkpoints) > 1 and any(given is not None for given in (arch, vae, draft, eagle, text_encoder)):
-        names = " and ".join(map(str, checkpoints))
-        raise ValueError(
-            f"arch, vae, draft, eagle and text_encoder are of one checkpoint, and these are several ({names}): give the"
-            " one that they belong to (--checkpoint on the command line), or put the files beside their targets"
-        )
+    check_of_one(checkpoints, arch, vae, draft, eagle, text_encoder)
     models: list[Models] = []
     cache = None
     for checkpoint in checkpoints:

@@ -32,7 +32,7 @@ class Site:
         return connection.getresponse()
 
     def make(self, visitor="ann", **wanted):
-        body = {"family": "MAR", "label": "three", "seed": 5, "methods": ["ar"], **wanted}
+        body = {"model": "mar", "label": "three", "seed": 5, "methods": ["ar"], **wanted}
         return self.ask("/api/images", json.dumps(body), visitor)
 
     def status(self):
@@ -40,9 +40,9 @@ class Site:
 
 
 @contextlib.contextmanager
-def served(engine, **limits) -> Iterator[Site]:
-    """A site for as long as it is needed."""
-    app = make_app(engine, {family: f"digits of {family}" for family in engine.hosts}, **limits)
+def served(engines, **limits) -> Iterator[Site]:
+    """A site of engines by name, for as long as it is needed."""
+    app = make_app(engines, **limits)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

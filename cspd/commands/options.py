@@ -10,7 +10,7 @@ import torch
 
 from cspd.engine import Engine
 from cspd.listing import Use, uses
-from cspd.loading import checkpoint_files, family_of, load
+from cspd.loading import checkpoint_files, embedded, family_of, load
 from cspd.lookup import choose, method_names, method_of
 from cspd.method import Method
 from cspd.methods import COMMON, DEFAULTS, EMBEDDED, METHODS
@@ -27,8 +27,8 @@ MOST_THREADS = 1024  # more than this, and OpenMP ends the process
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """`several`: a list of checkpoints is taken, by default both embedded ones."""
-    usual = list(EMBEDDED.values())
+    """`several`: a list of checkpoints is taken, by default all embedded ones."""
+    usual = list(embedded()) if several else [EMBEDDED["MAR"]]
     group = parser.add_argument_group("model")
     group.add_argument(
         "--checkpoint",
@@ -36,8 +36,8 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         nargs="+" if several else None,
         default=usual if several else usual[0],
         help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files, or a target's file"
-        + ("; or one of MAR and one of VQ models" if several else "")
-        + f" (default: {' '.join(usual) if several else usual[0]})",
+        + ("; or several" if several else "")
+        + f" (default: {' '.join(usual)})",
     )
     group.add_argument("--arch", choices=[*MARS, *GPTS], help="the target's size (default: found out from the file)")
     group.add_argument("--vae", type=place, help="the autoencoder's or tokenizer's file, where not beside the target")
@@ -188,9 +188,8 @@ def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
     """The engine that the options of `add_model_options` ask for."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    checkpoints = [args.checkpoint] if isinstance(args.checkpoint, str) else args.checkpoint
     return load(
-        *checkpoints,
+        args.checkpoint,
         arch=args.arch,
         vae=args.vae,
         draft=args.draft_checkpoint,

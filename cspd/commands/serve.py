@@ -11,13 +11,13 @@ import warnings
 
 from cspd.commands.options import add_model_options, load_engine
 from cspd.known import Resized
-from cspd.loading import family_of
+from cspd.loading import check_of_one, checkpoint_files
 from cspd.parsing import count, whole, word
 
 EPILOG = """\
 examples:
   cspd serve
-      both embedded models, on http://127.0.0.1:8000
+      the embedded models, on http://127.0.0.1:8000
   cspd serve --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt --max-batch 16 --port 8080
       an official MAR checkpoint, 16 images at a time
   ssh -L 8000:127.0.0.1:8000 machine
@@ -32,8 +32,8 @@ has more.
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
     text = (
-        "Serves a page to browsers: pick a class, see it made by two methods side by side. All visitors share one"
-        " engine, whose slots their requests fill. It needs FastAPI and uvicorn: pip install 'cspd[serve]'."
+        "Serves a page to browsers: pick a class, see it made by two methods side by side. Of each model there is one"
+        " engine, whose slots all visitors' requests fill. It needs FastAPI and uvicorn: pip install 'cspd[serve]'."
     )
     serve = commands.add_parser(
         "serve",
@@ -52,7 +52,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="address to listen on; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
     )
     group.add_argument("--port", type=whole(0, 65535), default=8000, help="0: any that is free (default: %(default)s)")
-    group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
+    group.add_argument("--max-batch", type=count, default=8, help="images of a model in flight at once (default: 8)")
     group.add_argument(
         "--max-requests", type=count, default=32, help="images in flight and waiting, in all (default: %(default)s)"
     )
@@ -66,23 +66,26 @@ def run(args: argparse.Namespace) -> None:
         from cspd.serving.app import Server, make_app
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
-    names: dict[str, str] = {}
-    for checkpoint in args.checkpoint:
-        family = family_of(checkpoint)
-        if family in names:
-            raise ValueError(f"--checkpoint {names[family]} {checkpoint}: both are {family} models: give one of each")
-        names[family] = checkpoint
+    names = list(dict.fromkeys(args.checkpoint))
+    for name in names:
+        checkpoint_files(name)  # raises now, and not when others are loaded
+    check_of_one(names, args.arch, args.vae, args.draft_checkpoint, args.eagle, args.text_encoder)
 
     with listening(args.host, args.port) as listener:
-        engine = load_engine(args, args.max_batch)
+        engines = {name: load_engine(_of(args, name), args.max_batch) for name in names}
         warnings.simplefilter("ignore", Resized)  # the page shows it
-        app = make_app(engine, names, args.max_requests, args.max_per_visitor)
+        app = make_app(engines, args.max_requests, args.max_per_visitor)
         host, port = listener.getsockname()[:2]
         if not ipaddress.ip_address(host).is_loopback:
             print(f"cspd: warning: whoever reaches {host} can use this page: there is no password", file=sys.stderr)
         shown = f"[{host}]" if ":" in host else host
-        print(f"http://{shown}:{port} serves {' and '.join(names.values())}; Ctrl-C ends it", flush=True)
+        print(f"http://{shown}:{port} serves {', '.join(names)}; Ctrl-C ends it", flush=True)
         Server(app).run(sockets=[listener])
+
+
+def _of(args: argparse.Namespace, checkpoint: str) -> argparse.Namespace:
+    """The options, of one checkpoint."""
+    return argparse.Namespace(**vars(args) | {"checkpoint": checkpoint})
 
 
 def listening(host: str, port: int) -> socket.socket:

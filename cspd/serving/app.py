@@ -28,6 +28,7 @@ from cspd.engine import Engine
 from cspd.serving.asked import MOST_BYTES, Asked, body_of, requests_of
 from cspd.serving.runner import Full, Job, Runner
 from cspd.serving.shown import about
+from mar.registry import lookup
 
 PAGE = Path(__file__).parent / "page"
 VISITOR = "visitor"  # the cookie that tells visitors apart
@@ -37,14 +38,17 @@ GRACE = 2  # seconds that connections have to end
 PATIENCE = 5.0  # seconds that the last round has to end
 
 
-def make_app(engine: Engine, names: Mapping[str, str], most: int = 32, most_each: int = 4) -> fastapi.FastAPI:
-    """The application. While it is served its `state.runner` runs the engine, which nobody else uses.
+def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4) -> fastapi.FastAPI:
+    """The application. While it is served its `state.runner` runs the engines, which nobody else uses.
 
     Args:
-        names: of the engine's checkpoints, by family. most, most_each: images under way, in all and of a visitor.
+        engines: each of one checkpoint, by its name. most, most_each: images under way, in all and of a visitor.
+
+    Raises:
+        ValueError: a model makes images of texts.
     """
-    runner = Runner(engine, most, most_each)
-    description = about(engine, names) | {"most_bytes": MOST_BYTES}
+    runner = Runner(engines, most, most_each)
+    description = about(engines) | {"most_bytes": MOST_BYTES}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
@@ -71,9 +75,10 @@ def make_app(engine: Engine, names: Mapping[str, str], most: int = 32, most_each
         inbox: asyncio.Queue[dict] = asyncio.Queue()
         tell = functools.partial(_tell, asyncio.get_running_loop(), inbox)
         try:
+            lookup(engines, wanted.model, "model")
             requests = await asyncio.to_thread(requests_of, wanted)
             tells = [functools.partial(tell, run) for run in range(len(requests))]
-            jobs, started = runner.add(_visitor(request), requests, tells)
+            jobs, started = runner.add(_visitor(request), wanted.model, requests, tells)
             advice = await asyncio.wrap_future(started)
         except Full as full:
             raise fastapi.HTTPException(429, str(full)) from None

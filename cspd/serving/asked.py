@@ -25,7 +25,7 @@ class Asked(pydantic.BaseModel):
     """An image by one method or several, of the same seed. Text is read as on the command line.
 
     Attributes:
-        family: "MAR" or "VQ". label: class, by number or name; "none" or null: no class.
+        model: one that is served, by name. label: class, by number or name; "none" or null: no class.
         methods: names, with options after a colon if need be: "calibrated:head_calls=8".
         settings: of `cspd.sequence.Request`, for all methods; empty ones are left open.
         picture, mask: data links (base64) of pictures of one size: white in the mask is made anew.
@@ -33,7 +33,7 @@ class Asked(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    family: str
+    model: str
     label: Value
     seed: Value = 0
     methods: list[str] = pydantic.Field(min_length=1, max_length=MOST_METHODS)
@@ -70,8 +70,7 @@ def requests_of(asked: Asked) -> list[Request]:
     for text in asked.methods:
         name, options = parse_method(text)
         own = {**settings, **options}
-        request = Request(label, typed(asked.seed), name, family=asked.family, settings=own, known=known)
-        requests.append(request)
+        requests.append(Request(label, typed(asked.seed), name, settings=own, known=known))
     return requests
 
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -29,8 +29,9 @@ class Full(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request of a visitor. `tell` is called with what becomes of it, by the runner's thread."""
+    """A request of a visitor to a model. `tell` is called with what becomes of it, by the runner's thread."""
 
+    model: str
     request: Request
     visitor: str
     tell: Tell
@@ -38,23 +39,23 @@ class Job:
 
 
 class Runner:
-    """Runs an engine for many visitors, in one thread. Nobody else uses the engine meanwhile.
+    """Runs engines for many visitors, in one thread, in turn. Nobody else uses the engines meanwhile.
 
     What visitors want is done between two rounds. Public methods are for their threads, others are the runner's own.
 
     Args:
-        most, most_each: requests under way, in all and of a visitor.
+        engines: by the name of the model that each has. most, most_each: requests under way, in all and of a visitor.
 
     Attributes:
         jobs: those that are not finished. made: images that are.
     """
 
-    def __init__(self, engine: Engine, most: int, most_each: int) -> None:
-        self.engine, self.most, self.most_each = engine, most, most_each
+    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int) -> None:
+        self.engines, self.most, self.most_each = engines, most, most_each
         self.jobs: set[Job] = set()
         self.made = 0
         self._finished: deque[float] = deque(maxlen=10_000)  # when the last images were
-        self._by_ticket: dict[int, Job] = {}  # those that the engine has
+        self._under_way: dict[str, dict[int, Job]] = {name: {} for name in engines}  # those that it has, by ticket
         self._wishes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_open = True
         self._next_look = 0.0
@@ -72,8 +73,10 @@ class Runner:
         """Waits for the thread to end, so many seconds at most."""
         self._thread.join(patience)
 
-    def add(self, visitor: str, requests: Sequence[Request], tells: Sequence[Tell]) -> tuple[list[Job], Future]:
-        """Gives requests to the engine, all of them or, where one is bad, none.
+    def add(
+        self, visitor: str, model: str, requests: Sequence[Request], tells: Sequence[Tell]
+    ) -> tuple[list[Job], Future]:
+        """Gives requests to the engine of a model, all of them or, where one is bad, none.
 
         Returns:
             The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`; or of a ValueError.
@@ -86,7 +89,7 @@ class Runner:
             raise Full(f"{own} of your images are under way and {self.most_each} may be: wait for one, or stop it")
         if len(self.jobs) + len(requests) > self.most:
             raise Full(f"{len(self.jobs)} images are under way and {self.most} may be: try again in a moment")
-        jobs = [Job(request, visitor, tell) for request, tell in zip(requests, tells)]
+        jobs = [Job(model, request, visitor, tell) for request, tell in zip(requests, tells)]
         self.jobs.update(jobs)
         started: Future = Future()
         self._wishes.put(lambda: self._start(jobs, started))
@@ -98,8 +101,8 @@ class Runner:
 
     def status(self) -> dict[str, float]:
         """How many requests run and wait, how many images were made, and how many a second in the last minute."""
-        scheduler = self.engine.scheduler
-        running = len(scheduler) - len(scheduler.waiting)
+        schedulers = [engine.scheduler for engine in self.engines.values()]
+        running = sum(len(scheduler) - len(scheduler.waiting) for scheduler in schedulers)
         lately = sum(moment > time.monotonic() - MINUTE for moment in list(self._finished))
         return {
             "running": running,
@@ -110,22 +113,25 @@ class Runner:
 
     def _run(self) -> None:
         while self._is_open:
-            if not self._by_ticket or not self._wishes.empty():
+            if not any(self._under_way.values()) or not self._wishes.empty():
                 self._wishes.get()()  # waits for one where there is nothing to run
-            else:
-                self._round()
+                continue
+            for model, jobs in self._under_way.items():
+                if jobs:
+                    self._round(model)
+            self._look()
 
     def _start(self, jobs: Sequence[Job], started: Future) -> None:
         if not started.set_running_or_notify_cancel():  # she has left already
             self.jobs.difference_update(jobs)
             return
         try:
-            resolved = [self.engine.resolve(job.request) for job in jobs]
+            resolved = [self.engines[job.model].resolve(job.request) for job in jobs]
             for job, request in zip(jobs, resolved):
-                job.ticket = self.engine.add_request(request)
-                self._by_ticket[job.ticket] = job
+                job.ticket = self.engines[job.model].add_request(request)
+                self._under_way[job.model][job.ticket] = job
         except Exception as error:
-            self._cancel([job for job in jobs if job.ticket in self._by_ticket])
+            self._cancel([job for job in jobs if job.ticket in self._under_way[job.model]])
             self.jobs.difference_update(jobs)
             started.set_exception(error)
             return
@@ -133,50 +139,51 @@ class Runner:
 
     def _cancel(self, jobs: Collection[Job]) -> None:
         for job in self.jobs.intersection(jobs):
-            self.engine.cancel(job.ticket)
-            self._end(job.ticket)
+            self.engines[job.model].cancel(job.ticket)
+            self._end(job)
 
-    def _round(self) -> None:
+    def _round(self, model: str) -> None:
+        jobs = self._under_way[model]
         try:
-            outputs = self.engine.step()
+            outputs = self.engines[model].step()
         except Exception as error:  # the engine has dropped everything
             print(f"cspd: a round failed: {error!r}", file=sys.stderr)
-            self._end_all(f"a round of the engine failed: {error}")
+            self._end_all(model, f"a round of the engine failed: {error}")
             return
         for ticket, output in outputs.items():
             if output.error:
-                self._end(ticket, {"error": output.error})
+                self._end(jobs[ticket], {"error": output.error})
                 continue
             self.made += 1
             self._finished.append(time.monotonic())
-            self._end(ticket, shown(output, 1.0) | {"finished": True})
-        self._look()
+            self._end(jobs[ticket], shown(output, 1.0) | {"finished": True})
 
     def _look(self) -> None:
         """Tells what is known of the images that run, unless that was done a moment ago."""
         began = time.monotonic()
         if began < self._next_look:
             return
-        for family, host in self.engine.hosts.items():
-            running = self.engine.scheduler.in_flight()
-            own = [each for each in running if each.request.family == family and each.ticket in self._by_ticket]
-            for sequence, output in zip(own, so_far(host, own) if own else ()):
-                self._by_ticket[sequence.ticket].tell(shown(output, sequence.share_made(host.seq_len)))
+        for model, jobs in self._under_way.items():
+            engine = self.engines[model]
+            own = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
+            for sequence, output in zip(own, so_far(engine.host, own) if own else ()):
+                jobs[sequence.ticket].tell(shown(output, sequence.share_made(engine.host.seq_len)))
         now = time.monotonic()
         self._next_look = now + max(PERIOD, (now - began) / SHARE)
 
-    def _end(self, ticket: int, event: dict | None = None) -> None:
-        job = self._by_ticket.pop(ticket)
+    def _end(self, job: Job, event: dict | None = None) -> None:
+        del self._under_way[job.model][job.ticket]
         self.jobs.discard(job)
         if event is not None:
             job.tell(event)
 
-    def _end_all(self, why: str) -> None:
-        for ticket in list(self._by_ticket):
-            self._end(ticket, {"error": why})
+    def _end_all(self, model: str, why: str) -> None:
+        for job in list(self._under_way[model].values()):
+            self._end(job, {"error": why})
 
     def _close(self) -> None:
         self._is_open = False
-        for ticket in self._by_ticket:
-            self.engine.cancel(ticket)
-        self._end_all("the server is ending")
+        for model, jobs in self._under_way.items():
+            for ticket in jobs:
+                self.engines[model].cancel(ticket)
+            self._end_all(model, "the server is ending")

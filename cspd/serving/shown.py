@@ -73,28 +73,26 @@ def numbers(output: Output, share: float) -> list[tuple[str, str]]:
     return told if window is None else [*told, ("window", f"{window}" if window else "0, nothing is drafted")]
 
 
-def about(engine: Engine, names: Mapping[str, str]) -> dict:
-    """What the page has to know beforehand.
-
-    Args:
-        names: of the checkpoints, by family.
+def about(engines: Mapping[str, Engine]) -> dict:
+    """What the page has to know beforehand of engines of one checkpoint each, by its name.
 
     Raises:
         ValueError: a model makes images of texts.
     """
     shares = np.linspace(0, 1, COLOURS)[None]
     colours = np.asarray(coloured(shares))[0]
+    first = next(iter(engines.values()))
     return {
-        "models": [_model(engine, family, name) for family, name in names.items()],
+        "models": [_model(engine, name) for name, engine in engines.items()],
         "guarantees": GUARANTEES,
         "colours": [f"rgb({red} {green} {blue})" for red, green, blue in colours.tolist()],
-        "slots": engine.num_slots,
-        "machine": engine.describe(),
+        "slots": first.num_slots,
+        "machine": first.describe(),
     }
 
 
-def _model(engine: Engine, family: str, name: str) -> dict:
-    host = engine.hosts[family]
+def _model(engine: Engine, name: str) -> dict:
+    ((family, host),) = engine.hosts.items()
     if not host.num_classes:
         raise ValueError(
             f"{name} makes images of texts and the page shows models of classes: take cspd sample --prompt"

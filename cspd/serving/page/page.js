@@ -22,7 +22,7 @@ const editor = makeEditor(
 
 async function begin() {
   about = await (await fetch("api/models")).json();
-  element("model").replaceChildren(...about.models.map(({ name, family }) => new Option(`${name} (${family})`, family)));
+  element("model").replaceChildren(...about.models.map(({ name, family }) => new Option(`${name} (${family})`, name)));
   element("model").onchange = setModel;
   element("dice").onclick = () => { element("seed").value = Math.floor(Math.random() * 1e6); };
   element("stop").onclick = () => running?.abort();
@@ -32,7 +32,7 @@ async function begin() {
   };
   keepPlaceholder(element("label"));
   const { device, threads, precision } = about.machine;
-  element("machine").textContent = `${device}, ${threads} threads, ${precision}, ${about.slots} images at a time`;
+  element("machine").textContent = `${device}, ${threads} threads, ${precision}, ${about.slots} images of a model at a time`;
   element("guarantees").append(...Object.entries(about.guarantees).flatMap(([name, meaning]) => {
     const term = document.createElement("dt");
     const tag = term.appendChild(document.createElement("span"));
@@ -52,7 +52,7 @@ function keepPlaceholder(input) {
 }
 
 function setModel() {
-  model = about.models.find(({ family }) => family === element("model").value) ?? about.models[0];
+  model = about.models.find(({ name }) => name === element("model").value) ?? about.models[0];
   const named = model.classes.map((name, number) => new Option(number, name));
   element("classes").replaceChildren(...named, new Option("no class", "none"));
   element("label").value = model.classes[Math.min(3, model.classes.length - 1)];
@@ -108,7 +108,7 @@ async function make() {
   const chosen = sides.filter((side) => side.method());
   const settings = Object.fromEntries([...document.querySelectorAll(".setting [name]")].map((input) => [input.name, input.value]));
   const wanted = {
-    family: model.family,
+    model: model.name,
     label: element("label").value || element("label").placeholder,
     seed: element("seed").value,
     methods: chosen.map((side) => side.text()),
@@ -182,7 +182,7 @@ async function showStatus() {
   try {
     const { running: now, waiting, images_per_second: speed } = await (await fetch("api/status")).json();
     const queue = waiting ? `${waiting} waiting` : "nobody waits";
-    element("status").textContent = `${now} of ${about.slots} slots running, ${queue}, ${speed.toFixed(2)} images/s in the last minute`;
+    element("status").textContent = `${now} running, ${queue}, ${speed.toFixed(2)} images/s in the last minute`;
   } catch {
     element("status").textContent = "the server cannot be reached";
   }
