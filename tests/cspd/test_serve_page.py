@@ -102,7 +102,7 @@ def test_two_visitors_at_once(visitor, engines):
     ann.get_by_text("What ran").first.click()
     expect(ann.locator(".ran code").first).to_contain_text("Request(label=7, seed=0, method='ar'")
     expect(ann.locator(".legend").first).to_contain_text("head calls per token")
-    expect(ann.locator("#status")).to_contain_text("slots")
+    expect(ann.locator("#status")).to_contain_text("running")
 
 
 @pytest.mark.parametrize(
