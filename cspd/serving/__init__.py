@@ -1,1 +1,1 @@
-"""`cspd serve`: a page in the browser, whose visitors share one engine."""
+"""`cspd serve`: a page in the browser, whose visitors share the engines."""
