@@ -15,6 +15,7 @@ from pictures import add_data_options, data_of
 from torch import Tensor
 from training import HELD_OUT_SEED, device_of_process, export, fit
 
+from mar.checkpoint import load_vae
 from mar.registry import VAES, create_vae
 from mar.vae import AutoencoderKL
 
@@ -30,16 +31,19 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--variance", type=float, default=0.002, help="of a pixel (in -1..1) given the latent")
     parser.add_argument("--free-nats", type=float, default=0.0, help="per channel and cell")
+    parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
     parser.add_argument("--run", type=Path, default=Path("runs/vae"), help="resumes from here if it was cut off")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
     args = parser.parse_args()
 
     names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
-    settings = {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in names} | {"init": str(args.init)}
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)
     vae = create_vae(args.arch).to(device).train()
+    if args.init is not None:
+        vae.load_state_dict(load_vae(args.init).state_dict())
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)
