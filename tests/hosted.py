@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
@@ -21,7 +22,7 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from cspd.vq.hosted.architectures import ARCHITECTURES
+from cspd.vq.hosted.architectures import ARCHITECTURES, name_of
 from cspd.vq.hosted.checkpoint import sizes
 from cspd.vq.hosted.config import Image
 from cspd.vq.hosted.model import HostedModel
@@ -34,6 +35,9 @@ BOS, EOS, PAD, SEP, START, END, WRAPPER, IMAGE, ROW_END, FRAME_END = (
     "<s> </s> <pad> <sep> <boi> <eoi> <img> <image> <|extra_200|> <eof>".split()
 )
 SPECIAL = [BOS, EOS, PAD, SEP, START, END, WRAPPER, IMAGE, ROW_END, FRAME_END]
+# of Lumina-mGPT: what ends turns and rows, sizes of 2 and 4 codes, and its words for 4 and 8 pixels
+OF_LUMINA = "<reserved08706> <reserved08799> <reserved08801> <reserved08802>".split()
+OF_LUMINA += "Generate image of 4x4 8x8 according to the following prompt :".split()
 
 
 def image_names(architecture: str, codes: int) -> list[str]:
@@ -54,7 +58,8 @@ def tokenizer_of(architecture: str, codes: int = CODES) -> PreTrainedTokenizerFa
     """Words, special tokens, and in no order of theirs the images'."""
     names = image_names(architecture, codes)
     images = [names[(5 * i + 3) % codes] for i in range(len(names))]
-    vocabulary = {name: i for i, name in enumerate([*SPECIAL, *images, *WORDS])}
+    more = OF_LUMINA if architecture == "lumina_mgpt" else []
+    vocabulary = {name: i for i, name in enumerate([*SPECIAL, *images, *WORDS, *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace()])
     if architecture != "emu3":  # whose processor writes it into the text
@@ -72,6 +77,11 @@ def tokenizer_of(architecture: str, codes: int = CODES) -> PreTrainedTokenizerFa
         extra_special_tokens=named,
         additional_special_tokens=SPECIAL[4:],
     )
+
+
+def is_shared(name: str) -> bool:
+    """Whether it is a parameter that Lumina-mGPT's heads share."""
+    return ".q_norm." in name or ".k_norm." in name
 
 
 def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = SIDE, **more: int) -> PreTrainedModel:
@@ -95,10 +105,13 @@ def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = S
         generation = model.generation_config
         generation.generation_kwargs = {"boi_token_id": vocabulary[START]}
         generation.bos_token_id, generation.pad_token_id = vocabulary[BOS], vocabulary[PAD]
-    elif architecture == "chameleon":
+    elif architecture in ("chameleon", "lumina_mgpt"):
         vq = {"embed_dim": 8, "num_embeddings": codes, "latent_channels": 32, "channel_multiplier": [1, 1]}
         vq |= {"resolution": 2 * side}
         config = ChameleonConfig(vq_config=vq | convolutions, vocabulary_map=vocabulary, **decoder)
+        if architecture == "lumina_mgpt":  # as its authors' own class writes it
+            config.model_parallel_size, config.mask_image_logits = decoder["num_key_value_heads"], False
+            config.name_or_path = f"Lumina-mGPT-7B-{2 * side}"
         model = ChameleonForConditionalGeneration(config)
     else:
         ends = {"bos_token_id": vocabulary[BOS], "eos_token_id": vocabulary[EOS]}
@@ -110,16 +123,19 @@ def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = S
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and "vqmodel" not in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            if architecture == "lumina_mgpt" and is_shared(name):
+                heads = len(parameter) // config.model_parallel_size
+                parameter.copy_(parameter[::heads].repeat_interleave(heads, 0))
     return model.eval()
 
 
 def hosted_of(model: PreTrainedModel, **more: int) -> tuple[HostedModel, Prompts, Image]:
     """A model as `VQHost` takes it, without a folder between; `more` of its sizes, by which it was made."""
-    architecture = ARCHITECTURES[model.config.model_type]
+    architecture = ARCHITECTURES[name_of(model.config.to_dict())]
     area = (2 * more.get("side", SIDE)) ** 2
     image = architecture.image(model.config, {"image_area": area})
     config = sizes(model.config, architecture, image)
-    tokenizer = tokenizer_of(architecture.model_type, image.num_codes)
+    tokenizer = tokenizer_of(architecture.name, image.num_codes)
     target = HostedModel(config, architecture.parts(model, image, None)).requires_grad_(False)
     return target, Prompts(tokenizer, architecture, image), image
 
@@ -197,9 +213,17 @@ def generated(model: PreTrainedModel, image: Image, prompts: Sequence[Tensor], c
 
 
 def saved(folder: Path, architecture: str, seed: int = 0, **more: int) -> Path:
-    """A folder as on the hub."""
-    model_of(architecture, seed, **more).save_pretrained(folder)
+    """A folder as on the hub; of Lumina-mGPT it must be called as there."""
+    model = model_of(architecture, seed, **more)
+    model.save_pretrained(folder)
     tokenizer_of(architecture).save_pretrained(folder)
+    if architecture == "lumina_mgpt":
+        file = folder / "model.safetensors"
+        weights = load_file(file)
+        for name, value in weights.items():
+            if is_shared(name):
+                weights[name] = value[:: len(value) // model.config.model_parallel_size].contiguous()
+        save_file(weights, file, metadata={"format": "pt"})
     if architecture == "emu3":
         (folder / "processor_config.json").write_text(f'{{"image_area": {(2 * SIDE) ** 2}}}')
     return folder

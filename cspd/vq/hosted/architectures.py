@@ -3,19 +3,23 @@
 Sources: `transformers.models.janus`, `.chameleon` and `.emu3`; how they are sampled:
     Janus-Pro: Chen et al., arXiv 2501.17811, and `JanusForConditionalGeneration.generate`.
     Chameleon: arXiv 2405.09818, and Anole: Chern et al., arXiv 2407.06135, by Chameleon's own image decoder.
+    Lumina-mGPT: Liu et al., arXiv 2408.02657, and the authors' inference_solver.py and item_processor.py.
     Emu3: Wang et al., arXiv 2409.18869, and the authors' example of image generation.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from cspd.vq.hosted.config import Architecture, Image, Parts
+from cspd.vq.hosted.config import CHAMELEON_DECODER, Architecture, Image, Parts
 from cspd.vq.hosted.pixels import ChameleonPixels, Emu3Pixels, JanusPixels
 from cspd.vq.registry import SamplingDefaults
 from mar.tensors import CheckpointError
@@ -25,6 +29,14 @@ EMU3_NEGATIVE = (  # what the authors guide away from
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality,"
     " low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
+
+LUMINA = "lumina_mgpt"
+LUMINA_MARK = "mask_image_logits"  # a setting of its own, beside those of Chameleon
+# of Lumina-mGPT, by their names in Chameleon's vocabulary
+LUMINA_TURN_END, LUMINA_ROW_END, LUMINA_SIZE = "<reserved08706>", "<reserved08799>", "<reserved{:05d}>"
+LUMINA_FIRST_SIZE = 8800  # that of no codes
+LUMINA_UNIT = 2  # codes that sizes are counted in, along a side
+LUMINA_NAME = re.compile(r"mGPT-\w+-(\d+)")  # pixels of a side
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -126,6 +138,47 @@ def _chameleon_null(tokenizer: Any, prompt: list[int], image: Image) -> list[int
     return [tokenizer.bos_token_id, _chameleon_start(tokenizer)]
 
 
+def _lumina_image(config: Any, processor: Mapping[str, Any]) -> Image:
+    """Chameleon's codes, in rows that end; the configuration is the same for all sizes."""
+    image, place = _chameleon_image(config, processor), Path(config.name_or_path).absolute()
+    pixels = LUMINA_NAME.findall(str(place))
+    if not pixels:
+        raise CheckpointError(
+            f"{place}: only the name tells the pixels of Lumina-mGPT's images: keep the hub's, as Lumina-mGPT-7B-768"
+        )
+    row_end = config.vocabulary_map.get(LUMINA_ROW_END)
+    if row_end is None:
+        raise CheckpointError(f"config.json: vocabulary_map lacks {LUMINA_ROW_END}, which ends a row: fetch it again")
+    return replace(image, side=int(pixels[-1]) // image.stride, row_end=row_end)
+
+
+def _lumina_class() -> type:
+    from cspd.vq.hosted.lumina import SharedNorms
+
+    return SharedNorms
+
+
+def _lumina_parts(model: Any, image: Image, decoder: Path | None) -> Parts:
+    from cspd.vq.hosted.lumina import spread_norms
+
+    spread_norms(model)
+    return _chameleon_parts(model, image, decoder)
+
+
+def _lumina_prompt(tokenizer: Any, text: str, image: Image) -> list[int | None]:
+    """A turn that asks for an image, and how the answer begins: the image's start, and its height and width."""
+    pixels, known = image.side * image.stride, tokenizer.get_vocab()
+    asked = f"Generate an image of {pixels}x{pixels} according to the following prompt:\n{text}"
+    words = tokenizer(asked, add_special_tokens=False)["input_ids"]
+    size = known.get(LUMINA_SIZE.format(LUMINA_FIRST_SIZE + image.side // LUMINA_UNIT))
+    return [tokenizer.bos_token_id, *words, known.get(LUMINA_TURN_END), _chameleon_start(tokenizer), size, size]
+
+
+def _lumina_null(tokenizer: Any, prompt: list[int], image: Image) -> list[int | None]:
+    """The beginning of the answer alone."""
+    return [*prompt[-3:]]
+
+
 def _emu3_image(config: Any, processor: Mapping[str, Any]) -> Image:
     from transformers.models.emu3.modeling_emu3 import Emu3ImageVocabularyMapping
 
@@ -161,7 +214,7 @@ def _emu3_null(tokenizer: Any, prompt: list[int], image: Image) -> list[int | No
 _ALL = [
     Architecture(
         "janus",
-        "JanusForConditionalGeneration",
+        lambda: transformers.JanusForConditionalGeneration,
         "deepseek-community/Janus-Pro-7B",
         SamplingDefaults(cfg=5.0, image_size=384),
         text=lambda config: config.text_config,
@@ -172,7 +225,7 @@ _ALL = [
     ),
     Architecture(
         "chameleon",
-        "ChameleonForConditionalGeneration",
+        lambda: transformers.ChameleonForConditionalGeneration,
         "leloy/Anole-7b-v0.1-hf",
         SamplingDefaults(cfg=3.0, temperature=0.7, top_p=0.9, image_size=512),
         text=lambda config: config,
@@ -180,11 +233,23 @@ _ALL = [
         parts=_chameleon_parts,
         prompt=_chameleon_prompt,
         null=_chameleon_null,
-        decoder_files=("vqgan.ckpt", "tokenizer/vqgan.ckpt"),
+        decoder_files=CHAMELEON_DECODER,
+    ),
+    Architecture(
+        LUMINA,
+        _lumina_class,
+        "Alpha-VLLM/Lumina-mGPT-7B-768",
+        SamplingDefaults(cfg=4.0, top_k=2000, image_size=768),
+        text=lambda config: config,
+        image=_lumina_image,
+        parts=_lumina_parts,
+        prompt=_lumina_prompt,
+        null=_lumina_null,
+        decoder_files=CHAMELEON_DECODER,
     ),
     Architecture(
         "emu3",
-        "Emu3ForConditionalGeneration",
+        lambda: transformers.Emu3ForConditionalGeneration,
         "Emu3-community/Emu3-Gen-hf",
         SamplingDefaults(cfg=3.0, top_k=2048, image_size=720),
         text=lambda config: config.text_config,
@@ -194,4 +259,10 @@ _ALL = [
         null=_emu3_null,
     ),
 ]
-ARCHITECTURES = {architecture.model_type: architecture for architecture in _ALL}
+ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """The name of the architecture that a folder's config.json is of, whether hosted or not."""
+    model_type = str(config.get("model_type"))
+    return LUMINA if model_type == "chameleon" and LUMINA_MARK in config else model_type

@@ -22,7 +22,7 @@ FILES = {  # what a folder must have, any of each
 }
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # what is found in the last one holds
 MOST_PROMPT = 512  # tokens: each takes as much of the cache as a code
-OF_IMAGES = ("vqmodel.",)  # in the names of weights that nothing here needs where there is no decoder
+OF_IMAGES = "vqmodel."  # in the names of the VQ model's weights
 
 
 def is_hosted(place: Path) -> bool:
@@ -80,15 +80,18 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
         CheckpointError: a file is missing or damaged, the architecture is not hosted, or its vocabulary has no images.
             ValueError: `transformers` is not installed.
     """
-    model_type = str(_read(path / CONFIG).get("model_type"))
+    config = _read(path / CONFIG)
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError(f"{path} is of {model_type} models, which need transformers: pip install 'cspd[text]'")
-    from cspd.vq.hosted.architectures import ARCHITECTURES
+        raise ValueError(
+            f"{path} is of {config.get('model_type')} models, which need transformers: pip install 'cspd[text]'"
+        )
+    from cspd.vq.hosted.architectures import ARCHITECTURES, name_of
 
-    if model_type not in ARCHITECTURES:
-        known = [f"{name} (as {each.example})" for name, each in ARCHITECTURES.items()]
-        raise CheckpointError(f"{path}: models of type {model_type!r} are not hosted; these are: {', '.join(known)}")
-    architecture = ARCHITECTURES[model_type]
+    name = name_of(config)
+    if name not in ARCHITECTURES:
+        known = [f"{each} (as {architecture.example})" for each, architecture in ARCHITECTURES.items()]
+        raise CheckpointError(f"{path}: models of type {name!r} are not hosted; these are: {', '.join(known)}")
+    architecture = ARCHITECTURES[name]
     for what, patterns in FILES.items():
         if not _found(path, patterns):
             raise CheckpointError(
@@ -137,7 +140,7 @@ def sizes(own: Any, architecture: Architecture, image: Image) -> HostedConfig:
             f" {length + rows} tokens of an image: take the config.json of a model that makes images"
         )
     return HostedConfig(
-        architecture.model_type,
+        architecture.name,
         dim=text.hidden_size,
         n_layer=text.num_hidden_layers,
         n_head=heads,
@@ -157,15 +160,12 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
 
     Raises CheckpointError where weights cannot be read, or are not all there.
     """
-    import transformers
-
     from cspd.vq.hosted.model import HostedModel
 
-    model_class = getattr(transformers, folder.architecture.model_class)
     # without accelerate it is read into the computer's memory first, and moved by the engine
     straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
-        model, report = model_class.from_pretrained(
+        model, report = folder.architecture.model_class().from_pretrained(
             folder.path,
             config=folder.own,
             dtype=folder.dtype,
@@ -177,11 +177,16 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{folder.path}: its weights cannot be read ({error}): fetch them again") from error
     parts = folder.architecture.parts(model, folder.image, decoder)
-    unneeded = OF_IMAGES if parts.tokenizer is None else ()
-    missing = sorted(name for name in report["missing_keys"] if not any(part in name for part in unneeded))
+    missing = sorted(name for name in report["missing_keys"] if not _is_elsewhere(name, parts.tokenizer))
     if missing:
         raise CheckpointError(f"{folder.path}: the weights lack {missing[0]}: fetch the whole folder again")
     return HostedModel(folder.config, parts), parts.tokenizer
+
+
+def _is_elsewhere(name: str, tokenizer: Any) -> bool:
+    """Whether a tensor that the weights lack is of the VQ model and not needed, or read from the decoder's file."""
+    _, of_images, rest = name.partition(OF_IMAGES)
+    return bool(of_images) and (tokenizer is None or rest in getattr(tokenizer, "from_file", ()))
 
 
 def read_prompts(folder: Folder) -> Any:

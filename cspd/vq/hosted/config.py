@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from cspd.vq.registry import SamplingDefaults
 
+CHAMELEON_DECODER = ("vqgan.ckpt", "tokenizer/vqgan.ckpt")  # what makes pixels of its codes, in a folder
+
 
 @dataclass(frozen=True)
 class HostedConfig:
     """Sizes of a model of `transformers`, by the names of `cspd.vq.gpt.GPTConfig` where it has them too.
 
     Attributes:
-        architecture: its `model_type`. dim, n_layer, n_head, key_heads, head_dim: of its decoder; groups of query heads
+        architecture: its name. dim, n_layer, n_head, key_heads, head_dim: of its decoder; groups of query heads
             may share a head of keys.
         vocab_size: codes. block_size: L, codes of a square image. prefix_length: tokens of a prompt at most.
         stride: pixels per code, along a side.
@@ -87,7 +89,8 @@ class Architecture:
     """An architecture of `transformers` that makes images of texts by VQ codes.
 
     Attributes:
-        model_type: in a folder's config.json. model_class: its name in `transformers`. example: a name on the hub.
+        name: `cspd.vq.hosted.architectures.name_of` its configuration, mostly the `model_type` there.
+        model_class: () the class that reads its weights. example: a name on the hub.
         defaults: how its authors sample it.
         text: (config) the configuration of its decoder. image: (config, the processor's settings) what images it makes.
         parts: (model, image, a decoder's file or None) the modules that make them.
@@ -97,8 +100,8 @@ class Architecture:
             place of a token that the tokenizer does not have is None.
     """
 
-    model_type: str
-    model_class: str
+    name: str
+    model_class: Callable[[], type]
     example: str
     defaults: SamplingDefaults
     text: Callable[[Any], Any]

@@ -75,6 +75,10 @@ class ChameleonPixels(Pixels):
     Args:
         decoder: the file, `vqgan.ckpt`, as it lies beside Chameleon's and Anole's weights.
 
+    Attributes:
+        from_file: the names of the VQ model's tensors that the file has too, which are taken from it: Lumina-mGPT is
+            trained without them.
+
     Raises CheckpointError where it is another file, or cannot be read.
     """
 
@@ -95,6 +99,11 @@ class ChameleonPixels(Pixels):
                 getattr(self, name).load_state_dict(part)
             except RuntimeError as error:
                 raise CheckpointError(f"{decoder}: not the image decoder of this model ({error})") from error
+        encoder = vqmodel.state_dict()
+        found = {name: value for name, value in tensors.items() if name in encoder}
+        fitting = {name: value for name, value in found.items() if value.shape == encoder[name].shape}
+        vqmodel.load_state_dict(fitting, strict=False)
+        self.from_file = fitting.keys()
 
     def encode(self, image: Tensor) -> Tensor:
         return self.vqmodel.encode(self._normed(image)).image_tokens.view(len(image), -1)

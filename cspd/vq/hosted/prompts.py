@@ -67,7 +67,7 @@ class Prompts:
         if None in tokens:
             fix = "give a negative_prompt, or cfg=1" if what == "guidance" else "take the tokenizer files of the model"
             raise ValueError(
-                f"{what} needs a special token that this tokenizer of {self.architecture.model_type} models does not"
+                f"{what} needs a special token that this tokenizer of {self.architecture.name} models does not"
                 f" have: {fix}"
             )
         return torch.tensor(tokens)

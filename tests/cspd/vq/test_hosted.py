@@ -10,7 +10,7 @@ from conftest import relative_error
 from hosted import GUIDANCE, PROMPTS, generated, guided_logits, hosted_of, model_of, plain_codes
 from toys import counts, draw, host_of, p_value, request_of, sequences, staggered
 
-from cspd import Engine, Request, VQModels, noise
+from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.batch import batch_of
 from cspd.discrete.probabilities import guide
 from cspd.lookup import find
@@ -18,7 +18,7 @@ from cspd.noise import Purpose
 from cspd.precision import Stopwatch
 from cspd.sequence import RoundStats, Sequence
 
-ARCHITECTURES = ["janus", "chameleon", "emu3"]
+ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 SLOW = pytest.mark.slow
 METHODS = {  # with trees and windows that rows end in, and that go beyond the image
     "ar": {},
@@ -57,7 +57,7 @@ class Case:
 
 
 # the fast set has the architecture that has all there is: groups of query heads, tokens among others, row ends
-@pytest.fixture(scope="module", params=[*(pytest.param(name, marks=SLOW) for name in ARCHITECTURES[:2]), "emu3"])
+@pytest.fixture(scope="module", params=[*(pytest.param(name, marks=SLOW) for name in ARCHITECTURES[:3]), "emu3"])
 def case(request):
     return Case(request.param)
 
@@ -113,10 +113,14 @@ def test_logits_in_slots_are_those_without_a_cache(rounds, case):
 
 
 @pytest.mark.slow
-def test_methods_side_by_side(case):
-    """Different methods, with and without guidance, in flight together."""
+def test_methods_side_by_side(case, small_mar):
+    """Different methods, with and without guidance, in flight together, and beside them a MAR's images of classes."""
+    engine = Engine(MARModels(small_mar), VQModels(**case.models), max_batch=3, device="cpu")
     own = [requests("sjd-pac")[2], requests("ar", cfg=1.0)[0], requests("sd")[1], requests("speculative")[0]]
-    together = staggered(case.engine, own)
+    classes = [Request(i, i, method="ar", num_iter=3, num_sampling_steps=50, cfg=2.0) for i in range(2)]
+    together = staggered(engine, [classes[0], *own[:2], classes[1], *own[2:]])
+    for request, output in zip(classes, [together.pop(3), together.pop(0)][::-1]):
+        assert relative_error(output.tokens, engine.generate([request])[0].tokens) < 1e-5
     for request, output in zip(own, together):
         assert torch.equal(output.tokens, case.engine.generate([request])[0].tokens)
 
