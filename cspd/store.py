@@ -205,13 +205,20 @@ def differences(old: Mapping, new: Mapping, where: str = "") -> list[str]:
     """
     found = []
     for key in [*old, *(key for key in new if key not in old)]:
-        before, now, place = old.get(key), new.get(key), f"{where}{key}"
+        before, now = old.get(key), new.get(key)
+        place = f"{where}{_called(key, now)}"
         is_open = key in DECIDED and key in new and now is None
         if isinstance(before, dict) and isinstance(now, dict):
             found += differences(before, now, f"{place}.")
         elif before != now and not is_open:
             found.append(f"{place} was {_shown(before)}, now {_shown(now)}")
     return found
+
+
+def _called(key: str, value: object) -> str:
+    """A setting as users know it: records of texts have them as labels."""
+    are_texts = isinstance(value, list) and any(isinstance(each, str) for each in value)
+    return "prompts" if key == "labels" and are_texts else key
 
 
 def _shown(value: object) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hosted import saved
+from launching import start, two_processes
 from PIL import Image, ImageFont
 from stores import small_checkpoint, small_clip
 
@@ -16,6 +18,7 @@ from cspd.evaluation.shards import Shards
 from cspd.plots import _fitted
 
 COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
+NUM = 20  # images of two files
 TEXTS = ["a fox", "blue, and long", "a fox and a ship in a green harbour"]
 
 
@@ -111,7 +114,31 @@ def test_an_evaluation_goes_on_where_it_was(text_checkpoint, file, tmp_path, cap
     assert (out / "00000.npz").stat().st_mtime_ns == made
     file.write_text("\n".join([*TEXTS[:2], "a boat"]))
     assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 2
-    assert "holds another run (labels was" in capsys.readouterr().err
+    assert "holds another run (prompts was" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_images_of_one(file, tmp_path, capsys):
+    """Two files of images, of texts in turn; one process goes on from what two have made."""
+    command = ["evaluate", "--checkpoint", saved(tmp_path / "janus", "janus"), "--method", "sjd", "--window", 4]
+    command += ["--prompts", file, "--num-images", NUM, "--seed", 5, "--max-batch", 3, "--device", "cpu", "--out"]
+    log, one, two = (tmp_path / name for name in ("log", "one", "two"))
+    run = start([*command, two], log, two_processes())
+    assert main([*map(str, command), str(one)]) == 0
+    assert run.wait(timeout=600) == 0, log.read_text()[-2000:]
+    images = [Shards(folder, NUM) for folder in (one, two)]
+    for i in range(NUM):
+        assert (images[0][i].int() - images[1][i]).abs().max() <= 1
+    for shards in images:
+        assert shards.subjects() == [TEXTS[i % 3] for i in range(NUM)]
+        assert [seed for shard in (0, 1) for seed in shards.read(shard, "seeds").tolist()] == [*range(5, 5 + NUM)]
+    reports = [report_of(folder) for folder in (one, two)]
+    assert reports[0]["settings"] == reports[1]["settings"]
+    assert [report["sampling"]["processes"] for report in reports] == [1, 2]
+    assert [report["sampling"]["images_made"] for report in reports] == [NUM, NUM]
+    capsys.readouterr()
+    assert main([*map(str, command), str(two)]) == 0
+    assert report_of(two)["sampling"] == reports[1]["sampling"]
 
 
 @pytest.mark.slow  # transformers takes seconds to import

@@ -148,6 +148,23 @@ def test_others_beside_it_change_nothing(engine):
         assert torch.equal(output.tokens, alone.generate(request)[0].tokens)
 
 
+def test_texts_and_classes_in_flight_together(models, small_mar):
+    """Texts of three lengths by several methods, and a MAR's classes between them: each image is what it is alone."""
+    engine = Engine(MARModels(small_mar), VQModels(**models), max_batch=3, device="cpu")
+    quick = {"method": "ar", "num_iter": 2, "num_sampling_steps": 25, "cfg": 2.0}
+    texts = [requests("sd")[0], requests("sjd-pac")[1], requests("eagle2")[2]]
+    texts += [Request(prompt=PROMPTS[1], seed=7, method="ar", family="VQ")]
+    asked = [Request(1, 11, **quick), *texts[:2], Request(3, 12, family="MAR", **quick), *texts[2:]]
+    alone = engine.with_slots(1)
+    for request, output in zip(asked, staggered(engine, asked)):
+        single = alone.generate(request)[0]
+        assert output.stats.backbone_calls == single.stats.backbone_calls
+        if request.prompt is None:
+            assert relative_error(output.tokens, single.tokens) < 1e-5
+        else:
+            assert torch.equal(output.tokens, single.tokens) and output.class_name == request.prompt
+
+
 @pytest.mark.parametrize("method", ["eagle", "sjd-pac"])
 def test_rounds_as_graphs_that_are_counted_late(method, models, engine):
     graphed = Engine(VQModels(**models), max_batch=3, device="cpu")
