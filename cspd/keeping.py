@@ -40,6 +40,16 @@ def user_cache() -> Path:
     return platformdirs.user_cache_path("cspd")
 
 
+def identity_of(folder: Path) -> str:
+    """A hash of the names, sizes and times of a folder's files, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            about = path.stat()
+            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
 def of_device(device: torch.device) -> dict:
     """What timings depend on beside what is timed."""
     cuda = device.type == "cuda"

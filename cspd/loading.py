@@ -14,7 +14,7 @@ from cspd.continuous.models import MARModels
 from cspd.discrete.hosted import hosted_models
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
-from cspd.machine import free_bytes, pick_device
+from cspd.machine import free_bytes, gibibytes, pick_device, room_told
 from cspd.method import Models
 from cspd.saving import DESCRIPTION, described
 from cspd.telling import telling
@@ -22,6 +22,7 @@ from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
+from cspd.vq.hosted.config import CHAMELEON_DECODER
 from cspd.vq.text import TextEncoder
 from mar.checkpoint import load_mar, load_vae
 from mar.registry import suggestion
@@ -46,7 +47,6 @@ _TEXT_FILES = _VQ_FILES | {
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
 }
 _TARGETS = tuple(dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"] + _TEXT_FILES["target"]))
-LARGE = 2**30  # bytes of weights that are worth a word
 _TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl")  # folders looked for beside a target
 # what is fetched with a target from the hub
 _COMPANIONS = (
@@ -123,7 +123,7 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
 
     "target", "draft" and "vae" of MAR; "target", "draft", "eagle", "tokenizer" and the folder "text_encoder" of VQ
     models, which are known by a tokenizer beside them or by their official name. A model of `transformers` has its
-    config.json as target, and the others in the same folder.
+    config.json as target, and Chameleon's decoder as tokenizer where that is in the folder; its others are one model.
 
     Raises:
         CheckpointError: there is no target to be found, or there are several. TypeError, ValueError: it is no path.
@@ -131,7 +131,8 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     target = _target_file(checkpoint)
     files: dict[str, Path | None] = {"target": target}
     if is_hosted(target):
-        return files | {"draft": None, "eagle": None, "tokenizer": None, "text_encoder": None}
+        decoder = next(iter(_find(target.parent, CHAMELEON_DECODER)), None)
+        return files | {"draft": None, "eagle": None, "tokenizer": decoder, "text_encoder": None}
     patterns_of = _patterns_of(target)
     for name, patterns in patterns_of.items():
         if name != "target":  # beside it, whatever name or file it was found by
@@ -264,14 +265,10 @@ def _room_for(files: Mapping[str, Path | None], device: torch.device) -> str:
         free = free_bytes(place)
         if needed > free:
             raise ValueError(
-                f"{files['target']}: its models need {_gibibytes(needed)} and {place} has {_gibibytes(free)} free: use"
+                f"{files['target']}: its models need {gibibytes(needed)} and {place} has {gibibytes(free)} free: use"
                 " a smaller model or another device"
             )
-    return f", which takes {_gibibytes(needed)} of {_gibibytes(free_bytes(device))} free" if needed >= LARGE else ""
-
-
-def _gibibytes(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB"
+    return room_told(needed, device)
 
 
 def _mar_models(target_file: Path, arch: str | None, draft_file: Path | None, vae_file: Path) -> MARModels:

@@ -13,6 +13,8 @@ import torch
 
 from cspd.option import check_integer
 
+LARGE = 2**30  # bytes of weights that are worth a word
+
 
 def pick_device(device: str | torch.device) -> torch.device:
     """The device asked for, "auto" being CUDA where there is one, with its number. Raises ValueError where it cannot be
@@ -49,6 +51,16 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def gibibytes(number: float) -> str:
+    """Bytes for people."""
+    return f"{number / 2**30:.1f} GiB"
+
+
+def room_told(needed: int, device: torch.device) -> str:
+    """How much of a device's memory weights take, as it follows their name; nothing where that is little."""
+    return f", which takes {gibibytes(needed)} of {gibibytes(free_bytes(device))} free" if needed >= LARGE else ""
+
+
 def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch.device, once: int = 0) -> None:
     """Raises ValueError where `max_batch` slots of so many bytes, and `once` bytes for all of them, are not free.
 
@@ -61,8 +73,8 @@ def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch
         most = (free - once) // per_slot
         fix = f"use max_batch <= {most}" if most > 0 else fix
         raise ValueError(
-            f"max_batch={max_batch}{what} needs about {needed / 2**30:.1f} GiB and {device} has"
-            f" {free / 2**30:.1f} GiB free: {fix}"
+            f"max_batch={max_batch}{what} needs about {gibibytes(needed)} and {device} has {gibibytes(free)} free:"
+            f" {fix}"
         )
 
 

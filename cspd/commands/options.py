@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import runpy
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 
 from cspd.engine import Engine
+from cspd.keeping import identity_of
 from cspd.listing import Use, uses
 from cspd.loading import checkpoint_files, embedded, family_of, load
 from cspd.lookup import choose, method_names, method_of
@@ -19,6 +21,7 @@ from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
 from cspd.sequence import Request
 from cspd.version import __version__
+from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
 from cspd.vq.registry import GPTS
 from cspd.vq.text import TextEncoder
 from mar.registry import MARS
@@ -179,9 +182,18 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
         settings["text_encoder"] = TextEncoder(encoder).identity
     for name, file in used.items():
         if file is not None:
-            file = file.resolve()
-            settings[name] = {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns}
+            settings[name] = _stored(file)
     return settings
+
+
+def _stored(file: Path) -> dict:
+    """By what a run knows the file of a model again; of a model of `transformers`, all files of its folder."""
+    more = {}
+    if is_hosted(file):
+        file = file / CONFIG if file.is_dir() else file
+        more["folder"] = identity_of(file.parent)
+    file = file.resolve()
+    return {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns, **more}
 
 
 def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:

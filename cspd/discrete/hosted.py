@@ -9,12 +9,13 @@ import torch
 
 from cspd.discrete.memory import cache_bytes, working_bytes
 from cspd.discrete.models import VQModels
-from cspd.machine import check_fits, pick_device
+from cspd.machine import check_fits, pick_device, room_told
 from cspd.telling import telling
 from cspd.vq.hosted.checkpoint import CONFIG, Folder, is_hosted, opened, read, read_prompts
 from mar.tensors import CheckpointError
 
-SMALLER = "use a smaller model or another device, or precision='bf16' where the weights are float32"
+SMALLER = "use a smaller model or another device"
+HALF = ", or precision='bf16' (--precision bf16), which halves the weights"
 
 
 def hosted_models(
@@ -43,7 +44,7 @@ def hosted_models(
     prompts = read_prompts(folders[0])
     models = []
     for folder, own_decoder in zip(folders, (decoder, None)):
-        with telling(f"loading {folder.path}"):
+        with telling(f"loading {folder.path}{room_told(folder.num_bytes, device)}"):
             models.append(read(folder, device, own_decoder))
     (target, tokenizer), *others = models
     return VQModels(target, next((model for model, _ in others), None), None, tokenizer, text_encoder=prompts)
@@ -61,4 +62,6 @@ def _check_memory(folders: list[Folder], device: torch.device, max_batch: int) -
     caches = sum(cache_bytes(target, folder.config, folder.config.n_layer, folder.dtype) for folder in folders)
     weights = sum(folder.num_bytes for folder in folders)
     what = " with the models' weights and key-value caches"
-    check_fits(caches + working_bytes(target), max_batch, what, SMALLER, device, weights)
+    is_full = any(folder.dtype == torch.float32 for folder in folders)
+    fix = SMALLER + HALF if is_full else SMALLER
+    check_fits(caches + working_bytes(target), max_batch, what, fix, device, weights)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cspd.items import read_item, write_item
-from cspd.keeping import user_cache
+from cspd.keeping import identity_of, user_cache
 from cspd.parsing import shortened
 from cspd.records import read_json
 from cspd.telling import telling
@@ -110,12 +110,7 @@ class TextEncoder:
     @functools.cached_property
     def identity(self) -> str:
         """A hash of the files' names, sizes and times."""
-        digest = hashlib.sha256()
-        for path in sorted(self.folder.iterdir()):
-            if path.is_file():
-                about = path.stat()
-                digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
+        return identity_of(self.folder)
 
     @property
     def bytes_to_load(self) -> int:

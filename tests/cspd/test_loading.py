@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
-from cspd import loading
+from cspd import loading, machine
 from cspd.evaluation.classifier import load_classifier
 from cspd.loading import checkpoint_files, embedded
 from mar.tensors import CheckpointError, count_numbers, read_tensors
@@ -124,7 +124,8 @@ def test_weights_that_do_not_fit_are_not_read(monkeypatch):
     monkeypatch.setattr(loading, "free_bytes", lambda device: needed)
     cpu = torch.device("cpu")
     assert loading._room_for(files, cpu) == ""
-    monkeypatch.setattr(loading, "LARGE", needed)
+    monkeypatch.setattr(machine, "LARGE", needed)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: needed)
     assert loading._room_for(files, cpu) == ", which takes 0.0 GiB of 0.0 GiB free"
 
 

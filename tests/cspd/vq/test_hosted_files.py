@@ -8,16 +8,19 @@ import shutil
 import pytest
 import torch
 from hosted import GUIDANCE, PROMPTS, SIDE, WORDS, generated, hosted_of, model_of, saved, tokenizer_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import cspd
 from cspd import machine
+from cspd.cli import main
 from cspd.loading import checkpoint_files
 from mar.tensors import CheckpointError
 from mar.vae import Decoder, KLConfig
 
-ARCHITECTURES = ["janus", "chameleon", "emu3"]
+ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
+OF_CHAMELEON = ("chameleon", "lumina_mgpt")  # whose codebook comes with its decoder
 SLOW = pytest.mark.slow
+LUMINA = f"Lumina-mGPT-7B-{2 * SIDE}"
 
 
 class Folders(dict):
@@ -34,7 +37,7 @@ class Folders(dict):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("hosted")
-    return Folders(lambda name: saved(root / name, name))
+    return Folders(lambda name: saved(root / (LUMINA if name == "lumina_mgpt" else name), name))
 
 
 def loaded(folder, **more):
@@ -50,13 +53,13 @@ def test_a_folder(name, folders):
     """Codes as of the model that was saved, pixels as it makes them, and the settings of its authors."""
     engine, model = loaded(folders[name]), model_of(name)
     output = engine.generate([request()])[0]
-    if name != "chameleon":  # whose codebook comes with its decoder
+    if name not in OF_CHAMELEON:
         pooled = engine.generate([request(method="sjd", rule="lantern", k=3, delta=0.2, temperature=1.0)])[0]
         assert ((pooled.tokens >= 0) & (pooled.tokens < 16)).all()
     texts, image = hosted_of(model)[1:]
     own = texts.features(PROMPTS[0], 99, None)
     assert torch.equal(output.tokens, generated(model, image, (own, texts.null(own, 99)), GUIDANCE))
-    if name == "chameleon":
+    if name in OF_CHAMELEON:
         assert output.image is None
     else:
         codes = output.tokens.view(1, SIDE, SIDE)
@@ -64,13 +67,14 @@ def test_a_folder(name, folders):
         pixels = vq.decode(codes if name == "emu3" else codes.flatten(1))[0]
         assert torch.allclose(output.image, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
     published = {"janus": (5.0, 1.0, 0, 1.0), "chameleon": (3.0, 0.7, 0, 0.9), "emu3": (3.0, 1.0, 2048, 1.0)}
+    published["lumina_mgpt"] = (4.0, 1.0, 2000, 1.0)
     filled = engine.check(cspd.Request(prompt="blue"))
     assert (filled.cfg, filled.temperature, filled.top_k, filled.top_p) == published[name]
     assert checkpoint_files(folders[name])["target"] == folders[name] / "config.json"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["janus", "chameleon", "emu3"])
 def test_tokens_are_those_of_its_own_processor(name):
     import transformers
 
@@ -86,6 +90,17 @@ def test_tokens_are_those_of_its_own_processor(name):
         expected.append(tokenizer.get_vocab()["<boi>"])
     texts = hosted_of(model_of(name))[1]
     assert texts.features(PROMPTS[0], 99, None).tolist() == expected
+
+
+def test_tokens_of_lumina_mgpt():
+    """Its authors' turn, the separator, and how an image of 8 by 8 pixels, 4 by 4 codes, begins."""
+    texts = hosted_of(model_of("lumina_mgpt"))[1]
+    asked = "<s> Generate an image of 8x8 according to the following prompt :".split()
+    begun = ["<boi>", "<reserved08802>", "<reserved08802>"]  # 8800 + 4 / 2
+    expected = [*asked, "blue", "<reserved08706>", *begun]
+    own = texts.features("blue", 99, None)
+    assert texts.tokenizer.convert_ids_to_tokens(own.tolist()) == expected
+    assert texts.tokenizer.convert_ids_to_tokens(texts.null(own, 99).tolist()) == begun
 
 
 def test_a_conversation_where_the_tokenizer_has_one():
@@ -128,31 +143,39 @@ def test_a_draft_model(folders, tmp_path):
     assert made.stats.draft_backbone_calls > 0
 
 
-def chameleon_decoder(path):
-    """A file as Chameleon's own, with random weights: the decoder, and the layer before it."""
+def chameleon_decoder(path, encoder=None):
+    """A file as Chameleon's own, with random weights: the decoder, the layer before it, and what is given."""
     torch.manual_seed(3)
     decoder = Decoder(KLConfig(embed_dim=32, ch=32, ch_mult=(1, 1), num_res_blocks=1))
     before = torch.nn.Conv2d(8, 32, 1)
     state = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
     state |= {f"post_quant_conv.{name}": value for name, value in before.state_dict().items()}
-    torch.save({"state_dict": state | {"encoder.other": torch.ones(1)}}, path)
+    torch.save({"state_dict": (encoder or {"encoder.other": torch.ones(1)}) | state}, path)
     return decoder, before
 
 
 @pytest.mark.slow
-def test_chameleons_pixels(folders, tmp_path):
-    folder = shutil.copytree(folders["chameleon"], tmp_path / "with")
-    decoder, before = chameleon_decoder(folder / "vqgan.ckpt")
+@pytest.mark.parametrize("name", OF_CHAMELEON)
+def test_chameleons_pixels(name, folders, tmp_path):
+    folder = shutil.copytree(folders[name], tmp_path / "with" / folders[name].name)
+    vq_model = model_of(name).model.vqmodel
+    if name == "chameleon":
+        decoder, before = chameleon_decoder(folder / "vqgan.ckpt")
+    else:  # its training leaves the VQ model out
+        decoder, before = chameleon_decoder(folder / "vqgan.ckpt", vq_model.state_dict())
+        weights = load_file(folder / "model.safetensors")
+        kept = {key: value for key, value in weights.items() if "vqmodel" not in key}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     engine = loaded(folder)
     output = engine.generate([request()])[0]
-    vectors = model_of("chameleon").model.vqmodel.quantize.embedding.weight[output.tokens]
+    vectors = vq_model.quantize.embedding.weight[output.tokens]
     pixels = decoder(before(vectors.T.view(1, 8, SIDE, SIDE)))[0]
     assert torch.allclose(output.image, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
-    elsewhere = loaded(folders["chameleon"], vae=folder / "vqgan.ckpt")
+    elsewhere = loaded(folders[name], vae=folder / "vqgan.ckpt")
     assert torch.equal(elsewhere.generate([request()])[0].image, output.image)
     save_file({"decoder.conv_in.weight": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="not the image decoder of this model"):
-        loaded(folders["chameleon"], vae=tmp_path / "other.safetensors")
+        loaded(folders[name], vae=tmp_path / "other.safetensors")
 
 
 def edited(folder, to, **changes):
@@ -176,6 +199,13 @@ def test_bad_folders(folders, tmp_path):
             folders["chameleon"], tmp_path / "c", max_position_embeddings=16
         ),
     }
+    lumina = folders["lumina_mgpt"]
+    vocabulary = json.loads((lumina / "config.json").read_text())["vocabulary_map"]
+    del vocabulary["<reserved08799>"]
+    cases["vocabulary_map lacks <reserved08799>, which ends a row"] = edited(
+        lumina, tmp_path / LUMINA, vocabulary_map=vocabulary
+    )
+    cases["only the name tells the pixels of Lumina-mGPT's images"] = edited(lumina, tmp_path / "d")
     missing = {"no tokenizer there": "tokenizer.json", "no tokenizer configuration": "tokenizer_config.json"}
     missing |= {"no weights there": "model.safetensors"}
     for message, file in missing.items():
@@ -197,11 +227,30 @@ def test_bad_folders(folders, tmp_path):
         loaded(folders["janus"], draft=folders["emu3"])
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_same_files_only(folders, tmp_path, capsys):
+    """Of the target and of a draft model; the configuration alone does not tell."""
+    target, draft = (shutil.copytree(folders["emu3"], tmp_path / name) for name in ("target", "draft"))
+    command = ["sample", "--checkpoint", target, "--draft-checkpoint", draft, "--method", "sd", "--gamma", 3]
+    command += ["--prompt", "blue", "--device", "cpu", "--out", tmp_path / "out"]
+    for _ in range(2):
+        assert main([*map(str, command)]) == 0
+    assert "were there already" in capsys.readouterr().out
+    for folder in (draft, target):
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes())  # at another time
+        assert main([*map(str, command)]) == 2
+        assert f"{folder.name}.folder was" in capsys.readouterr().err
+
+
 def test_memory_is_counted_before_weights_are_read(folders, monkeypatch):
-    monkeypatch.setattr(machine, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 2**16)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **more: pytest.fail("read"))
-    with pytest.raises(ValueError, match="max_batch=2 with the models' weights and key-value caches needs about"):
+    told = "max_batch=2 with the models' weights and key-value caches needs about .* use a smaller model or another dev"
+    with pytest.raises(ValueError, match=told + r"ice, or precision='bf16' \(--precision bf16\), which halves"):
         loaded(folders["janus"])
+    with pytest.raises(ValueError, match=told + "ice$"):
+        loaded(folders["janus"], precision="bf16")
 
 
 def test_bad_requests(folders):
