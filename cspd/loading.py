@@ -201,6 +201,8 @@ def load(
     """
     checkpoints = checkpoints or ("digits32",)
     check_of_one(checkpoints, arch, vae, draft, eagle, text_encoder)
+    named = {"vae": vae, "draft": draft, "eagle": eagle, "text_encoder": text_encoder}
+    given = {name: _path(place, name) for name, place in named.items() if place is not None}
     models: list[Models] = []
     cache = None
     for checkpoint in checkpoints:
@@ -208,39 +210,14 @@ def load(
         target = files["target"]
         assert target is not None  # or `checkpoint_files` had raised an error
         if is_hosted(target):
-            for name, given in (("arch", arch), ("eagle", eagle), ("text_encoder", text_encoder)):
-                if given is not None:
+            for name, value in (("arch", arch), ("eagle", eagle), ("text_encoder", text_encoder)):
+                if value is not None:
                     raise ValueError(f"{checkpoint}: {name}=... is not for models of transformers: leave it out")
-            draft_folder = None if draft is None else _path(draft, "draft")
-            vae_file = None if vae is None else _path(vae, "vae")
-            models.append(hosted_models(target, draft_folder, vae_file, device, precision, max_batch))
+            models.append(hosted_models(target, given.get("draft"), given.get("vae"), device, precision, max_batch))
             continue
-        decoder = "tokenizer" if "tokenizer" in files else "vae"
-        if vae is not None:
-            files[decoder] = _path(vae, "vae")
-        if draft is not None:
-            files["draft"] = _path(draft, "draft")
-        if eagle is not None:
-            if decoder == "vae":
-                raise ValueError(f"{checkpoint}: eagle=... is for VQ targets, and this is a MAR: leave it out")
-            files["eagle"] = _path(eagle, "eagle")
-        if text_encoder is not None:
-            files["text_encoder"] = _path(text_encoder, "text_encoder")
-        decoder_file = files[decoder]
-        if decoder_file is None:
-            wanted = " or ".join(_patterns_of(target)[decoder])
-            raise CheckpointError(
-                f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
-            )
-        with telling(f"loading {target}{_room_for(files, pick_device(device))}"):
-            if decoder == "tokenizer":
-                own = files["draft"], files["eagle"], decoder_file, eagle is not None, files["text_encoder"]
-                models.append(_vq_models(target, arch, *own))
-            else:
-                models.append(_mar_models(target, arch, files["draft"], decoder_file))
-                cache = None if _is_remote(checkpoint) else target.parent / "calibration"
-        if text_encoder is not None and getattr(models[-1], "text_encoder", None) is None:
-            raise ValueError(f"{checkpoint} makes images of classes: leave text_encoder=... (--text-encoder) out")
+        models.append(_official_models(checkpoint, files, given, arch, pick_device(device)))
+        if models[-1].family == MARModels.family and not _is_remote(checkpoint):
+            cache = target.parent / "calibration"
     return Engine(
         *models,
         max_batch=max_batch,
@@ -252,14 +229,14 @@ def load(
     )
 
 
-def _room_for(files: Mapping[str, Path | None], device: torch.device) -> str:
+def _room_for(files: Mapping[str, Path], device: torch.device) -> str:
     """How much memory the weights of files take, as it follows their name; nothing where that is little.
 
     They are read into the CPU's memory, in float32, and moved to the device.
 
     Raises ValueError where they do not fit, before any is read.
     """
-    weights = [file for name, file in files.items() if file is not None and name != "text_encoder"]
+    weights = [file for name, file in files.items() if name != "text_encoder"]
     needed = torch.float32.itemsize * sum(map(count_numbers, weights))
     for place in {device, torch.device("cpu")}:
         free = free_bytes(place)
@@ -271,33 +248,55 @@ def _room_for(files: Mapping[str, Path | None], device: torch.device) -> str:
     return room_told(needed, device)
 
 
-def _mar_models(target_file: Path, arch: str | None, draft_file: Path | None, vae_file: Path) -> MARModels:
-    target = load_mar(target_file, arch)
-    draft = load_mar(draft_file) if draft_file else None
-    classes, _ = described(target_file.parent, target.config.class_num)
-    return MARModels(target, draft, load_vae(vae_file), classes)
-
-
-def _vq_models(
-    target_file: Path,
+def _official_models(
+    checkpoint: str | Path,
+    files: Mapping[str, Path | None],
+    given: Mapping[str, Path],
     arch: str | None,
-    draft_file: Path | None,
-    eagle_file: Path | None,
-    tokenizer_file: Path,
-    eagle_must_fit: bool,
-    encoder_folder: Path | None,
-) -> VQModels:
-    target = load_gpt(target_file, arch)
-    classes, num_tokens = described(target_file.parent, target.config.num_classes)
+    device: torch.device,
+) -> MARModels | VQModels:
+    """The models of files beside a target, but for those that are given, see `load`."""
+    decoder = "tokenizer" if "tokenizer" in files else "vae"
+    if decoder == "vae" and "eagle" in given:
+        raise ValueError(f"{checkpoint}: eagle=... is for VQ targets, and this is a MAR: leave it out")
+    own = {decoder if name == "vae" else name: place for name, place in given.items()}
+    there = {name: place for name, place in {**files, **own}.items() if place is not None}
+    if decoder not in there:
+        wanted = " or ".join(_patterns_of(there["target"])[decoder])
+        raise CheckpointError(
+            f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
+        )
+    models: MARModels | VQModels
+    with telling(f"loading {there['target']}{_room_for(there, device)}"):
+        if decoder == "vae":
+            models = _mar_models(there, arch)
+        else:
+            models = _vq_models(there, arch, eagle_must_fit="eagle" in given)
+    if "text_encoder" in given and getattr(models, "text_encoder", None) is None:
+        raise ValueError(f"{checkpoint} makes images of classes: leave text_encoder=... (--text-encoder) out")
+    return models
+
+
+def _mar_models(files: Mapping[str, Path], arch: str | None) -> MARModels:
+    target = load_mar(files["target"], arch)
+    draft = load_mar(files["draft"]) if "draft" in files else None
+    classes, _ = described(files["target"].parent, target.config.class_num)
+    return MARModels(target, draft, load_vae(files["vae"]), classes)
+
+
+def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool) -> VQModels:
+    """`eagle_must_fit`: an EAGLE drafter of another width is not another target's that lies beside this one."""
+    target = load_gpt(files["target"], arch)
+    classes, num_tokens = described(files["target"].parent, target.config.num_classes)
     if num_tokens is not None:
         target.config = dataclasses.replace(target.config, block_size=num_tokens)
-    draft = load_gpt(draft_file) if draft_file else None
-    eagle = load_eagle(eagle_file) if eagle_file else None
-    if eagle and eagle.config.dim != target.config.dim and not eagle_must_fit:  # another target's, that lies beside
+    draft = load_gpt(files["draft"]) if "draft" in files else None
+    eagle = load_eagle(files["eagle"]) if "eagle" in files else None
+    if eagle and eagle.config.dim != target.config.dim and not eagle_must_fit:
         eagle = None
     smaller: list[GPT | Eagle] = [model for model in (draft, eagle) if model]
     for model in smaller:  # weights fit any resolution
         model.config = dataclasses.replace(model.config, block_size=target.config.block_size)
     is_text = target.config.caption_dim > 0
-    encoder = TextEncoder(encoder_folder) if is_text and encoder_folder else None
-    return VQModels(target, draft, eagle, load_tokenizer(tokenizer_file), classes, encoder)
+    encoder = TextEncoder(files["text_encoder"]) if is_text and "text_encoder" in files else None
+    return VQModels(target, draft, eagle, load_tokenizer(files["tokenizer"]), classes, encoder)
