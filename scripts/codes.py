@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ from tqdm import tqdm
 from training import rank_and_world, wait_for_all
 
 from cspd import Engine, Request, VQModels
+from cspd.discrete.host import VQHost
+from cspd.evaluation.subjects import Subject, asking_for
 from cspd.records import publishing
-from cspd.vq.gpt import GPT
 from cspd.vq.tokenizer import VQModel
 
 PART = 256  # images in a file
@@ -24,7 +25,7 @@ ENCODED = 16  # images through the tokenizer at a time
 
 
 class Codes(NamedTuple):
-    """Of N images: codes int64 [N, L], labels int64 [N]."""
+    """Of N images: codes int64 [N, L], labels int64 [N], the numbers of what they are of."""
 
     codes: Tensor
     labels: Tensor
@@ -36,31 +37,40 @@ class Codes(NamedTuple):
 Make = Callable[[range], Codes]  # of images by their numbers
 
 
-def of_images(data: Data, split: str, tokenizer: VQModel, first_seed: int, device: torch.device) -> Make:
-    """Makes codes of images that are drawn from a data set's split, with seeds from `first_seed` on."""
+def of_images(
+    data: Data, split: str, labels: Sequence[int], tokenizer: VQModel, first_seed: int, device: torch.device
+) -> Make:
+    """Makes codes of images that are drawn from a split of data, of labels in turn, with seeds from `first_seed` on."""
 
     def make(numbers: range) -> Codes:
-        images, labels = data.draw(len(numbers), first_seed + numbers.start, split)
+        own = torch.tensor([labels[number % len(labels)] for number in numbers])
+        images, _ = data.draw(len(numbers), first_seed + numbers.start, split, own)
         with torch.no_grad():
             codes = [tokenizer.encode(part.to(device)).cpu() for part in images.split(ENCODED)]
-        return Codes(torch.cat(codes), labels)
+        return Codes(torch.cat(codes), own)
 
     return make
 
 
-def of_target(target: GPT, cfg: float, max_batch: int, first_seed: int, device: torch.device) -> Make:
-    """Makes codes that the target samples, its classes in turn, with seeds from `first_seed` on.
+def of_target(
+    host: VQHost, subjects: Sequence[Subject], labels: Sequence[int], cfg: float, max_batch: int, first_seed: int
+) -> Make:
+    """Makes codes that the target samples, of subjects by their labels in turn, with seeds from `first_seed` on.
 
     Plain sampling of many images at once: where throughput counts, drafting would only add work.
     """
-    precision = "bf16" if device.type == "cuda" else "fp32"
-    engine = Engine(VQModels(target), max_batch=max_batch, device=device, precision=precision)
+    precision = "bf16" if host.device.type == "cuda" else "fp32"
+    models = VQModels(host.target, text_encoder=host.text_encoder)
+    engine = Engine(models, max_batch=max_batch, device=host.device, precision=precision)
 
     def make(numbers: range) -> Codes:
-        labels = [number % target.config.num_classes for number in numbers]
-        requests = [Request(label, first_seed + i, "ar", cfg=cfg) for label, i in zip(labels, numbers)]
+        own = [labels[number % len(labels)] for number in numbers]
+        requests = [
+            asking_for(Request(seed=first_seed + number, method="ar", cfg=cfg), subjects[label])
+            for number, label in zip(numbers, own)
+        ]
         outputs = engine.generate(requests)
-        return Codes(torch.stack([output.tokens for output in outputs]), torch.tensor(labels))
+        return Codes(torch.stack([output.tokens for output in outputs]), torch.tensor(own))
 
     return make
 

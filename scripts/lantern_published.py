@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 
 import torch
-from codes import Codes
+from conditions import inputs_of
 from drafted import distributions
 from torch import Tensor
 from train_eagle import predict
@@ -21,8 +21,10 @@ from cspd.discrete.acceptance import bound
 from cspd.discrete.judging import judge_siblings
 from cspd.discrete.neighbours import near_codes
 from cspd.discrete.rules import Rule
+from cspd.vq.registry import SamplingDefaults
 
-IMAGES, GUIDANCE = 10, 2.0
+IMAGES = 10
+SAMPLING = SamplingDefaults(cfg=2.0)
 SETTINGS = ((0.2, 100), (0.4, 511))  # delta, k
 PLACES = 8  # at a time
 
@@ -30,12 +32,14 @@ PLACES = 8  # at a time
 def drafts() -> tuple[cspd.Engine, Tensor, Tensor]:
     """The engine, and (P, Q) [N, V] at all places of images."""
     engine = cspd.load("digits32_vq", max_batch=IMAGES, device="cpu")
-    outputs = engine.sample(range(IMAGES), method="ar", cfg=GUIDANCE)
+    outputs = engine.sample(range(IMAGES), method="ar", cfg=SAMPLING.cfg)
     host, codes = engine.host, torch.stack([output.tokens for output in outputs])
     labels = torch.tensor([output.request.label for output in outputs])
-    both = Codes(codes.repeat(2, 1), torch.cat([labels, torch.full_like(labels, host.num_classes)]))
-    predicted, features = predict(host.target, host.models["eagle"], both, 0.0, torch.Generator())
-    return engine, *(distributions(host.target, made, GUIDANCE).flatten(0, 1) for made in (features, predicted))
+    is_null = torch.arange(2 * IMAGES) >= IMAGES
+    inputs = inputs_of(host, range(host.num_classes), labels.repeat(2), is_null, codes.repeat(2, 1))
+    both = predict(host.target, host.models["eagle"], inputs, 0.0, torch.Generator())
+    predicted, features = (distributions(host.target, made, SAMPLING).flatten(0, 1) for made in both)
+    return engine, features, predicted
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
-"""What the training programs train on: coloured digits, or a folder of class-named folders of pictures of any size."""
+"""What the training programs train on: coloured digits, class-named folders of pictures, or pictures of texts.
+
+Pictures may be of any size.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +14,10 @@ import torch
 from digits import coloured_digits
 from torch import Tensor
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
+
+from cspd.evaluation.images import image_files
 
 DIGITS = "digits"
 HELD_OUT_EVERY = 10  # of a class's pictures, where the folder itself holds none out
@@ -77,6 +83,25 @@ def data_of(args: argparse.Namespace) -> Data:
             raise ValueError(f"--upright {name}: the classes of {folder} are {', '.join(images.classes)}")
     mirrored = [name not in upright for name in images.classes]
     return Data(images.classes, _drawing(images.loader, paths, mirrored, args.size))
+
+
+def captioned(folder: Path, texts: Sequence[str], size: int) -> Data:
+    """The pictures of a folder, in the order of their names those of texts in turn; a text stands for a class.
+
+    They are never mirrored, since texts tell left from right. Which texts are held out the caller says by their labels.
+
+    Raises:
+        ValueError: no pictures are there, or their number does not fit.
+    """
+    files = image_files(folder)
+    if len(files) % len(texts):
+        raise ValueError(
+            f"{folder} has {len(files)} images and there are {len(texts)} texts: give --prompts a file with a text of"
+            " each image, in the order of their names"
+        )
+    of_texts = [list(map(str, files[i :: len(texts)])) for i in range(len(texts))]
+    paths = {"train": of_texts, "held-out": of_texts}
+    return Data(list(texts), _drawing(default_loader, paths, [False] * len(texts), size))
 
 
 def _by_class(images: ImageFolder) -> list[list[str]]:

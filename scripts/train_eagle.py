@@ -1,11 +1,12 @@
 """Trains EAGLE's drafter for a LlamaGen: python scripts/train_eagle.py --checkpoint c2i_L_256.pt --self-samples 10000
 
-The target may be any of classes that `cspd sample --checkpoint` takes. What it makes is learnt from codes that it
-samples itself, which takes no data, or from images in class-named folders (--data). They are made once and kept in
---codes.
+The target may be any LlamaGen that `cspd sample --checkpoint` takes, of classes or of texts (--prompts FILE). What it
+makes is learnt from codes that it samples itself, which takes no images, or from images (--data): of classes in
+class-named folders, of texts in a folder, in the order of their names. They are made once and kept in --codes. Each
+tenth text is held out.
 
 Regression onto the target's next feature and cross-entropy with the target's own distribution (EAGLE, section 4.2), a
-tenth of the labels replaced by the null class so that guidance can be drafted too. The file that it writes is given to
+tenth of the classes or texts replaced by null so that guidance can be drafted too. The file that it writes is given to
 `cspd sample --eagle FILE`, or put beside the target as eagle.safetensors.
 """
 
@@ -13,24 +14,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 
 import torch
-from codes import Codes, kept, of_images, of_target
+from codes import Codes, Make, kept, of_images, of_target
+from conditions import Inputs, identity, inputs_of, numbers_of
 from drafted import acceptance_by_depth, estimates
-from pictures import add_data_options, data_of
+from pictures import Data, add_data_options, captioned, data_of
 from torch import Tensor
 from torch.nn import functional as F
 from train_gpt import LABEL_DROP
 from training import HELD_OUT_SEED, device_of_process, export, fit, is_first
 
 import cspd
+from cspd.commands.subjects import read_prompts
+from cspd.discrete.host import VQHost
+from cspd.evaluation.subjects import Subject, are_texts, asking_for
 from cspd.loading import checkpoint_files
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
+from cspd.vq.hosted.checkpoint import is_hosted
 from cspd.vq.registry import defaults_of
-from cspd.vq.tokenizer import VQModel
 from mar.checkpoint import named_size
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy, as published
@@ -50,24 +56,22 @@ On one GPU, by formula and not from any run (weights, moments, caches and logits
 
 
 def predict(
-    target: GPT, drafter: Eagle, data: Codes, noise: float, generator: torch.Generator
+    target: GPT, drafter: Eagle, inputs: Inputs, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(predicted, true) features [B, L, dim]; as in drafting, nothing comes before the class."""
-    position = torch.arange(data.codes.shape[1], device=data.codes.device).unsqueeze(0)
+    """(predicted, true) features [B, L, dim] at the inputs that predict the L codes."""
     with torch.no_grad():
-        inputs = target.embed(data.labels, data.codes[:, :-1])
-        features = target.features(inputs, position)
+        features = target.features(inputs.embedded, inputs.position, inputs.mask())
     past = features[:, :-1]
     uniform = torch.rand(past.shape, generator=generator).to(past.device)
-    past = past + noise * (2 * uniform - 1)
-    past = torch.cat([torch.zeros_like(past[:, :1]), past], dim=1)
-    return drafter(past, inputs, target.table(position)), features
+    past = inputs.past(past + noise * (2 * uniform - 1))
+    predicted = drafter(past, inputs.embedded, target.table(inputs.position), inputs.mask())
+    return predicted[:, -inputs.length :], features[:, -inputs.length :]
 
 
-def loss_of(target: GPT, drafter: Eagle, data: Codes, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+def loss_of(target: GPT, drafter: Eagle, inputs: Inputs, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
     """EAGLE's loss on a batch, and the numbers to show."""
-    with torch.autocast(data.codes.device.type, torch.bfloat16):
-        predicted, features = predict(target, drafter, data, NOISE, generator)
+    with torch.autocast(inputs.embedded.device.type, torch.bfloat16):
+        predicted, features = predict(target, drafter, inputs, NOISE, generator)
         wanted = target.output(features).float().softmax(-1)
         logits = target.output(predicted).float()
     regression = F.smooth_l1_loss(predicted.float(), features.float())
@@ -89,6 +93,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="its tokenizer's file, where not beside it")
     add_data_options(parser)
     parser.set_defaults(data=None, size=None)
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts of a target of texts: docs/text.md")
+    parser.add_argument("--text-encoder", type=Path, metavar="FOLDER", help="FLAN-T5-XL's, where not beside the target")
     parser.add_argument(
         "--images", type=int, default=20000, help="drawn from --data, augmented, and encoded (default: %(default)s)"
     )
@@ -106,85 +112,102 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.self_samples) == bool(args.data):
         parser.error("give either --self-samples N or --data, a folder or 'digits'")
+    if args.prompts and args.upright:
+        parser.error("--upright names classes, and images of texts are never mirrored: leave it out")
     if min(args.self_samples or args.images, args.steps, args.batch, args.max_batch) < 1:
         parser.error("--images, --self-samples, --steps, --batch and --max-batch: give whole numbers above 0")
     return args
 
 
-def models_of(args: argparse.Namespace, device: torch.device) -> tuple[GPT, VQModel]:
-    """The target, at the resolution of --size where that is given, and its tokenizer.
+def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list[Subject]]:
+    """A host of the target, at the resolution of --size where that is given, and what its images are to be of.
 
     Raises:
-        ValueError: it is a MAR, or makes images of texts.
+        ValueError: the target is no LlamaGen, texts are given to one of classes or none to one of texts, or as
+            `read_prompts`.
     """
-    engine = cspd.load(args.checkpoint, arch=args.arch, vae=args.tokenizer, max_batch=1, device=device)
-    if engine.host.family != "VQ":
-        raise ValueError(f"--checkpoint {args.checkpoint} is a MAR: EAGLE drafts the codes of VQ models")
-    target, tokenizer = engine.host.target, engine.host.models["tokenizer"]
-    if not target.config.num_classes:
+    if is_hosted(checkpoint_files(args.checkpoint)["target"]):
         raise ValueError(
-            f"--checkpoint {args.checkpoint} makes images of texts: only targets of classes are trained on"
+            f"--checkpoint {args.checkpoint} is a model of transformers: EAGLE's drafters are for LlamaGen's layers, so"
+            " give one of those, or draft by the model itself (--method sjd)"
         )
-    stride = tokenizer.config.stride
-    args.size = args.size or target.config.grid * stride
-    target.config = dataclasses.replace(target.config, block_size=(args.size // stride) ** 2)
-    return target, tokenizer
+    texts = read_prompts(args.prompts) if args.prompts else None
+    files = {"vae": args.tokenizer, "text_encoder": args.text_encoder}
+    engine = cspd.load(args.checkpoint, arch=args.arch, **files, max_batch=1, device=device)
+    host = engine.host
+    if host.family != "VQ":
+        raise ValueError(f"--checkpoint {args.checkpoint} is a MAR: EAGLE drafts the codes of VQ models")
+    subjects = texts or [*range(host.num_classes)] or [0]
+    engine.check(asking_for(cspd.Request(method="ar"), subjects[0]))  # models of texts say that they have no class
+    stride = host.models["tokenizer"].config.stride
+    args.size = args.size or host.config.grid * stride
+    host.target.config = dataclasses.replace(host.target.config, block_size=(args.size // stride) ** 2)
+    return host, subjects
 
 
-def codes_of(args: argparse.Namespace, target: GPT, tokenizer: VQModel, device: torch.device) -> tuple[Codes, Codes]:
+def codes_of(args: argparse.Namespace, host: VQHost, subjects: list[Subject]) -> tuple[Codes, Codes]:
     """What is trained on, and what is held out.
 
     Raises:
-        ValueError: the data set has other classes than the target, or as `kept`.
+        ValueError: the data set has other classes than the target, or as `captioned`, `numbers_of` and `kept`.
     """
     num = args.self_samples or args.images
     file = checkpoint_files(args.checkpoint)["target"]
-    made_with = {"target": file.name, "bytes": file.stat().st_size, "size": args.size}
-    if args.self_samples:
-        made_with |= {"cfg": args.cfg}
-        train = of_target(target, args.cfg, args.max_batch, FIRST_SEED, device)
-        held_out = of_target(target, args.cfg, args.max_batch, HELD_OUT_SEED, device)
-    else:
-        data = data_of(args)
-        if len(data.classes) != target.config.num_classes:
-            raise ValueError(
-                f"--data {args.data} has {len(data.classes)} classes and the target {target.config.num_classes}:"
-                " give a folder of as many, or --self-samples"
-            )
-        made_with |= {"data": args.data, "upright": args.upright}
-        train = of_images(data, "train", tokenizer, FIRST_SEED, device)
-        held_out = of_images(data, "held-out", tokenizer, HELD_OUT_SEED, device)
+    made_with = {"target": file.name, "bytes": file.stat().st_size, "size": args.size} | identity(subjects)
+    made_with |= {"cfg": args.cfg} if args.self_samples else {"data": args.data, "upright": args.upright}
+    data = None if args.self_samples else images_of(args, subjects)
+
+    def make(split: str, first_seed: int) -> Make:
+        numbers = numbers_of(subjects, split == "held-out")
+        if data is None:
+            return of_target(host, subjects, numbers, args.cfg, args.max_batch, first_seed)
+        return of_images(data, split, numbers, host.models["tokenizer"], first_seed, host.device)
+
     folder = args.codes or args.run / "codes"
     num_held_out = min(HELD_OUT, -(-num // 10))
     return (
-        kept(train, num, folder / "train", made_with, device),
-        kept(held_out, num_held_out, folder / "held_out", made_with, device),
+        kept(make("train", FIRST_SEED), num, folder / "train", made_with, host.device),
+        kept(make("held-out", HELD_OUT_SEED), num_held_out, folder / "held_out", made_with, host.device),
     )
+
+
+def images_of(args: argparse.Namespace, subjects: list[Subject]) -> Data:
+    """The images that --data names. Raises ValueError where their classes or number do not fit."""
+    if are_texts(subjects):
+        return captioned(Path(args.data), subjects, args.size)
+    data = data_of(args)
+    if len(data.classes) != len(subjects):
+        raise ValueError(
+            f"--data {args.data} has {len(data.classes)} classes and the target {len(subjects)}: give a folder of as"
+            " many, or --self-samples"
+        )
+    return data
 
 
 def main() -> None:
     args = arguments()
     device = device_of_process()
-    target, tokenizer = models_of(args, device)
-    scale = defaults_of(target.config).cfg
-    args.cfg = scale if args.cfg is None else args.cfg
-    train, held_out = codes_of(args, target, tokenizer, device)
+    host, subjects = loaded(args, device)
+    target, take_in = host.target, functools.partial(inputs_of, host, subjects)
+    sampling = defaults_of(target.config)
+    args.cfg = sampling.cfg if args.cfg is None else args.cfg
+    train, held_out = codes_of(args, host, subjects)
     config = target.config
     lr = args.lr or WIDTH_LR / config.dim
     names = ("checkpoint", "data", "size", "upright", "images", "self_samples", "cfg", "steps", "batch")
-    settings = {name: getattr(args, name) for name in names} | {"lr": lr}
+    settings = {name: getattr(args, name) for name in names} | {"lr": lr} | identity(subjects)
     torch.manual_seed(0)
     drafter = Eagle(config).to(device).train()
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         generator = torch.Generator().manual_seed(number)
         codes, labels = train.at(torch.randint(len(train.labels), (args.batch,), generator=generator))
-        drop = torch.rand(len(labels), generator=generator) < LABEL_DROP
-        labels = torch.where(drop, config.num_classes, labels)
-        return loss_of(target, drafter, Codes(codes.to(device), labels.to(device)), generator)
+        is_null = torch.rand(len(labels), generator=generator) < LABEL_DROP
+        return loss_of(target, drafter, take_in(labels, is_null, codes), generator)
 
     def accepted(model: Eagle, num: int) -> list[float]:
-        return acceptance_by_depth(target, model, held_out.at(slice(num)), scale, min(DEPTHS, config.block_size))
+        depths = min(DEPTHS, config.block_size)
+        return acceptance_by_depth(target, model, held_out.at(slice(num)), take_in, sampling, depths)
 
     def measure(model: Eagle) -> dict[str, float]:
         return {f"depth {depth}": share for depth, share in enumerate(accepted(model, MEASURED), 1)}
@@ -192,7 +215,7 @@ def main() -> None:
     drafter, seconds = fit(drafter, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=lr, measure=measure)
     if is_first():
         shares = accepted(drafter.half().float(), MEASURED_LAST)  # as stored
-        print(f"held-out, guidance {scale:g}: of codes drafted 1, 2, ... ahead are accepted, given those before them,")
+        print(f"held-out, guidance {sampling.cfg:g}: of codes 1, 2, ... ahead are accepted, given those before them,")
         print(", ".join(f"{share:.3f}" for share in shares))
         print(f"a chain of them: {1 + sum(itertools.accumulate(shares, float.__mul__)):.2f} codes per forward")
     export(drafter, args.out, named_size(target) or "", seconds, half=lambda name: True)

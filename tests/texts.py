@@ -12,10 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from toys import toy_models
+from toys import host_of, toy_models
 
+from cspd.discrete.host import VQHost
 from cspd.loading import checkpoint_files
-from cspd.sequence import Request
+from cspd.lookup import find
+from cspd.precision import Stopwatch
+from cspd.sequence import Request, RoundStats, Sequence
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
 from cspd.vq.text import TextEncoder
@@ -75,6 +78,22 @@ def text_models(codes: int = 11, length: int = 9, **more: int) -> dict:
         null = models[name].cls_embedding.uncond_embedding
         null.copy_(torch.randn(null.shape, generator=torch.Generator().manual_seed(seed)))
     return models
+
+
+def running(models: dict, requests: list[Request], rounds: tuple[int, ...]) -> tuple[VQHost, list[Sequence]]:
+    """A host, and sequences of requests of one method after so many rounds each, the first in the last slot."""
+    method, last = find(requests[0].method, "VQ"), len(requests) - 1
+    host = host_of(models, len(requests))
+    started = [
+        Sequence(request, slot=last - i, key=i, uses=method.uses(request), stats=RoundStats())
+        for i, request in enumerate(requests)
+    ]
+    with torch.inference_mode():
+        host.admit(started)
+        for sequence, times in zip(started, rounds):
+            for _ in range(times):
+                method.run_round(host, [sequence], Stopwatch(host.device))
+    return host, started
 
 
 def conditions(model: GPT, request: Request) -> list[tuple[Tensor, Tensor]]:

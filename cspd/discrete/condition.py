@@ -10,7 +10,7 @@ angles are 0) and nothing looks at padding, so it is left out here: a text of n 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,15 +101,15 @@ def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
     """One forward of each model over all texts but their last tokens. What is beyond a shorter one is overwritten."""
     batch, conditions = batch_of(host, sequences), host.conditions
     requests = [sequence.request for sequence in sequences]
-    texts, count, is_null = _sent(host, requests, batch.copies)
+    texts = sent_texts(host, requests, batch.copies)
+    count = texts.count
     each = steps(len(count), host.device)
     conditions.before[batch.rows] = count - 1
     uses = {"target"}.union(*(sequence.uses for sequence in sequences))
     host.begin(None)
     for name, last in conditions.last.items():
         with host.precision.fast():
-            own = texts if is_null is None else _with_null(host.models[name], texts, count, is_null)
-            inputs = host.models[name].cls_embedding(own).to(last.dtype)
+            inputs = inputs_of_texts(host.models[name], texts).to(last.dtype)
         last[batch.rows] = inputs[each, count - 1]
         if name in uses:
             features = _features(host, batch, name, inputs[:, :-1])
@@ -120,9 +120,21 @@ def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
             host.past.keep(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
 
 
-def _sent(host: Any, requests: list[Request], copies: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """By cache row: texts as `VQHost.text_of` has them [R, N, ...], how many tokens they have, int64 [R], and whether
-    the model's null caption is to be in their place, bool [R]; None where it never is.
+class Texts(NamedTuple):
+    """Texts as models take them in, on the device.
+
+    Attributes:
+        tokens: as `VQHost.text_of` has them, [R, N, ...], padded at the right. count: int64 [R], how many they are.
+        is_null: bool [R], where the model's null caption is to be in their place; None where it never is.
+    """
+
+    tokens: Tensor
+    count: Tensor
+    is_null: Tensor | None
+
+
+def sent_texts(host: Any, requests: list[Request], copies: int) -> Texts:
+    """The prompts of requests and, where `copies` is 2, after each of them what guidance leads away from.
 
     LlamaGen's null caption is as long as the prompt, as the authors mask it.
     """
@@ -137,16 +149,19 @@ def _sent(host: Any, requests: list[Request], copies: int) -> tuple[Tensor, Tens
     padded = np.zeros((len(texts), count.max(), *texts[0].shape[1:]), texts[0].numpy().dtype)
     for row, text in zip(padded, texts):
         row[: len(text)] = text
-    arrays = {"texts": padded, "count": count} | ({"is_null": np.array(is_null)} if any(is_null) else {})
+    arrays = {"tokens": padded, "count": count} | ({"is_null": np.array(is_null)} if any(is_null) else {})
     sent = send(arrays, host.device)
-    return sent["texts"], sent["count"], sent.get("is_null")
+    return Texts(sent["tokens"], sent["count"], sent.get("is_null"))
 
 
-def _with_null(model: GPT, texts: Tensor, count: Tensor, is_null: Tensor) -> Tensor:
-    """Texts [R, N, caption_dim], with a model's null caption where it is to be: its last so many tokens."""
-    null = model.cls_embedding.uncond_embedding
-    place = len(null) - count.unsqueeze(1) + steps(texts.shape[1], texts.device)
-    return torch.where(is_null[:, None, None], null[place.clamp(max=len(null) - 1)], texts)
+def inputs_of_texts(model: GPT, texts: Texts) -> Tensor:
+    """A model's inputs [R, N, dim] of texts; of its null caption the last so many tokens."""
+    tokens = texts.tokens
+    if texts.is_null is not None:
+        null = model.cls_embedding.uncond_embedding
+        place = len(null) - texts.count.unsqueeze(1) + steps(tokens.shape[1], tokens.device)
+        tokens = torch.where(texts.is_null[:, None, None], null[place.clamp(max=len(null) - 1)], tokens)
+    return model.cls_embedding(tokens)
 
 
 def _features(host: Any, batch: Batch, model: str, inputs: Tensor, past: Tensor | None = None) -> Tensor:

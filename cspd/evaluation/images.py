@@ -53,13 +53,26 @@ class Watched(Dataset):
         return self.images[index]
 
 
-class ImageFolder(Dataset):
-    """A data set of uint8 [3, H, W] over a folder's PNGs (and JPEGs), without our own overviews.
+def image_files(folder: Path) -> list[Path]:
+    """A folder's PNGs (and JPEGs), without hidden files and our own overviews.
 
     They are in the order of their names, and of the numbers in them: 2.png comes before 10.png.
 
-    Hidden files are left out. Every file's header is read at once, which takes a second for 10,000; see
-    `read_image` for what is read on access.
+    Raises ValueError where there are none.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    found = sorted((path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES), key=_by_number)
+    files = [path for path in found if path.name not in OVERVIEWS and not path.name.startswith(".")]
+    if not files:
+        raise ValueError(f"{folder}: there are no images in it (PNG or JPEG, not in subfolders)")
+    return files
+
+
+class ImageFolder(Dataset):
+    """A data set of uint8 [3, H, W] over a folder's `image_files`.
+
+    Every file's header is read at once, which takes a second for 10,000; see `read_image` for what is read on access.
 
     Attributes:
         files: their paths. shape: (3, H, W) of each image.
@@ -69,12 +82,7 @@ class ImageFolder(Dataset):
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder")
-        found = sorted((path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES), key=_by_number)
-        self.files = [path for path in found if path.name not in OVERVIEWS and not path.name.startswith(".")]
-        if not self.files:
-            raise ValueError(f"{folder}: there are no images in it (PNG or JPEG, not in subfolders)")
+        self.files = image_files(folder)
         width, height = size = _size(self.files[0])
         for path in self.files:
             own = _size(path)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import relative_error
-from texts import MOST, PROMPTS, Words, conditions, plain_codes, plain_guided, plain_logits, text_models
-from toys import LENGTH, counts, draw, host_of, p_value, request_of, sequences, staggered, toy_models
+from texts import MOST, PROMPTS, Words, conditions, plain_codes, plain_guided, plain_logits, running, text_models
+from toys import LENGTH, counts, draw, p_value, request_of, sequences, staggered, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.batch import batch_of
 from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.probabilities import Filter, guide, probabilities
-from cspd.lookup import find
 from cspd.noise import Purpose
-from cspd.precision import Stopwatch
-from cspd.sequence import RoundStats, Sequence
 from tests.graphs import replayed
 
 OTHER = "a grey sky over it"  # a negative prompt
@@ -51,23 +48,10 @@ def test_a_whole_sequence(models):
             assert relative_error(logits, expected) < 1e-5
 
 
-def running(models, method, rounds):
-    """A host, and sequences of all prompts after so many rounds each, the first in the last slot."""
-    host, started, uses = host_of(models, 3), [], find(method, "VQ").uses
-    for i, request in enumerate(requests(method)):
-        started.append(Sequence(request, slot=2 - i, key=i, uses=uses(request), stats=RoundStats()))
-    with torch.inference_mode():
-        host.admit(started)
-        for sequence, times in zip(started, rounds):
-            for _ in range(times):
-                find(method, "VQ").run_round(host, [sequence], Stopwatch(host.device))
-    return host, started
-
-
 @pytest.mark.parametrize("rounds", [(0, 3, 1), (2, 2, 2)], ids=str)
 def test_a_ragged_batch(rounds, models):
     """Three texts of unequal length, each as far as it is, by one forward."""
-    host, started = running(models, "ar", rounds)
+    host, started = running(models, requests(), rounds)
     with torch.inference_mode():
         batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
         features = host.features(batch, host.last(batch, 1)[0])
@@ -80,7 +64,7 @@ def test_a_ragged_batch(rounds, models):
 
 def test_eagles_drafter_sees_the_text(models):
     """What it says at the root is what it says of the whole sequence, its inputs joined with the target's features."""
-    host, started = running(models, "eagle", (0, 2, 1))
+    host, started = running(models, requests("eagle"), (0, 2, 1))
     target, drafter = models["target"], models["eagle"]
     with torch.inference_mode():
         batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))

@@ -1,0 +1,106 @@
+"""What a VQ target's images are made of, classes or texts by numbers, and what it takes in of them and of codes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from pictures import HELD_OUT_EVERY
+from torch import Tensor
+from torch.nn import functional as F
+
+from cspd import Request
+from cspd.discrete.condition import inputs_of_texts, sent_texts
+from cspd.discrete.host import VQHost
+from cspd.evaluation.subjects import Subject, are_texts
+
+
+class Inputs(NamedTuple):
+    """What a target takes in of B images at once: N inputs, of a condition and then of all codes but the last.
+
+    Conditions are padded at the left, so that the last L inputs predict the L codes.
+
+    Attributes:
+        embedded: [B, N, dim]. position: int64 [1, N]. length: L.
+        present: bool [B, N], which are no padding; None where all are.
+    """
+
+    embedded: Tensor
+    position: Tensor
+    length: int
+    present: Tensor | None
+
+    def sees(self) -> Tensor:
+        """bool [B or 1, N, N]: each input looks at those before it and at itself; padding looks only at itself."""
+        count = self.embedded.shape[1]
+        own = torch.eye(count, dtype=torch.bool, device=self.embedded.device).unsqueeze(0)
+        causal = torch.ones_like(own).tril()
+        return causal if self.present is None else causal & self.present.unsqueeze(1) | own
+
+    def mask(self) -> Tensor | None:
+        """`sees` as models take it in, None where it is causal alone."""
+        return None if self.present is None else self.sees().unsqueeze(1)
+
+    def past(self, features: Tensor) -> Tensor:
+        """The feature before each input [B, N, dim], of those of all inputs but the last; before the first it is 0."""
+        before = F.pad(features, (0, 0, 1, 0))
+        if self.present is None:
+            return before
+        follows = F.pad(self.present[:, :-1], (1, 0))
+        return torch.where(follows.unsqueeze(-1), before, 0)
+
+
+@torch.no_grad()
+def inputs_of(host: VQHost, subjects: Sequence[Subject], numbers: Tensor, is_null: Tensor, codes: Tensor) -> Inputs:
+    """The target's inputs for codes [B, L] of subjects by their numbers int64 [B], the same as in drafting.
+
+    Args:
+        is_null: bool [B], where guidance's null class or null caption is in the subject's place.
+    """
+    target, codes = host.target, codes.to(host.device)
+    if not are_texts(subjects):
+        classes = torch.where(is_null, host.num_classes, numbers).to(host.device)
+        condition, present = target.cls_embedding(classes), None
+    else:
+        condition, present = _texts(host, [subjects[number] for number in numbers.tolist()], is_null.to(host.device))
+    length = codes.shape[1]
+    embedded = torch.cat([condition, target.tok_embeddings(codes[:, :-1])], 1)
+    position = torch.arange(embedded.shape[1], device=host.device) - (condition.shape[1] - 1)
+    if present is not None:
+        present = F.pad(present, (0, length - 1), value=True)
+    return Inputs(embedded, position.clamp(min=0).unsqueeze(0), length, present)
+
+
+def _texts(host: VQHost, texts: list[str], is_null: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs [B, n, dim] of texts or their null captions, and which of them are no padding, bool [B, n]."""
+    sent = sent_texts(host, [Request(prompt=text) for text in texts], copies=2)
+    inputs = inputs_of_texts(host.target, sent)
+    each = torch.arange(len(texts), device=host.device)
+    row, most = 2 * each + is_null, inputs.shape[1]
+    place = torch.arange(most, device=host.device) - (most - sent.count[row]).unsqueeze(1)
+    return inputs[row.unsqueeze(1), place.clamp(min=0)], place >= 0
+
+
+def numbers_of(subjects: Sequence[Subject], held_out: bool) -> list[int]:
+    """The numbers of those that are held out, or trained on: all classes are both, and each tenth text is held out.
+
+    Raises ValueError where that leaves none.
+    """
+    numbers = range(len(subjects))
+    if not are_texts(subjects):
+        return [*numbers]
+    if len(subjects) == 1:
+        raise ValueError(
+            f"--prompts has one text, and each {HELD_OUT_EVERY}th is held out from the first on: give more"
+        )
+    return [number for number in numbers if (number % HELD_OUT_EVERY == 0) == held_out]
+
+
+def identity(subjects: Sequence[Subject]) -> dict[str, str]:
+    """What tells texts from others; of classes the target tells all."""
+    if not are_texts(subjects):
+        return {}
+    return {"texts": hashlib.sha256(json.dumps(subjects).encode()).hexdigest()}
