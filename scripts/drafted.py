@@ -11,7 +11,7 @@ from conditions import Inputs
 from torch import Tensor
 from torch.nn import functional as F
 
-from cspd.discrete.probabilities import Filter, filter_numbers, guide, probabilities
+from cspd.discrete.probabilities import TINY, Filter, filter_numbers, guide, probabilities
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.registry import GPTS, SamplingDefaults
@@ -38,7 +38,8 @@ def acceptance_by_depth(
     """The probability that a chain's code is accepted by the exact rule, given those before it, by how far ahead it is.
 
     The codes of the data stand for the target's. A code x that follows P would have been drafted and accepted with
-    weight min(1, Q(x) / P(x)), by which it counts where the codes after it are judged.
+    weight min(1, Q(x) / P(x)), by which it counts where the codes after it are judged; one that the target never makes
+    counts nothing.
 
     Args:
         take_in: `conditions.inputs_of` labels int64 [B], whether null is in their place, bool [B], and codes [B, L].
@@ -51,7 +52,7 @@ def acceptance_by_depth(
             inputs = take_in(labels.repeat(2), is_null, codes.repeat(2, 1))
             sums += _sums(target, drafter, codes.to(inputs.embedded.device), inputs, sampling, depths)
     accepted, judged = sums
-    return (accepted / judged).tolist()
+    return (accepted / judged.clamp(min=TINY)).tolist()
 
 
 def _sums(
@@ -69,8 +70,8 @@ def _sums(
     weight, sums = torch.ones_like(codes, dtype=torch.float32), []
     for ahead in range(depths):
         table = target.table(torch.cat(places).unsqueeze(0))
-        sees = _sees(ahead, inputs.sees(), length)
-        predicted = drafter(torch.cat(past, 1), torch.cat(embedded, 1), table, sees)[:, -length:]
+        mask = _sees(ahead, inputs.sees(), length).unsqueeze(1)
+        predicted = drafter(torch.cat(past, 1), torch.cat(embedded, 1), table, mask)[:, -length:]
 
         # judged against what the target says there
         num = length - ahead
@@ -99,7 +100,7 @@ def distributions(target: GPT, features: Tensor, sampling: SamplingDefaults) -> 
 
 
 def _sees(ahead: int, first: Tensor, length: int) -> Tensor:
-    """bool [B, 1, M, M] of the inputs of chains from each of the last `length` places, depth after depth.
+    """bool [B, M, M] of the inputs of chains from each of the last `length` places, depth after depth.
 
     Those of depth 0 look as `first`, bool [B, N, N], has it; others at what their chain's start does, and at their own
     chain's.
@@ -109,7 +110,7 @@ def _sees(ahead: int, first: Tensor, length: int) -> Tensor:
     rows = [F.pad(first, (0, ahead * length))]
     for depth in range(1, ahead + 1):
         rows.append(torch.cat([starts, *[own] * depth, *[none] * (ahead - depth)], 2))
-    return torch.cat(rows, 1).unsqueeze(1)
+    return torch.cat(rows, 1)
 
 
 def parameters(config: GPTConfig) -> tuple[int, int]:

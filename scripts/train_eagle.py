@@ -131,7 +131,7 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list
             f"--checkpoint {args.checkpoint} is a model of transformers: EAGLE's drafters are for LlamaGen's layers, so"
             " give one of those, or draft by the model itself (--method sjd)"
         )
-    texts = read_prompts(args.prompts) if args.prompts else None
+    texts = read_prompts(args.prompts, by_image=bool(args.data)) if args.prompts else None
     files = {"vae": args.tokenizer, "text_encoder": args.text_encoder}
     engine = cspd.load(args.checkpoint, arch=args.arch, **files, max_batch=1, device=device)
     host = engine.host

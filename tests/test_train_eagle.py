@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import sys
 
 import codes
 import numpy as np
@@ -13,11 +13,14 @@ import torch
 import train_eagle
 import training
 from codes import Codes, kept
+from conditions import inputs_of
 from drafted import acceptance_by_depth, estimates, parameters
 from PIL import Image
+from programs import run_program
 from safetensors.torch import load_file, save_file
 from stores import small_vq_checkpoint
-from toys import CLASSES, CPU, toy_models
+from texts import PROMPTS, text_models
+from toys import CLASSES, CPU, host_of, toy_models
 
 import cspd
 from cspd.cli import main
@@ -50,10 +53,7 @@ def train(target, tmp_path, monkeypatch):
     def run(name, **options):
         out = tmp_path / f"{name}.safetensors"
         given = {"checkpoint": target, "steps": 4, "batch": 4, "run": tmp_path / name, "out": out} | options
-        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        monkeypatch.setattr(sys, "argv", ["train_eagle", *flags])
-        train_eagle.main()
-        return out
+        return run_program("train_eagle", monkeypatch, **given)
 
     return run
 
@@ -110,13 +110,10 @@ def test_from_a_folder(train, tmp_path):
         train("another", data=tmp_path / "images", images=20)
 
 
-def test_what_is_no_target(target, train, tmp_path, monkeypatch, capsys):
-    texts = GPTConfig(block_size=16, **SIZES | {"num_classes": 0, "prefix_length": 4, "caption_dim": 6})
-    monkeypatch.setitem(GPTS, "tiny_texts", GPTSpec(texts, "tiny", SamplingDefaults(image_size=8)))
-    save_file(create_gpt("tiny_texts").state_dict(), tmp_path / "target.safetensors")
-    (tmp_path / "tokenizer.safetensors").symlink_to(target / "tokenizer.safetensors")
-    with pytest.raises(ValueError, match="makes images of texts: only targets of classes are trained on"):
-        train("texts", checkpoint=tmp_path, self_samples=20)
+def test_what_is_no_target(train, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "janus"}')
+    with pytest.raises(ValueError, match="is a model of transformers: EAGLE's drafters are for LlamaGen's layers"):
+        train("hosted", checkpoint=tmp_path, self_samples=20)
     with pytest.raises(ValueError, match="digits32 is a MAR"):
         train("mar", checkpoint="digits32", self_samples=20)
     with pytest.raises(SystemExit):
@@ -152,37 +149,52 @@ def test_codes_are_made_once(tmp_path, monkeypatch):
         labels(4, cfg=2.0)
 
 
-def one_by_one(target, drafter, own, label, scale, depths):
-    """(accepted, judged) [2, depths] of an image's codes [L], chain after chain."""
-    both, sums = torch.tensor([label, CLASSES]), torch.zeros(2, depths)
+def one_by_one(target, drafter, both, own, sampling, depths):
+    """(accepted, judged) [2, depths] of an image's codes [L] under a condition and the null one, chain after chain."""
+    sums = torch.zeros(2, depths)
     inputs = target.embed(both, own[:-1].expand(2, -1))
-    features = target.features(inputs, torch.arange(len(own)).unsqueeze(0))
+    first = inputs.shape[1] - len(own)
+    position = (torch.arange(inputs.shape[1]) - first).clamp(min=0).unsqueeze(0)
+    features = target.features(inputs, position)
 
     def distribution(feature):
-        label, null = target.output(feature)
-        return (null + scale * (label - null)).softmax(-1)
+        conditional, null = target.output(feature)
+        logits = null + sampling.cfg * (conditional - null)
+        least = logits.sort().values[-sampling.top_k]
+        return logits.masked_fill(logits < least, -torch.inf).softmax(-1)
 
     for start in range(len(own)):
-        past, weight = torch.cat([torch.zeros_like(features[:, :1]), features[:, :start]], 1), 1.0
+        past, weight = torch.cat([torch.zeros_like(features[:, :1]), features[:, : first + start]], 1), 1.0
         for ahead in range(min(depths, len(own) - start)):
-            place = torch.arange(start + ahead + 1)
-            made = drafter(past, inputs[:, place], target.table(place.unsqueeze(0)))[:, -1:]
-            p, q = distribution(features[:, start + ahead]), distribution(made[:, 0])
+            count = first + start + ahead + 1
+            made = drafter(past, inputs[:, :count], target.table(position[:, :count]))[:, -1:]
+            p, q = distribution(features[:, count - 1]), distribution(made[:, 0])
             sums[:, ahead] += weight * torch.stack([torch.minimum(p, q).sum(), torch.tensor(1.0)])
             code = own[start + ahead]
-            weight = weight * min(1.0, (q[code] / p[code]).item())
+            weight = weight * min(1.0, (q[code] / p[code]).item()) if p[code] else 0.0
             past = torch.cat([past, made], 1)
     return sums
 
 
-def test_acceptance_by_depth_is_that_of_chains_one_by_one():
-    models = toy_models(codes=11, length=9)
-    target, drafter, depths, scale = models["target"], models["eagle"], 4, 1.7
-    data = Codes(torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0)), torch.arange(6) % CLASSES)
+@pytest.mark.parametrize("subjects", [range(CLASSES), PROMPTS], ids=["classes", "texts"])
+def test_acceptance_by_depth_is_that_of_chains_one_by_one(subjects):
+    of_texts = subjects is PROMPTS
+    host = host_of(text_models() if of_texts else toy_models(codes=11, length=9), 1)
+    drafter, depths, sampling = host.models["eagle"], 4, SamplingDefaults(cfg=1.7, top_k=6 if of_texts else 0)
+    data = Codes(torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3)
+
+    def both(number):
+        if not of_texts:
+            return torch.tensor([number, CLASSES])
+        own = host.text_of(PROMPTS[number])
+        return torch.stack([own, host.target.cls_embedding.uncond_embedding[-len(own) :]])
+
     with torch.inference_mode():
-        sums = sum(one_by_one(target, drafter, *image, scale, depths) for image in zip(*data))
+        sums = sum(one_by_one(host.target, drafter, both(label), own, sampling, depths) for own, label in zip(*data))
     expected = (sums[0] / sums[1]).tolist()
-    assert acceptance_by_depth(target, drafter, data, scale, depths) == pytest.approx(expected, rel=1e-4)
+    take_in = functools.partial(inputs_of, host, subjects)
+    found = acceptance_by_depth(host.target, drafter, data, take_in, sampling, depths)
+    assert found == pytest.approx(expected, rel=1e-4)
     assert max(expected) - min(expected) > 0.01
 
 
@@ -190,6 +202,8 @@ def test_estimates():
     """Of LlamaGen-L, 343M parameters; parameters are those of the models, but for norms and biases."""
     row = estimates(steps=20000, batch=16, samples=10000, max_batch=32).splitlines()[2].split()
     assert row[:2] == ["llamagen_l", "256"] and 2 < float(row[3]) < 10 and 0.1 < float(row[7]) < 10
-    models = create_gpt("gpt_digits32"), create_eagle("gpt_digits32")
-    actual = [sum(p.numel() for p in model.parameters()) for model in models]
-    assert parameters(GPTS["gpt_digits32"].config) == pytest.approx(actual, rel=2e-3)
+    for name in ("gpt_digits32", "llamagen_xl_t2i"):
+        with torch.device("meta"):
+            models = create_gpt(name), create_eagle(name)
+        actual = [sum(p.numel() for p in model.parameters()) for model in models]
+        assert parameters(GPTS[name].config) == pytest.approx(actual, rel=2e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ import torch
 import training
 from pictures import data_of
 from PIL import Image
+from programs import run_program
 from torch import nn
 from train_mar import may_be_half
 from training import export, fit
@@ -50,10 +50,7 @@ def train(folder, tmp_path, monkeypatch):
     def run(program, **options):
         out = tmp_path / f"{program}.safetensors"
         given = {"data": folder, "size": SIZE, "steps": 2, "batch": 4, "run": tmp_path / program, "out": out} | options
-        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        monkeypatch.setattr(sys, "argv", [program, *flags])
-        importlib.import_module(program).main()
-        return given["out"]
+        return run_program(program, monkeypatch, **given)
 
     return run
 

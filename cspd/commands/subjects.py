@@ -15,6 +15,7 @@ from cspd.sequence import Label, Request
 CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
 OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
+LONGEST_ID = 20  # characters of an image's number or name, in COCO's file
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
 NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 
@@ -41,10 +42,13 @@ def add_negative_prompt(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path, by_image: bool = False) -> list[str]:
     """The texts of a file, in its order: one a line, or of a .json file, see `FORMS`.
 
     Of COCO's captions each image's first is taken.
+
+    Args:
+        by_image: take COCO's captions in the order of its images' names, which are numbers.
 
     Raises:
         OSError: the file cannot be read. ValueError: it has no texts, one that is blank or damaged, or another form.
@@ -58,7 +62,10 @@ def read_prompts(path: Path) -> list[str]:
     if path.suffix.lower() in OTHERS:
         raise ValueError(f"{path}: {path.suffix} is not read: {FORMS}")
     is_json = path.suffix.lower() == ".json"
-    texts = _texts_of_json(path, content) if is_json else content.rstrip().split("\n")  # nowhere else, as editors do
+    if is_json:
+        texts = _texts_of_json(path, content, by_image)
+    else:
+        texts = content.rstrip().split("\n")  # nowhere else, as editors do
     if not any(texts):
         raise ValueError(f"{path} is empty: {FORMS}")
     for number, text in enumerate(texts, start=1):
@@ -70,7 +77,7 @@ def read_prompts(path: Path) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def _texts_of_json(path: Path, content: str) -> list[str]:
+def _texts_of_json(path: Path, content: str, by_image: bool) -> list[str]:
     try:
         found = parse_json(content)
     except ValueError as error:
@@ -80,7 +87,7 @@ def _texts_of_json(path: Path, content: str) -> list[str]:
         wrong = misfit(texts, [str])
     else:
         wrong = misfit(found, COCO)
-        texts = [] if wrong else _first_captions(found["annotations"])
+        texts = [] if wrong else _first_captions(found["annotations"], by_image)
     if wrong:
         raise ValueError(f"{path}: {wrong} is of another form: {FORMS}")
     return texts
@@ -91,12 +98,13 @@ def _text_of(entry: object) -> object:
     return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
 
 
-def _first_captions(annotations: list[dict]) -> list[str]:
+def _first_captions(annotations: list[dict], by_image: bool) -> list[str]:
     """One caption of each image."""
     captions: dict[int | str, str] = {}
     for annotation in annotations:
         captions.setdefault(annotation["image_id"], annotation["caption"])
-    return [*captions.values()]
+    images = sorted(captions, key=lambda image: str(image).zfill(LONGEST_ID)) if by_image else captions
+    return [captions[image] for image in images]
 
 
 def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:

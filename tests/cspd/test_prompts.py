@@ -37,6 +37,8 @@ def file(tmp_path):
 
 def test_the_first_caption_of_each_image_of_cocos(tmp_path):
     assert read_prompts(coco(tmp_path / "captions.json")) == ["A fox.", "a ship", "a boat at sea"]
+    by_image = read_prompts(coco(tmp_path / "captions.json", [(10, "ten"), *COCO]), by_image=True)
+    assert by_image == ["a ship", "A fox.", "a boat at sea", "ten"]
 
 
 @pytest.mark.parametrize(

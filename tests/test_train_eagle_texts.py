@@ -1,0 +1,159 @@
+"""Drafters for targets of texts: training sees what drafting sees; from own samples and from images with captions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conditions import inputs_of
+from pictures import captioned
+from PIL import Image
+from programs import run_program
+from safetensors.torch import load_file, save_file
+from stores import small_text_encoder, small_vq_checkpoint
+from texts import PROMPTS, folder_of_words, running, text_models
+from toys import request_of
+from train_eagle import predict
+
+import cspd
+from cspd.discrete.batch import batch_of, by_slot
+from cspd.discrete.drafts import _eagle_root
+from cspd.gpu_check.golden import relative_error
+from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults
+from cspd.vq.text import TextEncoder
+
+BY_T5 = TextEncoder._made  # in whose place other tests have words
+SIDE = 4  # codes along a side
+TEXTS = [*PROMPTS, "a quiet night", "green", "a blue ship at night"]
+
+
+def test_training_sees_what_drafting_sees():
+    """Of three texts of unequal length and their null captions, each sequence as far as it is."""
+    models = text_models()
+    asked = [request_of("eagle", label=None, prompt=text, seed=i, cfg=2.5, gamma=3) for i, text in enumerate(PROMPTS)]
+    host, started = running(models, asked, (0, 2, 1))
+    with torch.inference_mode():
+        batch = batch_of(host, by_slot(started))
+        root = _eagle_root(host, batch, 3)[:, :, 0]
+        last = host.features(batch, host.last(batch, 1)[0])[:, :, 0]
+        kept = host.past.before(batch, torch.arange(1, 10).expand(3, -1))
+
+        slots = torch.tensor([sequence.slot for sequence in started])
+        codes = host.codes[slots, :9].repeat(2, 1)
+        is_null = torch.arange(6) >= 3
+        inputs = inputs_of(host, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
+        made = predict(models["target"], models["eagle"], inputs, 0.0, torch.Generator())
+    predicted, features = (each.unflatten(0, (2, 3)) for each in made)
+    assert len({sequence.num_known for sequence in started}) == 3
+    for i, sequence in enumerate(started):
+        slot, known = sequence.slot, sequence.num_known
+        assert relative_error(features[:, i, known], last[:, slot]) < 1e-5
+        assert relative_error(predicted[:, i, known], root[:, slot]) < 1e-5
+        if known:
+            assert relative_error(features[:, i, :known], kept[:, slot, :known]) < 1e-5
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Of a target of texts with uneven distributions, its tokenizer, and an encoder of words."""
+    models = text_models(length=SIDE**2)
+    config, tokenizer = models["target"].config, models["tokenizer"].config
+    defaults = SamplingDefaults(cfg=2.0, top_k=8, image_size=SIDE * tokenizer.stride)
+    monkeypatch.setitem(GPTS, "toy_t2i", GPTSpec(config, "toy", defaults))
+    monkeypatch.setitem(TOKENIZERS, "toy", tokenizer)
+    place = tmp_path / "target"
+    place.mkdir()
+    for name in ("target", "tokenizer"):
+        save_file(models[name].state_dict(), place / f"{name}.safetensors")
+    folder_of_words(place / "flan-t5-xl", monkeypatch)
+    return place
+
+
+@pytest.fixture
+def train(folder, tmp_path, monkeypatch):
+    """A function that runs the program for two steps, with texts unless it is told otherwise."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(TEXTS))
+
+    def run(name="drafter", **options):
+        given = {"checkpoint": folder, "prompts": prompts, "steps": 2, "batch": 4, "run": tmp_path / name}
+        given |= {"out": tmp_path / f"{name}.safetensors"} | options
+        return run_program("train_eagle", monkeypatch, **given)
+
+    return run
+
+
+def labels(tmp_path, split):
+    return load_file(tmp_path / "drafter" / "codes" / split / "00000000.safetensors")["labels"].tolist()
+
+
+def test_from_its_own_samples(folder, train, tmp_path):
+    """What the drafter drafts changes no image; the first of six texts is held out."""
+    drafter = train(self_samples=7)
+    assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held_out") == [0]
+    engine = cspd.load(folder, eagle=drafter, max_batch=3, device="cpu")
+    plain, drafted = (engine.sample(prompts=PROMPTS, method=method, seed=3) for method in ("ar", "eagle2"))
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, drafted))
+
+    (tmp_path / "prompts.txt").write_text("\n".join(TEXTS[::-1]))
+    with pytest.raises(ValueError, match="give another --codes"):
+        train(self_samples=7)
+
+
+def shades(folder, count):
+    """Images of other sizes that are darker the smaller the number in their name."""
+    folder.mkdir()
+    for i in range(count):
+        Image.new("RGB", (20 + i, 18), (20 * i,) * 3).save(folder / f"{i}.png")
+    return folder
+
+
+def test_images_and_their_texts(tmp_path):
+    """In the order of the numbers in the names; a text that has several images has all of them."""
+    texts = [str(i) for i in range(6)]
+    data = captioned(shades(tmp_path / "images", 12), texts, 8)
+    for split in ("train", "held-out"):
+        images, own = data.draw(30, 0, split, torch.arange(30) % 6)
+        shade = ((images.mean((1, 2, 3)) + 1) * 127.5 / 20).round()
+        assert own.tolist() == (shade % 6).int().tolist() and shade.max() > 5
+    with pytest.raises(ValueError, match="has 12 images and there are 5 texts: give --prompts a file with a text of"):
+        captioned(tmp_path / "images", texts[:5], 8)
+
+
+def test_from_images(train, tmp_path):
+    train(data=shades(tmp_path / "images", 6), images=7)
+    assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held_out") == [0]
+
+
+def test_bad_texts(folder, train, tmp_path, capsys):
+    with pytest.raises(ValueError, match="prompt='a red fox': these models make images of classes"):
+        train(checkpoint=small_vq_checkpoint(), self_samples=2)
+    (tmp_path / "prompts.txt").write_text("a red fox")
+    with pytest.raises(ValueError, match="--prompts has one text, and each 10th is held out"):
+        train(self_samples=2)
+    with pytest.raises(SystemExit):
+        train(self_samples=2, upright="fox")
+    assert "images of texts are never mirrored" in capsys.readouterr().err
+    (folder / "flan-t5-xl").rename(folder / "elsewhere")
+    with pytest.raises(ValueError, match="prompt='a red fox' needs a text encoder and this engine has none"):
+        train(self_samples=2)
+
+
+@pytest.mark.slow
+def test_a_trained_drafter_is_accepted_more_often(folder, train, tmp_path, monkeypatch):
+    """By T5's features, of texts that it was not trained on; and its images are the target's."""
+    monkeypatch.setattr(TextEncoder, "_made", BY_T5)
+    letters = "abcdefghijklmnopqrst"
+    (tmp_path / "prompts.txt").write_text("\n".join(letters[i : i + 1 + i % 5] for i in range(len(letters))))
+    own = {"text_encoder": small_text_encoder(), "codes": tmp_path / "codes", "self_samples": 300}
+    files = {"untrained": train("untrained", **own), "trained": train("trained", **own | {"steps": 150, "batch": 32})}
+    forwards = {}
+    for name, file in files.items():
+        engine = cspd.load(folder, eagle=file, text_encoder=own["text_encoder"], device="cpu")
+        drafted = engine.sample(prompts=[*letters[::-1]], method="eagle", seed=7)
+        forwards[name] = sum(output.stats.backbone_calls for output in drafted)
+    assert forwards["trained"] < 0.75 * forwards["untrained"]
+    for temperature in (0.0, 1.0):
+        asked = {"prompts": [*letters], "temperature": temperature}
+        plain = engine.sample(**asked, method="ar")
+        drafted = engine.sample(**asked, method="eagle", coupling="same-image")
+        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, drafted))
