@@ -23,7 +23,7 @@ from cspd.vq.text import TextEncoder
 
 BY_T5 = TextEncoder._made  # in whose place other tests have words
 SIDE = 4  # codes along a side
-TEXTS = [*PROMPTS, "a quiet night", "green", "a blue ship at night"]
+TEXTS = ["a red fox", "blue", "an old ship in green", "a quiet night", "green", "a blue ship at night"]
 
 
 def test_training_sees_what_drafting_sees():
@@ -91,7 +91,7 @@ def test_from_its_own_samples(folder, train, tmp_path):
     drafter = train(self_samples=7)
     assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held_out") == [0]
     engine = cspd.load(folder, eagle=drafter, max_batch=3, device="cpu")
-    plain, drafted = (engine.sample(prompts=PROMPTS, method=method, seed=3) for method in ("ar", "eagle2"))
+    plain, drafted = (engine.sample(prompts=TEXTS[:3], method=method, seed=3) for method in ("ar", "eagle2"))
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, drafted))
 
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS[::-1]))
