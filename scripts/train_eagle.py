@@ -59,12 +59,13 @@ def predict(
     target: GPT, drafter: Eagle, inputs: Inputs, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """(predicted, true) features [B, L, dim] at the inputs that predict the L codes."""
+    mask = inputs.mask()
     with torch.no_grad():
-        features = target.features(inputs.embedded, inputs.position, inputs.mask())
+        features = target.features(inputs.embedded, inputs.position, mask)
     past = features[:, :-1]
     uniform = torch.rand(past.shape, generator=generator).to(past.device)
     past = inputs.past(past + noise * (2 * uniform - 1))
-    predicted = drafter(past, inputs.embedded, target.table(inputs.position), inputs.mask())
+    predicted = drafter(past, inputs.embedded, target.table(inputs.position), mask)
     return predicted[:, -inputs.length :], features[:, -inputs.length :]
 
 
