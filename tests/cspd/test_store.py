@@ -1,4 +1,4 @@
-"""The store under `sample`, `compare` and `evaluate`: what is whole, whose a folder is, what is replaced."""
+"""The store under `sample`, `compare` and `evaluate`: whose a folder is, what is replaced."""
 
 from __future__ import annotations
 
@@ -9,117 +9,13 @@ import os
 import signal
 import socket
 import sys
-import zipfile
 
-import numpy as np
 import pytest
-from PIL import Image
+from folders import FILES, RECORD, begun, content, record_of, store_of
 
-from cspd.items import DIGEST, read_item, write_item
 from cspd.lock import LOCK
-from cspd.records import NUMBER, append_json, misfit, parse_json, publishing, write_json, write_png
-from cspd.store import DECIDED, Store, differences, kept_choices
-
-SCHEMA = "tests/1"
-NAMES = r"\d+\.npz|parts/\d+\.npz|report\.md"
-FILES = ["0.npz", "parts/1.npz", "report.md"]
-RECORD = "record.json"
-
-
-def store_of(folder, **shape):
-    return Store(folder, RECORD, SCHEMA, {"settings": dict, **shape}, NAMES, compared=("settings",))
-
-
-def record_of(**settings):
-    return {"schema": SCHEMA, "settings": settings}
-
-
-def begun(folder, *, overwrite=False, files=FILES, **settings):
-    """A run that was cut off after it began."""
-    with store_of(folder) as store:
-        earlier = store.claim(record_of(**settings), files, overwrite)
-        store.begin(record_of(**settings))
-    return earlier
-
-
-def content(folder):
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-# arrays in files
-
-
-SEEDS = {"seeds": [3, 4, 5]}
-LIKE = {"images": (np.uint8, (3, 2)), "labels": (np.integer, (3,))}
-ARRAYS = {"images": np.arange(6, dtype=np.uint8).reshape(3, 2), "labels": np.arange(3), "text": np.array("any")}
-
-
-def test_an_item_is_read_as_it_was_written(tmp_path):
-    write_item(tmp_path / "0.npz", ARRAYS, SEEDS)
-    found = read_item(tmp_path / "0.npz", SEEDS, LIKE)
-    assert found.keys() == ARRAYS.keys() and all((found[name] == ARRAYS[name]).all() for name in ARRAYS)
-    assert read_item(tmp_path / "absent.npz", SEEDS, LIKE) is None
-    np.savez(tmp_path / "old.npz", **ARRAYS)  # of a version without digests
-    assert read_item(tmp_path / "old.npz", SEEDS, LIKE).keys() == ARRAYS.keys()
-    for other in ({"images": ARRAYS["images"][:2]}, {"images": ARRAYS["images"].astype(int)}, {"labels": np.arange(2)}):
-        np.savez(tmp_path / "old.npz", **ARRAYS | other)
-        assert read_item(tmp_path / "old.npz", SEEDS, LIKE) is None
-
-
-def test_a_flipped_bit_is_noticed(tmp_path):
-    path = tmp_path / "0.npz"
-    write_item(path, ARRAYS, SEEDS)
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 13):  # a bit anywhere; where nobody reads, nothing is lost
-        damaged = bytearray(whole)
-        damaged[place] ^= 1
-        path.write_bytes(damaged)
-        arrays = read_item(path, SEEDS, LIKE)
-        assert arrays is None or (arrays["images"] == ARRAYS["images"]).all()
-
-
-@pytest.mark.parametrize("same", [{"cfg": 3.0, "seed": 2**53 + 1}, {"cfg": 3, "seed": 2**53 + 1, "window": None}])
-def test_settings_that_do_not_differ_keep_their_items(tmp_path, same):
-    """A study may say 3 and then 3.0, and a later version may have a setting more, which is left open."""
-    settings, path = {"request": {"seed": 2**53 + 1, "cfg": 3}}, tmp_path / "0.npz"
-    write_item(path, ARRAYS, settings)
-    assert differences(settings, {"request": same}) == []
-    assert read_item(path, {"request": same}, LIKE)
-    for other in ({"cfg": 3.5}, {"seed": 2**53}, {"window": 2}):
-        assert read_item(path, {"request": same | other}, LIKE) is None
-
-
-def huge(path):
-    """An archive whose header declares 2^60 bytes."""
-    header = {"descr": "|u1", "fortran_order": False, "shape": (2**60,)}
-    with zipfile.ZipFile(path, "w") as archive, archive.open("images.npy", "w") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(path.read_bytes()[:-30]),
-        lambda path: path.write_bytes(b"half"),
-        lambda path: np.savez(path, **ARRAYS | {"images": np.array([{}, [1]], object)}),
-        lambda path: np.save(path.open("wb"), np.zeros(3)),
-        lambda path: np.savez(path, others=np.arange(3)),
-        lambda path: np.savez(path, **ARRAYS, **{DIGEST: np.array("another")}),
-        lambda path: np.savez(path, **dict(np.load(path)) | {"images": 255 - ARRAYS["images"]}),
-        lambda path: write_item(path, ARRAYS, {"seeds": [4, 5, 6]}),
-        huge,
-    ],
-    ids="empty cut text objects array others digest inverted seeds huge".split(),
-)
-def test_a_damaged_item_or_one_of_others_is_none(tmp_path, damage):
-    path = tmp_path / "0.npz"
-    write_item(path, ARRAYS, SEEDS)
-    assert read_item(path, SEEDS, LIKE)
-    damage(path)
-    assert read_item(path, SEEDS, LIKE) is None
-
+from cspd.records import write_json
+from cspd.store import DECIDED, differences, kept_choices
 
 # whose a folder is
 
@@ -340,110 +236,6 @@ def test_a_record_of_a_version_without_list_goes_on_but_is_not_overwritten(tmp_p
     assert begun(tmp_path, seed=0)["settings"] == {"seed": 0}
     assert (tmp_path / "0.npz").exists()
     assert json.loads((tmp_path / RECORD).read_text())["files"] == FILES
-
-
-# records and what they may hold
-
-DEEP = 100_000
-ABSURD = {
-    "text": "half",
-    "cut": '{"schema": ',
-    "list": "[1]",
-    "deep": "[" * DEEP + "]" * DEEP,
-    "deep settings": '{"schema": "tests/1", "settings": ' + '{"a":' * DEEP + "1" + "}" * DEEP + "}",
-    "nan": '{"schema": "tests/1", "settings": {"cfg": NaN}}',
-    "inf": '{"schema": "tests/1", "settings": {"cfg": 1e400}}',
-    "long": '{"schema": "tests/1", "settings": {"seed": -1%s}}' % ("0" * 20),
-    "digits": '{"schema": "tests/1", "settings": {"cfg": %s}}' % ("9" * 5000),
-    "no schema": '{"settings": {}}',
-    "another schema": '{"schema": ["tests/1"], "settings": {}}',
-    "no settings": '{"schema": "tests/1"}',
-    "settings": '{"schema": "tests/1", "settings": [1]}',
-    "files": '{"schema": "tests/1", "settings": {}, "files": {"0.npz": 1}}',
-    "names": '{"schema": "tests/1", "settings": {}, "files": ["0.npz", 1]}',
-    "images": '{"schema": "tests/1", "settings": {}, "images": [{"index": "1"}]}',
-    "bytes": b"\xff\xfe{}",
-}
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("text", ABSURD.values(), ids=ABSURD)
-def test_an_absurd_record_is_one_clear_error(tmp_path, text, overwrite):
-    (tmp_path / RECORD).write_bytes(text if isinstance(text, bytes) else text.encode())
-    before = content(tmp_path)
-    with store_of(tmp_path, **{"images?": [{"index": int}]}) as store:
-        with pytest.raises(ValueError, match=r"record\.json.*: give another --out, or remove") as error:
-            store.claim(record_of(), FILES, overwrite)
-    assert len(str(error.value)) < 600 and "\n" not in str(error.value)
-    assert content(tmp_path) == before
-
-
-def test_settings_as_deep_as_can_be_read_are_another_run(tmp_path):
-    for depth in range(850, 1000):
-        settings = '{"schema": "tests/1", "settings": {"a": %s}}' % ("[" * depth + "]" * depth)
-        (tmp_path / RECORD).write_text(settings)
-        with pytest.raises(ValueError, match="--out"):
-            begun(tmp_path, a=1)
-
-
-def test_what_differs_is_shown_in_short():
-    nested = 1
-    for _ in range(10_000):
-        nested = [nested]
-    assert differences({"a": nested}, {"a": 1}) == ["a was something nested too deeply, now 1"]
-    (told,) = differences({"a": "x" * 10**6}, {"a": list(range(1000))})
-    assert len(told) < 200 and "(1000 of them)" in told
-
-
-def test_a_huge_record_is_not_read(tmp_path):
-    with (tmp_path / RECORD).open("wb") as file:
-        file.truncate(2**40)  # sparse
-    with pytest.raises(ValueError, match="1,099,511,627,776 bytes"):
-        begun(tmp_path)
-
-
-def test_where_a_value_is_not_of_a_shape_is_said():
-    shape = {"a": int, "b?": [{"c": NUMBER}], "d?": {str: str}}
-    assert misfit({"a": 1, "e": 2}, shape) is misfit({"a": 1, "b": [{"c": 0.5}], "d": {"x": "y"}}, shape) is None
-    for value, place in (
-        ([], "it"),
-        ({}, "a"),
-        ({"a": True}, "a"),
-        ({"a": 1, "b": {}}, "b"),
-        ({"a": 1, "b": [{"c": 1}, 3]}, "b[1]"),
-        ({"a": 1, "b": [{"c": "1"}]}, "b[0].c"),
-        ({"a": 1, "d": {"x": None}}, "d.x"),
-    ):
-        assert misfit(value, shape) == place
-
-
-def test_json_has_no_infinity():
-    assert parse_json("[1.5e308, -0.25, 1e-400]") == [1.5e308, -0.25, 0]
-    for text in ("NaN", "[-Infinity]", "1e400", "-1e999"):
-        with pytest.raises(ValueError, match="it has the number"):
-            parse_json(text)
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path):
-    (tmp_path / "a.tmp").write_text("half")
-    (tmp_path / f"a.json.{os.getpid() + 1}.tmp").write_text("half")
-    write_json(tmp_path / "a.json", {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "a.json", {"a": {1}})
-    assert (tmp_path / "a.json").read_text() == '{\n "a": 1\n}\n'
-    picture = Image.new("RGB", (2, 2), "red")
-    write_png(tmp_path / "a.png", picture)
-    with pytest.raises(AttributeError):
-        write_png(tmp_path / "a.png", None)
-    assert Image.open(tmp_path / "a.png").getpixel((0, 0)) == (255, 0, 0)
-    with pytest.raises(OSError, match=r"No space left.*make room"):
-        with publishing(tmp_path / "a.png") as temporary:
-            temporary.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-    assert Image.open(tmp_path / "a.png").size == (2, 2)
-    assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["half", "half"]
-    with pytest.raises(OSError, match=r"b\.txt cannot be written .*: give a place that can be written"):
-        append_json(tmp_path / "absent" / "b.txt", {})
 
 
 def test_a_file_where_the_folder_should_be_is_told(tmp_path):
