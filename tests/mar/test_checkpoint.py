@@ -1,34 +1,20 @@
-"""Official weights files load as they are; any other gets one error that names it and the way out, and runs no code."""
+"""Official weights files load as they are; other weights get one error that names the file and the way out."""
 
 import argparse
 import dataclasses
-import json
-import os
-import pickle
 import zipfile
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
+from weights import DRAFT, TARGET, VAE, draft_weights, file_writer, random_weights, refusal  # noqa: F401 - fixtures
 
 from mar.checkpoint import fill, load_mar, load_vae
 from mar.model import MAR
 from mar.registry import VAES, create_mar, create_vae, defaults_of, mar_spec
-from mar.tensors import CheckpointError, read_tensors
+from mar.tensors import read_tensors
 
-DRAFT, TARGET, VAE = "mar_digits32_draft", "mar_digits32", "kl_digits32"
 NAME = "decoder_blocks.1.mlp.fc2.weight"
-
-
-def random_weights(model, seed):
-    g = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(t.shape, generator=g) for name, t in model.state_dict().items()}
-
-
-@pytest.fixture(scope="module")
-def weights():
-    return random_weights(create_mar(DRAFT), 0)
 
 
 @pytest.fixture(scope="module")
@@ -36,38 +22,11 @@ def vae_weights():
     return random_weights(create_vae(VAE), 1)
 
 
-@pytest.fixture
-def save(tmp_path):
-    """Writes a file of this name: bytes, safetensors with metadata, or a torch pickle; returns its path."""
-
-    def write(name, content, metadata=None, **options):
-        path = tmp_path / name
-        if isinstance(content, bytes):
-            path.write_bytes(content)
-        elif path.suffix == ".safetensors":
-            save_file(content, path, metadata)
-        else:
-            torch.save(content, path, **options)
-        return path
-
-    return write
-
-
 def assert_loaded(model, expected):
     state = model.state_dict()
     assert state.keys() == expected.keys()
     assert all(t.dtype == torch.float32 and torch.equal(t, expected[name].float()) for name, t in state.items())
     assert not model.training and not any(p.requires_grad for p in model.parameters())
-
-
-def refusal(load, path, *args, **kwargs):
-    """The message of the error that loading raises; it names the file and is free of torch's advice to run its code."""
-    with pytest.raises(CheckpointError) as caught:
-        load(path, *args, **kwargs)
-    message = str(caught.value)
-    assert str(path) in message
-    assert not any(word in message for word in ("weights_only", "trust", "\x1b"))
-    return message
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -186,108 +145,6 @@ def test_other_resolutions_are_found_out(img_size, patch, save):
     model = load_mar(save("weights.pth", {"model": expected}))
     assert_loaded(model, expected)
     assert model.config == config and defaults_of(config) == defaults_of(mar_spec(DRAFT).config)
-
-
-def test_missing_file(tmp_path):
-    assert "no such file; checkpoints/README.md" in refusal(load_mar, tmp_path / "absent.pth")
-
-
-@pytest.mark.parametrize("name, problem", [(".", "not a file"), ("pipe", "not a file"), ("loop", "no such file")])
-def test_what_is_no_file_is_not_opened(name, problem, tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # to open it would be to wait for a writer
-    (tmp_path / "loop").symlink_to("loop")
-    assert f"{problem}; checkpoints/README.md" in refusal(load_vae, tmp_path / name)
-
-
-def test_a_name_that_cannot_be_opened(tmp_path):
-    assert "cannot be read (File name too long)" in refusal(load_mar, tmp_path / ("a" * 300))
-
-
-@pytest.mark.parametrize("name", ["weights.pth", "legacy.pth", "weights.safetensors"])
-def test_truncated_file(name, save, weights):
-    content = weights if name.endswith("safetensors") else {"model": weights}
-    whole = save(name, content, _use_new_zipfile_serialization=name != "legacy.pth").read_bytes()
-    for size in [*range(0, 2000, 97), *(int(f * len(whole)) for f in (0.01, 0.3, 0.9)), len(whole) - 1]:
-        message = refusal(load_mar, save(name, whole[:size]))
-        assert f"{size:,} bytes" in message and "truncated" in message and "fetch it again" in message
-
-
-@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-@pytest.mark.parametrize("content", [b"<!DOCTYPE html>\n<html>", b"access denied", b"\0" * 99, b"\x80\x02", b"PK\3\4"])
-def test_file_of_another_kind(name, content, save):
-    message = refusal(load_mar, save(name, content))
-    assert "another kind of file: fetch it again" in message
-    assert ("begins with '<!DOCTYPE html>'" in message) == content.startswith(b"<")
-    assert ("begins with 'access denied'" in message) == content.startswith(b"access")
-
-
-@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-def test_git_lfs_pointer(name, save):
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
-    assert "is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`" in refusal(
-        load_mar, save(name, pointer)
-    )
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's, of TorchScript
-def test_archives_of_something_else(save, tmp_path):
-    with zipfile.ZipFile(tmp_path / "photos.pth", "w") as archive:
-        archive.writestr("photos/one.png", b"png")
-    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), tmp_path / "script.pth")
-    for name in ("photos.pth", "script.pth"):
-        assert "another kind of file" in refusal(load_mar, tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "shapes, offsets, data",
-    [
-        ([[10**6]], [[0, 4 * 10**6]], 4),  # more than the file has
-        ([[10**15]], [[0, 4]], 4),  # more than its own bytes
-        ([[1], [1]], [[0, 4], [0, 4]], 4),  # the same bytes twice
-        ([[1], [1]], [[0, 4], [8, 12]], 12),  # a hole
-    ],
-)
-def test_safetensors_that_lie(shapes, offsets, data, save):
-    entries = {
-        str(i): {"dtype": "F32", "shape": shape, "data_offsets": place}
-        for i, (shape, place) in enumerate(zip(shapes, offsets))
-    }
-    header = json.dumps(entries).encode()
-    content = len(header).to_bytes(8, "little") + header + bytes(data)
-    assert "cannot be read as weights" in refusal(load_mar, save("weights.safetensors", content))
-
-
-def test_safetensors_with_a_header_longer_than_the_file(save):
-    content = (99_000_000).to_bytes(8, "little") + b"{}"
-    assert "cannot be read as weights" in refusal(load_mar, save("weights.safetensors", content))
-
-
-class WritesFile:
-    """Pickles to a call that creates a file when it is read without care."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-@pytest.mark.parametrize("name", ["weights.pth", "legacy.pth", "weights.safetensors"])
-@pytest.mark.parametrize("wrap", [dict, argparse.Namespace])
-def test_code_in_a_pickle_does_not_run(wrap, name, save, weights, tmp_path):
-    trap = tmp_path / "trap"
-    pickle.loads(pickle.dumps(WritesFile(trap))).close()
-    trap.unlink()  # so it would have worked
-    content = {"model": weights, "args": wrap(output=WritesFile(trap))}
-    refusal(load_mar, save(name, content if name == "weights.pth" else pickle.dumps(content, 2)))
-    assert not trap.exists()
-
-
-@pytest.mark.parametrize(
-    "content", [{"weights": {}}, {}, [1, 2], torch.zeros(3), {"model": [1]}, {"model": {"a": 1}}, {1: 2}]
-)
-def test_pickle_without_weights(content, save):
-    assert "under model_ema or model or" in refusal(load_mar, save("weights.pth", content))
 
 
 def test_another_size(save):
