@@ -1,73 +1,24 @@
-"""`cspd evaluate`: images that depend on their index alone, whatever was killed, damaged or shared out on the way."""
+"""`cspd evaluate`: images that depend on their index alone, and a report of all that was measured of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch_fidelity
-from launching import environment, free_port, kill_all, start, two_processes, wait_until
+from evaluations import METRICS, NUM, OPTIONS, SEED, evaluate, images_of, near, report_of, stamps, whole_run  # noqa: F401 - a fixture
 from PIL import Image
 from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.evaluation import processes
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.report import format_evaluation
-from cspd.evaluation.shards import EXPLODED, SIZE, Shards, arrays_of
-from cspd.loading import checkpoint_files
-from cspd.lock import LOCK
+from cspd.evaluation.shards import EXPLODED, Shards, arrays_of
 from cspd.pixels import to_uint8
-
-NUM, SEED = 58, 11  # three files of 16 images and one of 10
-OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]
-METRICS = ("fid", "inception_score", "inception_score_std", "kid", "precision", "recall", "accuracy")
-
-
-def arguments(out, *more, num=NUM):
-    models = ["--checkpoint", small_checkpoint()]
-    return ["evaluate", *models, *OPTIONS, "--num-images", str(num), "--max-batch", "5", "--out", str(out), *more]
-
-
-def evaluate(out, *more, num=NUM):
-    return main(arguments(out, *more, num=num))
-
-
-def report_of(out):
-    return json.loads((out / "evaluation.json").read_text())
-
-
-def images_of(out):
-    shards = Shards(out, NUM)
-    return np.stack([shards[i].numpy() for i in range(NUM)]).astype(int)
-
-
-def stamps(out):
-    return {path.name: path.stat().st_mtime_ns for path in sorted(out.glob("0*.npz"))}
-
-
-def near(report, other):
-    """Metrics of the same images, which may differ in the rounding of a pixel."""
-    return all(report[name] == pytest.approx(other[name], rel=1e-2, abs=1e-3) for name in METRICS)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run of one process."""
-    out = tmp_path_factory.mktemp("whole")
-    assert evaluate(out, "--npz", str(out / "adm.npz")) == 0
-    return out
 
 
 def test_image_i_is_of_label_i_in_turn_and_seed_plus_i(whole):
@@ -153,176 +104,6 @@ def test_measuring_again_keeps_the_speed_of_the_run_that_made_the_images(whole, 
         assert "were there already" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_killed_processes_lose_what_was_unfinished_and_nothing_else(whole, tmp_path):
-    out, copy, log = tmp_path / "killed", tmp_path / "copy", tmp_path / "log"
-    run = start(arguments(out), log, two_processes())
-    try:
-        wait_until(lambda: len(stamps(out)) >= 2 or run.poll() is not None)
-    finally:
-        kill_all(run)
-    finished = stamps(out)
-    assert 2 <= len(finished) < 4, log.read_text()[-2000:]
-    assert not (out / "evaluation.json").exists()
-    time.sleep(0.5)
-    assert stamps(out) == finished  # they are gone
-    shutil.copytree(out, copy)
-    run = start(arguments(out), log, two_processes())
-    assert evaluate(copy) == 0
-    assert run.wait(timeout=60) == 0, log.read_text()[-2000:]
-    shown = log.read_text()
-    assert f"{NUM}/{NUM} [" in shown and "image/s]" in shown  # one bar, of both processes
-    assert evaluate(whole) == 0
-    for folder, size in ((out, 2), (copy, 1)):
-        assert {name: stamps(folder)[name] for name in finished} == finished
-        sampling = report_of(folder)["sampling"]
-        assert sampling["processes"] == size
-        assert sampling["images_made"] == NUM - sum(count_of(name) for name in finished)
-        files = [path for path in folder.iterdir() if path.name != LOCK]
-        assert sorted(path.suffix for path in files) == [".json", ".json", *[".npz"] * 4, ".png"]
-        assert np.abs(images_of(folder) - images_of(whole)).max() <= 1
-        assert Shards(folder, NUM).subjects() == Shards(whole, NUM).subjects()
-        assert near(report_of(folder), report_of(whole))
-
-
-def count_of(name):
-    return len(Shards(Path(), NUM).indices(int(name.removesuffix(".npz"))))
-
-
-TOGETHER = """
-import os, runpy, sys
-Processes = runpy.run_path(sys.argv[1])["Processes"]  # alone: all of cspd takes seconds to import
-
-def fail():
-    if processes.rank == 1:
-        raise ValueError("one is bad")
-
-def die():
-    if processes.rank == 1:
-        os.kill(os.getpid(), 9)
-
-with Processes() as processes:
-    print(processes.from_first(lambda: processes.rank + 5), processes.together(lambda: processes.rank + 5), flush=True)
-    for work in (fail, die):
-        try:
-            processes.together(work)
-        except (SystemExit, ValueError, OSError) as error:
-            print(type(error).__name__, error, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_no_process_waits_for_one_that_failed():
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER, processes.__file__],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [run.communicate(timeout=60)[0].splitlines() for run in runs]
-    assert outputs[0][:2] == ["5 5", "SystemExit 2"] and outputs[1] == ["5 6", "ValueError one is bad"]
-    assert outputs[0][2].startswith("OSError another process of this run is gone")
-    assert runs[1].returncode == -signal.SIGKILL
-
-
-def test_damaged_files_are_noticed_and_made_again(whole, capsys):
-    before, images = stamps(whole), images_of(whole)
-    content = (whole / "00001.npz").read_bytes()
-    (whole / "00001.npz").write_bytes(content[: len(content) // 2])  # cut
-    content = bytearray((whole / "00002.npz").read_bytes())
-    content[5000] ^= 1  # one bit of a picture
-    (whole / "00002.npz").write_bytes(content)
-    (whole / "00003.npz").unlink()
-    left, foreign = whole / "00003.npz.4711.tmp", whole / "00004.npz.4711.tmp"
-    for half in (left, foreign):
-        half.write_bytes(b"half")
-    capsys.readouterr()
-    assert evaluate(whole, "--max-batch", "3") == 0
-    after = stamps(whole)
-    assert [name for name in before if before[name] != after[name]] == ["00001.npz", "00002.npz", "00003.npz"]
-    assert np.abs(images_of(whole) - images).max() <= 1
-    captured = capsys.readouterr()
-    assert "42 images in" in captured.out  # 16 + 16 + 10
-    assert "2 files are damaged, incomplete or of other images, and made again: 00001.npz, 00002.npz\n" in captured.err
-    assert list(whole.glob("*.tmp")) == [foreign]  # no name of this run's
-    foreign.unlink()
-
-
-def arrays_in(path):
-    with np.load(path) as file:
-        return dict(file)
-
-
-def resaved(path, **changes):
-    """The archive with other arrays in it, and all of its checksums right; a change that is None leaves one out."""
-    arrays = arrays_in(path) | changes
-    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
-
-
-def old(path, **changes):
-    """The same, of a version that wrote no digest."""
-    resaved(path, digest=None, **changes)
-
-
-LESS_STATS = np.array(json.dumps([{"iterations": "two"}] * SIZE))
-CHANGES = {
-    "of too few images": lambda path: shutil.copy(path.with_name("00003.npz"), path),
-    "of other images": lambda path: shutil.copy(path.with_name("00000.npz"), path),
-    "inverted": lambda path: resaved(path, images=255 - arrays_in(path)["images"]),
-    "seeds": lambda path: resaved(path, seeds=arrays_in(path)["seeds"] + 1),
-    "labels": lambda path: resaved(path, labels=arrays_in(path)["labels"][::-1]),
-    "smaller": lambda path: resaved(path, images=arrays_in(path)["images"][:, ::2, ::2]),
-    "old seeds": lambda path: old(path, seeds=arrays_in(path)["seeds"] + 1),
-    "old labels": lambda path: old(path, labels=arrays_in(path)["labels"][::-1]),
-    "old smaller": lambda path: old(path, images=arrays_in(path)["images"][:, ::2, ::2]),
-    "old floats": lambda path: old(path, images=arrays_in(path)["images"] / 255),
-    "old objects": lambda path: old(path, images=arrays_in(path)["images"].astype(object)),
-    "old statistics": lambda path: old(path, stats=LESS_STATS),
-    "old without statistics": lambda path: old(path, stats=None),
-    "empty": lambda path: path.write_bytes(b""),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_file_of_other_images_is_to_be_made_again(whole, tmp_path, capsys, change):
-    out = shutil.copytree(whole, tmp_path / "out")
-    manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["files"]
-    assert Shards(out, NUM, manifest).missing(32) == []
-    change(out / "00001.npz")
-    assert Shards(out, NUM, manifest).missing(32) == [1]
-    assert "1 file is damaged, incomplete or of other images, and made again: 00001.npz" in capsys.readouterr().err
-    assert Shards(out, NUM, manifest | {"compiled": True}).missing(32) == [0, 1, 2, 3]  # another run's
-
-
-def test_a_file_that_another_run_writes_meanwhile_is_not_measured(whole, tmp_path):
-    """The lock ends with a run's first process. Others of its processes may outlive that for a while."""
-    out = shutil.copytree(whole, tmp_path / "out")
-    manifest = json.loads((out / "manifest.json").read_text())
-    del manifest["files"]
-    shards = Shards(out, NUM, manifest)
-    assert shards.missing(32) == [] and (shards[SIZE] == Shards(whole, NUM)[SIZE]).all()
-    arrays = arrays_in(out / "00002.npz")
-    del arrays["digest"]
-    Shards(out, NUM, manifest | {"seed": SEED + 1}).write(2, arrays)
-    with pytest.raises(OSError, match=r"00002\.npz was changed meanwhile"):
-        shards[2 * SIZE]
-
-
-def test_a_file_of_other_images_is_made_again(whole, capsys):
-    images = images_of(whole)
-    resaved(whole / "00001.npz", images=255 - arrays_in(whole / "00001.npz")["images"])
-    shutil.copy(whole / "00003.npz", whole / "00002.npz")
-    capsys.readouterr()
-    assert evaluate(whole) == 0
-    assert np.abs(images_of(whole) - images).max() <= 1
-    assert "32 images in" in capsys.readouterr().out
-
-
 def test_exploded_tokens_are_counted(tmp_path, capsys):
     """Ten denoising steps are too few: most tokens get far beyond what the data's reach."""
     for steps, num in ((10, 20), (100, 4)):
@@ -359,114 +140,6 @@ def test_tokens_that_are_no_numbers_have_exploded(tmp_path):
         assert shards.largest_tokens() == {"largest_token": torch.finfo(torch.float32).max, "exploded": 1}
 
 
-@pytest.mark.parametrize(
-    "change, differences",
-    [
-        (["--seed", "12"], ["seed was 11, now 12"]),
-        (["--cfg", "2.5", "--temperature", "0.9"], ["request.cfg was 1.0, now 2.5", "request.temperature was 1.0"]),
-        (["--labels", "3,4"], ["labels was [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], now [3, 4]"]),
-        (["--num-images", "59"], ["images was 58, now 59"]),
-        (["--precision", "bf16"], ['precision was "fp32", now "bf16"']),
-        (["--compile"], ["compiled was false, now true"]),
-        (["--method", "speculative", "--window", "4"], ['request.method was "ar", now "speculative"', "now 4"]),
-    ],
-)
-def test_a_changed_setting_is_refused_with_the_difference(whole, capsys, change, differences):
-    before = stamps(whole)
-    capsys.readouterr()
-    assert evaluate(whole, *change) == 2
-    error = capsys.readouterr().err
-    assert "holds another run" in error and "--overwrite" in error and error.count("\n") == 1
-    assert all(difference in error for difference in differences), error
-    assert error.count(" was ") >= len(differences) and stamps(whole) == before
-
-
-def test_other_weights_are_another_run(whole, tmp_path, capsys):
-    vae = tmp_path / "vae.safetensors"
-    vae.write_bytes(checkpoint_files("digits32")["vae"].read_bytes())
-    assert evaluate(whole, "--vae", str(vae)) == 2
-    assert "vae.file was" in capsys.readouterr().err
-    assert evaluate(tmp_path / "out", "--vae", str(vae), num=2) == 0
-    os.utime(vae, ns=(0, 0))  # the same name and size, another time
-    assert evaluate(tmp_path / "out", "--vae", str(vae), num=2) == 2
-    assert "(vae.modified was" in capsys.readouterr().err
-
-
-def test_a_setting_that_only_one_side_has_is_refused(tmp_path, capsys):
-    assert evaluate(tmp_path, num=2) == 0
-    manifest = tmp_path / "manifest.json"
-    content = json.loads(manifest.read_text())
-    for changed, difference in (
-        ({name: content[name] for name in content if name != "precision"}, 'precision was nothing, now "fp32"'),
-        (content | {"rotated": 90}, "rotated was 90, now nothing"),
-    ):
-        manifest.write_text(json.dumps(changed))
-        assert evaluate(tmp_path, num=2) == 2
-        assert f"({difference})" in capsys.readouterr().err
-
-
-def test_images_without_a_manifest_are_not_taken_over(tmp_path, capsys):
-    assert evaluate(tmp_path, num=4) == 0
-    (tmp_path / "00001.npz").write_text("somebody's")
-    assert evaluate(tmp_path, "--overwrite", num=3) == 0
-    assert report_of(tmp_path)["num"] == 3 and report_of(tmp_path)["sampling"]["images_made"] == 3
-    assert len(Shards(tmp_path, 3).subjects()) == 3 and (tmp_path / "00001.npz").read_text() == "somebody's"
-    (tmp_path / "manifest.json").unlink()
-    assert evaluate(tmp_path, num=4) == 2
-    assert "00000.npz, evaluation.json, grid.png, and no manifest.json" in capsys.readouterr().err
-    assert evaluate(tmp_path, "--overwrite", num=4) == 2
-    (tmp_path / "manifest.json").write_text("{")
-    assert evaluate(tmp_path, num=3) == 2
-    assert "cannot be read" in capsys.readouterr().err
-    for foreign in ("[]", '{"name": "an app", "request": []}'):
-        (tmp_path / "manifest.json").write_text(foreign)
-        assert evaluate(tmp_path, num=3) == 2
-        assert "not a record of this version" in capsys.readouterr().err
-
-
-def test_overwriting_with_a_bad_setting_keeps_the_old_run(whole, capsys):
-    def content():
-        return {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
-
-    before = content()
-    for bad, hint in ((["--labels", "3,12"], "0..9"), (["--seed", str(2**63 - 2)], "seed")):
-        assert evaluate(whole, *bad, "--overwrite") == 2
-        assert hint in capsys.readouterr().err
-        assert content() == before
-
-
-def test_the_window_that_was_chosen_first_is_kept(tmp_path, capsys):
-    more = ["--method", "speculative", "--draft", "frozen"]
-    assert evaluate(tmp_path, *more, "--window", "5", num=20) == 0  # one that no machine chooses by itself
-    before = Shards(tmp_path, 20)[17]
-    (tmp_path / "00001.npz").unlink()
-    assert evaluate(tmp_path, *more, num=20) == 0
-    assert report_of(tmp_path)["settings"]["request"]["window"] == 5
-    assert (before.int() - Shards(tmp_path, 20)[17].int()).abs().max() <= 1
-    assert evaluate(tmp_path, *more, "--window", "4", num=20) == 2
-    assert "(request.window was 5, now 4)" in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert evaluate(tmp_path / "file") == 2
-    assert "is a file, or below one: give another --out" in capsys.readouterr().err
-    assert evaluate(tmp_path / "file" / "below") == 2
-    assert "give another --out" in capsys.readouterr().err
-    assert evaluate(Path("/proc/nowhere")) == 2
-    error = capsys.readouterr().err
-    assert "/proc/nowhere cannot be written" in error and "give another --out" in error and error.count("\n") == 1
-
-
-def test_an_npz_that_cannot_be_written_is_said_before_anything_is_sampled(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for npz, hint in ((tmp_path, "is a folder"), (tmp_path / "file" / "a.npz", "another --npz")):
-        assert evaluate(tmp_path / "out", "--npz", str(npz)) == 2
-        error = capsys.readouterr().err
-        assert hint in error and str(npz) in error and error.count("\n") == 1
-        assert not (tmp_path / "out").exists()
-
-
 def test_a_folder_of_samples_is_measured_like_the_run_of_the_same_seeds(whole, tmp_path, capsys):
     folder, out = tmp_path / "samples", tmp_path / "out"
     settings = ["--checkpoint", small_checkpoint(), *OPTIONS, "--num", str(NUM), "--out", str(folder)]
@@ -493,22 +166,6 @@ def test_a_folder_of_samples_is_measured_like_the_run_of_the_same_seeds(whole, t
         assert hint in capsys.readouterr().err
     assert (whole / "evaluation.json").read_bytes() == report
     assert main(["evaluate", "--images", str(folder), "--out", str(out), "--space", "digits", "--device", "cpu"]) == 0
-
-
-def test_what_cannot_be_measured_is_said_before_anything_is_sampled(tmp_path, capsys):
-    for more, hint in (
-        (["--ref", "nowhere.npz"], "nowhere.npz"),
-        (["--space", "inception", "--weights", "nowhere.pth"], "nowhere.pth"),
-        (["--labels", "3,12"], "0..9"),
-        (["--checkpoint", "nowhere"], "no checkpoint there"),
-        (["--num-iter", "65"], "1..64"),
-    ):
-        assert evaluate(tmp_path / "out", *more) == 2
-        error = capsys.readouterr().err
-        assert hint in error and error.count("\n") == 1
-        assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit):
-        evaluate(tmp_path, "--num", "0")
 
 
 def test_vq_models_are_evaluated_too(tmp_path, capsys):
