@@ -1,0 +1,114 @@
+"""LazyMAR's cached head does what it says, and with nothing reused it is the ancestral chain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import relative_error
+from lazy import QUICK, engine, started, toy_model  # noqa: F401 - a fixture
+
+from cspd import Request
+from cspd.continuous import ancestral, cached_head
+from cspd.continuous.modulations import modulation_size
+from mar.diffusion import schedule
+
+
+def test_the_steps_that_evaluate_the_blocks():
+    """Of 100 the first 10, then every eighth; of few, the first alone is before that."""
+    expected = [*range(10), 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98]
+    assert cached_head.evaluated_calls(100, 8).tolist() == expected
+    assert cached_head.evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
+    assert cached_head.evaluated_calls(2, 8).tolist() == [0, 1]
+
+
+def chains(model, cfg=2.0, steps=23, **settings):
+    """A host, rows of three sequences, and their conditions."""
+    request = Request(0, **(QUICK | {"cfg": cfg, "num_sampling_steps": steps}), **settings)
+    host, batch = started(model, [request.but(label=i, seed=i) for i in range(3)])
+    rows = host.rows(batch, [5, 0, 11], [3, 1, 4])
+    with torch.inference_mode():
+        return host, rows, host.conditions(batch, rows)
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.0])
+@pytest.mark.parametrize("per_table", [1, 4, None])
+def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
+    """Each step by the head's parts; between evaluations updates and the null class's distance stay as they are."""
+    host, rows, z = chains(model, cfg, reuse=5)
+    if per_table:
+        size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
+        monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", per_table * size)
+    made = cached_head.denoise(host, "target", rows, z, densities=True)
+    head, s = model.head, schedule(23, 950)
+    x = host.noise.initial(rows.seed, rows.position, head.channels)
+    log_sigma = torch.zeros(len(x))
+    with torch.inference_mode():
+        for call, t in enumerate(reversed(range(23))):
+            t_embed = head.time_embed(torch.tensor([s.timestep_map[t]]))
+            outputs = []
+            for each in z:
+                y = torch.nn.functional.silu(t_embed + head.cond_embed(each))
+                h = head.input_proj(x)
+                if call in (0, 1, 2, 3, 8, 13, 18):
+                    for block in head.res_blocks:
+                        shift, scale, gate = block.adaLN_modulation[1](y).chunk(3, dim=-1)
+                        h = h + gate * block.mlp(block.in_ln(h) * (1 + scale) + shift)
+                    if not outputs:
+                        kept = h - head.input_proj(x)
+                else:
+                    h = h + kept
+                shift, scale = head.final_layer.adaLN_modulation[1](y).chunk(2, dim=-1)
+                normed = torch.nn.functional.layer_norm(h, h.shape[-1:], eps=1e-6)
+                outputs.append(head.final_layer.linear(normed * (1 + scale) + shift))
+            if call in (0, 1, 2, 3, 8, 13, 18):
+                distance = outputs[-1] - outputs[0]
+            (eps, v), away = outputs[0].chunk(2, dim=-1), distance[:, : head.channels]
+            eps = eps + (1 - rows.scale) * away
+            log = (1 + v) / 2 * np.log(s.betas[t]) / 2 + (1 - v) / 2 * s.posterior_log_variance_clipped[t] / 2
+            x = s.mean_x[t] * x + s.mean_eps[t] * eps
+            if t:
+                x = x + rows.temperature * log.exp() * host.noise.steps(
+                    rows.seed, rows.position, torch.tensor([t]), head.channels, 0
+                ).squeeze(0)
+                log_sigma += (log + rows.temperature.log()).sum(-1)
+    assert relative_error(made.tokens, x) < 1e-4
+    assert relative_error(made.log_sigma, log_sigma) < 1e-4
+    assert made.head_calls == 7 and made.calls.tolist() == [7] * 8
+    assert made.evaluations.tolist() == [7 * len(z)] * 8
+
+
+def test_tables_are_small_however_much_is_reused(model, monkeypatch):
+    host, rows, z = chains(model, steps=40, reuse=39)
+    size = modulation_size(model.head) * z[..., 0].numel()  # of one call
+    monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", size)
+    tables, modulations = [], model.head.modulations
+
+    def counted(*args, **more):
+        made = modulations(*args, **more)
+        tables.append(sum(each.nbytes for each in made))
+        return made
+
+    monkeypatch.setattr(model.head, "modulations", counted)
+    cached_head.denoise(host, "target", rows, z)
+    assert max(tables) <= size
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.0])
+def test_nothing_reused_is_the_ancestral_chain(cfg, model):
+    host, rows, z = chains(model, cfg, reuse=1)
+    cached = cached_head.denoise(host, "target", rows, z, densities=True)
+    full = ancestral.denoise(host, "target", rows, z, densities=True)
+    for name in ("tokens", "log_sigma", "log_sigma_last"):
+        assert relative_error(getattr(cached, name), getattr(full, name)) < 1e-4
+    assert (cached.head_calls, cached.calls.tolist()) == (full.head_calls, full.calls.tolist())
+    assert cached.evaluations.tolist() == full.evaluations.tolist()
+
+
+def test_blocks_are_evaluated_as_often_as_is_said(model, monkeypatch):
+    calls = []
+    through_blocks = model.head.through_blocks
+    monkeypatch.setattr(model.head, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))
+    (output,) = engine(model).generate([Request(0, **QUICK)])
+    assert len(calls) == output.stats.head_calls == 16 * len(cached_head.evaluated_calls(4, 8))
+    assert output.stats.guarantee == "heuristic"
