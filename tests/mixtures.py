@@ -1,10 +1,11 @@
-"""Chains of tokens that are a mixture of Gaussians, a draft that is wrong about them, and noise that is changed."""
+"""Chains of tokens that are a mixture of Gaussians, drafts of them, right and wrong, and noise that is changed."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 from heads import Case, MixtureHead
 
@@ -18,6 +19,12 @@ MIXTURE = MixtureHead(CENTRES, (0.05, 0.1, 0.2), (0.5, 0.3, 0.2), wobble=0.3)
 NULL_CLASS = torch.tensor([[[0.0, 0.0, 0.0]], [[0.3, -0.2, 0.1]]])
 UNGUIDED = NULL_CLASS[:1]
 TWELVE = Case(MIXTURE, UNGUIDED, 12)
+CASE = Case(MIXTURE, UNGUIDED, 60)
+
+
+@pytest.fixture(scope="module", name="mixture")
+def fitted_mixture() -> Calibration:
+    return CASE.calibration()
 
 
 def biased(case: Case, of_mean: float, of_log_sigma: float) -> Calibration:

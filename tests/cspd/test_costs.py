@@ -1,0 +1,128 @@
+"""The cost model picks windows from what it predicts; it is measured once and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from heads import FP32, Case
+from mixtures import CASE, MIXTURE, fitted_mixture  # noqa: F401 - a fixture
+from toys import CPU
+
+from cspd.continuous import tuning
+from cspd.continuous.calibration import WINDOWS
+from cspd.continuous.costs import GAIN, Costs, measure
+from cspd.continuous.tuning import measured_costs
+from cspd.precision import Precision
+
+ROWS = (1, 4, 16, 64)
+
+
+def costs(call, row, table_size=10**9) -> Costs:
+    """Of a device where a head call takes `call` seconds, and `row` more for each input."""
+    ancestral, rounds = ([call + row * n for n in sizes] for sizes in (ROWS, [8 * r for r in ROWS]))
+    return Costs([*ROWS], ancestral, [row / 10] * len(ROWS), [8 * r for r in ROWS], rounds, table_size)
+
+
+def test_windows_follow_the_costs(mixture):
+    calls_matter, inputs_matter = costs(1e-3, 1e-9), costs(1e-9, 1e-3)
+    assert calls_matter.window(60, 4, mixture) >= 16  # a call costs the same however large it is: few of them
+    assert inputs_matter.window(60, 4, mixture) == 0  # rounds evaluate more than ancestral steps
+    between = [costs(1e-3, row).window(60, 4, mixture) for row in (1e-9, 3e-5, 1e-4, 2e-4, 1e-3)]
+    assert between == sorted(between, reverse=True) and len(set(between)) >= 4
+    more_rows = [costs(1e-3, 3e-5).window(60, rows, mixture) for rows in (1, 4, 16, 64)]
+    assert more_rows == sorted(more_rows, reverse=True) and more_rows[0] > more_rows[-1]
+    assert dataclasses.replace(calls_matter, round=[1.0] * 4).window(60, 4, mixture) == 0
+    assert costs(1e-3, 1e-9, table_size=4 * 60 - 1).window(60, 4, mixture) == 0
+    assert costs(1e-3, 1e-9, table_size=4 * 60).window(60, 4, mixture) > 0
+
+
+def test_a_window_is_the_best_prediction_and_gains():
+    rng, draft = np.random.default_rng(0), CASE.calibration()
+    picked = []
+    for _ in range(60):
+        call, row, rows = 10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-7, -4), 10 ** rng.uniform(0, 2.5)
+        model = costs(call, row)
+        seconds = {w: model.head_seconds(60, rows, w, calls) for w, calls in zip(WINDOWS, draft.calls)}
+        window, plain = model.window(60, rows, draft), model.head_seconds(60, rows, 0)
+        assert (min(seconds.values()) < GAIN * plain) == (window > 0)
+        assert window == 0 or seconds[window] == min(seconds.values()) < GAIN * plain
+        picked.append(window)
+    assert 5 < picked.count(0) < 50 and len(set(picked)) > 3
+
+
+def test_windows_are_no_longer_than_the_lags():
+    case = Case(MIXTURE, torch.zeros(1, 1, 3), 7)
+    draft = case.calibration()
+    assert 0 < costs(1e-3, 1e-9).window(7, 1, draft) <= 7
+
+
+def test_head_seconds():
+    model = costs(2.0, 1.0)
+    for rows, seconds in ((0.5, 3), (1, 3), (2.5, 4.5), (16, 18), (64, 66), (128, 132)):  # beyond: proportional
+        assert model.head_seconds(100, rows, 0) == pytest.approx(100 * seconds)
+    calls = np.full(50, 11)  # all chains end together: the first call, then ten rounds of 3 x 4 inputs
+    assert model.head_seconds(100, 3, 4, calls) == pytest.approx(100 * 0.1 + 10 * (2 + 12))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 10])
+def test_head_seconds_of_chains_that_end_one_by_one(rows, mixture):
+    """Against a simulation: a round costs what the chains still under way cost, until none is."""
+    model, calls, rng = costs(1e-3, 1e-5), mixture.calls[WINDOWS.index(8)], np.random.default_rng(0)
+    total = []
+    for _ in range(1000):
+        drawn = rng.choice(calls, rows)
+        under_way = [(drawn > r).sum() for r in range(1, drawn.max())]
+        total.append(60 * 1e-6 + sum(1e-3 + 1e-5 * max(8, 8 * n) for n in under_way))
+    assert model.head_seconds(60, rows, 8, calls) == pytest.approx(np.mean(total), rel=0.01)
+
+
+def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
+    measured = []
+
+    def spy(head, guided, *args):
+        measured.append(guided)
+        return costs(1e-3 * len(measured), 1e-6)
+
+    monkeypatch.setattr(tuning, "measure", spy)
+
+    def get(guided=True, policy="fp32", compiled=False, graphs=False, folder=tmp_path / "kept", **again) -> Costs:
+        precision = Precision(policy, CPU)
+        return measured_costs(small_mar.head, guided, CPU, precision, compiled, graphs, folder, **again)
+
+    first = get()
+    assert get() == first == costs(1e-3, 1e-6) and measured == [True]
+    others = [get(guided=False), get(policy="bf16"), get(compiled=True), get(graphs=True)]
+    assert measured == [True, False, True, True, True] and get() == first and get(guided=False) == others[0]
+    assert get(again=True) == get() == costs(6e-3, 1e-6) and get(policy="bf16") == others[1]
+    (file,) = (tmp_path / "kept").iterdir()
+    assert file.name == "costs.json"
+    of_other_make = [{"key": entry["key"], "costs": {"rows": [1]}} for entry in json.loads(file.read_text())]
+    whole = json.loads(file.read_text())
+
+    def spoilt(name, value):
+        return json.dumps([{"key": entry["key"], "costs": entry["costs"] | {name: value}} for entry in whole])
+
+    values = (math.nan, math.inf, -1.0, 1e300, "1", None, True, [])
+    wrong = [spoilt("round", [value, 1.0, 1.0, 1.0]) for value in values]
+    wrong += [spoilt("rows", [0, 1, 2, 3]), spoilt("rows", [4, 3, 2, 1]), spoilt("rows", 5), spoilt("table_size", -1)]
+    wrong += [spoilt(name, [1.0] * 10**5) for name in ("ancestral", "start")] + [spoilt("start", []), "[" * 10**5]
+    wrong += [json.dumps([{"key": entry["key"], "costs": value} for entry in whole]) for value in (None, [], "x", 1)]
+    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', json.dumps(of_other_make), *wrong):
+        file.write_text(content)
+        count = len(measured)
+        assert get() == get() and len(measured) == count + 1
+    assert get(folder=file / "under").rows == [*ROWS]  # not writable: measured each time
+
+
+def test_measured_costs_are_of_the_real_head(small_mar, monkeypatch):
+    monkeypatch.setattr("cspd.continuous.costs.ROWS", (1, 4))
+    monkeypatch.setattr("cspd.continuous.costs.REPEATS", 1)
+    model = measure(small_mar.head, True, CPU, FP32)
+    assert model.rows == [1, 4] and model.inputs == [8, 32]
+    for seconds in (model.ancestral, model.start, model.round):
+        assert len(seconds) == 2 and 0 < min(seconds) and max(seconds) < 1

@@ -1,0 +1,217 @@
+"""Calibrations are fitted to the sampler's own traces, and kept on disk as what they were made for.
+
+They are made once, read by others, and made again where they are damaged.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from heads import FP32
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from toys import CPU
+
+from cspd import Request, keeping
+from cspd.continuous import tuning
+from cspd.continuous.calibration import Calibration, fit
+from cspd.continuous.tracing import trace
+from cspd.continuous.tuning import Calibrations
+from cspd.keeping import content_hash, user_cache
+from cspd.precision import Precision
+from mar.diffusion import schedule
+
+REQUEST = Request(
+    0,
+    method="speculative",
+    num_iter=3,
+    cfg=2.0,
+    cfg_schedule="linear",
+    temperature=0.9,
+    num_sampling_steps=6,
+    draft="calibrated",
+)
+
+
+def same(a: Calibration, b: Calibration) -> bool:
+    return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Calibration))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Temperatures of the fits that were made."""
+    made = []
+
+    def spy(x, eps, v, temperature, frozen):
+        made.append(temperature)
+        return fit(x, eps, v, temperature, frozen)
+
+    monkeypatch.setattr(tuning, "fit", spy)
+    return made
+
+
+@pytest.fixture
+def calibrations(small_mar, tmp_path):
+    """Makes `Calibrations` of the small model over some folders."""
+    return lambda *folders, model=small_mar, policy="fp32": Calibrations(
+        model, CPU, Precision(policy, CPU), folders or [tmp_path / "kept"]
+    )
+
+
+def test_traces_are_the_samplers_own(small_mar):
+    """256 tokens, 8 iterations of 4 images; a step's states follow from the one before."""
+    x, eps, v = trace(small_mar, REQUEST, CPU, FP32).chains
+    assert x.shape == eps.shape == v.shape == (6, 256, 16) and len(x[5].unique(dim=0)) == 256
+    s = schedule(6)
+    for t in range(1, 6):
+        sigma = 0.9 * torch.exp(s.log_sigma_base[t] + s.log_sigma_slope[t] * v[t])
+        noise = (x[t - 1] - s.mean_x[t] * x[t] - s.mean_eps[t] * eps[t]) / sigma
+        assert abs(noise.mean()) < 4 / noise.numel() ** 0.5 and abs(noise.std() - 1) < 4 / noise.numel() ** 0.5
+    assert not torch.equal(x, trace(small_mar, dataclasses.replace(REQUEST, cfg=1.0), CPU, FP32).x)
+
+
+def test_made_once_and_read_by_others(calibrations, made, tmp_path):
+    first = calibrations()
+    ours = first.get(REQUEST)
+    again = dataclasses.replace(REQUEST, label=3, seed=9, num_iter=5, window=4)  # what it does not depend on
+    assert first.get(again) is ours and len(made) == 1
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 1
+    assert len([*(tmp_path / "kept").iterdir()]) == 1  # no temporary file stays
+    assert first.folder_of(REQUEST) == tmp_path / "kept"
+
+
+CHANGES = {
+    "cfg": {"cfg": 2.5},
+    "guided": {"cfg": 1.0},
+    "schedule": {"cfg_schedule": "constant"},
+    "temperature": {"temperature": 1.0},
+    "T": {"num_sampling_steps": 7},
+    "draft": {"draft": "frozen"},
+}
+
+
+def test_other_settings_or_weights_are_other_calibrations(calibrations, made, small_mar, tmp_path):
+    calibrations().get(REQUEST)
+    for count, change in enumerate(CHANGES.values(), 2):
+        changed = dataclasses.replace(REQUEST, **change)
+        assert calibrations().folder_of(changed) is None
+        calibrations().get(changed)
+        assert len(made) == count == len([*(tmp_path / "kept").iterdir()])
+    calibrations(policy="bf16").get(REQUEST)
+    other = copy.deepcopy(small_mar)
+    other.head.input_proj.bias[0] += 1e-3
+    calibrations(model=other).get(REQUEST)
+    assert len(made) == len(CHANGES) + 3
+    for change in ({}, *CHANGES.values()):  # and all of them are there
+        calibrations().get(dataclasses.replace(REQUEST, **change))
+    unguided = dataclasses.replace(REQUEST, cfg=1.0, cfg_schedule="constant")
+    calibrations().get(unguided)  # without guidance its schedule does not matter
+    assert len(made) == len(CHANGES) + 3
+
+
+@pytest.mark.parametrize(
+    "damage", ["empty", "cut off", "cut in the header", "garbage", "of other settings", "a folder"]
+)
+def test_a_damaged_file_is_made_again(damage, calibrations, made, tmp_path):
+    ours = calibrations().get(REQUEST)
+    (file,) = (tmp_path / "kept").iterdir()
+    content = file.read_bytes()
+    if damage == "a folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        other = {
+            "empty": b"",
+            "cut off": content[:-100],
+            "cut in the header": content[:50],
+            "garbage": bytes(range(256)) * 10,
+            "of other settings": content.replace(b"linear", b"cosine"),
+        }
+        file.write_bytes(other[damage])
+    if damage == "a folder":
+        with pytest.warns(UserWarning, match="no folder is writable"):
+            assert same(calibrations().get(REQUEST), ours)
+        assert [*(tmp_path / "kept").iterdir()] == [file]
+        return
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+    assert [*(tmp_path / "kept").iterdir()] == [file] and file.read_bytes() == content
+
+
+WRONG = {  # of the right settings
+    "a NaN": lambda c: c["coefficients"].__setitem__((2, 0, 1), np.nan),
+    "an infinite drift": lambda c: c["drift"].__setitem__((2, 0), np.inf),
+    "a huge coefficient": lambda c: c["coefficients"].__setitem__((2, 0, 1), 1e30),
+    "drafts that grow": lambda c: c["coefficients"].fill(1e5),
+    "a lag less": lambda c: c.update(coefficients=c["coefficients"][:, :-1]),
+    "a step less": lambda c: c.update(drift=c["drift"][:-1]),
+    "no numbers": lambda c: c.update(coefficients=np.float32(0)),
+    "another dtype": lambda c: c.update(coefficients=c["coefficients"].astype(np.float64)),
+    "calls of 0": lambda c: c["calls"].fill(0),
+    "more calls than steps": lambda c: c["calls"].fill(7),
+    "no calls": lambda c: c.update(calls=c["calls"][:, :0]),
+    "calls without tokens": lambda c: c.update(calls=np.int16(3)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_calibration_that_is_no_draft_is_made_again(wrong, calibrations, made, tmp_path):
+    ours = calibrations().get(REQUEST)
+    (file,) = (tmp_path / "kept").iterdir()
+    with safe_open(file, "np") as kept:
+        arrays, metadata = {name: kept.get_tensor(name) for name in kept.keys()}, kept.metadata()
+    WRONG[wrong](arrays)
+    save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, file, metadata)
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+
+
+def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
+    monkeypatch.setattr(keeping, "REMEMBERED", 2)
+    ours = calibrations()
+    for cfg in (1.0, 2.0, 3.0, 1.0):
+        request = dataclasses.replace(REQUEST, draft="frozen", num_sampling_steps=3, cfg=cfg)
+        assert ours.get(request) is ours.get(request)
+        assert len(ours._kept._known) <= 2
+
+
+def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, tmp_path):
+    (tmp_path / "file").write_text("")
+    folders = tmp_path / "file" / "under", tmp_path / "second"
+    ours = calibrations(*folders).get(REQUEST)
+    assert same(calibrations(*folders).get(REQUEST), ours) and len(made) == 1
+    assert calibrations(*folders).folder_of(REQUEST) == folders[1] and len([*folders[1].iterdir()]) == 1
+    with pytest.warns(UserWarning, match="no folder is writable.*under"):
+        unkept = calibrations(folders[0])
+        assert same(unkept.get(REQUEST), ours)
+    assert unkept.get(REQUEST) is unkept.get(REQUEST) and len(made) == 2  # still only once
+
+
+def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "cspd"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache().is_relative_to(Path.home())
+
+
+def test_the_hash_depends_on_every_weight(small_mar):
+    model = copy.deepcopy(small_mar)
+    hashes = {content_hash(model)}
+    assert hashes == {content_hash(small_mar)}
+    weights = model.state_dict()
+    for tensor in weights.values():
+        last = tensor.view(-1)[-1:]
+        before = last.clone()
+        last.copy_(torch.nextafter(last, torch.full_like(last, torch.inf)))
+        hashes.add(content_hash(model))
+        last.copy_(before)
+    assert len(hashes) == 1 + len(weights)
+    assert content_hash(model) == content_hash(small_mar)
+    block = model.head.res_blocks[0].mlp
+    block[0].weight.data, block[2].weight.data = block[2].weight.data, block[0].weight.data
+    assert content_hash(model) not in hashes
