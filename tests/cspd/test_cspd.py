@@ -1,205 +1,33 @@
-"""CSpD is what its paper says (arXiv 2411.11925), decision by decision: noise, guidance, ratio, residual, counts.
-
-The models have a small MAR's backbone and a head of known score, whose tokens are of order one: every image is made
-again here, token by token and in float64.
-"""
+"""CSpD is what its paper says (arXiv 2411.11925): every image is made again by hand, with its noise and guidance."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
-import itertools
 import math
-import random
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from heads import MixtureHead
-from scipy import stats as scipy_stats
-from torch import Tensor
+from cspd_by_hand import (  # noqa: F401 - fixtures
+    GAMMA,
+    LEFT,
+    LENGTH,
+    TOKEN,
+    by_hand,
+    generate,
+    known_draft,
+    known_target,
+    order_of,
+    plain,
+    request,
+    scales,
+)
 
 import cspd
 from cspd import Engine, MARModels, Request, noise
 from cspd.continuous import ancestral
 from cspd.continuous import cspd_method as method
-from cspd.continuous.cspd_ratio import Paths
 from cspd.sequence import Sequence
-from mar.diffusion import schedule
-from mar.model import MAR
-
-LENGTH, CHANNELS, GAMMA = 64, 16, 8
-SETTINGS = {"num_iter": 64, "cfg": 3.0, "temperature": 0.9, "num_sampling_steps": 12, "gamma": GAMMA, "prefill": 0.0}
-TOKEN = 1e-3  # equal tokens differ by less
-LEFT = {64: [*range(63, 0, -1), 1], 8: [62, 59, 53, 45, 35, 24, 12, 1]}  # mask_len of each iteration, by num_iter
-
-
-class KnownHead(MixtureHead):
-    """Predicts the noise of tokens ~ N(map z +- 0.4, 0.4^2); `apart` moves the map, `shift` the variance channel."""
-
-    def __init__(self, apart: float = 0.0, shift: float = 0.0) -> None:
-        means = [0.4] * CHANNELS, [-0.4] * CHANNELS
-        super().__init__(means, scales=[0.4, 0.4], weights=[0.5, 0.5], wobble=0.2)
-        self.map, self.shift = torch.nn.Linear(96, CHANNELS, bias=False), shift
-        same, other = (torch.randn(CHANNELS, 96, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-        self.map.weight.data = (same + apart * other) * 0.05
-
-    def cond_embed(self, z: Tensor) -> Tensor:
-        return self.map(z)
-
-    def v(self, timestep: np.ndarray) -> np.ndarray:
-        return MixtureHead.v(timestep) + self.shift
-
-
-def with_head(model: MAR, head: KnownHead) -> MAR:
-    model = copy.deepcopy(model).requires_grad_(False)
-    model.diffloss.net = head
-    model.fake_latent *= 10  # so that guidance shows
-    return model
-
-
-@pytest.fixture(scope="module")
-def target(small_mar):
-    return with_head(small_mar, KnownHead())
-
-
-@pytest.fixture(scope="module")
-def draft(small_mar):
-    """Right about a token in three."""
-    return with_head(small_mar, KnownHead(apart=0.15, shift=0.01))
-
-
-def request(label: int = 3, seed: int = 5, **changes) -> Request:
-    return Request(label, seed, **({"method": "cspd"} | SETTINGS | changes))
-
-
-def plain(label: int = 3, seed: int = 5, **changes) -> Request:
-    settings = {name: value for name, value in SETTINGS.items() if name not in ("gamma", "prefill")}
-    return Request(label, seed, **({"method": "ar"} | settings | changes))
-
-
-def generate(target: MAR, draft: MAR | None, *requests: Request, max_batch: int = 1, **functions) -> list:
-    """Outputs; `functions` take the place of those of `cspd.noise`."""
-    source = SimpleNamespace(**(vars(noise) | functions))
-    return Engine(MARModels(target, draft), max_batch=max_batch, device="cpu", noise=source).generate(list(requests))
-
-
-def order_of(request: Request) -> Tensor:
-    return noise.order(torch.tensor([request.seed]), LENGTH)[0]
-
-
-# ---- Algorithm 1 written down once more: slow, in float64, one thing at a time
-
-
-class Chain(NamedTuple):
-    """Means of the last step [R, d], log sigma summed over channels and steps T-1 .. 1 [R], log sigma at 0 [R, d]."""
-
-    mean: Tensor
-    path: Tensor
-    last: Tensor
-
-
-def denoise(head: torch.nn.Module, z: Tensor, scale: float | Tensor, request: Request, x: Tensor, eps_t: list) -> Chain:
-    """Chains from x_T under z [2, R, D], null class second, with the noise eps_t[t] [R, d]."""
-    s, path = schedule(request.num_sampling_steps), 0
-    for t in reversed(range(request.num_sampling_steps)):
-        t_embed = head.time_embed(torch.tensor([s.timestep_map[t]]))
-        out = head.denoise(x.float(), head.split(head.modulations(t_embed, head.cond_embed(z)))).double()
-        eps, v = out.chunk(2, -1)
-        eps, v = eps[1] + scale * (eps[0] - eps[1]), v[0]
-        x0 = x / s.alphas_cumprod[t] ** 0.5 - (1 / s.alphas_cumprod[t] - 1) ** 0.5 * eps
-        mean = s.posterior_mean_coef1[t] * x0 + s.posterior_mean_coef2[t] * x
-        f = (v + 1) / 2
-        variance = f * np.log(s.betas[t]) + (1 - f) * s.posterior_log_variance_clipped[t]
-        log_sigma = 0.5 * variance + math.log(request.temperature)
-        if t:
-            path = path + log_sigma.sum(-1)
-            x = mean + log_sigma.exp() * eps_t[t]
-    return Chain(mean, path, log_sigma)
-
-
-SIGNS = {None: 1, "paper": 1, "published": -1}  # of log Sigma
-
-
-def log_ratio(x: Tensor, p: Chain, q: Chain, ratio_temperature: float, sigma: str | None = None) -> Tensor:
-    """log p - log q at tokens x [R, d], Sigma included: [R]."""
-
-    def last(chain: Chain) -> Tensor:
-        z = (x - chain.mean) / chain.last.exp() / ratio_temperature
-        return (-0.5 * z.square() - chain.last - 0.5 * math.log(2 * math.pi)).sum(-1)
-
-    return SIGNS[sigma] * (q.path - p.path) + last(p) - last(q)
-
-
-def scales(request: Request) -> list[float]:
-    """s of each token, by its rank in the order."""
-    by_rank, lefts = [], LEFT[request.num_iter]
-    for left, masked in zip(lefts, [*lefts[:-1], 0]):  # the last iteration leaves none, with the s of 1
-        s = request.cfg if request.cfg_schedule == "constant" else 1 + (request.cfg - 1) * (LENGTH - left) / LENGTH
-        by_rank += [s] * (LENGTH - masked - len(by_rank))
-    return by_rank
-
-
-class ByHand(NamedTuple):
-    tokens: Tensor
-    accepted: list  # by rank; None where the target alone made the token
-    rounds: int
-    drafted: int
-    tries: int
-
-
-@torch.inference_mode()
-def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
-    seed, order, s = torch.tensor([request.seed]), order_of(request), scales(request)
-    tokens, accepted = torch.zeros(LENGTH, CHANNELS), [None] * LENGTH
-
-    def chain(model: MAR, rank: int, known: int, index: int = 0) -> Chain:
-        at = order[rank : rank + 1]
-        classes = torch.cat([model.class_emb.weight[[request.label]], model.fake_latent])
-        z = model(tokens.repeat(2, 1, 1), order.repeat(2, 1), [known] * 2, classes, at.repeat(2, 1))
-        x = noise.initial(seed, at, CHANNELS, index).double()
-        eps_t = noise.steps(seed, at, torch.arange(request.num_sampling_steps), CHANNELS, index)
-        return denoise(model.head, z, s[rank], request, x, eps_t)
-
-    def judge(x: Tensor, p: Chain, q: Chain) -> float:
-        return log_ratio(x, p, q, request.ratio_temperature or 42, request.sigma).item()
-
-    rounds = drafted = tries = known = 0
-    prefill = math.ceil(request.prefill * LENGTH)
-    while known < prefill:
-        left = LEFT[request.num_iter][rounds] if rounds + 1 < request.num_iter else 0
-        ranks = range(known, min(LENGTH - left, prefill))
-        tokens[order[ranks]] = torch.cat([chain(target, rank, known).mean for rank in ranks]).float()
-        known, rounds = ranks.stop, rounds + 1
-    while known < LENGTH:
-        ranks = range(known, min(known + request.gamma, LENGTH))
-        q = {}
-        for rank in ranks:
-            q[rank] = chain(draft, rank, rank)
-            tokens[order[rank]] = q[rank].mean[0]
-        sequential, index = request.verify == "sequential", 1 if request.align is False else 0
-        p = {rank: chain(target, rank, rank if sequential else known, index) for rank in ranks}
-        for rank in ranks:
-            at = order[rank : rank + 1]
-            accepted[rank] = noise.token_coins(seed, at).log().item() < judge(q[rank].mean, p[rank], q[rank])
-            known = rank + 1
-            if accepted[rank]:
-                continue
-            tokens[at] = p[rank].mean.float()
-            for i in range(100):
-                normal, uniform = noise.token_candidates(seed, at, i, 1, CHANNELS)
-                y = p[rank].mean + p[rank].last.exp() * normal[0]
-                tries += 1
-                if uniform.item() < 1 - math.exp(-judge(y, p[rank], q[rank])):
-                    tokens[at] = y.float()
-                    break
-            if sequential:
-                break
-        rounds, drafted = rounds + 1, drafted + len(ranks)
-    return ByHand(tokens, accepted, rounds, drafted, tries)
 
 
 @pytest.mark.parametrize(
@@ -259,103 +87,6 @@ def test_a_draft_that_is_the_target_is_judged_in_another_context_in_parallel(tar
     judged, accepted = np.array(outputs[0].stats.by_lag)
     assert accepted[0] == judged[0] == LENGTH // GAMMA
     assert (accepted[1:] < judged[1:]).any()
-
-
-# ---- the ratio
-
-
-@pytest.mark.parametrize("ratio_temperature, sigma", [(42.0, "paper"), (1.0, None), (42.0, "published")])
-def test_the_ratio_is_that_of_equation_4(ratio_temperature, sigma):
-    """On the embedded pair with 100 steps: 99 terms of log sigma and the last step's tempered Gaussians."""
-    engine, known, count = cspd.load("digits32", max_batch=1, device="cpu"), 20, 6
-    resolved = engine.resolve(Request(3, 5, method="cspd", cfg=3.0, temperature=0.9, num_sampling_steps=100))
-    host, sequence = engine.host, Sequence(resolved, 0, slot=0)
-    with torch.inference_mode():
-        host.admit([sequence])
-        host.tokens.normal_(generator=torch.Generator().manual_seed(0))
-        rows, made, chains = host.rows([sequence], [known], [count]), [], []
-        x = noise.initial(rows.seed, rows.position, CHANNELS).double()
-        eps_t = noise.steps(rows.seed, rows.position, torch.arange(100), CHANNELS)
-        for name, model in host.models.items():
-            z = host.conditions([sequence], rows, name)
-            made.append(method._denoise(host, name, resolved, rows, z)[0])
-            chains.append(denoise(model.head, z, rows.scale, resolved, x, eps_t))
-            assert (made[-1].tokens - chains[-1].mean).abs().max() < TOKEN
-            assert made[-1].log_sigma.tolist() == pytest.approx(chains[-1].path.tolist(), abs=1e-2)
-            assert made[-1].log_sigma_last.flatten().tolist() == pytest.approx(chains[-1].last.flatten().tolist())
-    assert ((chains[1].path - chains[0].path).abs() > 0.1).all(), "Sigma does not show"
-    (p, q), (p64, q64) = made, chains
-    for x in (q.tokens, p.tokens, 2 * p.tokens - q.tokens):
-        actual = method.log_ratio(x[:, None], p, q, ratio_temperature, sigma).squeeze(1)
-        # the tokens themselves are compared above: at ratio temperature 1 their rounding is many sigmas
-        p64, q64 = p64._replace(mean=p.tokens.double()), q64._replace(mean=q.tokens.double())
-        expected = log_ratio(x.double(), p64, q64, ratio_temperature, sigma)
-        assert expected.abs().max() > 1
-        assert actual.tolist() == pytest.approx(expected.tolist(), rel=1e-4, abs=2e-2)
-
-
-# ---- the residual
-
-
-def denoised(mean: list[float], sigma: list[float], log_sigma: float, rows: int) -> Paths:
-    mean, last = (torch.tensor(values).expand(rows, -1) for values in (mean, np.log(sigma).tolist()))
-    return Paths(mean, torch.full((rows,), log_sigma), last)
-
-
-def resample(p: Paths, q: Paths, ratio_temperature: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    index = torch.arange(len(p.tokens))
-    rows = SimpleNamespace(seed=seed + index, position=index % 7)
-    asked = request(ratio_temperature=ratio_temperature)
-    return method._resample(SimpleNamespace(noise=noise), asked, rows, index, p, q)
-
-
-@pytest.mark.parametrize(
-    "log_big_sigma, ratio_temperature", [(0.0, 1.0), (-0.4, 1.0), (0.5, 2.0)], ids=["p - q", "Sigma", "tempered"]
-)
-def test_rejected_tokens_are_drawn_from_the_residual(log_big_sigma, ratio_temperature):
-    """They are draws of norm(p max(0, 1 - 1 / ratio)), which is norm(max(0, p - q)) at Sigma = 1 and no tempering."""
-    mean_p, sigma_p, mean_q, sigma_q = [0.5, 0.2], [0.8, 1.0], [-0.6, 0.0], [1.0, 0.7]
-    axis = np.linspace(-6, 6, 1201)
-    grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), axis=-1)
-    p, q = (scipy_stats.norm.pdf(grid, mean, sigma).prod(-1) for mean, sigma in ((mean_p, sigma_p), (mean_q, sigma_q)))
-    z_p, z_q = ((grid - np.array(m)) / s / ratio_temperature for m, s in ((mean_p, sigma_p), (mean_q, sigma_q)))
-    ratio = np.exp(log_big_sigma + 0.5 * (z_q**2 - z_p**2).sum(-1)) * np.prod(sigma_q) / np.prod(sigma_p)
-    wanted = p * np.maximum(0, 1 - 1 / ratio)
-    if (log_big_sigma, ratio_temperature) == (0, 1):
-        assert np.allclose(wanted, np.maximum(0, p - q), atol=1e-12)
-    kept = wanted.sum() * (axis[1] - axis[0]) ** 2
-    assert kept > 0.2
-    cumulative = [wanted.sum(1 - i).cumsum() / wanted.sum() for i in (0, 1)]
-
-    both = denoised(mean_p, sigma_p, 0.0, 2000), denoised(mean_q, sigma_q, log_big_sigma, 2000)
-    drawn = [resample(*both, ratio_temperature, seed) for seed in range(0, 100_000, 2000)]
-    y, tries = (torch.cat(values).double().numpy() for values in zip(*drawn))
-    for i in (0, 1):
-        cdf = functools.partial(np.interp, xp=axis + 0.005, fp=cumulative[i])
-        assert scipy_stats.kstest(y[:, i], cdf).pvalue > 1e-3
-    product = (grid.prod(-1) * wanted).sum() / wanted.sum()  # the channels are not independent
-    assert abs(y.prod(1).mean() - product) < 4 * y.prod(1).std() / len(y) ** 0.5
-    assert tries.mean() == pytest.approx(1 / kept, rel=0.03)
-
-
-def test_where_no_candidate_is_kept_the_targets_own_token_is_taken():
-    p = denoised([0.5, 0.2], [0.8, 1.0], 0.0, 50)
-    y, tries = resample(p, p, 42.0)
-    assert torch.equal(y, p.tokens)
-    assert (tries == method.MAX_TRIES + 1).all() and method.MAX_TRIES == 100
-
-
-def test_fallbacks_are_counted(target):
-    """Uniform draws above 1 reject even a perfect draft. Its residual is empty: the target's own tokens are taken."""
-
-    def above_one(seed: Tensor, position: Tensor) -> Tensor:
-        return torch.full(seed.shape, 2.0)
-
-    asked = request(verify="sequential", gamma=2, prefill=0.75)
-    (output,), (expected,) = generate(target, target, asked, token_coins=above_one), generate(target, None, plain())
-    assert (output.tokens - expected.tokens).abs().max() < TOKEN
-    assert output.stats.alpha == 0
-    assert (output.stats.fallbacks, output.stats.resample_tries) == (16, 1600)
 
 
 # ---- noise and guidance
@@ -450,124 +181,6 @@ def test_guidance_is_that_of_the_iteration_a_rank_belongs_to(num_iter, target, d
     engine.generate([request(num_iter=num_iter, num_sampling_steps=2)])
     for parts in used.values():
         assert torch.allclose(torch.cat(parts), expected)
-
-
-# ---- rounds and their counts
-
-
-@pytest.mark.parametrize(
-    "prefill, gamma, verify, num_iter, alone",
-    [
-        (0, 8, "parallel", 64, []),
-        (0, 64, "parallel", 64, []),
-        (0.05, 64, "parallel", 8, [2, 2]),
-        (0.15, 40, "parallel", 8, [2, 3, 5]),
-        (0.15, 7, "sequential", 64, [1] * 10),
-        (0.75, 64, "sequential", 8, [2, 3, 6, 8, 10, 11, 8]),
-        (1, 5, "sequential", 8, [2, 3, 6, 8, 10, 11, 12, 12]),
-    ],
-)
-def test_rounds_and_counts(prefill, gamma, verify, num_iter, alone, target, draft):
-    """`alone` are the tokens of each iteration before drafting; what follows can be told from the decisions."""
-    asked = request(prefill=prefill, gamma=gamma, verify=verify, num_iter=num_iter, num_sampling_steps=6)
-    (output,) = generate(target, draft, asked)
-    stats, heat = output.stats, output.heat[order_of(asked)]
-    first = math.ceil(prefill * LENGTH)
-    assert sum(alone) == first
-    assert heat.isnan().tolist() == [rank < first for rank in range(LENGTH)]
-    assert set(heat[first:].tolist()) <= {0.0, 1.0}
-
-    known, rounds, drafted, evaluated, by_lag = first, 0, 0, first, np.zeros((2, gamma), dtype=int)
-    while known < LENGTH:
-        size = min(gamma, LENGTH - known)
-        rounds, drafted, evaluated = rounds + 1, drafted + size, evaluated + size
-        for lag in range(size):
-            right = heat[known] == 1
-            by_lag[:, lag] += [1, right]
-            known += 1
-            if verify == "sequential" and not right:
-                break
-    if verify == "parallel":
-        assert rounds == math.ceil((LENGTH - first) / gamma)
-    assert stats.backbone_calls == stats.iterations == len(alone) + rounds
-    assert stats.head_calls == 6 * stats.backbone_calls and stats.head_calls_per_token == 6
-    assert stats.head_evaluations == evaluated * 6 * 2
-    assert (stats.draft_backbone_calls, stats.draft_head_calls) == (drafted, drafted * 6)
-    assert stats.guarantee == "heuristic"
-    if first == LENGTH:
-        assert stats.alpha is None and stats.by_lag == stats.by_rank == [[], []]
-        return
-    assert stats.by_lag == by_lag.tolist()
-    assert stats.by_rank == [[int(rank >= first) for rank in range(LENGTH)], (heat == 1).int().tolist()]
-    assert stats.alpha == by_lag[1].sum() / by_lag[0].sum()
-
-
-# ---- neighbours
-
-
-def mixed_requests() -> list[Request]:
-    quick = {"num_sampling_steps": 8, "prefill": 0.6}
-    parallel = [request(i, i, num_iter=k, **quick) for i, k in enumerate((8, 32, 16, 8))]
-    sequential = [request(i, i, num_iter=k, gamma=4, verify="sequential", **quick) for i, k in enumerate((8, 32, 16))]
-    chains = [request(i, i, chains="speculative", window=4, **quick) for i in range(2)]
-    return [*parallel, *sequential, *chains, plain(num_iter=20, num_sampling_steps=8)]
-
-
-@pytest.fixture(scope="module")
-def alone(target, draft):
-    """Each of the mixed requests made alone."""
-    return [generate(target, draft, r)[0] for r in mixed_requests()]
-
-
-def flipped(outputs: list, expected: list) -> int:
-    """How many images differ: rounding may turn a decision over, once in a long while."""
-    differ = [(a.tokens - b.tokens).abs().max() > TOKEN for a, b in zip(outputs, expected)]
-    assert all(
-        a.stats.by_rank == b.stats.by_rank and torch.equal(a.heat.nan_to_num(9), b.heat.nan_to_num(9))
-        for a, b, other in zip(outputs, expected, differ)
-        if not other and a.request.method == "cspd"
-    )
-    return sum(differ)
-
-
-@pytest.mark.parametrize("max_batch", [3, pytest.param(7, marks=pytest.mark.slow)])
-def test_images_do_not_depend_on_the_batch(max_batch, target, draft, alone):
-    assert flipped(generate(target, draft, *mixed_requests(), max_batch=max_batch), alone) <= 1
-
-
-def test_images_do_not_depend_on_neighbours_and_arrival(target, draft, alone):
-    """New requests join while others are on their way, in another order."""
-    engine, requests, tickets, outputs = (
-        Engine(MARModels(target, draft), max_batch=7, device="cpu"),
-        mixed_requests(),
-        {},
-        {},
-    )
-    order = random.Random(2).sample(range(len(requests)), len(requests))
-    arrivals = iter(order)
-    while len(outputs) < len(requests):
-        for index in itertools.islice(arrivals, 1):
-            tickets[engine.add_request(requests[index])] = index
-        outputs |= {tickets[ticket]: output for ticket, output in engine.step().items()}
-    assert flipped([outputs[i] for i in range(len(requests))], alone) <= 1
-    assert not engine.host.kept  # nothing is kept of what is gone
-
-
-# ---- chains that speculate
-
-
-def test_both_chains_may_speculate(target, draft):
-    settings = {"num_sampling_steps": 30, "prefill": 0.4}
-    usual, fast = (
-        generate(target, draft, *(request(seed=i, **settings, **more) for i in range(2)), max_batch=2)
-        for more in ({}, {"chains": "speculative", "window": 8})
-    )
-    for a, b in zip(usual, fast):
-        assert a.stats.draft_backbone_calls == b.stats.draft_backbone_calls == 38
-        assert b.stats.draft_head_calls < 0.7 * a.stats.draft_head_calls
-        assert b.stats.head_calls < 0.9 * a.stats.head_calls  # those of the prefill are ancestral
-        assert 0 < b.stats.alpha < 1 and b.request.window == 8
-        assert (a.tokens - b.tokens).abs().max() > TOKEN  # the draws are others
 
 
 # ---- what is not accepted
