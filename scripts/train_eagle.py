@@ -31,6 +31,7 @@ from training import HELD_OUT_SEED, device_of_process, export, fit, is_first
 import cspd
 from cspd.commands.subjects import read_prompts
 from cspd.discrete.host import VQHost
+from cspd.evaluation.images import image_files
 from cspd.evaluation.subjects import Subject, are_texts, asking_for
 from cspd.loading import checkpoint_files
 from cspd.vq.eagle import Eagle
@@ -132,7 +133,7 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list
             f"--checkpoint {args.checkpoint} is a model of transformers: EAGLE's drafters are for LlamaGen's layers, so"
             " give one of those, or draft by the model itself (--method sjd)"
         )
-    texts = read_prompts(args.prompts, by_image=bool(args.data)) if args.prompts else None
+    texts = read_prompts(args.prompts, image_files(Path(args.data)) if args.data else ()) if args.prompts else None
     files = {"vae": args.tokenizer, "text_encoder": args.text_encoder}
     engine = cspd.load(args.checkpoint, arch=args.arch, **files, max_batch=1, device=device)
     host = engine.host

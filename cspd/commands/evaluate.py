@@ -128,11 +128,11 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
     processes = Processes()
-    prompts = read_prompts(args.prompts) if args.prompts else None
     if args.images:
         if processes.rank == 0:
-            _measure_folder(args, prompts, default)
+            _measure_folder(args, default)
         return
+    prompts = read_prompts(args.prompts) if args.prompts else None
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
     def made() -> str:
@@ -157,10 +157,11 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             _report(args, shards, shards.subjects(), how, about)
 
 
-def _measure_folder(args: argparse.Namespace, prompts: list[str] | None, default: Callable[[str], object]) -> None:
+def _measure_folder(args: argparse.Namespace, default: Callable[[str], object]) -> None:
     """Reports on images that are there already."""
     _check_measuring(args, default)
     images = ImageFolder(args.images)
+    prompts = read_prompts(args.prompts, images.files) if args.prompts else None
     if prompts and len(images) % len(prompts):
         counts = f"{args.images} has {len(images)} images and {args.prompts} {len(prompts)} texts"
         raise ValueError(f"{counts}: give --prompts a file with a text of each image, in the order of their names")

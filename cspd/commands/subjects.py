@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cspd.engine import Engine
@@ -15,7 +15,7 @@ from cspd.sequence import Label, Request
 CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
 OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
-LONGEST_ID = 20  # characters of an image's number or name, in COCO's file
+COCO_NAME = re.compile(r"(?:COCO_\w+_)?0*(\d+)")  # of a picture: COCO_val2014_000000000139, 000000000139
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
 NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 
@@ -42,13 +42,13 @@ def add_negative_prompt(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def read_prompts(path: Path, by_image: bool = False) -> list[str]:
+def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
     """The texts of a file, in its order: one a line, or of a .json file, see `FORMS`.
 
     Of COCO's captions each image's first is taken.
 
     Args:
-        by_image: take COCO's captions in the order of its images' names, which are numbers.
+        images: pictures that have the texts. Where they are COCO's own, by their names, each has its own caption.
 
     Raises:
         OSError: the file cannot be read. ValueError: it has no texts, one that is blank or damaged, or another form.
@@ -63,7 +63,7 @@ def read_prompts(path: Path, by_image: bool = False) -> list[str]:
         raise ValueError(f"{path}: {path.suffix} is not read: {FORMS}")
     is_json = path.suffix.lower() == ".json"
     if is_json:
-        texts = _texts_of_json(path, content, by_image)
+        texts = _texts_of_json(path, content, images)
     else:
         texts = content.rstrip().split("\n")  # nowhere else, as editors do
     if not any(texts):
@@ -77,7 +77,7 @@ def read_prompts(path: Path, by_image: bool = False) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def _texts_of_json(path: Path, content: str, by_image: bool) -> list[str]:
+def _texts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[str]:
     try:
         found = parse_json(content)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _texts_of_json(path: Path, content: str, by_image: bool) -> list[str]:
         wrong = misfit(texts, [str])
     else:
         wrong = misfit(found, COCO)
-        texts = [] if wrong else _first_captions(found["annotations"], by_image)
+        texts = [] if wrong else _first_captions(found["annotations"], images)
     if wrong:
         raise ValueError(f"{path}: {wrong} is of another form: {FORMS}")
     return texts
@@ -98,13 +98,14 @@ def _text_of(entry: object) -> object:
     return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
 
 
-def _first_captions(annotations: list[dict], by_image: bool) -> list[str]:
-    """One caption of each image."""
-    captions: dict[int | str, str] = {}
+def _first_captions(annotations: list[dict], images: Sequence[Path]) -> list[str]:
+    """One caption of each image: of these where all have one by their names, else of all in the file's order."""
+    captions: dict[str, str] = {}
     for annotation in annotations:
-        captions.setdefault(annotation["image_id"], annotation["caption"])
-    images = sorted(captions, key=lambda image: str(image).zfill(LONGEST_ID)) if by_image else captions
-    return [captions[image] for image in images]
+        captions.setdefault(str(annotation["image_id"]), annotation["caption"])
+    numbers = [COCO_NAME.fullmatch(image.stem) for image in images]
+    own = [captions.get(number[1]) if number else None for number in numbers]
+    return own if own and None not in own else [*captions.values()]
 
 
 def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
