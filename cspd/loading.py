@@ -47,7 +47,7 @@ _TEXT_FILES = _VQ_FILES | {
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
 }
 _TARGETS = tuple(dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"] + _TEXT_FILES["target"]))
-_TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl")  # folders looked for beside a target
+_TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl", "text_encoder")  # folders looked for beside a target
 # what is fetched with a target from the hub
 _COMPANIONS = (
     DESCRIPTION,
@@ -190,7 +190,7 @@ def load(
         vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
         draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
         eagle: the file of a VQ target's EAGLE drafter, where it does not lie beside the target.
-        text_encoder: the folder of FLAN-T5-XL, of models of texts, where it does not lie beside the target.
+        text_encoder: the folder of a T5 encoder, of models of texts, where it does not lie beside the target.
         max_batch, device, precision, compiled, graphs: as in `Engine`.
 
     Raises:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -55,7 +55,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def write_json(path: Path, content: Mapping) -> None:
+def write_json(path: Path, content: Mapping | Sequence) -> None:
     """Writes as `publishing` does."""
     write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 

@@ -260,10 +260,22 @@ class GPT(nn.Module):
             x = layer(x, table, mask, cache)
         return self.norm(x)
 
-    def forward(self, condition: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [B, 1 + N, V] of the tokens after each prefix of tokens [B, N], teacher-forced; see `embed`."""
+    def forward(self, condition: Tensor, tokens: Tensor, present: Tensor | None = None) -> Tensor:
+        """Logits [B, 1 + N, V] of the tokens after each prefix of tokens [B, N], teacher-forced; see `embed`.
+
+        Args:
+            present: bool [B, n], False where texts are padded, at their left; by default none is.
+        """
         inputs = self.embed(condition, tokens)
         last = inputs.shape[1] - tokens.shape[1] - 1  # of the condition
         position = (torch.arange(inputs.shape[1], device=tokens.device) - last).clamp(min=0)
-        features = self.features(inputs, position.unsqueeze(0))
+        mask = None if present is None else _mask(F.pad(present, (0, tokens.shape[1]), value=True))
+        features = self.features(inputs, position.unsqueeze(0), mask)
         return self.output(features[:, last:])
+
+
+def _mask(present: Tensor) -> Tensor:
+    """bool [B, 1, N, N]: inputs look at those before them that are no padding, bool [B, N], and at themselves."""
+    own = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)
+    before = torch.ones_like(own).tril()
+    return (before & present.unsqueeze(1) | own).unsqueeze(1)

@@ -54,6 +54,12 @@ def _digits(dim: int, n_layer: int, n_head: int) -> GPTSpec:
     return GPTSpec(config, "vq_digits32", SamplingDefaults(image_size=32))
 
 
+def _emoji_texts(dim: int, n_layer: int, n_head: int) -> GPTSpec:
+    sizes = {"vocab_size": 512, "block_size": 256, "num_classes": 0, "multiple_of": 32}
+    config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, prefix_length=32, caption_dim=128, **sizes)
+    return GPTSpec(config, "vq_emoji64", SamplingDefaults(cfg=3.0, image_size=64))
+
+
 # side 24: files trained at 384 pixels, whose images the authors resize to 256; 32: at 512
 GPTS: dict[str, GPTSpec] = {
     "llamagen_b": _official(768, 12, 12, cfg=2.0, side=16),
@@ -66,11 +72,16 @@ GPTS: dict[str, GPTSpec] = {
     "llamagen_xl_t2i": _texts(1280, 36, 20, side=32),
     "gpt_digits32": _digits(192, 8, 6),
     "gpt_digits32_draft": _digits(160, 3, 5),
+    "gpt_emoji64_text": _emoji_texts(160, 6, 4),
+    "gpt_emoji64_text_draft": _emoji_texts(96, 3, 3),
 }
 
 TOKENIZERS: dict[str, VQConfig] = {
     "vq16": VQConfig(),
     "vq_digits32": VQConfig(ch=32, ch_mult=(1, 2), z_channels=64, codebook_size=512, num_res_blocks=1, attention=False),
+    "vq_emoji64": VQConfig(
+        ch=32, ch_mult=(1, 1, 2), z_channels=64, codebook_size=512, num_res_blocks=1, attention=False
+    ),
 }
 
 

@@ -115,7 +115,7 @@ class TextEncoder:
     @property
     def bytes_to_load(self) -> int:
         """Of its weights in float32, by the sizes in its configuration; 0 once they are loaded."""
-        if "_models" in vars(self):
+        if "models" in vars(self):
             return 0
         sizes, width = self._sizes, self.width
         heads, hidden = sizes["num_heads"], sizes["d_ff"]
@@ -147,7 +147,7 @@ class TextEncoder:
         return torch.from_numpy(kept["features"]), int(kept["count"])
 
     def _made(self, text: str, most: int, device: torch.device) -> dict[str, Any]:
-        tokenizer, encoder = self._models
+        tokenizer, encoder = self.models
         tokenizer.no_truncation()
         count = len(tokenizer.encode(text).ids)
         tokenizer.enable_truncation(most)  # before the end's token
@@ -157,7 +157,7 @@ class TextEncoder:
         return {"features": features.float().cpu().numpy(), "count": np.array(count)}
 
     @functools.cached_property
-    def _models(self) -> tuple[Any, Any]:
+    def models(self) -> tuple[Any, Any]:
         """The tokenizer, and the encoder in float32."""
         with telling(f"loading {self.folder}"):
             from tokenizers import Tokenizer

@@ -48,6 +48,16 @@ def test_a_whole_sequence(models):
             assert relative_error(logits, expected) < 1e-5
 
 
+def test_a_padded_batch(models):
+    """As texts are trained on: of unequal lengths, padded at the left, some replaced by the null caption."""
+    codes = torch.arange(8)
+    both = [condition for request in requests()[:2] for condition in conditions(models["target"], request)]
+    features, present = (torch.stack(each) for each in zip(*both))
+    logits = models["target"](features, codes.expand(4, -1), present)
+    for own, condition in zip(logits, both):
+        assert relative_error(own, plain_logits(models["target"], *condition, codes)) < 1e-5
+
+
 @pytest.mark.parametrize("rounds", [(0, 3, 1), (2, 2, 2)], ids=str)
 def test_a_ragged_batch(rounds, models):
     """Three texts of unequal length, each as far as it is, by one forward."""

@@ -54,7 +54,7 @@ def test_features_are_those_of_the_padded_text(real):
 def test_its_configuration_says_how_large_it_is(real):
     encoder = TextEncoder(real)
     expected = encoder.bytes_to_load
-    assert expected == 4 * sum(parameter.numel() for parameter in encoder._models[1].parameters())
+    assert expected == 4 * sum(parameter.numel() for parameter in encoder.models[1].parameters())
     assert encoder.bytes_to_load == 0  # it is loaded
 
 
