@@ -82,7 +82,7 @@ def data_of(args: argparse.Namespace) -> Data:
         if name not in images.classes:
             raise ValueError(f"--upright {name}: the classes of {folder} are {', '.join(images.classes)}")
     mirrored = [name not in upright for name in images.classes]
-    return Data(images.classes, _drawing(images.loader, paths, mirrored, args.size))
+    return Data(images.classes, drawing(images.loader, paths, mirrored, args.size))
 
 
 def captioned(folder: Path, texts: Sequence[str], size: int) -> Data:
@@ -111,7 +111,8 @@ def _by_class(images: ImageFolder) -> list[list[str]]:
     return paths
 
 
-def _drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bool], size: int) -> Callable:
+def drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bool], size: int) -> Callable:
+    """A data set's `draw`, of files by split and label; images of some labels are mirrored in training."""
     square = v2.Compose([v2.ToImage(), v2.Resize(size), v2.CenterCrop(size)])
     mirror = v2.RandomHorizontalFlip()
     padded = v2.Pad(round(size * MARGIN), padding_mode="edge")

@@ -1,0 +1,50 @@
+"""Judges images of a list of captions by a classifier: python scripts/judge_prompts.py --images samples --prompts ...
+
+The images are a folder that `cspd sample --prompts` has made of a list that scripts/captions.py has written. Told is
+which share is recognised as the class that the caption's own pictures are in: of captions that were trained on, and of
+those held out in composition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from captions import read_list
+
+from cspd.commands.sample_folder import prompts_of
+from cspd.evaluation.classifier import CLASSIFIERS, Classifier
+from cspd.evaluation.images import ImageFolder
+from mar.checkpoint import fill
+from mar.tensors import read_tensors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, default=Path("checkpoints/emoji64_text/prompts.json"))
+    parser.add_argument("--classifier", type=Path, default=Path("checkpoints/emoji64/classifier.safetensors"))
+    parser.add_argument("--arch", default="emoji64", choices=CLASSIFIERS, help="the classifier's sizes")
+    args = parser.parse_args()
+    images = ImageFolder(args.images)
+    entries = {entry["prompt"]: entry for entry in read_list(args.prompts)}
+    texts = prompts_of(images)
+    if texts is None or not entries.keys() >= {*texts}:
+        raise SystemExit(f"{args.images} has other images than of {args.prompts}: make them by cspd sample --prompts")
+    classifier = Classifier(CLASSIFIERS[args.arch])
+    fill(classifier, read_tensors(args.classifier), args.classifier)
+    with torch.inference_mode():
+        predicted = [classifier.eval()(image[None] / 127.5 - 1).argmax().item() for image in images]
+    for what, is_held_out in (("trained on", False), ("held out", True)):
+        own = [i for i, text in enumerate(texts) if entries[text].get("held_out", False) == is_held_out]
+        if not own:
+            continue
+        share = sum(predicted[i] == entries[texts[i]]["label"] for i in own) / len(own)
+        error = math.sqrt(share * (1 - share) / len(own))
+        print(f"captions {what}: {len(own)} images, {share:.1%} recognised, standard error {error:.1%}")
+
+
+if __name__ == "__main__":
+    main()
