@@ -18,10 +18,8 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-import torch
 from emoji import digest
 from pictures import Data, drawing
-from torch import Tensor
 from torchvision.datasets.folder import default_loader
 
 from cspd.records import misfit, read_json, write_json
@@ -70,22 +68,19 @@ def read_captions(path: Path) -> list[Caption]:
 
 
 def pictures_of(captions: Sequence[Caption], upright: Sequence[str], size: int) -> Data:
-    """Their pictures, equally often, labelled by the captions' numbers.
+    """Their pictures, labelled by the captions' numbers.
 
     They are mirrored unless the name tells left from right, or the class is one of `upright`.
     """
     paths = [[str(file) for file in caption.files] for caption in captions]
     mirrored = [caption.category not in upright and not SIDES.search(caption.name) for caption in captions]
-    draw_labelled = drawing(default_loader, {"train": paths, "held-out": paths}, mirrored, size)
-    of_pictures = torch.tensor([label for label, own in enumerate(paths) for _ in own])
-
-    def draw(num: int, seed: int, split: str = "train", labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if labels is None:
-            generator = torch.Generator().manual_seed(seed)
-            labels = of_pictures[torch.randint(len(of_pictures), (num,), generator=generator)]
-        return draw_labelled(num, seed, split, labels)
-
+    draw = drawing(default_loader, {"train": paths, "held-out": paths}, mirrored, size)
     return Data([caption.name for caption in captions], draw)
+
+
+def labels_of(captions: Sequence[Caption]) -> list[int]:
+    """The captions' numbers, each as often as it has pictures."""
+    return [label for label, caption in enumerate(captions) for _ in caption.files]
 
 
 def text_of(caption: Caption, random: Random) -> str:

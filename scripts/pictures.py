@@ -101,7 +101,7 @@ def captioned(folder: Path, texts: Sequence[str], size: int) -> Data:
         )
     of_texts = [list(map(str, files[i :: len(texts)])) for i in range(len(texts))]
     paths = {"train": of_texts, "held-out": of_texts}
-    return Data(list(texts), _drawing(default_loader, paths, [False] * len(texts), size))
+    return Data(list(texts), drawing(default_loader, paths, [False] * len(texts), size))
 
 
 def _by_class(images: ImageFolder) -> list[list[str]]:

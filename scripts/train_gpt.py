@@ -9,10 +9,11 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from pictures import add_data_options, data_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from training import HELD_OUT_SEED, device_of_process, export, fit
 
@@ -23,10 +24,17 @@ from cspd.vq.registry import GPTS, gpt_spec
 LABEL_DROP = 0.1
 
 
-def cross_entropy(model: GPT, labels: Tensor, codes: Tensor) -> Tensor:
-    """Nats per code of codes [B, L]."""
-    logits = model(labels, codes[:, :-1]).float()
+def cross_entropy(model: nn.Module, condition: Any, codes: Tensor) -> Tensor:
+    """Nats per code of codes [B, L], after classes or whatever the model takes before them."""
+    logits = model(condition, codes[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), codes.flatten())
+
+
+def initialise(model: GPT) -> None:
+    """Draws a new model's weights; it begins with all codes equally likely."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.0 if name == "output.weight" else 0.02)
 
 
 def main() -> None:
@@ -52,9 +60,7 @@ def main() -> None:
     side = args.size // tokenizer.config.stride
     sizes = {"block_size": side**2, "num_classes": len(data.classes), "vocab_size": tokenizer.config.codebook_size}
     model = GPT(dataclasses.replace(gpt_spec(args.arch).config, **sizes))
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.0 if name == "output.weight" else 0.02)
+    initialise(model)
     if args.init:
         model.load_state_dict(load_gpt(args.init, args.arch).state_dict())
     model.to(device).train()

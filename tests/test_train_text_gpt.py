@@ -1,0 +1,192 @@
+"""A target of texts with its own text encoder, and a draft: trained, loaded and sampled as LlamaGen's files are."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import train_text_gpt
+import training
+from conftest import relative_error
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from text_models import TextGPT, new_tokenizer, read_encoder, tokens_of
+from toys import CPU, request_of
+
+import cspd
+from cspd.discrete.batch import batch_of
+from cspd.lookup import find
+from cspd.precision import Stopwatch
+from cspd.records import write_json
+from cspd.sequence import RoundStats, Sequence
+from cspd.vq.gpt import GPTConfig
+from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_tokenizer
+from cspd.vq.tokenizer import VQConfig
+
+SIZES = {"dim": 16, "n_head": 2, "vocab_size": 24, "block_size": 16, "num_classes": 0, "multiple_of": 8}
+MOST = 16  # tokens of a text
+SIZES |= {"prefix_length": MOST, "caption_dim": 8}
+TOKENIZER = VQConfig(ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=24, num_res_blocks=1, attention=False)
+NAMES = [f"{colour} {shape}" for colour in ("red", "blue") for shape in ("heart", "circle", "square")]
+PROMPTS = ["red heart", "7.png Blue square!", "the circle, blue and red and more than there is room for"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sizes():
+    with pytest.MonkeyPatch.context() as patch:
+        defaults = SamplingDefaults(image_size=8)
+        patch.setitem(GPTS, "tiny_text", GPTSpec(GPTConfig(n_layer=2, **SIZES), "tiny", defaults))
+        patch.setitem(GPTS, "tiny_text_draft", GPTSpec(GPTConfig(n_layer=1, **SIZES), "tiny", defaults))
+        patch.setitem(TOKENIZERS, "tiny", TOKENIZER)
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Six pictures with captions, one of them held out, and a tokenizer."""
+    folder, random, found = tmp_path_factory.mktemp("data"), np.random.default_rng(0), {}
+    (folder / "train" / "symbols").mkdir(parents=True)
+    for i, name in enumerate(NAMES):
+        place = f"train/symbols/{i}.png"
+        Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(folder / place)
+        found[place] = {"name": name, "tags": ["love", "shape"]}
+    write_json(folder / "captions.json", found)
+    write_json(folder / "prompts.json", [{"prompt": NAMES[-1], "label": 0, "held_out": True}])
+    torch.manual_seed(0)
+    save_file(create_tokenizer("tiny").state_dict(), folder / "tokenizer.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(data):
+    """A function that runs the program for three steps into a folder, and returns the file that it makes."""
+
+    def run(folder, part="target", arch="tiny_text", **options):
+        folder.mkdir(exist_ok=True)
+        out = folder / f"{part}.safetensors"
+        given = {"captions": data / "captions.json", "held_out": data / "prompts.json", "arch": arch, "size": 8}
+        given |= {"tokenizer": data / "tokenizer.safetensors", "images": 10, "steps": 3, "batch": 3, "vocabulary": 40}
+        given |= {"run": folder / f"run_{part}", "codes": folder / "codes", "out": out} | options
+        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_text_gpt, "HELD_OUT", 4)
+            patch.setattr(sys, "argv", ["train_text_gpt", *flags])
+            train_text_gpt.main()
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(data, train, tmp_path_factory):
+    """A whole folder: tokenizer, target, text encoder, draft."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "tokenizer.safetensors").symlink_to(data / "tokenizer.safetensors")
+    train(folder)
+    before = {path.name: path.read_bytes() for path in (folder / "text_encoder").iterdir()}
+    train(folder, "draft", "tiny_text_draft", text_encoder=folder / "text_encoder")
+    assert {path.name: path.read_bytes() for path in (folder / "text_encoder").iterdir()} == before
+    return folder
+
+
+def test_the_folder_is_loaded_and_sampled(folder):
+    engine = cspd.load(folder, max_batch=2, device="cpu")
+    red, other = {"label": None, "prompt": "red heart"}, {"label": None, "prompt": "blue", "negative_prompt": "red"}
+    asked = [request_of("ar", **red), request_of("sd", gamma=2, **red), request_of("ar", **other)]
+    plain, drafted, other = engine.generate(asked)
+    assert plain.image.shape == drafted.image.shape == other.image.shape == (3, 8, 8)
+    assert drafted.stats.draft_backbone_calls > 0
+    assert engine.host.text_encoder.width == 8
+
+
+def test_a_run_that_was_cut_off_ends_as_if_it_had_not(folder, train, tmp_path, monkeypatch):
+    """Target and encoder; their texts, null captions and pictures are those of the step."""
+    cross_entropy, calls = train_text_gpt.cross_entropy, iter(range(100))
+
+    def cut_off(*args):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return cross_entropy(*args)
+
+    monkeypatch.setattr(train_text_gpt, "cross_entropy", cut_off)
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut")
+    again = train(tmp_path / "cut")
+    for name in ("target.safetensors", "text_encoder/model.safetensors"):
+        cut, whole = load_file(again.parent / name), load_file(folder / name)
+        assert cut.keys() == whole.keys() and all(torch.equal(cut[key], whole[key]) for key in whole)
+    with pytest.raises(SystemExit, match="another --run"):
+        train(tmp_path / "cut", batch=2)
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """An engine of the folder, the tokenizer of texts, and the model as it is trained, with weights that matter."""
+    engine = cspd.load(folder, max_batch=3, device="cpu")
+    words, encoder = read_encoder(folder / "text_encoder")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in engine.host.target.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return engine, words, TextGPT(engine.host.target, encoder)
+
+
+@pytest.mark.filterwarnings("ignore::cspd.vq.text.Truncated")
+def test_training_sees_what_sampling_sees(trained):
+    """Texts of unequal length, and one that is cut off, and what guides them: the logits of every code."""
+    engine, words, model = trained
+    host, method = engine.host, find("ar", "VQ")
+    started = []
+    for slot, prompt in enumerate(PROMPTS):
+        request = request_of("ar", label=None, prompt=prompt, seed=slot, cfg=2.0)
+        started.append(Sequence(request, slot=slot, key=slot, uses=method.uses(request), stats=RoundStats()))
+    seen = []
+    with torch.inference_mode():
+        host.admit(started)
+        for _ in range(16):
+            batch = batch_of(host, started)
+            seen.append(host.target.output(host.features(batch, host.last(batch, 1)[0]))[:, :, 0])
+            method.run_round(host, started, Stopwatch(CPU))
+        codes = host.codes[:3, :16]
+    for rows, (half, is_null) in product((slice(2), slice(2, 3)), enumerate((False, True))):
+        texts = tokens_of(words, PROMPTS[rows], MOST, torch.full((len(PROMPTS[rows]),), is_null))
+        assert (texts.ids.shape[1] == MOST) == (len(texts.ids) == 1)  # cut off
+        assert texts.present.sum(1).tolist() == [len(host.text_of(prompt)) for prompt in PROMPTS[rows]]
+        expected = torch.stack([each[half, rows] for each in seen], 1)
+        with torch.inference_mode():
+            assert relative_error(model(texts, codes[rows, :-1]), expected) < 1e-4
+
+
+def test_a_caption_replaced_is_the_null_caption_of_its_length(trained):
+    """Of a batch's rows only those that are replaced change, and of their own text only the length is left."""
+    _, words, model = trained
+    codes = torch.arange(15).expand(3, -1)
+    with torch.inference_mode():
+        own, other = (
+            model(tokens_of(words, texts, MOST, torch.tensor([False, True, False])), codes)
+            for texts in (PROMPTS, [PROMPTS[0], "square, blue", PROMPTS[2]])
+        )
+        plain = model(tokens_of(words, PROMPTS, MOST, torch.zeros(3, dtype=torch.bool)), codes)
+    assert torch.equal(own, other)
+    assert torch.equal(own[::2], plain[::2]) and relative_error(own[1], plain[1]) > 0.01
+
+
+def test_an_encoder_of_another_width(folder, train, tmp_path, monkeypatch):
+    wide = GPTS["tiny_text"]
+    monkeypatch.setitem(GPTS, "tiny_text", replace(wide, config=replace(wide.config, caption_dim=12)))
+    with pytest.raises(ValueError, match="features have 8 channels and tiny_text takes 12: give the target's own"):
+        train(tmp_path / "wide", text_encoder=folder / "text_encoder")
+
+
+def test_the_tokenizer_of_texts():
+    words = new_tokenizer(["red heart", "red circle", "heart"] * 3, 60)
+    ids = [words.encode(text).ids for text in ("red heart", "Réd -- Heart!", "red  heart")]
+    assert ids[0] == ids[1] == ids[2] and len(ids[0]) == 3
+    assert words.encode("").tokens == ["</s>"]
+    texts = tokens_of(words, ["red", "red circle heart"], 3, torch.zeros(2, dtype=torch.bool))
+    assert texts.present.tolist() == [[False, True, True], [True, True, True]]
+    assert words.decode(texts.ids[1].tolist()[-1:], skip_special_tokens=False) == "</s>"
