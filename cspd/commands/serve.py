@@ -1,4 +1,4 @@
-"""`cspd serve`: a page in the browser, whose visitors share one engine."""
+"""`cspd serve`: a page in the browser, whose visitors share the engines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="address to listen on; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
     )
     group.add_argument("--port", type=whole(0, 65535), default=8000, help="0: any that is free (default: %(default)s)")
-    group.add_argument("--max-batch", type=count, default=8, help="images of a model in flight at once (default: 8)")
+    group.add_argument(
+        "--max-batch", type=count, default=8, help="images of a model in flight at once (default: %(default)s)"
+    )
     group.add_argument(
         "--max-requests", type=count, default=32, help="images in flight and waiting, in all (default: %(default)s)"
     )
