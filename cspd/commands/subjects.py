@@ -15,7 +15,7 @@ from cspd.sequence import Label, Request
 CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
 OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
-COCO_NAME = re.compile(r"(?:COCO_\w+_)?0*(\d+)")  # of a picture: COCO_val2014_000000000139, 000000000139
+COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d{12})")  # of a picture: COCO_val2014_000000000139, 000000000139
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
 NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 
@@ -102,7 +102,7 @@ def _first_captions(annotations: list[dict], images: Sequence[Path]) -> list[str
     """One caption of each image: of these where all have one by their names, else of all in the file's order."""
     captions: dict[str, str] = {}
     for annotation in annotations:
-        captions.setdefault(str(annotation["image_id"]), annotation["caption"])
+        captions.setdefault(str(annotation["image_id"]).zfill(12), annotation["caption"])
     numbers = [COCO_NAME.fullmatch(image.stem) for image in images]
     own = [captions.get(number[1]) if number else None for number in numbers]
     return own if own and None not in own else [*captions.values()]
