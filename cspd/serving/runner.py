@@ -41,7 +41,8 @@ class Job:
 class Runner:
     """Runs engines for many visitors, in one thread, in turn. Nobody else uses the engines meanwhile.
 
-    What visitors want is done between two rounds. Public methods are for their threads, others are the runner's own.
+    What visitors want is done when each engine that has work has had its round. Public methods are for their threads,
+    others are the runner's own.
 
     Args:
         engines: by the name of the model that each has. most, most_each: requests under way, in all and of a visitor.
@@ -66,7 +67,10 @@ class Runner:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the round that runs. Visitors whose images are under way are told. A signal may ask."""
+        """Ends the thread after the rounds that run, one of each model. Visitors whose images are under way are told.
+
+        A signal may ask.
+        """
         self._wishes.put(self._close)
 
     def join(self, patience: float) -> None:
@@ -146,9 +150,8 @@ class Runner:
         jobs = self._under_way[model]
         try:
             outputs = self.engines[model].step()
-        except Exception as error:  # the engine has dropped everything
-            print(f"cspd: a round failed: {error!r}", file=sys.stderr)
-            self._end_all(model, f"a round of the engine failed: {error}")
+        except Exception as error:
+            self._fail(model, error)
             return
         for ticket, output in outputs.items():
             if output.error:
@@ -166,7 +169,12 @@ class Runner:
         for model, jobs in self._under_way.items():
             engine = self.engines[model]
             own = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
-            for sequence, output in zip(own, so_far(engine.host, own) if own else ()):
+            try:
+                outputs = so_far(engine.host, own) if own else []
+            except Exception as error:  # as where there is no memory left for pictures
+                self._fail(model, error)
+                continue
+            for sequence, output in zip(own, outputs):
                 jobs[sequence.ticket].tell(shown(output, sequence.share_made(engine.host.seq_len)))
         now = time.monotonic()
         self._next_look = now + max(PERIOD, (now - began) / SHARE)
@@ -177,13 +185,17 @@ class Runner:
         if event is not None:
             job.tell(event)
 
-    def _end_all(self, model: str, why: str) -> None:
+    def _fail(self, model: str, error: Exception) -> None:
+        """Gives up what one model has under way; the thread goes on, and so do the others."""
+        print(f"cspd: a round of {model} failed: {error!r}", file=sys.stderr)
+        self._drop(model, f"a round of the engine failed: {error}")
+
+    def _drop(self, model: str, why: str) -> None:
         for job in list(self._under_way[model].values()):
+            self.engines[model].cancel(job.ticket)
             self._end(job, {"error": why})
 
     def _close(self) -> None:
         self._is_open = False
-        for model, jobs in self._under_way.items():
-            for ticket in jobs:
-                self.engines[model].cancel(ticket)
-            self._end_all(model, "the server is ending")
+        for model in self.engines:
+            self._drop(model, "the server is ending")

@@ -224,11 +224,18 @@ def test_what_the_page_is_told(site):
     assert site.ask("/../app.py").status == 404
 
 
-def test_a_round_that_fails_is_told(site, engine, monkeypatch, capsys):
+@pytest.mark.parametrize("part", ["admit", "decode"])
+def test_a_round_that_fails_is_told(part, site, engines, monkeypatch, capsys):
+    """So is a picture on the way that cannot be made; the images of other models go on."""
+    other = events(site.make("bea", model="vq", methods=["ar"], seed=2))
+    assert "advice" in next(other)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.hosts["MAR"], "admit", lambda sequences: 1 / 0)
+        patch.setattr(engines["mar"].hosts["MAR"], part, lambda given: 1 / 0)
         (event,) = finished(site.make(settings=QUICK))
-    assert "division by zero" in event["error"] and "a round failed" in capsys.readouterr().err
+    assert "division by zero" in event["error"] and "a round of mar failed" in capsys.readouterr().err
+    assert not len(engines["mar"].scheduler)
+    *_, last = other
+    assert last["finished"]
     assert "finished" in finished(site.make(settings=QUICK))[0]
 
 
