@@ -33,7 +33,6 @@ class Conditions:
     Attributes:
         last: of "target" and "draft", [2 * slots, dim], the last inputs.
         before: int64 [2 * slots], how many inputs come before those; None of classes, where none do.
-        text_places: whether those have positions, which the codes' follow; in LlamaGen's models they have none.
     """
 
     def __init__(self, models: Mapping[str, Any], num_slots: int, device: torch.device) -> None:
@@ -42,17 +41,18 @@ class Conditions:
         for name in ("target", "draft"):
             if models[name] is not None:
                 self.last[name] = models[name].tok_embeddings.weight.new_zeros(rows, models[name].config.dim)
-        config = models["target"].config
-        self.before = None if config.num_classes else torch.zeros(rows, dtype=torch.int64, device=device)
-        self.text_places = config.text_places
+        has_classes = models["target"].config.num_classes
+        self.before = None if has_classes else torch.zeros(rows, dtype=torch.int64, device=device)
 
     def columns(self, batch: Batch, position: Tensor) -> Tensor:
         """Cache columns of inputs at positions [R], of a batch's rows."""
         return position if self.before is None else position + self.before[batch.rows]
 
-    def places(self, batch: Batch, position: Tensor) -> Tensor:
-        """What the layers take for positions [R, N] of a batch's inputs, which are those of the codes before them."""
-        return position + self.before[batch.rows].unsqueeze(1) if self.text_places else position
+    def places(self, batch: Batch, config: Any, position: Tensor) -> Tensor:
+        """What the layers of a model with this configuration take for positions [R, N] of a batch's inputs, which are
+        those of the codes before them.
+        """
+        return position + self.before[batch.rows].unsqueeze(1) if config.text_places else position
 
 
 def check_encoder(request: Request, host: Any) -> None:
@@ -169,7 +169,8 @@ def _features(host: Any, batch: Batch, model: str, inputs: Tensor, past: Tensor 
     if not inputs.shape[1]:
         return inputs
     start = torch.zeros_like(batch.known_rows)
-    places = steps(inputs.shape[1], host.device) if host.conditions.text_places else start.unsqueeze(1)
+    has_places = host.models[model].config.text_places
+    places = steps(inputs.shape[1], host.device) if has_places else start.unsqueeze(1)
     position = places.expand(inputs.shape[:2])
     view, mask = host.cache(model).look(batch.rows, start, 0, True, inputs.shape[1])
     return through_layers(host, model, inputs, position, mask, view, past)

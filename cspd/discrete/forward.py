@@ -43,7 +43,8 @@ def forward(
     position = (start.unsqueeze(1) + depth).clamp(max=host.config.block_size)
     view, mask = host.cache(model).look(batch.rows, first, most, together, codes.shape[1], seen, columns)
     inputs = inputs_of(host, batch, codes, position, model)
-    return through_layers(host, model, inputs, host.conditions.places(batch, position), mask, view, past)
+    places = host.conditions.places(batch, host.models[model].config, position)
+    return through_layers(host, model, inputs, places, mask, view, past)
 
 
 def inputs_of(host: Any, batch: Batch, codes: Tensor, position: Tensor, model: str) -> Tensor:
@@ -70,10 +71,10 @@ def through_layers(
     Args:
         mask, view: as `Cache.look` gives them. past: [R, N, dim], to "eagle": the features before the inputs.
     """
-    table = (host.target if model == "eagle" else host.models[model]).table(position)
+    module = host.models[model]
     layers = compiled_layers() if host.compiled else _layers
     with host.precision.fast():
-        return layers(host.models[model], inputs, table, mask, view, past)
+        return layers(module, inputs, module.table(position), mask, view, past)
 
 
 def _layers(

@@ -100,7 +100,7 @@ class VQModels:
                         f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same codes"
                     )
         if self.eagle is not None:
-            for name in ("dim", "n_head"):
+            for name in ("dim", "n_head", "block_size"):
                 ours, theirs = getattr(config, name), getattr(self.eagle.config, name)
                 if ours != theirs:
                     raise ValueError(

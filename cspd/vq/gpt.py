@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,10 +96,13 @@ class CacheView:
         return cache[self.rows, :, : self.width]
 
 
-def rotary_table(config: GPTConfig) -> Tensor:
+@functools.cache
+@torch.inference_mode(False)  # an ordinary tensor, which training can use too
+def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
     """cos and sin, float32 [1 + L, head_dim / 2, 2], by position: row and column of the grid; 0 at the class position.
 
-    The zeros are the authors': queries and keys of the class token are zero, so that every token gives it logit 0.
+    The zeros are the authors': queries and keys of the class token are zero, so that every token gives it logit 0. It
+    is no buffer of a model, since the official files have none.
     """
     half = config.head_dim // 2
     exponent = torch.arange(0, half, 2)[: half // 2].float() / half
@@ -110,7 +114,7 @@ def rotary_table(config: GPTConfig) -> Tensor:
     across = angle.unsqueeze(0).expand(config.grid, -1, -1)
     angles = torch.cat([down, across], dim=-1).flatten(0, 1)
     table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
-    return torch.cat([torch.zeros_like(table[:1]), table])
+    return torch.cat([torch.zeros_like(table[:1]), table]).to(device)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -224,15 +228,10 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self._table: Tensor | None = None
 
     def table(self, position: Tensor) -> Tensor:
         """cos and sin of positions [...], float32 [..., head_dim / 2, 2]."""
-        if self._table is None or self._table.device != position.device:
-            # an ordinary tensor, which training can use too; no buffer, since the official files have none
-            with torch.inference_mode(False):
-                self._table = rotary_table(self.config).to(position.device)
-        return self._table[position]
+        return rotary_table(self.config, position.device)[position]
 
     def embed(self, condition: Tensor, tokens: Tensor) -> Tensor:
         """Inputs [B, n + N, dim] of a condition and tokens [B, N].
