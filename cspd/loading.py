@@ -123,7 +123,8 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
 
     "target", "draft" and "vae" of MAR; "target", "draft", "eagle", "tokenizer" and the folder "text_encoder" of VQ
     models, which are known by a tokenizer beside them or by their official name. A model of `transformers` has its
-    config.json as target, and Chameleon's decoder as tokenizer where that is in the folder; its others are one model.
+    config.json as target, and Chameleon's decoder as tokenizer and a drafter where those are in the folder; its others
+    are one model.
 
     Raises:
         CheckpointError: there is no target to be found, or there are several. TypeError, ValueError: it is no path.
@@ -132,7 +133,8 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     files: dict[str, Path | None] = {"target": target}
     if is_hosted(target):
         decoder = next(iter(_find(target.parent, CHAMELEON_DECODER)), None)
-        return files | {"draft": None, "eagle": None, "tokenizer": decoder, "text_encoder": None}
+        drafter = next(iter(_find(target.parent, _VQ_FILES["eagle"])), None)
+        return files | {"draft": None, "eagle": drafter, "tokenizer": decoder, "text_encoder": None}
     patterns_of = _patterns_of(target)
     for name, patterns in patterns_of.items():
         if name != "target":  # beside it, whatever name or file it was found by
@@ -210,10 +212,11 @@ def load(
         target = files["target"]
         assert target is not None  # or `checkpoint_files` had raised an error
         if is_hosted(target):
-            for name, value in (("arch", arch), ("eagle", eagle), ("text_encoder", text_encoder)):
+            for name, value in (("arch", arch), ("text_encoder", text_encoder)):
                 if value is not None:
                     raise ValueError(f"{checkpoint}: {name}=... is not for models of transformers: leave it out")
-            models.append(hosted_models(target, given.get("draft"), given.get("vae"), device, precision, max_batch))
+            drafter, decoder = given.get("eagle", files["eagle"]), given.get("vae")
+            models.append(hosted_models(target, given.get("draft"), drafter, decoder, device, precision, max_batch))
             continue
         models.append(_official_models(checkpoint, files, given, arch, pick_device(device)))
         if models[-1].family == MARModels.family and not _is_remote(checkpoint):

@@ -25,6 +25,7 @@ from transformers import (
 from cspd.vq.hosted.architectures import ARCHITECTURES, name_of
 from cspd.vq.hosted.checkpoint import sizes
 from cspd.vq.hosted.config import Image
+from cspd.vq.hosted.eagle import HostedEagle
 from cspd.vq.hosted.model import HostedModel
 from cspd.vq.hosted.prompts import Prompts
 
@@ -140,6 +141,12 @@ def hosted_of(model: PreTrainedModel, **more: int) -> tuple[HostedModel, Prompts
     return target, Prompts(tokenizer, architecture, image), image
 
 
+def drafter_of(target: HostedModel) -> HostedEagle:
+    """An EAGLE drafter with random weights."""
+    torch.manual_seed(5)
+    return HostedEagle(target.config).eval().requires_grad_(False)
+
+
 def plain_logits(model: PreTrainedModel, image: Image, prompt: Tensor, codes: Tensor) -> Tensor:
     """Logits [B, V] of the code after a prompt's tokens [n] and codes [B, N], by the model's own layers at once."""
     inner, prompts = model.model, prompt.expand(len(codes), -1)
@@ -212,9 +219,9 @@ def generated(model: PreTrainedModel, image: Image, prompts: Sequence[Tensor], c
     return torch.tensor([code[token] for token in made[0, prompt.shape[1] :].tolist() if token != image.row_end])
 
 
-def saved(folder: Path, architecture: str, seed: int = 0, **more: int) -> Path:
+def saved(folder: Path, architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **more: int) -> Path:
     """A folder as on the hub; of Lumina-mGPT it must be called as there."""
-    model = model_of(architecture, seed, **more)
+    model = model_of(architecture, seed, **more).to(dtype)
     model.save_pretrained(folder)
     tokenizer_of(architecture).save_pretrained(folder)
     if architecture == "lumina_mgpt":

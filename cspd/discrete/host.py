@@ -205,7 +205,7 @@ class VQHost:
         past = None if past is None else past.transpose(0, 1).flatten(0, 1)
         self._start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
-        if self.config.row_end is None:
+        if self.models[model].config.row_end is None:
             features = forward(self, batch, model, codes, start, most, together, depth, seen, columns, past)
         else:
             features = row_ends.features(self, batch, model, codes, start, most, depth, seen)

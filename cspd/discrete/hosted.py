@@ -12,6 +12,7 @@ from cspd.discrete.models import VQModels
 from cspd.machine import check_fits, pick_device, room_told
 from cspd.telling import telling
 from cspd.vq.hosted.checkpoint import CONFIG, Folder, is_hosted, opened, read, read_prompts
+from cspd.vq.hosted.eagle import HostedEagle, load_hosted_eagle
 from mar.tensors import CheckpointError
 
 SMALLER = "use a smaller model or another device"
@@ -19,15 +20,21 @@ HALF = ", or precision='bf16' (--precision bf16), which halves the weights"
 
 
 def hosted_models(
-    place: Path, draft: Path | None, vae: Path | None, device: str | torch.device, precision: str, max_batch: int
+    place: Path,
+    draft: Path | None,
+    eagle: Path | None,
+    vae: Path | None,
+    device: str | torch.device,
+    precision: str,
+    max_batch: int,
 ) -> VQModels:
     """The models of a folder, loaded straight to a device.
 
     The weights keep their own type, which is what they compute in; under "bf16" they become bfloat16.
 
     Args:
-        place: the folder. draft: that of a smaller model of the same codes. vae: the file of what makes pixels, where
-            `transformers` has nothing that does, if it does not lie in the folder.
+        place: the folder. draft: that of a smaller model of the same codes. eagle: the file of an EAGLE drafter. vae:
+            that of what makes pixels, where `transformers` has nothing that does, if it does not lie in the folder.
         max_batch: slots that there must be room for.
 
     Raises:
@@ -40,14 +47,15 @@ def hosted_models(
     decoder = folders[0].decoder(vae)
     prefix = min(folder.config.prefix_length for folder in folders)
     folders = [replace(folder, config=replace(folder.config, prefix_length=prefix)) for folder in folders]
-    _check_memory(folders, device, max_batch)
+    drafter = load_hosted_eagle(eagle, folders[0].config, folders[0].dtype) if eagle else None
+    _check_memory(folders, drafter, device, max_batch)
     prompts = read_prompts(folders[0])
     models = []
     for folder, own_decoder in zip(folders, (decoder, None)):
         with telling(f"loading {folder.path}{room_told(folder.num_bytes, device)}"):
             models.append(read(folder, device, own_decoder))
     (target, tokenizer), *others = models
-    return VQModels(target, next((model for model, _ in others), None), None, tokenizer, text_encoder=prompts)
+    return VQModels(target, next((model for model, _ in others), None), drafter, tokenizer, text_encoder=prompts)
 
 
 def _folder(place: Path) -> Path:
@@ -56,11 +64,14 @@ def _folder(place: Path) -> Path:
     return place if place.is_dir() else place.parent
 
 
-def _check_memory(folders: list[Folder], device: torch.device, max_batch: int) -> None:
+def _check_memory(folders: list[Folder], drafter: HostedEagle | None, device: torch.device, max_batch: int) -> None:
     """Raises ValueError where weights and caches will not fit."""
     target = folders[0].config
     caches = sum(cache_bytes(target, folder.config, folder.config.n_layer, folder.dtype) for folder in folders)
     weights = sum(folder.num_bytes for folder in folders)
+    if drafter is not None:
+        caches += cache_bytes(target, drafter.config, len(drafter.layers), drafter.own_type)
+        weights += sum(parameter.nbytes for parameter in drafter.parameters())
     what = " with the models' weights and key-value caches"
     is_full = any(folder.dtype == torch.float32 for folder in folders)
     fix = SMALLER + HALF if is_full else SMALLER

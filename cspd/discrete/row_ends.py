@@ -2,7 +2,7 @@
 
 The input at position p is the code before p. Where p begins a row these are two inputs, that code and then the row's
 end, after which code p is predicted. Both are in one forward: the row's end in the place of the input, and the code as
-one input more, behind all others. So methods know of codes alone.
+one input more, behind all others. So methods know of codes alone, as EAGLE's drafter does.
 
 Columns of the cache are in the order of codes and row ends: an input that has as many ancestors in its forward as there
 are inputs before it goes where it is to stay, the others (siblings) beyond, two columns for each. What is no second

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from conftest import relative_error
-from hosted import GUIDANCE, PROMPTS, generated, guided_logits, hosted_of, model_of, plain_codes
+from hosted import GUIDANCE, PROMPTS, drafter_of, generated, guided_logits, hosted_of, model_of, plain_codes
 from toys import counts, draw, host_of, p_value, request_of, sequences, staggered
 
 from cspd import Engine, MARModels, Request, VQModels, noise
@@ -23,24 +23,27 @@ SLOW = pytest.mark.slow
 METHODS = {  # with trees and windows that rows end in, and that go beyond the image
     "ar": {},
     "sd": {"gamma": 6},
+    "eagle": {"gamma": 5, "coupling": "same-image"},
+    "eagle2": {"gamma": 6},
     "sjd": {"window": 5},
     "mc-sjd": {"window": 9},
     "sjd-pac": {"window": 12, "pd_k": 3, "pd_d": 3},
     "gsd": {"window": 6},
-    "speculative": {"window": 7},
+    "speculative": {"window": 7, "draft": "jacobi"},
 }
 OTHERS = [name for name in METHODS if name not in ("ar", "sjd-pac")]
 SAME = 1e-4  # p-values
 
 
 class Case:
-    """An architecture's tiny model, and an engine over it with a smaller draft model of the same codes."""
+    """An architecture's tiny model, and an engine over it with a smaller draft model and EAGLE's drafter."""
 
     def __init__(self, architecture: str) -> None:
         self.model = model_of(architecture)
         self.target, self.texts, self.image = hosted_of(self.model)
         draft = hosted_of(model_of(architecture, seed=1, num_hidden_layers=1, hidden_size=16))[0]
-        self.models = {"target": self.target, "draft": draft, "text_encoder": self.texts}
+        eagle = drafter_of(self.target)
+        self.models = {"target": self.target, "draft": draft, "eagle": eagle, "text_encoder": self.texts}
         self.engine = Engine(VQModels(**self.models), max_batch=3, device="cpu")
 
     @functools.cached_property
@@ -90,6 +93,18 @@ def test_sampled_codes_are_those_of_its_own_layers(case):
         assert torch.equal(output.tokens, expected)
         alone = case.engine.generate([request])[0]
         assert torch.equal(alone.tokens, expected)
+
+
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=SLOW), "eagle2"])
+def test_drafted_images_are_those_of_ar(method, case):
+    """Sampled, same-image, in a ragged batch, and some codes are accepted; also after rows that are given."""
+    own = requests(method)
+    outputs = staggered(case.engine, own)
+    for output, plain in zip(outputs, case.engine.generate(requests("ar"))):
+        assert torch.equal(output.tokens, plain.tokens)
+    assert sum(output.stats.backbone_calls for output in outputs) < len(own) * case.image.side**2
+    given = {"image": outputs[0].tokens, "mask": torch.arange(case.image.side**2) >= 6}
+    assert torch.equal(case.engine.generate([own[0].but(**given)])[0].tokens, outputs[0].tokens)
 
 
 @pytest.mark.parametrize("rounds", [(0, 3, 1), (4, 4, 4), (8, 2, 13)], ids=str)
@@ -146,17 +161,19 @@ def distribution(model, image, prompts, cfg, codes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sjd", "sjd-pac", "sd"])
+@pytest.mark.parametrize("method", ["sjd", "sjd-pac", "sd", "eagle"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_whole_sequences_follow_its_distribution(architecture, method):
     """All 256 images of 2 times 2 codes."""
     tiny = {"codes": 4, "side": 2}
-    more = tiny | {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}
+    more = tiny | {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    more |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = model_of(architecture, **more)
     target, texts, image = hosted_of(model, **tiny)
-    models = {"target": target, "text_encoder": texts, "draft": hosted_of(model_of(architecture, 1, **more), **tiny)[0]}
+    models = {"target": target, "text_encoder": texts, "eagle": drafter_of(target)}
+    models["draft"] = hosted_of(model_of(architecture, 1, **more), **tiny)[0]
     settings = {"window": 4, "pd_k": 2, "pd_d": 2} if method == "sjd-pac" else {"window": 3}
-    settings = {"gamma": 3} if method == "sd" else settings
+    settings = {"gamma": 3} if method in ("sd", "eagle") else settings
     request = request_of(method, label=None, prompt="blue", cfg=2.0, **settings)
     own = texts.features("blue", 99, None)
     expected = distribution(model, image, (own, texts.null(own, 99)), 2.0, 4)
