@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pictures import HELD_OUT_EVERY
@@ -19,12 +19,13 @@ from cspd.evaluation.subjects import Subject, are_texts
 
 
 class Inputs(NamedTuple):
-    """What a target takes in of B images at once: N inputs, of a condition and then of all codes but the last.
+    """What a drafter takes in of B images at once: N inputs, of a condition and then of all codes but the last.
 
-    Conditions are padded at the left, so that the last L inputs predict the L codes.
+    Conditions are padded at the left, so that the last L inputs predict the L codes. A target takes in the same, and
+    the ends of rows where it has them.
 
     Attributes:
-        embedded: [B, N, dim]. position: int64 [1, N]. length: L.
+        embedded: [B, N, dim]. position: int64 [1, N], LlamaGen's. length: L.
         present: bool [B, N], which are no padding; None where all are.
     """
 
@@ -54,8 +55,41 @@ class Inputs(NamedTuple):
 
 
 @torch.no_grad()
+def features_of(target: Any, inputs: Inputs) -> Tensor:
+    """The target's features [B, N, dim] after inputs: where a row begins, that of the end of the row before."""
+    if target.config.row_end is None:
+        return _through(target, inputs)
+    whole, place = _with_row_ends(target, inputs)
+    return _through(target, whole)[:, place]
+
+
+def _through(target: Any, inputs: Inputs) -> Tensor:
+    """Features after all that a target takes in, at its own positions."""
+    position = inputs.position
+    if target.config.text_places:
+        position = (inputs.present.cumsum(1) - 1).clamp(min=0)
+    return target.through(inputs.embedded, target.table(position), inputs.mask())
+
+
+def _with_row_ends(target: Any, inputs: Inputs) -> tuple[Inputs, Tensor]:
+    """Inputs with a row's end after each row's last code, and where in them those are that predict codes, int64 [N].
+
+    A row's last code comes before its end, which predicts the next row's first code in its place.
+    """
+    position, side = inputs.position[0], target.config.grid
+    num_ends = (inputs.length - 1) // side
+    place = torch.arange(len(position), device=position.device) + position // side
+    begins_row = (position % side == 0) & (position > 0)
+    end = target.cls_embedding.weight[target.config.row_end]
+    embedded = end.repeat(len(inputs.embedded), len(position) + num_ends, 1)
+    embedded[:, place - begins_row.long()] = inputs.embedded
+    present = F.pad(inputs.present, (0, num_ends), value=True)
+    return inputs._replace(embedded=embedded, present=present), place
+
+
+@torch.no_grad()
 def inputs_of(host: VQHost, subjects: Sequence[Subject], numbers: Tensor, is_null: Tensor, codes: Tensor) -> Inputs:
-    """The target's inputs for codes [B, L] of subjects by their numbers int64 [B], the same as in drafting.
+    """What a target and its drafter take in for codes [B, L] of subjects by their numbers int64 [B], as in drafting.
 
     Args:
         is_null: bool [B], where guidance's null class or null caption is in the subject's place.

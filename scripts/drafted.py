@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from codes import Codes
-from conditions import Inputs
+from conditions import Inputs, features_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -62,14 +62,14 @@ def _sums(
     length, device = inputs.length, codes.device
     place = torch.arange(length, device=device)
     of_codes = inputs.embedded[:, -length:]
-    features = target.features(inputs.embedded, inputs.position, inputs.mask())
+    features = features_of(target, inputs)
     P = distributions(target, features[:, -length:], sampling)
 
     # a chain starts at every place: its first input has the target's feature, the others the drafter's own
     past, embedded, places = [inputs.past(features[:, :-1])], [inputs.embedded], [inputs.position[0]]
     weight, sums = torch.ones_like(codes, dtype=torch.float32), []
     for ahead in range(depths):
-        table = target.table(torch.cat(places).unsqueeze(0))
+        table = drafter.table(torch.cat(places).unsqueeze(0))
         mask = _sees(ahead, inputs.sees(), length).unsqueeze(1)
         predicted = drafter(torch.cat(past, 1), torch.cat(embedded, 1), table, mask)[:, -length:]
 
@@ -91,6 +91,7 @@ def _sums(
 
 def distributions(target: GPT, features: Tensor, sampling: SamplingDefaults) -> Tensor:
     """Guided and filtered [B, N, V], of features [2 B, N, dim], those of the null condition second."""
+    features = features.to(target.tok_embeddings.weight.dtype)  # a drafter's are in float32 while it is trained
     logits = target.output(features).float().unflatten(0, (2, -1))
     num, device = logits.shape[1], logits.device
     counts, masses, most = filter_numbers([sampling.top_k] * num, [sampling.top_p] * num, logits.shape[-1])

@@ -1,9 +1,9 @@
-"""Trains EAGLE's drafter for a LlamaGen: python scripts/train_eagle.py --checkpoint c2i_L_256.pt --self-samples 10000
+"""Trains EAGLE's drafter for a VQ model: python scripts/train_eagle.py --checkpoint c2i_L_256.pt --self-samples 10000
 
-The target may be any LlamaGen that `cspd sample --checkpoint` takes, of classes or of texts (--prompts FILE). What it
-makes is learnt from codes that it samples itself, which takes no images, or from images (--data): of classes in
-class-named folders, of texts in a folder, in the order of their names. They are made once and kept in --codes. Each
-tenth text is held out.
+The target may be any that `cspd sample --checkpoint` takes, of classes or of texts (--prompts FILE): a LlamaGen, or the
+folder of a model of transformers. What it makes is learnt from codes that it samples itself, which takes no images, or
+from images (--data): of classes in class-named folders, of texts in a folder, in the order of their names. They are
+made once and kept in --codes. Each tenth text is held out.
 
 Regression onto the target's next feature and cross-entropy with the target's own distribution (EAGLE, section 4.2), a
 tenth of the classes or texts replaced by null so that guidance can be drafted too. The file that it writes is given to
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from codes import Codes, Make, kept, of_images, of_target
-from conditions import Inputs, identity, inputs_of, numbers_of
+from conditions import Inputs, features_of, identity, inputs_of, numbers_of
 from drafted import acceptance_by_depth, estimates
 from pictures import Data, add_data_options, captioned, data_of
 from torch import Tensor
@@ -37,6 +37,8 @@ from cspd.loading import checkpoint_files
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.hosted.checkpoint import is_hosted
+from cspd.vq.hosted.config import HostedConfig
+from cspd.vq.hosted.eagle import HostedEagle
 from cspd.vq.registry import defaults_of
 from mar.checkpoint import named_size
 
@@ -60,13 +62,11 @@ def predict(
     target: GPT, drafter: Eagle, inputs: Inputs, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """(predicted, true) features [B, L, dim] at the inputs that predict the L codes."""
-    mask = inputs.mask()
-    with torch.no_grad():
-        features = target.features(inputs.embedded, inputs.position, mask)
+    features = features_of(target, inputs)
     past = features[:, :-1]
     uniform = torch.rand(past.shape, generator=generator).to(past.device)
     past = inputs.past(past + noise * (2 * uniform - 1))
-    predicted = drafter(past, inputs.embedded, target.table(inputs.position), mask)
+    predicted = drafter(past, inputs.embedded, drafter.table(inputs.position), inputs.mask())
     return predicted[:, -inputs.length :], features[:, -inputs.length :]
 
 
@@ -125,14 +125,9 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list
     """A host of the target, at the resolution of --size where that is given, and what its images are to be of.
 
     Raises:
-        ValueError: the target is no LlamaGen, texts are given to one of classes or none to one of texts, or as
-            `read_prompts`.
+        ValueError: the target is no VQ model, cannot encode images or makes none of that size, texts are given to one
+            of classes or none to one of texts, or as `read_prompts`.
     """
-    if is_hosted(checkpoint_files(args.checkpoint)["target"]):
-        raise ValueError(
-            f"--checkpoint {args.checkpoint} is a model of transformers: EAGLE's drafters are for LlamaGen's layers, so"
-            " give one of those, or draft by the model itself (--method sjd)"
-        )
     texts = read_prompts(args.prompts, image_files(Path(args.data)) if args.data else ()) if args.prompts else None
     files = {"vae": args.tokenizer, "text_encoder": args.text_encoder}
     engine = cspd.load(args.checkpoint, arch=args.arch, **files, max_batch=1, device=device)
@@ -141,9 +136,17 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list
         raise ValueError(f"--checkpoint {args.checkpoint} is a MAR: EAGLE drafts the codes of VQ models")
     subjects = texts or [*range(host.num_classes)] or [0]
     engine.check(asking_for(cspd.Request(method="ar"), subjects[0]))  # models of texts say that they have no class
-    stride = host.models["tokenizer"].config.stride
-    args.size = args.size or host.config.grid * stride
-    host.target.config = dataclasses.replace(host.target.config, block_size=(args.size // stride) ** 2)
+    tokenizer, config = host.models["tokenizer"], host.config
+    if args.data and tokenizer is None:
+        raise ValueError(
+            f"--data {args.data}: nothing beside {args.checkpoint} encodes images: give --tokenizer, or --self-samples"
+        )
+    stride = (tokenizer or host.target).config.stride
+    own = config.grid * stride
+    args.size = args.size or own
+    if isinstance(config, HostedConfig) and args.size != own:
+        raise ValueError(f"--size {args.size}: {args.checkpoint} makes images of {own} pixels alone: leave it out")
+    host.target.config = dataclasses.replace(config, block_size=(args.size // stride) ** 2)
     return host, subjects
 
 
@@ -155,7 +158,8 @@ def codes_of(args: argparse.Namespace, host: VQHost, subjects: list[Subject]) ->
     """
     num = args.self_samples or args.images
     file = checkpoint_files(args.checkpoint)["target"]
-    made_with = {"target": file.name, "bytes": file.stat().st_size, "size": args.size} | identity(subjects)
+    target = file.parent if is_hosted(file) else file
+    made_with = {"target": target.name, "bytes": file.stat().st_size, "size": args.size} | identity(subjects)
     made_with |= {"cfg": args.cfg} if args.self_samples else {"data": args.data, "upright": args.upright}
     data = None if args.self_samples else images_of(args, subjects)
 
@@ -195,11 +199,12 @@ def main() -> None:
     args.cfg = sampling.cfg if args.cfg is None else args.cfg
     train, held_out = codes_of(args, host, subjects)
     config = target.config
+    hosted = isinstance(config, HostedConfig)
     lr = args.lr or WIDTH_LR / config.dim
     names = ("checkpoint", "data", "size", "upright", "images", "self_samples", "cfg", "steps", "batch")
     settings = {name: getattr(args, name) for name in names} | {"lr": lr} | identity(subjects)
     torch.manual_seed(0)
-    drafter = Eagle(config).to(device).train()
+    drafter = (HostedEagle if hosted else Eagle)(config).to(device).train()
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         generator = torch.Generator().manual_seed(number)
@@ -220,7 +225,8 @@ def main() -> None:
         print(f"held-out, guidance {sampling.cfg:g}: of codes 1, 2, ... ahead are accepted, given those before them,")
         print(", ".join(f"{share:.3f}" for share in shares))
         print(f"a chain of them: {1 + sum(itertools.accumulate(shares, float.__mul__)):.2f} codes per forward")
-    export(drafter, args.out, named_size(target) or "", seconds, half=lambda name: True)
+    arch = config.architecture if hosted else named_size(target) or ""
+    export(drafter, args.out, arch, seconds, half=lambda name: True)
 
 
 if __name__ == "__main__":

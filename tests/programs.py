@@ -1,4 +1,4 @@
-"""Runs of the training programs, as from the command line."""
+"""Runs of the training programs, as from the command line, and images for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 
 def run_program(program: str, patch: pytest.MonkeyPatch, **options: object) -> Path:
@@ -15,3 +16,11 @@ def run_program(program: str, patch: pytest.MonkeyPatch, **options: object) -> P
     patch.setattr(sys, "argv", [program, *flags])
     importlib.import_module(program).main()
     return Path(options["out"])
+
+
+def shades(folder: Path, count: int) -> Path:
+    """Images of other sizes that are darker the smaller the number in their name."""
+    folder.mkdir()
+    for i in range(count):
+        Image.new("RGB", (20 + i, 18), (20 * i,) * 3).save(folder / f"{i}.png")
+    return folder

@@ -6,8 +6,7 @@ import pytest
 import torch
 from conditions import inputs_of
 from pictures import captioned
-from PIL import Image
-from programs import run_program
+from programs import run_program, shades
 from safetensors.torch import load_file, save_file
 from stores import small_text_encoder, small_vq_checkpoint
 from texts import PROMPTS, folder_of_words, running, text_models
@@ -97,14 +96,6 @@ def test_from_its_own_samples(folder, train, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS[::-1]))
     with pytest.raises(ValueError, match="give another --codes"):
         train(self_samples=7)
-
-
-def shades(folder, count):
-    """Images of other sizes that are darker the smaller the number in their name."""
-    folder.mkdir()
-    for i in range(count):
-        Image.new("RGB", (20 + i, 18), (20 * i,) * 3).save(folder / f"{i}.png")
-    return folder
 
 
 def test_images_and_their_texts(tmp_path):
