@@ -15,8 +15,10 @@ from pictures import add_data_options, data_of
 from torch import Tensor
 from training import HELD_OUT_SEED, device_of_process, export, fit
 
-from mar.checkpoint import load_vae
+from cspd.ran import file_fingerprint
+from mar.checkpoint import fill
 from mar.registry import VAES, create_vae
+from mar.tensors import read_tensors
 from mar.vae import AutoencoderKL
 
 PART = 64  # images that are measured at a time
@@ -37,13 +39,15 @@ def main() -> None:
     args = parser.parse_args()
 
     names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
-    settings = {name: getattr(args, name) for name in names} | {"init": str(args.init)}
+    settings = {name: getattr(args, name) for name in names}
+    if args.init is not None:
+        settings["init"] = file_fingerprint(args.init)
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)
     vae = create_vae(args.arch).to(device).train()
     if args.init is not None:
-        vae.load_state_dict(load_vae(args.init).state_dict())
+        fill(vae, read_tensors(args.init), args.init)
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)
