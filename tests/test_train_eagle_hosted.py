@@ -10,14 +10,13 @@ from conditions import inputs_of
 from hosted import GUIDANCE, PROMPTS, SIDE, drafter_of, hosted_of, model_of, saved
 from programs import run_program, shades
 from safetensors.torch import load_file
-from texts import running
+from texts import check_fed_alike, running
 from toys import request_of
 from train_eagle import predict
 
 import cspd
 from cspd.discrete.batch import batch_of, by_slot
 from cspd.discrete.drafts import _eagle_root
-from cspd.gpu_check.golden import relative_error
 from cspd.loading import checkpoint_files
 from mar.tensors import CheckpointError
 
@@ -49,12 +48,7 @@ def test_training_sees_what_drafting_sees(architecture, rounds):
         made = predict(target, models["eagle"], inputs, 0.0, torch.Generator())
     predicted, features = (each.unflatten(0, (2, 3)) for each in made)
     assert max(sequence.num_known for sequence in started) > SIDE
-    for i, sequence in enumerate(started):
-        slot, known = sequence.slot, sequence.num_known
-        assert relative_error(features[:, i, known], last[:, slot]) < 1e-5
-        assert relative_error(predicted[:, i, known], root[:, slot]) < 1e-5
-        if known:
-            assert relative_error(features[:, i, :known], kept[:, slot, :known]) < 1e-5
+    check_fed_alike(started, (predicted, features), last, root, kept)
 
 
 def folder_of(architecture, root, dtype=torch.float32):

@@ -9,14 +9,13 @@ from pictures import captioned
 from programs import run_program, shades
 from safetensors.torch import load_file, save_file
 from stores import small_text_encoder, small_vq_checkpoint
-from texts import PROMPTS, folder_of_words, running, text_models
+from texts import PROMPTS, check_fed_alike, folder_of_words, running, text_models
 from toys import request_of
 from train_eagle import predict
 
 import cspd
 from cspd.discrete.batch import batch_of, by_slot
 from cspd.discrete.drafts import _eagle_root
-from cspd.gpu_check.golden import relative_error
 from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults
 from cspd.vq.text import TextEncoder
 
@@ -43,12 +42,7 @@ def test_training_sees_what_drafting_sees():
         made = predict(models["target"], models["eagle"], inputs, 0.0, torch.Generator())
     predicted, features = (each.unflatten(0, (2, 3)) for each in made)
     assert len({sequence.num_known for sequence in started}) == 3
-    for i, sequence in enumerate(started):
-        slot, known = sequence.slot, sequence.num_known
-        assert relative_error(features[:, i, known], last[:, slot]) < 1e-5
-        assert relative_error(predicted[:, i, known], root[:, slot]) < 1e-5
-        if known:
-            assert relative_error(features[:, i, :known], kept[:, slot, :known]) < 1e-5
+    check_fed_alike(started, (predicted, features), last, root, kept)
 
 
 @pytest.fixture

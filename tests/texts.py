@@ -15,6 +15,7 @@ from torch import Tensor
 from toys import host_of, toy_models
 
 from cspd.discrete.host import VQHost
+from cspd.gpu_check.golden import relative_error
 from cspd.loading import checkpoint_files
 from cspd.lookup import find
 from cspd.precision import Stopwatch
@@ -174,3 +175,16 @@ def plain_codes(model: GPT, request: Request, uniforms: Tensor | None = None) ->
             code = (logits.double().softmax(0).cumsum(0) > uniforms[i]).int().argmax()
         codes = torch.cat([codes, code.view(1)])
     return codes
+
+
+def check_fed_alike(started, made, last, root, kept):
+    """What training makes of sequences, (predictions, features) [2, n, L, dim], is what drafting has: the features of
+    the `last` input, the drafter's at the `root`, and the features that are `kept` of those before, by slot.
+    """
+    predicted, features = made
+    for i, sequence in enumerate(started):
+        slot, known = sequence.slot, sequence.num_known
+        assert relative_error(features[:, i, known], last[:, slot]) < 1e-5
+        assert relative_error(predicted[:, i, known], root[:, slot]) < 1e-5
+        if known:
+            assert relative_error(features[:, i, :known], kept[:, slot, :known]) < 1e-5
