@@ -8,7 +8,7 @@ their weights are chosen so that at 999 the head is linear in x_t, whatever it l
 * the gates' biases stay 0, so that no block adds anything;
 * x_t is small beside a constant, so that the last LayerNorm is linear.
 
-After training the last layer is fitted to this case, by the smallest change of its weights.
+`keep` has training keep these. After it the last layer is fitted to this case, by the smallest change of its weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = 20_000
 
 
 def prepare(head: Head) -> None:
-    """Starts a head at eps = x_t, which is right at high noise, and keeps it so at timestep 999.
+    """Starts a head at eps = x_t, which is right at high noise.
 
     A LayerNorm divides by |h|, so a head whose stream h is a multiple of x_t cannot tell how large x_t is. Here a much
     larger constant is added to x_t, which makes every LayerNorm almost linear. The blocks see x_t alone, at unit
@@ -52,10 +52,14 @@ def prepare(head: Head) -> None:
             block.in_ln.bias.copy_(-gain * constant)
         head.final_layer.linear.weight[:channels].copy_(basis[:, :channels].T / AMPLITUDE)
     _silence(head)
+
+
+def keep(head: Head) -> None:
+    """Has training keep what `prepare` made. Call it once the weights are those to train."""
     head.input_proj.requires_grad_(False)  # the optimizer's steps are as large as its weights
     for block in _blocks(head):
         bias = block.adaLN_modulation[1].bias
-        bias.register_hook(lambda gradient: torch.cat([gradient[: 2 * width], 0 * gradient[2 * width :]]))
+        bias.register_hook(lambda gradient: torch.cat([gradient[: 2 * head.width], 0 * gradient[2 * head.width :]]))
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import torch
 from latents import Batch, Batches, latents
 from pictures import add_data_options, data_of
 from torch import Tensor
-from training import device_of_process, export, fit
+from training import device_of_process, export, fit, go_on_with
 
 import cspd
 from mar.checkpoint import load_vae
@@ -79,6 +79,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=40000, help="drawn once, encoded, and kept in memory")
     parser.add_argument("--mask-ratio-min", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument(
+        "--init", type=Path, help="a file of the same arch, of this program, whose weights are gone on with"
+    )
     parser.add_argument("--vae", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
     parser.add_argument("--latents", type=Path, help="where encoded images are kept (default: in --run)")
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
@@ -97,7 +100,11 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = {"img_size": args.size, "vae_stride": vae.config.stride, "class_num": len(source.classes)}
     model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
-    first_step.prepare(model.head)
+    if args.init is None:
+        first_step.prepare(model.head)
+    else:
+        go_on_with(model, args.init, settings)
+    first_step.keep(model.head)
     model.to(device).train()
 
     def whole(number: int) -> tuple[Tensor, dict[str, float]]:
@@ -124,6 +131,7 @@ def main() -> None:
 
     head = model.head
     if args.head_steps:
+        first_step.keep(head)  # an average is a copy without hooks
         average, head_seconds = fit(
             head,
             head_alone,

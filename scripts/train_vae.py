@@ -13,12 +13,9 @@ from pathlib import Path
 import torch
 from pictures import add_data_options, data_of
 from torch import Tensor
-from training import HELD_OUT_SEED, device_of_process, export, fit
+from training import HELD_OUT_SEED, device_of_process, export, fit, go_on_with
 
-from cspd.ran import file_fingerprint
-from mar.checkpoint import fill
 from mar.registry import VAES, create_vae
-from mar.tensors import read_tensors
 from mar.vae import AutoencoderKL
 
 PART = 64  # images that are measured at a time
@@ -40,14 +37,12 @@ def main() -> None:
 
     names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
     settings = {name: getattr(args, name) for name in names}
-    if args.init is not None:
-        settings["init"] = file_fingerprint(args.init)
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)
     vae = create_vae(args.arch).to(device).train()
     if args.init is not None:
-        fill(vae, read_tensors(args.init), args.init)
+        go_on_with(vae, args.init, settings)
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)

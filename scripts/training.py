@@ -27,7 +27,10 @@ from torchvision.utils import make_grid
 from tqdm import tqdm
 
 from cspd.pixels import to_pil
+from cspd.ran import file_fingerprint
 from cspd.records import append_json, publishing, write_bytes, write_png
+from mar.checkpoint import fill
+from mar.tensors import read_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Tensors = tuple[Tensor, ...] | list[Tensor]
@@ -64,6 +67,12 @@ def wait_for_all(device: torch.device) -> None:
         nothing = torch.zeros(1, device=device)
         dist.all_reduce(nothing)
         nothing.item()  # on a GPU the sum is only on its way
+
+
+def go_on_with(model: nn.Module, path: Path, settings: dict) -> None:
+    """Gives a model the weights of a file, by --init, and tells a run's settings. Raises CheckpointError."""
+    settings["init"] = file_fingerprint(path)
+    fill(model, read_tensors(path), path)
 
 
 def fit(

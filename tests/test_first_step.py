@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from first_step import FREE, finish, prepare
+from first_step import FREE, finish, keep, prepare
 
 from mar.diffusion import TRAIN_STEPS
 from mar.head import Head
@@ -26,6 +26,7 @@ def trained():
     torch.manual_seed(0)
     head = Head(8, 48, 2, 24)
     prepare(head)
+    keep(head)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.02)
     for _ in range(60):
         x, z = torch.randn(256, 8), torch.randn(256, 24)

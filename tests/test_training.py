@@ -16,6 +16,7 @@ import training
 from pictures import data_of
 from PIL import Image
 from programs import run_program
+from safetensors.torch import load_file
 from torch import nn
 from train_mar import may_be_half
 from training import export, fit
@@ -69,6 +70,18 @@ def test_autoencoder_and_mar(train, tmp_path):
     assert size_of(run / "whole" / "samples.png") == (8 * SIZE, 3 * SIZE)
     assert {path.name for path in run.rglob("*.png")} == {"curves.png", "samples.png"}
     assert json.loads((run / "head" / "log.jsonl").read_text())["step"] == 2
+
+
+def test_a_file_is_gone_on_with(train, tmp_path):
+    vae = train("train_vae", arch="kl_emoji64")
+    mar = {"arch": "mar_emoji64_draft", "images": 20, "rows": 16, "head_steps": 2, "vae": vae}
+    for program, options in (("train_vae", {"arch": "kl_emoji64"}), ("train_mar", mar)):
+        first = train(program, **options)
+        again = {"init": first, "lr": 0, "run": tmp_path / f"{program}_again", "out": tmp_path / "again.safetensors"}
+        second = load_file(train(program, **options, **again))
+        for name, tensor in load_file(first).items():
+            if "final_layer.linear" not in name:  # a head's last layer is fitted once more
+                assert torch.equal(tensor, second[name]), name
 
 
 @pytest.mark.slow
