@@ -83,7 +83,7 @@ MARS: dict[str, MARSpec] = {
 VAES: dict[str, KLConfig] = {
     "kl16": KLConfig(),
     "kl_digits32": KLConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, scale=1.0),
-    "kl_emoji64": KLConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, attention=False, scale=1.0085),
+    "kl_emoji64": KLConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, attention=False, scale=1.0111),
 }
 
 
