@@ -140,7 +140,7 @@ class Engine:
             raise ValueError(f"{request!r} is no request: give cspd.Request(label, ...)")
         self._check_open()
         request, method = choose(request, families_for(request, self.hosts))
-        if isinstance(request.label, str):
+        if isinstance(request.label, str) and self.hosts[method.family].num_classes:
             request = request.but(label=self._classes[method.family].number_of(request.label))
         if request.label is None and request.prompt is None and request.cfg is None:  # nothing to guide towards
             request = request.but(cfg=1.0)

@@ -155,7 +155,7 @@ def _check_text(request: Request) -> None:
     """Raises ValueError where a request is of no text."""
     if request.label is not None or request.prompt is None:
         raise ValueError(
-            f"label={request.label!r}: these models make images of texts: give prompt=... in its place"
+            f"label={shortened(request.label)}: these models make images of texts: give prompt=... in its place"
             " (--prompt or --prompts on the command line)"
         )
     for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):

@@ -23,17 +23,18 @@ examples:
   ssh -L 8000:127.0.0.1:8000 machine
       brings the page of a machine that has a GPU to your own browser, with no --host
 
-A visitor chooses a model, a class, a seed, settings, and one or two methods. She sees the pictures grow, what each
-token cost, and what each method guarantees. She can paint over a picture and have that part made anew. docs/serve.md
-has more.
+A visitor chooses a model, a class or a text, a seed, settings, and one or two methods. She sees the pictures grow,
+what each token cost, and what each method guarantees. She can paint over a picture and have that part made anew.
+docs/serve.md has more.
 """
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
     text = (
-        "Serves a page to browsers: pick a class, see it made by two methods side by side. Of each model there is one"
-        " engine, whose slots all visitors' requests fill. It needs FastAPI and uvicorn: pip install 'cspd[serve]'."
+        "Serves a page to browsers: pick a class or write a text, see it made by two methods side by side. Of each"
+        " model there is one engine, whose slots all visitors' requests fill. It needs FastAPI and uvicorn: pip install"
+        " 'cspd[serve]'."
     )
     serve = commands.add_parser(
         "serve",

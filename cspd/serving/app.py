@@ -45,7 +45,7 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4) 
         engines: each of one checkpoint, by its name. most, most_each: images under way, in all and of a visitor.
 
     Raises:
-        ValueError: a model makes images of texts.
+        ValueError: a model of texts has no text encoder.
     """
     runner = Runner(engines, most, most_each)
     description = about(engines) | {"most_bytes": MOST_BYTES}

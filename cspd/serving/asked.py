@@ -26,6 +26,7 @@ class Asked(pydantic.BaseModel):
 
     Attributes:
         model: one that is served, by name. label: class, by number or name; "none" or null: no class.
+        prompt, negative_prompt: of a model of texts, in place of a label.
         methods: names, with options after a colon if need be: "calibrated:head_calls=8".
         settings: of `cspd.sequence.Request`, for all methods; empty ones are left open.
         picture, mask: data links (base64) of pictures of one size: white in the mask is made anew.
@@ -34,7 +35,9 @@ class Asked(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     model: str
-    label: Value
+    label: Value = None
+    prompt: str | None = None
+    negative_prompt: str | None = None
     seed: Value = 0
     methods: list[str] = pydantic.Field(min_length=1, max_length=MOST_METHODS)
     settings: dict[str, Value] = {}
@@ -61,16 +64,21 @@ async def body_of(request: fastapi.Request) -> Asked:
 
 def requests_of(asked: Asked) -> list[Request]:
     """A request for each method. Raises ValueError, TypeError or ArgumentTypeError on what no engine would take."""
+    if asked.prompt is None and "label" not in asked.model_fields_set:
+        raise ValueError(
+            "neither label nor prompt is given: give label (null: no class), or prompt to a model of texts"
+        )
     label: Any = label_of(asked.label) if isinstance(asked.label, str) else asked.label
     settings = {name: typed(value) for name, value in asked.settings.items() if value not in ("", None)}
     known = None
     if asked.picture is not None or asked.mask is not None:
         known = Known.of(picture_of("picture", asked.picture), picture_of("mask", asked.mask))
+    texts = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
     requests = []
     for text in asked.methods:
         name, options = parse_method(text)
         own = {**settings, **options}
-        requests.append(Request(label, typed(asked.seed), name, settings=own, known=known))
+        requests.append(Request(label, typed(asked.seed), name, settings=own, known=known, **texts))
     return requests
 
 

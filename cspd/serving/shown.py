@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from cspd.engine import Engine
-from cspd.method import GUARANTEES, Method
+from cspd.method import GUARANTEES, Host, Method
 from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import Option
 from cspd.plots import coloured
@@ -77,7 +77,7 @@ def about(engines: Mapping[str, Engine]) -> dict:
     """What the page has to know beforehand of engines of one checkpoint each, by its name.
 
     Raises:
-        ValueError: a model makes images of texts.
+        ValueError: a model of texts has no text encoder.
     """
     shares = np.linspace(0, 1, COLOURS)[None]
     colours = np.asarray(coloured(shares))[0]
@@ -93,11 +93,7 @@ def about(engines: Mapping[str, Engine]) -> dict:
 
 def _model(engine: Engine, name: str) -> dict:
     ((family, host),) = engine.hosts.items()
-    if not host.num_classes:
-        raise ValueError(
-            f"{name} makes images of texts and the page shows models of classes: take cspd sample --prompt"
-        )
-    usual = engine.check(Request(0, family=family))
+    usual = engine.check(_any(host, family=family))
     return {
         "family": family,
         "name": name,
@@ -105,16 +101,21 @@ def _model(engine: Engine, name: str) -> dict:
         "side": math.isqrt(host.seq_len),
         "classes": [engine.name_of(Request(label, family=family)) for label in range(host.num_classes)],
         "options": [_option(option, usual) for option in COMMON[family]],
-        "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, each)],
+        "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, host, each)],
         "default": DEFAULTS[family],
         "rows": family == "VQ",
     }
 
 
-def _has(engine: Engine, method: Method) -> bool:
+def _any(host: Host, **how: str) -> Request:
+    """A request that a model takes: of a class, or of a text."""
+    return Request(0, **how) if host.num_classes else Request(prompt="a picture", **how)
+
+
+def _has(engine: Engine, host: Host, method: Method) -> bool:
     """Whether the engine has the models that a method needs."""
     try:
-        engine.check(Request(0, method=method.name, family=method.family))
+        engine.check(_any(host, method=method.name, family=method.family))
     except ValueError:
         return False
     return True

@@ -273,11 +273,10 @@ def test_an_edit_by_a_text(text_checkpoint, tmp_path, capsys):
             [],
             "cspd tune makes images of classes, and these models make images of texts: use cspd compare --pro",
         ),
-        ("serve", ["--port", 0], "makes images of texts and the page shows models of classes: take cspd sample --pro"),
     ],
 )
 def test_commands_of_classes(command, more, told, text_checkpoint, tmp_path, capsys):
-    out = [] if command in ("bench", "serve") else ["--out", tmp_path / "out"]
+    out = [] if command == "bench" else ["--out", tmp_path / "out"]
     assert run(command, text_checkpoint, *more, *out) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1 and not (tmp_path / "out").exists()

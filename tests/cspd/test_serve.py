@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 from serving import events, finished, link_of, pixels, served
 from stores import small_checkpoint, small_vq_checkpoint
+from texts import small_text_checkpoint
 
 import cspd
 from cspd.cli import main
@@ -31,7 +32,7 @@ LOWER = np.s_[16:]
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """Small models, and the names of their classes."""
+    """Small models of classes, the names of these, and a small model of texts."""
     engines = {}
     for name, checkpoint in (("mar", small_checkpoint()), ("vq", small_vq_checkpoint())):
         folder = tmp_path_factory.mktemp(name)
@@ -39,7 +40,10 @@ def engines(tmp_path_factory):
             (folder / file.name).symlink_to(file.resolve())
         shutil.copy(embedded_folder("digits32") / "cspd.json", folder)
         engines[name] = cspd.load(folder, max_batch=4, device="cpu")
-    return engines
+    with pytest.MonkeyPatch.context() as patch:
+        folder = small_text_checkpoint(tmp_path_factory.mktemp("texts"), patch)
+        engines["texts"] = cspd.load(folder, max_batch=4, device="cpu")
+        yield engines
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,14 @@ def test_two_methods_grow_side_by_side(site, engine):
         more = {"head_calls": 4} if run else {}
         (output,) = engine.sample("three", seed=5, method=method, **QUICK, **more)
         assert np.abs(pixels(own[-1]["image"]).astype(int) - np.asarray(output.pil())).max() <= 1  # rounding
+
+
+def test_a_text_in_place_of_a_class(site, engines):
+    texts = {"prompt": "a red fox", "negative_prompt": "blue"}
+    (event,) = finished(site.make(model="texts", label=None, **texts))
+    (output,) = engines["texts"].generate([cspd.Request(seed=5, method="ar", **texts)])
+    assert np.array_equal(pixels(event["image"]), np.asarray(output.pil())) and event["class_name"] == "a red fox"
+    assert event["ran"] == repr(output.request)
 
 
 def test_a_part_is_made_anew(site, engine):
@@ -180,7 +192,14 @@ BAD = [
     ({"settings": {"cfgs": 1}}, "no setting 'cfgs'"),
     ({"settings": {"image": "/etc/passwd", "mask": "/etc/passwd"}}, "no setting 'image'"),
     ({"settings": {"num_iter": 65}}, "num_iter=65 does not fit"),
-    ({"model": "gan"}, "unknown model 'gan': choose one of mar, vq"),
+    ({"model": "gan"}, "unknown model 'gan': choose one of mar, vq, texts"),
+    ({"model": "texts"}, "label='three': these models make images of texts"),
+    ({"model": "texts", "label": None}, "these models make images of texts: give prompt"),
+    ({"label": None, "prompt": "a fox"}, "prompt='a fox'"),
+    (
+        {"model": "texts", "label": None, "prompt": "a fox", "settings": {"cfg": 1}, "negative_prompt": "b"},
+        "negative_p",
+    ),
     ({"colour": "red"}, "colour: "),
     ({"picture": WHITE}, "image needs mask too"),
     ({"picture": "data:image/png;base64,AAAA", "mask": WHITE}, "the picture cannot be read"),
@@ -201,6 +220,10 @@ def test_bad_input_is_a_message(wanted, said, site):
 
 
 def test_bodies_that_are_none_or_too_large(site):
+    assert (
+        "neither label nor prompt"
+        in json.load(site.ask("/api/images", '{"model": "mar", "methods": ["ar"]}'))["detail"]
+    )
     for body in ("", "{", "[]", '{"model": "mar"}', '{"model": ' + "[" * 10_000):
         answer = site.ask("/api/images", body)
         assert answer.status == 400 and json.load(answer)["detail"]
@@ -211,7 +234,10 @@ def test_bodies_that_are_none_or_too_large(site):
 def test_what_the_page_is_told(site):
     answer = site.ask("/api/models", visitor="")
     about = json.load(answer)
-    by_family = {model["family"]: model for model in about["models"]}
+    *of_classes, of_texts = about["models"]
+    assert of_texts["name"] == "texts" and of_texts["classes"] == []
+    assert {"ar", "sjd-pac"} <= {method["name"] for method in of_texts["methods"]}
+    by_family = {model["family"]: model for model in of_classes}
     assert by_family["MAR"]["classes"][3] == "three" and by_family["VQ"]["side"] == 16
     guarantees = {method["name"]: method["guarantee"] for method in by_family["MAR"]["methods"]}
     known = {each.name: each.guarantee for each in cspd.methods.METHODS if each.family == "MAR"}

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 from serving import pixels, served
+from texts import small_text_checkpoint
 
 import cspd
 
@@ -30,8 +31,11 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def engines():
-    return {name: cspd.load(name, max_batch=4, device="cpu") for name in ("digits32", "digits32_vq")}
+def engines(tmp_path_factory):
+    engines = {name: cspd.load(name, max_batch=4, device="cpu") for name in ("digits32", "digits32_vq")}
+    with pytest.MonkeyPatch.context() as patch:
+        folder = small_text_checkpoint(tmp_path_factory.mktemp("texts"), patch)
+        yield engines | {"texts": cspd.load(folder, max_batch=4, device="cpu")}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,23 @@ def test_bad_input_is_a_message(changes, said, visitor):
     make(page)
     pictures(page)
     expect(page.locator("#error")).to_be_hidden()
+
+
+def test_a_text_in_place_of_a_class(visitor, engines):
+    page = visitor()
+    expect(page.get_by_label("text", exact=True)).to_be_hidden()
+    page.get_by_label("model").select_option("texts")
+    expect(page.get_by_label("class")).to_be_hidden()
+    page.get_by_label("text", exact=True).fill("a red fox")
+    page.get_by_text("More settings").click()
+    page.get_by_label("guidance leads away from").fill("blue")
+    make(page)
+    image, _ = pictures(page)
+    (output,) = engines["texts"].sample(prompts="a red fox", negative_prompt="blue", seed=0)
+    assert np.array_equal(image, np.asarray(output.pil()))
+    expect(page.locator(".panel .image").first).to_have_attribute("alt", "a red fox, by speculative")
+    page.get_by_label("model").select_option("digits32")
+    expect(page.get_by_label("class")).to_have_value("three")
 
 
 def test_a_part_is_painted_over(visitor, tmp_path):

@@ -53,9 +53,12 @@ function keepPlaceholder(input) {
 
 function setModel() {
   model = about.models.find(({ name }) => name === element("model").value) ?? about.models[0];
+  const takesTexts = !model.classes.length;
+  document.querySelectorAll(".of-classes").forEach((field) => { field.hidden = takesTexts; });
+  document.querySelectorAll(".of-texts").forEach((field) => { field.hidden = !takesTexts; });
   const named = model.classes.map((name, number) => new Option(number, name));
   element("classes").replaceChildren(...named, new Option("no class", "none"));
-  element("label").value = model.classes[Math.min(3, model.classes.length - 1)];
+  element("label").value = model.classes[Math.min(3, model.classes.length - 1)] ?? "";
   document.querySelectorAll(".setting").forEach((field) => field.remove());
   for (const option of model.options) {
     element(FIRST.includes(option.name) ? "fields" : "more").append(settingOf(option));
@@ -104,12 +107,18 @@ function makeSide(title, index) {
   return side;
 }
 
+// What the image is to be of.
+function subject() {
+  if (model.classes.length) return { label: element("label").value || element("label").placeholder };
+  return { prompt: element("prompt").value, negative_prompt: element("negative").value || null };
+}
+
 async function make() {
   const chosen = sides.filter((side) => side.method());
   const settings = Object.fromEntries([...document.querySelectorAll(".setting [name]")].map((input) => [input.name, input.value]));
   const wanted = {
     model: model.name,
-    label: element("label").value || element("label").placeholder,
+    ...subject(),
     seed: element("seed").value,
     methods: chosen.map((side) => side.text()),
     settings,

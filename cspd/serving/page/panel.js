@@ -65,7 +65,7 @@ export function makePanel(method, model, tools) {
     find("ran").hidden = false;
     const save = find("save");
     save.href = event.image;
-    save.download = `${event.class_name}-${method.name}.png`.replaceAll(/[^\w.+-]+/g, "_");
+    save.download = `${event.class_name.slice(0, 60)}-${method.name}.png`.replaceAll(/[^\w.+-]+/g, "_");
     find("edit").onclick = () => tools.edit(event.image);
     find("actions").hidden = false;
   }
