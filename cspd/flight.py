@@ -74,8 +74,9 @@ class Flight:
         self.scheduler.release(finished)
         if len(finished) == len(batch):
             host.forget(key)
-        if finished:
-            self.finisher.add(host, finished)
+        # one whose chains were under way as it was cancelled can end its last iteration nevertheless
+        if wanted := [sequence for sequence in finished if sequence not in self._cancelled]:
+            self.finisher.add(host, wanted)
 
     def cancel(self, sequences: Collection[Sequence]) -> None:
         """Takes sequences out that are not finished. Slots that work under way will write to are free a round later."""

@@ -56,7 +56,8 @@ def data_of(args: argparse.Namespace) -> Data:
 
     Raises:
         FileNotFoundError: no such folder, or a class without images.
-        ValueError: digits of another size, classes that do not agree, or a class that is not there.
+        ValueError: digits of another size, classes that do not agree, a class that is not there or has
+            one image only, or one of train/ and held_out/.
     """
     if args.data == DIGITS:
         if args.size != 32:
@@ -65,6 +66,8 @@ def data_of(args: argparse.Namespace) -> Data:
 
     folder = Path(args.data)
     has_splits = (folder / "held_out").is_dir()
+    if (folder / "train").is_dir() != has_splits:
+        raise ValueError(f"{folder} has one of train/ and held_out/: give it both, or neither")
     images = ImageFolder(folder / "train" if has_splits else folder)
     paths = {"train": _by_class(images)}
     if has_splits:
@@ -77,6 +80,10 @@ def data_of(args: argparse.Namespace) -> Data:
             "train": [[path for i, path in enumerate(own) if i % HELD_OUT_EVERY] for own in paths["train"]],
             "held-out": [own[::HELD_OUT_EVERY] for own in paths["train"]],
         }
+    for split, own in paths.items():
+        for name, files in zip(images.classes, own):
+            if not files:
+                raise ValueError(f"{folder}: the class {name} has no image in {split}: give it two or more")
     upright = [name for name in args.upright.split(",") if name]
     for name in upright:
         if name not in images.classes:

@@ -6,6 +6,7 @@ Each image is blended with another of its batch, and so are their labels (mixup,
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,8 @@ def main() -> None:
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)
-    model = Classifier(CLASSIFIERS[args.arch]).to(device).train()
+    sizes = {"size": args.size, "classes": len(data.classes)}
+    model = Classifier(dataclasses.replace(CLASSIFIERS[args.arch], **sizes)).to(device).train()
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images, labels = (part.to(device) for part in data.draw(args.batch, number, "train"))

@@ -15,9 +15,10 @@ import torch
 from pictures import add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, device_of_process, export, fit
+from training import HELD_OUT_SEED, device_of_process, export, fit, go_on_with
 
-from cspd.vq.checkpoint import load_gpt, load_tokenizer
+from cspd.ran import file_fingerprint
+from cspd.vq.checkpoint import load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, gpt_spec
 
@@ -46,13 +47,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--first-seed", type=int, default=0, help="of the data: a later run takes another")
     parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/digits32_vq/tokenizer.safetensors"))
-    parser.add_argument("--init", type=Path, help="weights to start from, of an earlier run (default: random)")
+    parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
     names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "first_seed")
-    settings = {name: getattr(args, name) for name in names} | {"init": str(args.init)}
+    settings = {name: getattr(args, name) for name in names} | {"tokenizer": file_fingerprint(args.tokenizer)}
     data = data_of(args)
     device = device_of_process()
     tokenizer = load_tokenizer(args.tokenizer).to(device)
@@ -61,8 +62,8 @@ def main() -> None:
     sizes = {"block_size": side**2, "num_classes": len(data.classes), "vocab_size": tokenizer.config.codebook_size}
     model = GPT(dataclasses.replace(gpt_spec(args.arch).config, **sizes))
     initialise(model)
-    if args.init:
-        model.load_state_dict(load_gpt(args.init, args.arch).state_dict())
+    if args.init is not None:
+        go_on_with(model, args.init, settings)
     model.to(device).train()
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:

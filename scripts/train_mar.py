@@ -20,6 +20,7 @@ from torch import Tensor
 from training import device_of_process, export, fit, go_on_with
 
 import cspd
+from cspd.ran import file_fingerprint
 from mar.checkpoint import load_vae
 from mar.diffusion import TRAIN_STEPS, training_loss
 from mar.head import Head
@@ -89,7 +90,9 @@ def main() -> None:
     args = parser.parse_args()
     run = args.run or Path("runs") / args.arch
 
-    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")} | {"vae": str(args.vae)}
+    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")} | {
+        "vae": file_fingerprint(args.vae)
+    }
     names = ("arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
     settings = drawn | {name: getattr(args, name) for name in names}
     device = device_of_process()

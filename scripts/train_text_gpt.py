@@ -26,6 +26,7 @@ from torch import Tensor
 from train_gpt import LABEL_DROP, cross_entropy, initialise
 from training import HELD_OUT_SEED, device_of_process, export, fit, is_first
 
+from cspd.ran import file_fingerprint
 from cspd.vq.checkpoint import load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, gpt_spec
@@ -88,7 +89,7 @@ def codes_of(
     """Codes of so many pictures, labelled by captions' numbers, from --codes or made. Raises ValueError as `kept`."""
     names = json.dumps([caption.name for caption in captions])
     made_with = {"size": args.size, "upright": args.upright}
-    made_with["tokenizer"] = hashlib.sha256(args.tokenizer.read_bytes()).hexdigest()
+    made_with["tokenizer"] = file_fingerprint(args.tokenizer)
     made_with["captions"] = hashlib.sha256(names.encode()).hexdigest()
     data = pictures_of(captions, args.upright.split(","), args.size)
     first_seed = FIRST_SEED if split == "train" else HELD_OUT_SEED
@@ -120,8 +121,9 @@ def main() -> None:
             loss = cross_entropy(model, texts, codes.to(device))
         return loss, {"bits": round(loss.item() / math.log(2), 3)}
 
-    names = ("captions", "held_out", "size", "upright", "arch", "tokenizer", "text_encoder", "vocabulary", "images")
+    names = ("captions", "held_out", "size", "upright", "arch", "text_encoder", "vocabulary", "images")
     settings = {name: str(getattr(args, name)) for name in (*names, "steps", "batch", "lr")}
+    settings["tokenizer"] = file_fingerprint(args.tokenizer)
     model, seconds = fit(model, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr)
     model = model.half().float()  # as stored
     if held_out:

@@ -202,9 +202,10 @@ class Log:
     def __init__(self, run: Path, start: int) -> None:
         self.file, self.picture = run / "log.jsonl", run / "curves.png"
         self.pending: list[dict[str, float]] = []
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        text = self.file.read_text() if self.file.exists() else ""
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a full disk tears the last
         self.entries = [entry for entry in map(json.loads, lines) if entry["step"] <= start]
-        if len(self.entries) < len(lines):  # steps after the last save are taken once more
+        if "".join(lines) != text or len(self.entries) < len(lines):  # steps after the last save are taken once more
             write_bytes(self.file, "".join(json.dumps(entry) + "\n" for entry in self.entries).encode())
 
     def add(self, state: _State, shown: dict[str, float]) -> None:

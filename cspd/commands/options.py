@@ -31,7 +31,8 @@ MOST_THREADS = 1024  # more than this, and OpenMP ends the process
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """`several`: a list of checkpoints is taken, by default all embedded ones."""
-    usual = list(embedded()) if several else [EMBEDDED["MAR"]]
+    complete = [name for name, folder in embedded().items() if (folder / "target.safetensors").is_file()]
+    usual = complete if several else [EMBEDDED["MAR"]]
     group = parser.add_argument_group("model")
     group.add_argument(
         "--checkpoint",

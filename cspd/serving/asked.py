@@ -9,6 +9,7 @@ from typing import Any
 import fastapi
 import pydantic
 from PIL import Image, ImageOps
+from starlette.requests import ClientDisconnect
 
 from cspd.known import FORMATS, Known
 from cspd.lookup import parse_method
@@ -16,7 +17,7 @@ from cspd.parsing import label_of, value_of
 from cspd.sequence import Request
 
 MOST_BYTES = 8 * 2**20  # of a request, pictures included
-MOST_PIXELS = 4096 * 4096  # of a picture, which may be small as a file
+MOST_PIXELS = 1024 * 1024  # of a picture: engines remember the last ones as numbers
 MOST_METHODS = 2
 Value = int | float | bool | str | None
 
@@ -49,9 +50,12 @@ async def body_of(request: fastapi.Request) -> Asked:
     """What the body of a request asks for. Raises HTTPException where it is too large, or is something else."""
     body = bytearray()
     size = 0
-    async for part in request.stream():  # to its end, or the browser would not listen to the answer
-        size += len(part)
-        body += part[: MOST_BYTES - len(body)]
+    try:
+        async for part in request.stream():  # to its end, or the browser would not listen to the answer
+            size += len(part)
+            body += part[: MOST_BYTES - len(body)]
+    except ClientDisconnect:
+        raise fastapi.HTTPException(400, "the connection was closed") from None
     if size > MOST_BYTES:
         raise fastapi.HTTPException(413, f"{size / 2**20:.1f} MiB were sent, {MOST_BYTES / 2**20:g} may be: give less")
     try:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from cspd.engine import Engine
 from cspd.flight import so_far
 from cspd.lookup import method_of
-from cspd.sequence import Request
+from cspd.sequence import Output, Request
 from cspd.serving.shown import shown
 
 PERIOD = 0.1  # seconds between two looks at what is under way, at least
@@ -149,17 +149,20 @@ class Runner:
     def _round(self, model: str) -> None:
         jobs = self._under_way[model]
         try:
-            outputs = self.engines[model].step()
+            for ticket, output in self.engines[model].step().items():
+                if ticket in jobs:  # its visitor may have left while the image was on its way
+                    self._finish(jobs[ticket], output)
         except Exception as error:
             self._fail(model, error)
+
+    def _finish(self, job: Job, output: Output) -> None:
+        if output.error:
+            self._end(job, {"error": output.error})
             return
-        for ticket, output in outputs.items():
-            if output.error:
-                self._end(jobs[ticket], {"error": output.error})
-                continue
-            self.made += 1
-            self._finished.append(time.monotonic())
-            self._end(jobs[ticket], shown(output, 1.0) | {"finished": True})
+        event = shown(output, 1.0) | {"finished": True}
+        self.made += 1
+        self._finished.append(time.monotonic())
+        self._end(job, event)
 
     def _look(self) -> None:
         """Tells what is known of the images that run, unless that was done a moment ago."""

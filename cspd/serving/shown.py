@@ -68,7 +68,8 @@ def numbers(output: Output, share: float) -> list[tuple[str, str]]:
     values = {name: getattr(output.stats, name) for name in NUMBERS}
     if share < 1:
         del values["head_calls_per_token"]  # a mean over all tokens
-    told = [(NUMBERS[name][0], format(value, NUMBERS[name][1])) for name, value in values.items() if value]
+    said = {name for name, value in values.items() if value or (name == "alpha" and value is not None)}
+    told = [(NUMBERS[name][0], format(values[name], NUMBERS[name][1])) for name in NUMBERS if name in said]
     window = output.request.window
     return told if window is None else [*told, ("window", f"{window}" if window else "0, nothing is drafted")]
 

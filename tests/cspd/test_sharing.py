@@ -149,6 +149,22 @@ def test_a_slot_is_not_given_away_while_chains_will_write_to_it(models):
     assert_same([outputs[ticket] for ticket in kept], [expected[tickets.index(ticket)] for ticket in kept])
 
 
+def test_one_cancelled_in_its_last_iteration_gives_no_output(models):
+    """Though its chains are under way beside another's, and end it all the same."""
+    num, last = 12, 2
+    engine = Engine(models, max_batch=num, device="cpu")
+    for request in requests_of(0, num, SPECULATIVE | {"num_iter": last, "num_sampling_steps": 20}):
+        engine.add_request(request)
+    outputs, busy = {}, []
+    while len(engine.scheduler) and len(busy) < 2:
+        outputs |= engine.step()
+        busy = [each for each in engine.scheduler.in_flight() if each.is_busy() and each.iteration == last]
+    assert engine.cancel(busy[0].ticket) and busy[0] in engine.scheduler
+    while len(engine.scheduler):
+        outputs |= engine.step()
+    assert len(outputs) == num - 1 and busy[0].ticket not in outputs
+
+
 def test_one_that_waits_can_be_cancelled_by_its_ticket(models):
     engine = Engine(models, max_batch=1, device="cpu")
     tickets = [engine.add_request(request) for request in requests_of(0, 2)]

@@ -28,7 +28,7 @@ export function makeEditor(changed, fail) {
     stroke(event);
   };
   mask.onpointermove = (event) => {
-    if (event.buttons) stroke(event);
+    if (event.buttons) (event.getCoalescedEvents?.() ?? [event]).forEach(stroke);
   };
 
   function setModel(chosen) {
@@ -39,16 +39,21 @@ export function makeEditor(changed, fail) {
     if (isOpen) close();
   }
 
+  // Pixels per side, at least the model's: a multiple of its tokens, so that no pixel lies in two.
+  function size() {
+    return model.side * Math.ceil(model.image_size / model.side);
+  }
+
   // A bitmap or image: the square in its middle.
   function open(source) {
     const [width, height] = [source.width, source.height];
     const square = Math.min(width, height);
-    picture.width = picture.height = model.image_size;
+    picture.width = picture.height = size();
     picture.classList.toggle("pixelated", model.image_size < 128);
     const pencil = picture.getContext("2d");
     pencil.imageSmoothingQuality = "high";
     const from = [(width - square) / 2, (height - square) / 2, square, square];
-    pencil.drawImage(source, ...from, 0, 0, model.image_size, model.image_size);
+    pencil.drawImage(source, ...from, 0, 0, size(), size());
     mask.width = mask.height = model.side;
     element("size").max = Math.max(2, Math.ceil(model.side / 3));
     isOpen = true;
@@ -96,7 +101,7 @@ export function makeEditor(changed, fail) {
   function content() {
     if (!isOpen) return {};
     const whole = document.createElement("canvas");
-    whole.width = whole.height = model.image_size;
+    whole.width = whole.height = size();
     const context = whole.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(mask, 0, 0, whole.width, whole.height);

@@ -126,7 +126,7 @@ async function make() {
   };
   fail("");
   setRunning(new AbortController());
-  const panels = chosen.map((side) => makePanel(side.method(), model, { ...about, edit: editor.openLink }));
+  const panels = chosen.map((side) => makePanel(side.method(), model, { ...about, edit: editor.openLink, say }));
   try {
     const body = JSON.stringify(wanted);
     const answer = await fetch("api/images", { method: "POST", body, signal: running.signal });
@@ -139,6 +139,7 @@ async function make() {
     });
     loseAll(panels, "the connection to the server was lost");
   } catch (error) {
+    running.abort(); // or images that nobody sees would be made to their end
     const isStopped = error.name === "AbortError";
     loseAll(panels, isStopped ? "stopped" : "the connection to the server was lost");
     if (!isStopped) fail(error instanceof TypeError ? "the server cannot be reached: is it running?" : error.message);
@@ -179,6 +180,10 @@ function setRunning(controller) {
   running = controller;
   element("make").disabled = Boolean(controller);
   element("stop").hidden = element("starting").hidden = !controller;
+}
+
+function say(text) {
+  element("said").textContent = text;
 }
 
 function fail(message) {

@@ -2,7 +2,7 @@
 
 const SWATCHES = [[0, "rejected, or made by the target"], [1, "accepted"], [null, "not drafted"]];
 
-// method, model: of /api/models. tools: {colours, guarantees, edit(link)}.
+// method, model: of /api/models. tools: {colours, guarantees, edit(link), say(text) to who cannot see}.
 export function makePanel(method, model, tools) {
   const root = document.getElementById("panel").content.cloneNode(true).firstElementChild;
   const find = (name) => root.querySelector("." + name);
@@ -41,6 +41,7 @@ export function makePanel(method, model, tools) {
     find("state").hidden = true;
     find("error").textContent = message;
     find("error").hidden = false;
+    tools.say(`${method.name}: ${message}`);
   };
 
   // Colours the tokens by their costs, between the least and the most of all panels.
@@ -67,7 +68,8 @@ export function makePanel(method, model, tools) {
     save.href = event.image;
     save.download = `${event.class_name.slice(0, 60)}-${method.name}.png`.replaceAll(/[^\w.+-]+/g, "_");
     find("edit").onclick = () => tools.edit(event.image);
-    find("actions").hidden = false;
+    find("actions").hidden = !event.image; // models without a decoder make codes only
+    tools.say(`${method.name}: finished`);
   }
 
   return panel;
