@@ -41,7 +41,8 @@ def fetched(name: str, targets: Collection[str], companions: Collection[str]) ->
         found = [file for file in files if file.parent == inside and _matches(file, targets)]
     if len(found) != 1:
         several = f"several checkpoints are there: give one: {', '.join(f'{repo}/{file}' for file in found)}"
-        none = f"no such place here, and on the hub it has none of {', '.join(targets)}"
+        fetch = f"a model of transformers is fetched first: hf download {repo} --local-dir {repository}"
+        none = f"no such place here, and on the hub it has none of {', '.join(targets)}; {fetch}"
         raise CheckpointError(f"{name}: {several if found else none}")
     beside = [file for file in files if file.parent == found[0].parent and _matches(file, companions)]
     return _folder(repo, [str(file) for file in (*found, *beside)]) / found[0]

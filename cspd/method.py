@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cspd.classes import ClassNames
 from cspd.graphs import Graphs
 from cspd.option import Option, check_integer
-from cspd.parsing import shortened
+from cspd.parsing import NO_CHARACTER, shortened
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 
@@ -161,6 +161,8 @@ def _check_text(request: Request) -> None:
     for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{name}={shortened(text)} is no text: give a string")
+        if text is not None and (damaged := NO_CHARACTER.search(text)):
+            raise ValueError(f"{name} has {damaged[0]!r}, which is no character: remove it")
     if request.negative_prompt is not None and not request.guided:
         raise ValueError(
             f"negative_prompt={shortened(request.negative_prompt)} is what guidance leads away from, and cfg=1 is none:"

@@ -15,6 +15,7 @@ MOST = 10_000_000  # of what is counted, such as images
 MOST_LISTED = 100_000  # numbers in a list
 MOST_NAMED = 60  # words that an error lists
 LARGEST_SEED = 2**63 - 1
+NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 SPAN = re.compile(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", re.ASCII)  # "5" or "0-3"
 _SHORT = reprlib.Repr()  # never the whole of what may be endless
 _SHORT.maxstring = _SHORT.maxother = 60

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cspd.version import __version__
+from cspd.vq.hosted.checkpoint import weight_files
 
 LIBRARIES = ("numpy", "torch-fidelity")
 PATIENCE = 10  # seconds for git to answer
@@ -55,9 +56,11 @@ def models_of(settings: Mapping[str, Any], host: Any) -> list[dict]:
     found = []
     for role, stored in _files(settings).items():
         modules = {"vae": getattr(host, "vae", None), **host.models}
-        fingerprint = _fingerprint(Path(stored["file"]), stored["modified"])
-        parameters = sum(parameter.numel() for parameter in modules[role].parameters())
-        named = {"role": role, "file": Path(stored["file"]).name, "sha256": fingerprint}
+        file, parameters = Path(stored["file"]), sum(each.numel() for each in modules[role].parameters())
+        named = {"role": role, "file": file.name, "sha256": _fingerprint((file,), stored["modified"])}
+        if "folder" in stored:  # of a model of transformers
+            weights = tuple(weight_files(file.parent))
+            named |= {"file": file.parent.name, "sha256": _fingerprint(weights, stored["modified"])}
         found.append(named | {"bytes": stored["bytes"], "parameters": parameters})
     return found
 
@@ -92,10 +95,17 @@ def file_fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def together(fingerprints: Sequence[str]) -> str:
+    """One fingerprint of several; of a single one, that."""
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
+
+
 @functools.cache
-def _fingerprint(path: Path, modified: int) -> str:
-    """`file_fingerprint` of a file as it was `modified`: many configurations have the same ones."""
-    return file_fingerprint(path)
+def _fingerprint(paths: tuple[Path, ...], modified: int) -> str:
+    """`file_fingerprint` of a file as it was `modified`, or one of many: many configurations have the same ones."""
+    return together([file_fingerprint(path) for path in paths])
 
 
 def commit_of(file: Path) -> str | None:

@@ -28,6 +28,8 @@ def save(models: Models, folder: str | os.PathLike) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give a new folder")
     modules = modules_of(models)
+    if hasattr(modules["target"], "own_type"):
+        raise ValueError("these are models of transformers, whose folder cspd.load reads: copy that")
     for name, module in modules.items():
         if named_size(module) is None:
             raise ValueError(

@@ -3,8 +3,8 @@
 python scripts/captions.py --captions data/emoji64/captions.json --out checkpoints/emoji64_text/prompts.json
 
 Half of the list is held out from training in composition: each word of such a caption is in others of its class, and
-this combination in none. The other half has captions of the same kind that are trained on. Both are the same for the
-same captions.json.
+all of its words together are in the name of no other. The other half has captions of the same kind that are trained on.
+Both are the same for the same captions.json.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ def words_of(name: str) -> frozenset[str]:
 def pairs_of_class(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Names of a class to be held out in composition, each with one of the same kind that is not."""
     count = Counter(word for name in names for word in words_of(name))
-    same = Counter(words_of(name) for name in names)
+    every = [words_of(name) for name in names]
 
     def is_composed(name: str) -> bool:
         words = words_of(name)
-        return len(words) > 1 and same[words] == 1 and all(count[word] > IN_OTHERS for word in words)
+        is_new = sum(words <= other for other in every) == 1
+        return len(words) > 1 and is_new and all(count[word] > IN_OTHERS for word in words)
 
     composed = sorted(filter(is_composed, names), key=digest)
     whole = len(composed) // HELD_OUT_EVERY * HELD_OUT_EVERY

@@ -36,7 +36,7 @@ from cspd.evaluation.subjects import Subject, are_texts, asking_for
 from cspd.loading import checkpoint_files
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
-from cspd.vq.hosted.checkpoint import is_hosted
+from cspd.vq.hosted.checkpoint import is_hosted, weight_files
 from cspd.vq.hosted.config import HostedConfig
 from cspd.vq.hosted.eagle import HostedEagle
 from cspd.vq.registry import defaults_of
@@ -158,8 +158,9 @@ def codes_of(args: argparse.Namespace, host: VQHost, subjects: list[Subject]) ->
     """
     num = args.self_samples or args.images
     file = checkpoint_files(args.checkpoint)["target"]
-    target = file.parent if is_hosted(file) else file
-    made_with = {"target": target.name, "bytes": file.stat().st_size, "size": args.size} | identity(subjects)
+    target, weights = (file.parent, weight_files(file.parent)) if is_hosted(file) else (file, [file])
+    num_bytes = sum(each.stat().st_size for each in weights)
+    made_with = {"target": target.name, "bytes": num_bytes, "size": args.size} | identity(subjects)
     made_with |= {"cfg": args.cfg} if args.self_samples else {"data": args.data, "upright": args.upright}
     data = None if args.self_samples else images_of(args, subjects)
 

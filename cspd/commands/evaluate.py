@@ -200,6 +200,10 @@ def _prepare(
 ) -> tuple[Engine, Request, list[Subject], dict, dict]:
     """All that can fail before the first image."""
     check_method(args)
+    if args.clip and rank == 0:
+        check_clip(args.clip, args.device, prompts is not None)
+    if args.npz and rank == 0:
+        check_npz(args.npz)
     engine = load_engine(args, args.max_batch)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
@@ -222,10 +226,6 @@ def _how_to_measure(
         space = args.space or (INCEPTION if of_texts else _usual_space(args, size))
         how |= {"space": space, "reference": reference_for(space, args.ref)}
         check(*size, **how)
-    if args.clip:
-        check_clip(args.clip, device, of_texts)
-    if args.npz:
-        check_npz(args.npz)
     return how
 
 

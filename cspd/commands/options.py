@@ -21,7 +21,7 @@ from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
 from cspd.sequence import Request
 from cspd.version import __version__
-from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
+from cspd.vq.hosted.checkpoint import CONFIG, is_hosted, weight_files
 from cspd.vq.registry import GPTS
 from cspd.vq.text import TextEncoder
 from mar.registry import MARS
@@ -189,12 +189,14 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
 
 def _stored(file: Path) -> dict:
     """By what a run knows the file of a model again; of a model of `transformers`, all files of its folder."""
-    more = {}
+    more: dict = {}
+    weights = [file]
     if is_hosted(file):
         file = file / CONFIG if file.is_dir() else file
+        weights = weight_files(file.parent)
         more["folder"] = identity_of(file.parent)
-    file = file.resolve()
-    return {"file": str(file), "bytes": file.stat().st_size, "modified": file.stat().st_mtime_ns, **more}
+    file, size = file.resolve(), sum(each.stat().st_size for each in weights)
+    return {"file": str(file), "bytes": size, "modified": file.stat().st_mtime_ns, **more}
 
 
 def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:

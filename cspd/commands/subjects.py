@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cspd.engine import Engine
-from cspd.parsing import label_list, place
+from cspd.parsing import NO_CHARACTER, label_list, place
 from cspd.records import misfit, parse_json
 from cspd.sequence import Label, Request
 
@@ -17,7 +17,6 @@ FORMS = "give --prompts a file with one text a line; or .json: a list of texts, 
 OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
 COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d{12})")  # of a picture: COCO_val2014_000000000139, 000000000139
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
-NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 
 
 def add_subject_options(

@@ -140,11 +140,13 @@ def sent_texts(host: Any, requests: list[Request], copies: int) -> Texts:
     """
     texts, is_null = [], []
     for request in requests:
-        prompt, negative = request.prompt, request.negative_prompt
-        own = host.text_of(prompt)
-        other = host.text_encoder.null(own, host.config.prefix_length) if negative is None else host.text_of(negative)
-        texts += [own, own if other is None else other][:copies]
-        is_null += [False, other is None][:copies]
+        texts.append(own := host.text_of(request.prompt))
+        is_null.append(False)
+        if copies == 2:
+            negative, most = request.negative_prompt, host.config.prefix_length
+            other = host.text_encoder.null(own, most) if negative is None else host.text_of(negative)
+            texts.append(own if other is None else other)
+            is_null.append(other is None)
     count = np.array([len(text) for text in texts])
     padded = np.zeros((len(texts), count.max(), *texts[0].shape[1:]), texts[0].numpy().dtype)
     for row, text in zip(padded, texts):

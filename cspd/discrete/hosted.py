@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cspd.discrete.memory import cache_bytes, working_bytes
-from cspd.discrete.models import VQModels
+from cspd.discrete.models import VQModels, check_draft
 from cspd.machine import check_fits, pick_device, room_told
 from cspd.telling import telling
 from cspd.vq.hosted.checkpoint import CONFIG, Folder, is_hosted, opened, read, read_prompts
@@ -39,7 +39,7 @@ def hosted_models(
 
     Raises:
         CheckpointError: as in `cspd.vq.hosted.checkpoint`. ValueError: too little memory, a library is missing, or
-            `vae` is given to a model that makes pixels itself.
+            `vae` is given to a model that makes pixels itself, or the draft does not fit.
     """
     device = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else None
@@ -47,6 +47,8 @@ def hosted_models(
     decoder = folders[0].decoder(vae)
     prefix = min(folder.config.prefix_length for folder in folders)
     folders = [replace(folder, config=replace(folder.config, prefix_length=prefix)) for folder in folders]
+    for folder in folders[1:]:
+        check_draft(folders[0].config, folder.config)
     drafter = load_hosted_eagle(eagle, folders[0].config, folders[0].dtype) if eagle else None
     _check_memory(folders, drafter, device, max_batch)
     prompts = read_prompts(folders[0])

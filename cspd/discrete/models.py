@@ -17,9 +17,22 @@ from cspd.graphs import Graphs
 from cspd.machine import check_fits
 from cspd.precision import Precision
 from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import GPT
+from cspd.vq.gpt import GPT, GPTConfig
+from cspd.vq.hosted.config import HostedConfig
 from cspd.vq.text import TextEncoder
 from cspd.vq.tokenizer import VQModel
+
+SHARED = "block_size", "vocab_size", "num_classes", "prefix_length", "caption_dim", "text_places", "row_end"
+
+
+def check_draft(ours: GPTConfig | HostedConfig, theirs: GPTConfig | HostedConfig) -> None:
+    """Raises ValueError where a target's draft is of other codes or conditions, by their configurations."""
+    for name in SHARED:
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ValueError(
+                f"draft and target do not fit: {name} is {getattr(theirs, name)} and {getattr(ours, name)}; take a"
+                " draft of the same codes"
+            )
 
 
 @dataclass(frozen=True)
@@ -85,20 +98,7 @@ class VQModels:
         """Raises ValueError where draft, drafter, tokenizer or text encoder do not fit the target."""
         config = self.target.config
         if self.draft is not None:
-            for name in (
-                "block_size",
-                "vocab_size",
-                "num_classes",
-                "prefix_length",
-                "caption_dim",
-                "text_places",
-                "row_end",
-            ):
-                ours, theirs = getattr(config, name), getattr(self.draft.config, name)
-                if ours != theirs:
-                    raise ValueError(
-                        f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same codes"
-                    )
+            check_draft(config, self.draft.config)
         if self.eagle is not None:
             for name in ("dim", "n_head", "block_size"):
                 ours, theirs = getattr(config, name), getattr(self.eagle.config, name)

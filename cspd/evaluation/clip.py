@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from cspd.evaluation.images import ImageList
 from cspd.machine import pick_device
 from cspd.pixels import to_pil
-from cspd.ran import file_fingerprint
+from cspd.ran import file_fingerprint, together
 from cspd.records import read_json
 from cspd.telling import telling
 from mar.tensors import CheckpointError
@@ -47,7 +47,7 @@ class Clip:
 
     def __init__(self, folder: Path, device: torch.device | str = "auto") -> None:
         self.folder, self.device = folder, pick_device(device)
-        self._weights = _weights_of(folder)
+        _check_files(folder)
         with telling(f"loading {folder}"):
             from transformers import CLIPModel, CLIPProcessor
 
@@ -65,8 +65,11 @@ class Clip:
 
     @functools.cached_property
     def about(self) -> dict[str, str]:
-        """The folder's "name", and the "fingerprint" of its weights' file, for reports."""
-        return {"name": self.folder.resolve().name, "fingerprint": file_fingerprint(self._weights)}
+        """The folder's "name", and the "fingerprint" of its weights, for reports."""
+        found = (sorted(self.folder.glob(pattern)) for pattern in FILES["weights"])
+        weights = next(files for files in found if files)
+        fingerprint = together([file_fingerprint(file) for file in weights])
+        return {"name": self.folder.resolve().name, "fingerprint": fingerprint}
 
     @torch.inference_mode()
     def scores(self, images: Dataset, texts: Sequence[str]) -> Tensor:
@@ -91,8 +94,8 @@ class Clip:
         return torch.cat(found)
 
 
-def _weights_of(folder: Path) -> Path:
-    """The file of a folder's weights, the first of several. Raises as `Clip`."""
+def _check_files(folder: Path) -> None:
+    """Raises as `Clip` where a folder's files are not there, or of something else."""
     found: dict[str, Path] = {}
     for what, patterns in FILES.items():
         files = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
@@ -107,7 +110,6 @@ def _weights_of(folder: Path) -> Path:
         raise CheckpointError(f"{found['configuration']} is of another model than CLIP: {SOURCE}")
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("--clip needs transformers, which is not installed: pip install 'cspd[text]'")
-    return found["weights"]
 
 
 def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None:

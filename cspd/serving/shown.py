@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ def _model(engine: Engine, name: str) -> dict:
     }
 
 
-def _any(host: Host, **how: str) -> Request:
+def _any(host: Host, **how: Any) -> Request:
     """A request that a model takes: of a class, or of a text."""
     return Request(0, **how) if host.num_classes else Request(prompt="a picture", **how)
 

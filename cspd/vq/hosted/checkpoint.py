@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from cspd.records import read_json
@@ -18,7 +19,7 @@ CONFIG = "config.json"
 FILES = {  # what a folder must have, any of each
     "tokenizer": ("tokenizer.json",),
     "tokenizer configuration": ("tokenizer_config.json",),
-    "weights": ("*.safetensors", "pytorch_model*.bin"),
+    "weights": ("model*.safetensors", "pytorch_model*.bin"),  # in transformers' order; a drafter may lie beside them
 }
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # what is found in the last one holds
 MOST_PROMPT = 512  # tokens: each takes as much of the cache as a code
@@ -62,10 +63,12 @@ class Folder:
     def decoder(self, given: Path | None) -> Path | None:
         """The file that decodes codes to pixels: the one that is given, or that of the folder; None where none is.
 
-        Raises ValueError where the model has its own.
+        Raises ValueError where the model has its own, CheckpointError where the one that is given is not there.
         """
         if given is not None and not self.architecture.decoder_files:
             raise ValueError(f"{self.path}: this model decodes its codes itself: leave vae=... (--vae) out")
+        if given is not None and not given.is_file():
+            raise CheckpointError(f"{given}: no such file: give Chameleon's vqgan.ckpt (vae=..., --vae)")
         here = (self.path / name for name in self.architecture.decoder_files)
         return given or next((file for file in here if file.is_file()), None)
 
@@ -105,11 +108,27 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{path / CONFIG}: cannot be read ({error}): fetch it again") from error
     image = architecture.image(own, _processor(path))
-    kept = getattr(own, "dtype", None) or torch.float32
-    num_bytes = sum(file.stat().st_size for file in _found(path, FILES["weights"]))
+    kept = getattr(own, "dtype", None) or _type_of(weight_files(path)[0])
+    num_bytes = sum(file.stat().st_size for file in weight_files(path))
     wanted = dtype or kept
     num_bytes = num_bytes * wanted.itemsize // kept.itemsize
     return Folder(path, architecture, image, sizes(own, architecture, image), own, wanted, num_bytes)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a folder's weights."""
+    return _found(path, FILES["weights"])
+
+
+def _type_of(weights: Path) -> torch.dtype:
+    """Of the first tensor of a file, where that can be read without the rest."""
+    if weights.suffix != ".safetensors":
+        return torch.float32
+    try:
+        with safe_open(weights, "pt") as file:
+            return file.get_tensor(next(iter(file.keys()))).dtype
+    except Exception as error:  # a damaged file can fail anywhere in the reader
+        raise CheckpointError(f"{weights}: cannot be read ({error}): fetch it again") from error
 
 
 def _found(path: Path, patterns: tuple[str, ...]) -> list[Path]:
@@ -199,4 +218,7 @@ def read_prompts(folder: Folder) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{folder.path}: its tokenizer cannot be read ({error}): fetch it again") from error
+    older = folder.path / "chat_template.json"  # which only processors read
+    if not tokenizer.chat_template and older.is_file():
+        tokenizer.chat_template = _read(older).get("chat_template")
     return Prompts(tokenizer, folder.architecture, folder.image)
