@@ -64,7 +64,7 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: [B, L, d]. order: int64 [B, L]. num_known: of the tokens. labels: int64 [B].
-        generator: for all other draws of the step, on the CPU.
+        generator: for all other draws of the step, on the CPU. means: of the tokens' posteriors, [B, L, d].
     """
 
     tokens: Tensor
@@ -72,6 +72,7 @@ class Batch(NamedTuple):
     num_known: int
     labels: Tensor
     generator: torch.Generator
+    means: Tensor
 
 
 class Batches:
@@ -91,4 +92,5 @@ class Batches:
         mask_ratio = 1 - (1 - self.mask_ratio_min) * uniform**1.5
         num_known = length - max(1, round(length * mask_ratio))
         labels = self.data.labels[index]
-        return Batch(tokens.to(self.device), order.to(self.device), num_known, labels.to(self.device), generator)
+        tokens, order, labels, means = (each.to(self.device) for each in (tokens, order, labels, means))
+        return Batch(tokens, order, num_known, labels, generator, means)

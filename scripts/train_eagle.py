@@ -34,9 +34,10 @@ from cspd.discrete.host import VQHost
 from cspd.evaluation.images import image_files
 from cspd.evaluation.subjects import Subject, are_texts, asking_for
 from cspd.loading import checkpoint_files
+from cspd.ran import weight_files
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
-from cspd.vq.hosted.checkpoint import is_hosted, weight_files
+from cspd.vq.hosted.checkpoint import is_hosted
 from cspd.vq.hosted.config import HostedConfig
 from cspd.vq.hosted.eagle import HostedEagle
 from cspd.vq.registry import defaults_of

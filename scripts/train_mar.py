@@ -3,6 +3,9 @@
 Two stages: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the
 head's rows is at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform
 timesteps visit it once in a thousand.
+
+Most of the diffusion loss is noise that no condition can tell. So in the first stage a linear layer guesses the means
+of masked tokens from z too, which says directly what z must know. It is thrown away afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import first_step
 import torch
 from latents import Batch, Batches, latents
 from pictures import add_data_options, data_of
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from training import device_of_process, export, fit, go_on_with
 
 import cspd
@@ -28,6 +32,7 @@ from mar.model import MAR
 from mar.registry import MARS, mar_spec
 
 LABEL_DROP = 0.1
+LONGEST = 64.0  # cells per radian of the slowest wave of positions
 SHOWN = 24  # images, drawn as it goes
 FIRST_STEP_SHARE = 0.15  # of the head's rows, at timestep 999
 FIRST_STEP_WEIGHT = {"whole": 20.0, "head": 1000.0}  # their error is multiplied by 316 when sampling
@@ -56,17 +61,42 @@ def head_loss(
     }
 
 
-def masked_rows(model: MAR, batch: Batch, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Clean tokens [num_rows, d] and conditions [num_rows, D] of masked positions of a batch."""
-    tokens, order, num_known, labels, generator = batch
+class Guessing(nn.Module):
+    """A MAR and a layer that guesses the means of its tokens."""
+
+    def __init__(self, mar: MAR) -> None:
+        super().__init__()
+        self.mar, self.guess = mar, nn.Linear(mar.config.embed_dim, mar.config.token_dim)
+
+
+def conditions(model: MAR, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Clean tokens [N, d], their means [N, d] and conditions [N, D] of all masked positions of a batch."""
+    tokens, order, num_known, labels, generator, means = batch
     drop = torch.rand(len(labels), 1, generator=generator) < LABEL_DROP
     embedding = torch.where(drop.to(labels.device), model.fake_latent, model.class_emb(labels))
     z = model(tokens, order, [num_known] * len(tokens), embedding)
     masked = order[:, num_known:].unsqueeze(-1)
-    x0 = tokens.gather(1, masked.expand(-1, -1, tokens.shape[-1])).flatten(0, 1)
-    z = z.gather(1, masked.expand(-1, -1, z.shape[-1])).flatten(0, 1)
-    picked = torch.randint(len(x0), (num_rows,), generator=generator).to(labels.device)
-    return x0[picked], z[picked]
+    x0, mean, z = (each.gather(1, masked.expand(-1, -1, each.shape[-1])).flatten(0, 1) for each in (tokens, means, z))
+    return x0, mean, z
+
+
+def some(num_rows: int, batch: Batch, x0: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """So many of the rows, drawn with replacement: the head's share of a step."""
+    picked = torch.randint(len(x0), (num_rows,), generator=batch.generator).to(x0.device)
+    return x0[picked], z[picked].float()
+
+
+@torch.no_grad()
+def place(model: MAR) -> None:
+    """Starts the learned positions as sines and cosines of rows and columns, as MAE has them (He et al. 2022)."""
+    side, quarter = model.config.grid_size, model.config.embed_dim // 4
+    angles = torch.arange(side).unsqueeze(1) * LONGEST ** (-torch.arange(quarter) / quarter)
+    waves = torch.cat([angles.sin(), angles.cos()], dim=1)
+    both = torch.cat([waves.repeat_interleave(side, 0), waves.repeat(side, 1)], dim=1)
+    start = model.config.buffer_size
+    model.encoder_pos_embed_learned[0, start:] = 0.5 * both
+    model.decoder_pos_embed_learned[0, start:] = both
+    model.diffusion_pos_embed_learned[0] = 0.3 * both
 
 
 def main() -> None:
@@ -105,32 +135,38 @@ def main() -> None:
     model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
     if args.init is None:
         first_step.prepare(model.head)
+        place(model)
     else:
         go_on_with(model, args.init, settings)
     first_step.keep(model.head)
-    model.to(device).train()
+    guessing = Guessing(model).to(device).train()
 
     def whole(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(number)
         with torch.autocast(device.type, torch.bfloat16):
-            x0, z = masked_rows(model, batch, args.rows)
-        return head_loss(model.head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["whole"])
+            x0, mean, z = conditions(model, batch)
+            guess = guessing.guess(z).float()
+        loss, shown = head_loss(model.head, *some(args.rows, batch, x0, z), batch.generator, FIRST_STEP_WEIGHT["whole"])
+        missed = F.mse_loss(guess, mean)
+        return loss + missed, shown | {"guess": round(missed.item(), 4)}
 
-    def show(averaged: MAR) -> Tensor:
-        models = cspd.MARModels(copy.deepcopy(averaged), vae=vae)  # an engine makes its weights constants
+    def show(averaged: Guessing) -> Tensor:
+        models = cspd.MARModels(copy.deepcopy(averaged.mar), vae=vae)  # an engine makes its weights constants
         engine = cspd.Engine(models, max_batch=SHOWN, device=device)
         labels = [i % len(source.classes) for i in range(SHOWN)]
         quick = {"num_iter": 16, "num_sampling_steps": 25}
         requests = [cspd.Request(label, seed=i, method="ar", settings=quick) for i, label in enumerate(labels)]
         return torch.stack([output.image for output in engine.generate(requests) if output.image is not None])
 
-    model, seconds = fit(model, whole, run=run / "whole", settings=settings, steps=args.steps, lr=args.lr, show=show)
+    stage = {"run": run / "whole", "settings": settings, "steps": args.steps, "lr": args.lr}
+    guessing, seconds = fit(guessing, whole, show=show, **stage)
+    model = guessing.mar
 
     def head_alone(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(10**6 + number)
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-            x0, z = masked_rows(model, batch, args.rows)
-        return head_loss(head, x0, z.float(), batch.generator, FIRST_STEP_WEIGHT["head"])
+            x0, _, z = conditions(model, batch)
+        return head_loss(head, *some(args.rows, batch, x0, z), batch.generator, FIRST_STEP_WEIGHT["head"])
 
     head = model.head
     if args.head_steps:

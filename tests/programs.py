@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 
@@ -14,7 +15,10 @@ def run_program(program: str, patch: pytest.MonkeyPatch, **options: object) -> P
     """Runs a program with options by their names; returns the file that it was to write."""
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     patch.setattr(sys, "argv", [program, *flags])
-    importlib.import_module(program).main()
+    try:
+        importlib.import_module(program).main()
+    finally:
+        torch.set_flush_denormal(False)  # other tests need them
     return Path(options["out"])
 
 

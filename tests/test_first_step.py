@@ -28,7 +28,7 @@ def trained():
     prepare(head)
     keep(head)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.02)
-    for _ in range(60):
+    for _ in range(1000):
         x, z = torch.randn(256, 8), torch.randn(256, 24)
         loss = head(x, torch.randint(TRAIN_STEPS, (256,)), z).square().mean()
         optimizer.zero_grad()

@@ -19,9 +19,10 @@ from cspd.methods import COMMON, DEFAULTS, EMBEDDED, METHODS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
+from cspd.ran import weight_files
 from cspd.sequence import Request
 from cspd.version import __version__
-from cspd.vq.hosted.checkpoint import CONFIG, is_hosted, weight_files
+from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
 from cspd.vq.registry import GPTS
 from cspd.vq.text import TextEncoder
 from mar.registry import MARS

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from cspd.ran import WEIGHTS, weight_files
 from cspd.records import read_json
 from cspd.vq.hosted.config import Architecture, HostedConfig, Image
 from mar.tensors import CheckpointError
@@ -19,7 +20,7 @@ CONFIG = "config.json"
 FILES = {  # what a folder must have, any of each
     "tokenizer": ("tokenizer.json",),
     "tokenizer configuration": ("tokenizer_config.json",),
-    "weights": ("model*.safetensors", "pytorch_model*.bin"),  # in transformers' order; a drafter may lie beside them
+    "weights": WEIGHTS,
 }
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # what is found in the last one holds
 MOST_PROMPT = 512  # tokens: each takes as much of the cache as a code
@@ -113,11 +114,6 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
     wanted = dtype or kept
     num_bytes = num_bytes * wanted.itemsize // kept.itemsize
     return Folder(path, architecture, image, sizes(own, architecture, image), own, wanted, num_bytes)
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The files of a folder's weights."""
-    return _found(path, FILES["weights"])
 
 
 def _type_of(weights: Path) -> torch.dtype:
