@@ -212,9 +212,14 @@ def load(
         target = files["target"]
         assert target is not None  # or `checkpoint_files` had raised an error
         if is_hosted(target):
-            for name, value in (("arch", arch), ("text_encoder", text_encoder), ("compiled", compiled or None)):
-                if value is not None:
-                    raise ValueError(f"{checkpoint}: {name}=... is not for models of transformers: leave it out")
+            unfit = {
+                "arch (--arch)": arch,
+                "text_encoder (--text-encoder)": text_encoder,
+                "compiled (--compile)": compiled,
+            }
+            for name, value in unfit.items():
+                if value not in (None, False):
+                    raise ValueError(f"{checkpoint}: {name} is not for models of transformers: leave it out")
             drafter, decoder = given.get("eagle", files["eagle"]), given.get("vae")
             models.append(hosted_models(target, given.get("draft"), drafter, decoder, device, precision, max_batch))
             continue
