@@ -7,7 +7,7 @@ their weights are chosen so that at 999 the head is linear in x_t, whatever it l
   all modulations are their biases;
 * the gates' biases stay 0, so that no block adds anything;
 * x_t is small beside a constant, so that the last LayerNorm is linear. The constant is large, and not x_t small: what a
-  block adds weighs as much as in another head. Where it did not, training took five times the steps at first.
+  block adds weighs as much as in another head. With x_t small, training took five times a plain head's steps at first.
 
 `keep` has training keep these. After it the last layer is fitted to this case, by the smallest change of its weights.
 """

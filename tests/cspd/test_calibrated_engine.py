@@ -22,21 +22,22 @@ def engine(small_mar, tmp_path, monkeypatch):
 def test_in_an_engine(engine):
     """Rows of unequal progress are as each alone; the same seed gives nearly the token that `ar` gives.
 
-    The first of 12 steps multiplies rounding by thousands, and how rows are rounded depends on the processor.
+    Of 100 steps the first multiplies rounding by 316; of 12, by thousands, and processors round differently.
     """
-    requests = [Request(i, i, "calibrated", **SETTINGS | {"num_iter": 3 + i}, head_calls=6) for i in range(3)]
+    whole_chain = SETTINGS | {"num_sampling_steps": 100}
+    requests = [Request(i, i, "calibrated", **whole_chain | {"num_iter": 3 + i}, head_calls=6) for i in range(3)]
     together = engine(2).generate(requests)
     for request, output in zip(requests, together):
         alone = engine(1).generate(request)[0]
-        assert (output.tokens - alone.tokens).abs().max() < 1e-3 * alone.tokens.abs().max()
+        assert (output.tokens - alone.tokens).abs().max() < 1e-4 * alone.tokens.abs().max()
         stats = output.stats
         assert stats.guarantee == "measured" and stats.difference > 0 and stats.divergence > 0 and stats.audit is None
         assert stats.head_calls_per_token == 6 and stats.head_calls == 6 * request.num_iter
         assert stats.head_evaluations == 64 * (6 + 5)  # the null class at all calls but the fourth
-    whole = engine(1).generate(requests[0].but(head_calls=12, null_every=1))[0]
+    whole = engine(1).generate(requests[0].but(head_calls=100, null_every=1))[0]
     plain = engine(1).generate(requests[0].but(method="ar", head_calls=None))[0]
-    assert (whole.tokens - plain.tokens).abs().max() < 1e-3 * plain.tokens.abs().max()
-    assert whole.stats.divergence == 0 and whole.stats.head_evaluations == 64 * 24
+    assert (whole.tokens - plain.tokens).abs().max() < 1e-4 * plain.tokens.abs().max()
+    assert whole.stats.divergence == 0 and whole.stats.head_evaluations == 64 * 200
 
 
 def test_a_resolved_request_has_all_that_it_needs(engine):
