@@ -6,9 +6,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# on Intel's processors MKL rounds rows alike in every batch only if it is asked to (docs/precision.md)
-comma := ,
-ALIKE := $(if $(shell grep -m1 GenuineIntel /proc/cpuinfo 2>/dev/null),MKL_CBWR=AUTO$(comma)STRICT)
 
 .PHONY: demo check test test-all bench clean
 
@@ -22,10 +19,10 @@ check: $(VENV)/ready
 
 # two processes of one thread each, that share the work evenly: a fixture made twice costs less than one that waits
 test: check
-	$(ALIKE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: check
-	$(ALIKE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: $(VENV)/ready
 	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8

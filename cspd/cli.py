@@ -19,7 +19,7 @@ EPILOG = """\
 examples:
   cspd sample --labels 0-9 --num 40 --out samples/
       40 images of the embedded digits model: PNGs, grid.png and samples.json
-  cspd sample --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt --labels 207,360 --num 8 --out dogs/
+  cspd sample --checkpoint pretrained_models/mar/mar_large --vae pretrained_models/vae/kl16.ckpt --labels 207 --out dog/
       an official MAR checkpoint (checkpoints/README.md says where to get one)
   cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
@@ -37,7 +37,7 @@ examples:
       how fast this machine is, against plain MAR and MAR's sampler as published; `cspd bench --vq`: VQ methods
   cspd gpu-check --out gpu.json --minutes 9
       whether this GPU computes what a CPU does, and how fast every size is on it; no files are needed
-  cspd calibrate --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt
+  cspd calibrate --checkpoint pretrained_models/mar/mar_large --vae pretrained_models/vae/kl16.ckpt
       what `speculative` does on first use, ahead of time
   cspd methods
       what can be run, and what each method guarantees

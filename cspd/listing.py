@@ -17,18 +17,15 @@ FEW = 4  # methods that are named one by one; of more it is said whose models th
 
 
 @dataclass
-class Use:
-    """What an option means to some methods.
+class Owners:
+    """Whose an option is.
 
     Attributes:
-        option: one of those that mean it. owners: whose it is, families (by name) or methods. selected: words of other
-            options that it goes with. defaults: the owners that have each default.
+        owners: families (by name) or methods. selected: words of other options that it goes with.
     """
 
-    option: Option
     owners: list[Owner] = field(default_factory=list)
     selected: dict[str, list[str]] = field(default_factory=dict)
-    defaults: dict[str, list[Owner]] = field(default_factory=dict)
 
     def add(self, owner: Owner, option: Option) -> None:
         """Adds a family or a method that has the option."""
@@ -37,13 +34,25 @@ class Use:
             self.selected.setdefault(selector, []).extend(words)
         else:
             self.owners.append(owner)
-        default = "" if option.default is None else f"{option.default}"
-        self.defaults.setdefault(default, []).append(owner)
 
-    def whose(self) -> str:
-        """Whose it is, in few words."""
+    def __str__(self) -> str:
         with_others = [f"with --{name} {', '.join(dict.fromkeys(words))}" for name, words in self.selected.items()]
         return ", ".join(filter(None, [_few(self.owners), *with_others]))
+
+
+@dataclass
+class Use:
+    """What an option means to some methods: one of those that mean it, whose it is, and who has each default."""
+
+    option: Option
+    whose: Owners = field(default_factory=Owners)
+    defaults: dict[str, list[tuple[Owner, Option]]] = field(default_factory=dict)
+
+    def add(self, owner: Owner, option: Option) -> None:
+        """Adds a family or a method that has the option."""
+        self.whose.add(owner, option)
+        default = "" if option.default is None else f"{option.default}"
+        self.defaults.setdefault(default, []).append((owner, option))
 
     def default(self) -> str:
         """The most common default, and whose are others; empty where there is none."""
@@ -51,8 +60,16 @@ class Use:
         if len(values) > FEW:
             return "the method's own"
         usual, *others = values
-        exceptions = [f"{value or 'none'} of {_few(self.defaults[value])}" for value in others]
+        exceptions = [f"{value or 'none'} of {self._whose_default(value)}" for value in others]
         return "; ".join(filter(None, [usual, *exceptions]))
+
+    def _whose_default(self, value: str) -> Owners:
+        """Those that have this default; of those with several, by what they go with."""
+        others = [owner for other, pairs in self.defaults.items() if other != value for owner, _ in pairs]
+        found = Owners()
+        for owner, option in self.defaults[value]:
+            found.add(owner, option if owner in others else option.but(only_with=None))
+        return found
 
 
 def _few(owners: list[Owner]) -> str:
@@ -105,7 +122,7 @@ def options_table() -> str:
     rows = [("setting", "of", "values", "default", "what it is"), ("---",) * 5]
     for use in uses():
         option = use.option
-        rows.append((f"`{option.name}`", use.whose(), option.range, use.default(), option.help))
+        rows.append((f"`{option.name}`", f"{use.whose}", option.range, use.default(), option.help))
     return _markdown(rows)
 
 

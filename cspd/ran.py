@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from cspd.pretrained import weight_files
 from cspd.version import __version__
 
 LIBRARIES = ("numpy", "torch-fidelity")
 PATIENCE = 10  # seconds for git to answer
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # of models of transformers, in its own order
 
 
 def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None = None) -> dict:
@@ -45,11 +45,6 @@ def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None 
         "machine": {name: value for name, value in machine.items() if name != "torch"},
         "models": list(models),
     }
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a model of `transformers`, in whose folder a drafter of ours may lie too."""
-    return next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), [])
 
 
 def models_of(settings: Mapping[str, Any], host: Any) -> list[dict]:

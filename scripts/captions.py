@@ -25,6 +25,7 @@ from torchvision.datasets.folder import default_loader
 from cspd.records import misfit, read_json, write_json
 
 SHAPE = {str: {"name": str, "tags": [str]}}
+SHOWN = '{"name": "red heart", "tags": []}'
 LIST = [{"prompt": str, "label": int}]
 WITH_KEYWORDS = 0.5  # share of texts
 MOST_KEYWORDS = 3
@@ -55,7 +56,7 @@ def read_captions(path: Path) -> list[Caption]:
     """
     content = read_json(path)
     if wrong := misfit(content, SHAPE):
-        raise ValueError(f'{path}: {wrong} is not as it should be: give {{"train/class/picture.png": {{"name": ...}}}}')
+        raise ValueError(f'{path}: {wrong} is not as it should be: give {{"train/class/picture.png": {SHOWN}}}')
     found: dict[tuple[str, str], Caption] = {}
     for place, about in sorted(content.items()):
         file = path.parent / place
@@ -149,6 +150,8 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=200, help="how many captions (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/emoji64_text/prompts.json"))
     args = parser.parse_args()
+    if args.num < 2 or args.num % 2:
+        parser.error(f"--num {args.num}: half of them are held out, so give an even number")
     captions = read_captions(args.captions)
     entries = listed(captions, args.num)
     if len(entries) < args.num:

@@ -16,6 +16,7 @@ from cspd import Request
 from cspd.discrete.condition import inputs_of_texts, sent_texts
 from cspd.discrete.host import VQHost
 from cspd.evaluation.subjects import Subject, are_texts
+from cspd.vq.gpt import seen
 
 
 class Inputs(NamedTuple):
@@ -35,11 +36,8 @@ class Inputs(NamedTuple):
     present: Tensor | None
 
     def sees(self) -> Tensor:
-        """bool [B or 1, N, N]: each input looks at those before it and at itself; padding looks only at itself."""
-        count = self.embedded.shape[1]
-        own = torch.eye(count, dtype=torch.bool, device=self.embedded.device).unsqueeze(0)
-        causal = torch.ones_like(own).tril()
-        return causal if self.present is None else causal & self.present.unsqueeze(1) | own
+        """bool [B or 1, N, N]: which inputs each looks at, as `cspd.vq.gpt.seen` has it."""
+        return seen(torch.ones_like(self.position, dtype=torch.bool) if self.present is None else self.present)
 
     def mask(self) -> Tensor | None:
         """`sees` as models take it in, None where it is causal alone."""

@@ -15,10 +15,8 @@ import torch
 from captions import read_list
 
 from cspd.commands.sample_folder import prompts_of
-from cspd.evaluation.classifier import CLASSIFIERS, Classifier
+from cspd.evaluation.classifier import CLASSIFIERS, read_classifier
 from cspd.evaluation.images import ImageFolder
-from mar.checkpoint import fill
-from mar.tensors import read_tensors
 
 
 def main() -> None:
@@ -33,10 +31,9 @@ def main() -> None:
     texts = prompts_of(images)
     if texts is None or not entries.keys() >= {*texts}:
         raise SystemExit(f"{args.images} has other images than of {args.prompts}: make them by cspd sample --prompts")
-    classifier = Classifier(CLASSIFIERS[args.arch])
-    fill(classifier, read_tensors(args.classifier), args.classifier)
+    classifier = read_classifier(args.classifier, CLASSIFIERS[args.arch])
     with torch.inference_mode():
-        predicted = [classifier.eval()(image[None] / 127.5 - 1).argmax().item() for image in images]
+        predicted = [classifier(image[None] / 127.5 - 1).argmax().item() for image in images]
     for what, is_held_out in (("trained on", False), ("held out", True)):
         own = [i for i, text in enumerate(texts) if entries[text].get("held_out", False) == is_held_out]
         if not own:

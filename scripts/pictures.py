@@ -84,12 +84,18 @@ def data_of(args: argparse.Namespace) -> Data:
         for name, files in zip(images.classes, own):
             if not files:
                 raise ValueError(f"{folder}: the class {name} has no image in {split}: give it two or more")
-    upright = [name for name in args.upright.split(",") if name]
-    for name in upright:
-        if name not in images.classes:
-            raise ValueError(f"--upright {name}: the classes of {folder} are {', '.join(images.classes)}")
+    upright = chosen_classes(args.upright, images.classes, folder)
     mirrored = [name not in upright for name in images.classes]
     return Data(images.classes, drawing(images.loader, paths, mirrored, args.size))
+
+
+def chosen_classes(given: str, classes: Sequence[str], of: Path) -> list[str]:
+    """Those that --upright names. Raises ValueError where one is not there."""
+    chosen = [name for name in given.split(",") if name]
+    for name in chosen:
+        if name not in classes:
+            raise ValueError(f"--upright {name}: the classes of {of} are {', '.join(classes)}")
+    return chosen
 
 
 def captioned(folder: Path, texts: Sequence[str], size: int) -> Data:

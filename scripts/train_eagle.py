@@ -17,9 +17,10 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
+from typing import Any
 
 import torch
-from codes import Codes, Make, kept, of_images, of_target
+from codes import Codes, kept, of_images, of_target
 from conditions import Inputs, features_of, identity, inputs_of, numbers_of
 from drafted import acceptance_by_depth, estimates
 from pictures import Data, add_data_options, captioned, data_of
@@ -34,7 +35,8 @@ from cspd.discrete.host import VQHost
 from cspd.evaluation.images import image_files
 from cspd.evaluation.subjects import Subject, are_texts, asking_for
 from cspd.loading import checkpoint_files
-from cspd.ran import weight_files
+from cspd.pretrained import weight_files
+from cspd.ran import file_fingerprint, together
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.hosted.checkpoint import is_hosted
@@ -97,7 +99,7 @@ def arguments() -> argparse.Namespace:
     add_data_options(parser)
     parser.set_defaults(data=None, size=None)
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts of a target of texts: docs/text.md")
-    parser.add_argument("--text-encoder", type=Path, metavar="FOLDER", help="FLAN-T5-XL's, where not beside the target")
+    parser.add_argument("--text-encoder", type=Path, metavar="FOLDER", help="its encoder, where not beside the target")
     parser.add_argument(
         "--images", type=int, default=20000, help="drawn from --data, augmented, and encoded (default: %(default)s)"
     )
@@ -151,32 +153,39 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list
     return host, subjects
 
 
-def codes_of(args: argparse.Namespace, host: VQHost, subjects: list[Subject]) -> tuple[Codes, Codes]:
-    """What is trained on, and what is held out.
+def learnt_from(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, Any]:
+    """What codes depend on, plain values; of models, their files' fingerprints."""
+    files = checkpoint_files(args.checkpoint)
+    target = files["target"]
+    weights = weight_files(target.parent) if is_hosted(target) else [target]
+    source = {"target": together([*map(file_fingerprint, weights)]), "size": args.size} | identity(subjects)
+    if args.self_samples:
+        return source | {"cfg": args.cfg}
+    tokenizer = args.tokenizer or files["tokenizer"]  # else the model's own
+    encoder = {"tokenizer": file_fingerprint(tokenizer)} if tokenizer else {}
+    return source | encoder | {"data": args.data, "upright": args.upright}
+
+
+def codes_of(
+    args: argparse.Namespace, host: VQHost, subjects: list[Subject], source: dict[str, Any]
+) -> tuple[Codes, Codes]:
+    """What is trained on, and what is held out; `source`: as `learnt_from` has it.
 
     Raises:
         ValueError: the data set has other classes than the target, or as `captioned`, `numbers_of` and `kept`.
     """
     num = args.self_samples or args.images
-    file = checkpoint_files(args.checkpoint)["target"]
-    target, weights = (file.parent, weight_files(file.parent)) if is_hosted(file) else (file, [file])
-    num_bytes = sum(each.stat().st_size for each in weights)
-    made_with = {"target": target.name, "bytes": num_bytes, "size": args.size} | identity(subjects)
-    made_with |= {"cfg": args.cfg} if args.self_samples else {"data": args.data, "upright": args.upright}
     data = None if args.self_samples else images_of(args, subjects)
 
-    def make(split: str, first_seed: int) -> Make:
+    def of_split(split: str, num: int, first_seed: int) -> Codes:
         numbers = numbers_of(subjects, split == "held-out")
         if data is None:
-            return of_target(host, subjects, numbers, args.cfg, args.max_batch, first_seed)
-        return of_images(data, split, numbers, host.models["tokenizer"], first_seed, host.device)
+            make = of_target(host, subjects, numbers, args.cfg, args.max_batch, first_seed)
+        else:
+            make = of_images(data, split, numbers, host.models["tokenizer"], first_seed, host.device)
+        return kept(make, num, (args.codes or args.run / "codes") / split, source, host.device)
 
-    folder = args.codes or args.run / "codes"
-    num_held_out = min(HELD_OUT, -(-num // 10))
-    return (
-        kept(make("train", FIRST_SEED), num, folder / "train", made_with, host.device),
-        kept(make("held-out", HELD_OUT_SEED), num_held_out, folder / "held_out", made_with, host.device),
-    )
+    return of_split("train", num, FIRST_SEED), of_split("held-out", min(HELD_OUT, -(-num // 10)), HELD_OUT_SEED)
 
 
 def images_of(args: argparse.Namespace, subjects: list[Subject]) -> Data:
@@ -199,12 +208,13 @@ def main() -> None:
     target, take_in = host.target, functools.partial(inputs_of, host, subjects)
     sampling = defaults_of(target.config)
     args.cfg = sampling.cfg if args.cfg is None else args.cfg
-    train, held_out = codes_of(args, host, subjects)
+    source = learnt_from(args, subjects)
+    train, held_out = codes_of(args, host, subjects, source)
     config = target.config
     hosted = isinstance(config, HostedConfig)
     lr = args.lr or WIDTH_LR / config.dim
-    names = ("checkpoint", "data", "size", "upright", "images", "self_samples", "cfg", "steps", "batch")
-    settings = {name: getattr(args, name) for name in names} | {"lr": lr} | identity(subjects)
+    names = ("checkpoint", "images", "self_samples", "cfg", "steps", "batch")
+    settings = {name: getattr(args, name) for name in names} | {"lr": lr} | source
     torch.manual_seed(0)
     drafter = (HostedEagle if hosted else Eagle)(config).to(device).train()
 

@@ -52,11 +52,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "first_seed")
-    settings = {name: getattr(args, name) for name in names} | {"tokenizer": file_fingerprint(args.tokenizer)}
     data = data_of(args)
     device = device_of_process()
     tokenizer = load_tokenizer(args.tokenizer).to(device)
+    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "first_seed")
+    settings = {name: getattr(args, name) for name in names} | {"tokenizer": file_fingerprint(args.tokenizer)}
     torch.manual_seed(0)
     side = args.size // tokenizer.config.stride
     sizes = {"block_size": side**2, "num_classes": len(data.classes), "vocab_size": tokenizer.config.codebook_size}

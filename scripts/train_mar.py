@@ -86,6 +86,11 @@ def some(num_rows: int, batch: Batch, x0: Tensor, z: Tensor) -> tuple[Tensor, Te
     return x0[picked], z[picked].float()
 
 
+def in_the_transformer(name: str) -> bool:
+    """Whether a weight is of the encoder's or decoder's blocks."""
+    return "encoder_blocks" in name or "decoder_blocks" in name
+
+
 @torch.no_grad()
 def place(model: MAR) -> None:
     """Starts the learned positions as sines and cosines of rows and columns, as MAE has them (He et al. 2022)."""
@@ -120,14 +125,13 @@ def main() -> None:
     args = parser.parse_args()
     run = args.run or Path("runs") / args.arch
 
-    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")} | {
-        "vae": file_fingerprint(args.vae)
-    }
+    vae = load_vae(args.vae)
+    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")}
+    drawn["vae"] = file_fingerprint(args.vae)
     names = ("arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
     settings = drawn | {name: getattr(args, name) for name in names}
     device = device_of_process()
     source = data_of(args)
-    vae = load_vae(args.vae)
     data = latents(vae, source, args.images, device, args.latents or run / "latents.safetensors", drawn)
     batches = Batches(data, args.batch, args.mask_ratio_min, device)
     torch.manual_seed(0)
@@ -159,7 +163,7 @@ def main() -> None:
         return torch.stack([output.image for output in engine.generate(requests) if output.image is not None])
 
     stage = {"run": run / "whole", "settings": settings, "steps": args.steps, "lr": args.lr}
-    guessing, seconds = fit(guessing, whole, show=show, **stage)
+    guessing, seconds = fit(guessing, whole, show=show, hidden=in_the_transformer, **stage)
     model = guessing.mar
 
     def head_alone(number: int) -> tuple[Tensor, dict[str, float]]:

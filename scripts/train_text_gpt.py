@@ -20,13 +20,15 @@ from random import Random
 import torch
 from captions import Caption, held_out_names, labels_of, pictures_of, read_captions, read_list, text_of
 from codes import Codes, kept, of_images
+from pictures import chosen_classes
 from text_models import TextGPT, new_encoder, new_tokenizer, read_encoder, save_encoder, tokens_of
 from tokenizers import Tokenizer
 from torch import Tensor
 from train_gpt import LABEL_DROP, cross_entropy, initialise
 from training import HELD_OUT_SEED, device_of_process, export, fit, is_first
 
-from cspd.ran import file_fingerprint
+from cspd.pretrained import weight_files
+from cspd.ran import file_fingerprint, together
 from cspd.vq.checkpoint import load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, gpt_spec
@@ -87,14 +89,26 @@ def codes_of(
     args: argparse.Namespace, captions: Sequence[Caption], images: VQModel, split: str, num: int, device: torch.device
 ) -> Codes:
     """Codes of so many pictures, labelled by captions' numbers, from --codes or made. Raises ValueError as `kept`."""
-    names = json.dumps([caption.name for caption in captions])
+    pictures = [(caption.name, caption.category, [file.name for file in caption.files]) for caption in captions]
     made_with = {"size": args.size, "upright": args.upright}
     made_with["tokenizer"] = file_fingerprint(args.tokenizer)
-    made_with["captions"] = hashlib.sha256(names.encode()).hexdigest()
-    data = pictures_of(captions, args.upright.split(","), args.size)
+    made_with["pictures"] = hashlib.sha256(json.dumps(pictures).encode()).hexdigest()
+    data = pictures_of(captions, args.upright, args.size)
     first_seed = FIRST_SEED if split == "train" else HELD_OUT_SEED
     make = of_images(data, split, labels_of(captions), images, first_seed, device)
     return kept(make, num, args.codes / split, made_with, device)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, str]:
+    """What a run depends on; of files, what is in them."""
+    names = ("size", "upright", "arch", "vocabulary", "images", "steps", "batch", "lr")
+    settings = {name: str(getattr(args, name)) for name in names}
+    files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "text_encoder": []}
+    if args.held_out:
+        files["held_out"] = [args.held_out]
+    if args.text_encoder:
+        files["text_encoder"] = [args.text_encoder / "tokenizer.json", *weight_files(args.text_encoder)]
+    return settings | {name: together([*map(file_fingerprint, own)]) for name, own in files.items()}
 
 
 def main() -> None:
@@ -102,12 +116,15 @@ def main() -> None:
     device = device_of_process()
     away = held_out_names(read_list(args.held_out)) if args.held_out else set()
     captions = read_captions(args.captions)
+    if unknown := away - {caption.name for caption in captions}:
+        raise SystemExit(f"--held-out {args.held_out} is of other captions: {args.captions} has no {min(unknown)!r}")
+    args.upright = chosen_classes(args.upright, sorted({caption.category for caption in captions}), args.captions)
     trained_on = [caption for caption in captions if caption.name not in away]
     held_out = [caption for caption in captions if caption.name in away]
     images = load_tokenizer(args.tokenizer).to(device)
     torch.manual_seed(0)
     words, model = new_model(args, images, trained_on)
-    model.to(device).train()
+    model.to(device)  # in the modes they come in: an encoder that is taken as it is drops nothing out
     most = model.gpt.config.prefix_length
     train = codes_of(args, trained_on, images, "train", args.images, device)
 
@@ -121,10 +138,7 @@ def main() -> None:
             loss = cross_entropy(model, texts, codes.to(device))
         return loss, {"bits": round(loss.item() / math.log(2), 3)}
 
-    names = ("captions", "held_out", "size", "upright", "arch", "text_encoder", "vocabulary", "images")
-    settings = {name: str(getattr(args, name)) for name in (*names, "steps", "batch", "lr")}
-    settings["tokenizer"] = file_fingerprint(args.tokenizer)
-    model, seconds = fit(model, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=args.lr)
+    model, seconds = fit(model, loss_fn, run=args.run, settings=settings_of(args), steps=args.steps, lr=args.lr)
     model = model.half().float()  # as stored
     if held_out:
         codes = codes_of(args, held_out, images, "held-out", HELD_OUT, device)

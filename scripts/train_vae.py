@@ -40,9 +40,10 @@ def main() -> None:
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)
-    vae = create_vae(args.arch).to(device).train()
+    vae = create_vae(args.arch)
     if args.init is not None:
         go_on_with(vae, args.init, settings)
+    vae.to(device).train()
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)

@@ -155,7 +155,7 @@ def test_images_are_judged(own, tmp_path, monkeypatch, capsys):
     ("content", "message"),
     [
         ([], "it is not as it should be"),
-        ({"a.png": {"name": "a"}}, r"a.png.tags is not"),
+        ({"a.png": {"name": "a"}}, r"a.png.tags is not as it should be: give .*\"tags\": \[\]"),
         ({"held_out/a/a.png": {"name": "a", "tags": []}}, "no captions of pictures outside held_out/"),
     ],
 )

@@ -49,7 +49,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
         "cspd.turns",
         "cspd.version",
     ],
-    ["cspd.hub", "cspd.parsing", "cspd.kernels"],
+    ["cspd.hub", "cspd.kernels", "cspd.parsing", "cspd.pretrained"],
     ["mar"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from itertools import product
@@ -101,6 +102,26 @@ def test_the_folder_is_loaded_and_sampled(folder):
     assert plain.image.shape == drafted.image.shape == other.image.shape == (3, 8, 8)
     assert drafted.stats.draft_backbone_calls > 0
     assert engine.host.text_encoder.width == 8
+
+
+def test_names_that_are_not_there_are_told(train, data, tmp_path):
+    write_json(tmp_path / "others.json", [{"prompt": "a ship", "label": 0, "held_out": True}])
+    with pytest.raises(SystemExit, match=r"captions.json has no 'a ship'"):
+        train(tmp_path / "out", held_out=tmp_path / "others.json")
+    with pytest.raises(ValueError, match=r"--upright symbol: the classes of .* are symbols"):
+        train(tmp_path / "out", upright="symbol")
+
+
+def test_a_run_of_other_captions_is_not_gone_on_with(train, data, tmp_path):
+    train(tmp_path / "out")
+    for picture in (data / "train").rglob("*.png"):
+        place = tmp_path / picture.relative_to(data)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(picture)
+    captions = json.loads((data / "captions.json").read_text())
+    write_json(tmp_path / "captions.json", {name: about | {"tags": ["other"]} for name, about in captions.items()})
+    with pytest.raises(SystemExit, match="give another --run"):
+        train(tmp_path / "out", captions=tmp_path / "captions.json")
 
 
 def test_a_run_that_was_cut_off_ends_as_if_it_had_not(folder, train, tmp_path, monkeypatch):

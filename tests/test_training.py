@@ -100,8 +100,8 @@ def test_classifier(train, capsys):
     assert "class_9" in capsys.readouterr().out
 
 
-def trained(run, cut_off_at=None):
-    """The weights of a small model after 25 steps."""
+def trained(run, hidden, cut_off_at=None):
+    """The weights of a small model after 25 steps, of which Muon trains the hidden ones."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
 
@@ -112,17 +112,18 @@ def trained(run, cut_off_at=None):
         loss = model(torch.randn(8, 3, generator=generator)).square().mean()
         return loss, {"loss": loss.item()}
 
-    return fit(model, loss_fn, run=run, settings={"lr": 0.1}, steps=25, lr=0.1, warmup=5)[0].weight
+    return fit(model, loss_fn, run=run, settings={"lr": 0.1}, steps=25, lr=0.1, warmup=5, hidden=hidden)[0].weight
 
 
-def test_a_run_that_was_cut_off_ends_as_if_it_had_not(tmp_path, monkeypatch):
+@pytest.mark.parametrize("hidden", [lambda name: False, lambda name: True], ids=["adamw", "muon"])
+def test_a_run_that_was_cut_off_ends_as_if_it_had_not(tmp_path, monkeypatch, hidden):
     monkeypatch.setattr(training, "SAVE_SECONDS", 0)
-    cut, whole = tmp_path / "cut", trained(tmp_path / "whole")
+    cut, whole = tmp_path / "cut", trained(tmp_path / "whole", hidden)
     with pytest.raises(KeyboardInterrupt):
-        trained(cut, cut_off_at=13)
+        trained(cut, hidden, cut_off_at=13)
     with (cut / "log.jsonl").open("a") as file:
         file.write('{"step": 14, "seconds": 1.0, "loss": 1.0}\n')  # logged, but not saved
-    assert torch.equal(trained(cut), whole)
+    assert torch.equal(trained(cut, hidden), whole)
     steps = [json.loads(line)["step"] for line in (cut / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 26))
     with pytest.raises(SystemExit, match="another --run"):

@@ -81,12 +81,12 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
     tuning = engine.host.tuning
     calibrations = tuning.calibrations["target"]
     costs, calibration = tuning.costs(request.guided, force), calibrations.get(request)
-    print(f"head calls a token, simulated on the fit's own chains (ancestral: {request.num_sampling_steps}):")
+    print(f"head calls per token, simulated on the fit's own chains (ancestral: {request.num_sampling_steps}):")
     for window, calls in zip(WINDOWS, calibration.calls):
         if window > request.num_sampling_steps:
             break
         print(f"  window {window:>2}: {calls.mean():5.1f}")
-    print("seconds of the head for a token, predicted for this device, and the window taken, by tokens at once:")
+    print("seconds of the head per token, predicted for this device, and the window taken, by tokens at once:")
     for rows in (1, 4, 16, 64, 256):
         window = costs.window(request.num_sampling_steps, rows, calibration)
         calls = calibration.calls[WINDOWS.index(window)] if window else None

@@ -166,6 +166,7 @@ def _measure_folder(args: argparse.Namespace, default: Callable[[str], object]) 
         counts = f"{args.images} has {len(images)} images and {args.prompts} {len(prompts)} texts"
         raise ValueError(f"{counts}: give --prompts a file with a text of each image, in the order of their names")
     subjects: list | None = in_turn(prompts, len(images)) if prompts else images.labels or prompts_of(images)
+    _check_extras(args, are_texts(subjects))
     how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects))
     with Store(args.out, RECORD, SCHEMA, {}, re.escape(GRID), compared=()) as store:
         store.claim({}, [GRID])
@@ -200,10 +201,8 @@ def _prepare(
 ) -> tuple[Engine, Request, list[Subject], dict, dict]:
     """All that can fail before the first image."""
     check_method(args)
-    if args.clip and rank == 0:
-        check_clip(args.clip, args.device, prompts is not None)
-    if args.npz and rank == 0:
-        check_npz(args.npz)
+    if rank == 0:
+        _check_extras(args, prompts is not None)
     engine = load_engine(args, args.max_batch)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
@@ -215,6 +214,14 @@ def _prepare(
     if rank == 0:
         how = _how_to_measure(args, (host.image_size, host.image_size), engine.device, are_texts(subjects))
     return engine, request, subjects, settings, how
+
+
+def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:
+    """Raises where CLIP's folder or the .npz would fail once the images are there."""
+    if args.clip:
+        check_clip(args.clip, args.device, of_texts)
+    if args.npz:
+        check_npz(args.npz)
 
 
 def _how_to_measure(

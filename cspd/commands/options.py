@@ -19,7 +19,7 @@ from cspd.methods import COMMON, DEFAULTS, EMBEDDED, METHODS
 from cspd.option import option_names
 from cspd.parsing import float_list, number_list, place, whole, word, word_list
 from cspd.precision import POLICIES
-from cspd.ran import weight_files
+from cspd.pretrained import weight_files
 from cspd.sequence import Request
 from cspd.version import __version__
 from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
@@ -40,7 +40,8 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         type=word,
         nargs="+" if several else None,
         default=usual if several else usual[0],
-        help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files, or a target's file"
+        help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files or of a model of"
+        " transformers, a target's file, or a name on the Hugging Face hub (org/name)"
         + ("; or several" if several else "")
         + f" (default: {' '.join(usual)})",
     )
@@ -62,7 +63,8 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         "--text-encoder",
         type=place,
         metavar="FOLDER",
-        help="FLAN-T5-XL's files, for models of texts, where they are not in flan-t5-xl/ beside the target",
+        help="for models of texts: the encoder that the target was trained with (FLAN-T5-XL of LlamaGen's own), where"
+        " it is not in flan-t5-xl/ or text_encoder/ beside the target",
     )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     policies = "; ".join(f"{name}: {text}" for name, text in POLICIES.items())
@@ -151,7 +153,7 @@ def _argument(same: list[Use], several: bool) -> dict:
 def _help(same: list[Use]) -> str:
     """What an option is to each of its owners, and their defaults."""
     parts = [
-        f"{use.whose()}: {use.option.help}" + (f" (default: {use.default()})" if use.default() else "") for use in same
+        f"{use.whose}: {use.option.help}" + (f" (default: {use.default()})" if use.default() else "") for use in same
     ]
     return "; ".join(parts).replace("%", "%%")
 

@@ -99,7 +99,7 @@ def _tell_cost(summary: dict) -> None:
         lazy = f" ({summary[f'{LAZY}_per_image']:.0f} lazy)" if summary[f"{LAZY}_per_image"] else ""
         iterations = f"{summary['iterations_per_image']:.0f} iterations, {backbone_calls:.0f} backbone calls{lazy}"
         head_calls = f"{summary['head_calls_per_image']:.0f} sequential head calls"
-        print(f"per image: {iterations}, {head_calls} ({summary['head_calls_per_token']:.1f} a token); {time}")
+        print(f"per image: {iterations}, {head_calls} ({summary['head_calls_per_token']:.1f} per token); {time}")
         return
     print(f"per image: {backbone_calls:.1f} target forwards, {summary['step_compression']:.2f} codes each; {time}")
     if summary["bound_per_image"] > 0:

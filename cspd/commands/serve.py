@@ -18,7 +18,7 @@ EPILOG = """\
 examples:
   cspd serve
       the embedded models, on http://127.0.0.1:8000
-  cspd serve --checkpoint pretrained/mar_large --vae pretrained/kl16.ckpt --max-batch 16 --port 8080
+  cspd serve --checkpoint pretrained_models/mar/mar_large --vae pretrained_models/vae/kl16.ckpt --max-batch 16
       an official MAR checkpoint, 16 images at a time
   ssh -L 8000:127.0.0.1:8000 machine
       brings the page of a machine that has a GPU to your own browser, with no --host

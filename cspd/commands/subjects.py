@@ -15,7 +15,8 @@ from cspd.sequence import Label, Request
 CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
 OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
-COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d{12})")  # of a picture: COCO_val2014_000000000139, 000000000139
+COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # of a picture: COCO_val2014_000000000139, 000000000139, 139
+COCO_DIGITS = 12  # of a number as COCO writes it
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
 
 
@@ -86,7 +87,7 @@ def _texts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[str
         wrong = misfit(texts, [str])
     else:
         wrong = misfit(found, COCO)
-        texts = [] if wrong else _first_captions(found["annotations"], images)
+        texts = [] if wrong else _first_captions(path, found["annotations"], images)
     if wrong:
         raise ValueError(f"{path}: {wrong} is of another form: {FORMS}")
     return texts
@@ -97,13 +98,20 @@ def _text_of(entry: object) -> object:
     return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
 
 
-def _first_captions(annotations: list[dict], images: Sequence[Path]) -> list[str]:
-    """One caption of each image: of these where all have one by their names, else of all in the file's order."""
+def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path]) -> list[str]:
+    """One caption of each image: of these where all have one by their names, else of all in the file's order.
+
+    Raises ValueError where an image is named as COCO's are, and the file has no caption of it.
+    """
     captions: dict[str, str] = {}
     for annotation in annotations:
-        captions.setdefault(str(annotation["image_id"]).zfill(12), annotation["caption"])
-    numbers = [COCO_NAME.fullmatch(image.stem) for image in images]
-    own = [captions.get(number[1]) if number else None for number in numbers]
+        captions.setdefault(str(annotation["image_id"]).zfill(COCO_DIGITS), annotation["caption"])
+    own = []
+    for image in images:
+        number = COCO_NAME.fullmatch(image.stem)
+        own.append(captions.get(number[1].zfill(COCO_DIGITS)) if number else None)
+        if number and own[-1] is None and len(number[1]) == COCO_DIGITS:
+            raise ValueError(f"{path} has no caption of {image.name}: give the captions of these pictures")
     return own if own and None not in own else [*captions.values()]
 
 

@@ -48,7 +48,7 @@ GTR = sampling(
 
 LAZYMAR = sampling(
     "lazymar",
-    "reuses most of the transformer's work from iteration to iteration, and of the head's from step to step",
+    "reuses the transformer's work between iterations, the head's between steps",
     {"2503.12450": "LazyMAR: Accelerating Masked Autoregressive Models via Feature Caching"},
     backbone="cached",
     denoiser="cached",

@@ -226,8 +226,15 @@ def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: 
 
 OPTIONS = (
     Option("window", int, "codes judged at once", default=64, low=1, high=MOST_NODES - 1, metavar="W"),
-    Option("pd_k", int, "candidates at a level of the comb; 1 drafts no siblings", default=1, low=1, high=16),
-    Option("pd_d", int, "levels of the comb; 0 drafts no siblings", default=0, high=16),
+    Option(
+        "pd_k",
+        int,
+        "codes tried at each of the first places, siblings included; 1 drafts no siblings",
+        default=1,
+        low=1,
+        high=16,
+    ),
+    Option("pd_d", int, "how many of the first places have siblings; 0 drafts none", default=0, high=16),
     Option(
         "continuation",
         bool,

@@ -22,7 +22,7 @@ EAGLE = drafting(
 )
 EAGLE2 = drafting(
     "eagle2",
-    "EAGLE-2: a tree by the drafter's confidence; same seed, same image as ar, fewer forwards",
+    "EAGLE-2: a tree by the drafter's confidence; images of ar",
     {"2406.16858": "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees"},
     draft="eagle-dynamic",
     gamma=6,
@@ -76,7 +76,7 @@ LANTERN_PLUS = drafting(
 )
 SJD = jacobi(
     "sjd",
-    "Jacobi: the target drafts a window for itself; same seed, same image as ar, fewer forwards",
+    "Jacobi: the target drafts a window for itself; images of ar",
     {
         "2410.01699": "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi"
         " Decoding"
@@ -85,7 +85,7 @@ SJD = jacobi(
 )
 MC_SJD = jacobi(
     "mc-sjd",
-    "Jacobi by maximal coupling: what is drafted changes as little from round to round as it can",
+    "Jacobi; drafted codes are kept from round to round where they can be",
     {
         "2510.24211": "MC-SJD: Maximal Coupling Speculative Jacobi Decoding for Autoregressive Visual Generation"
         " Acceleration"
@@ -105,7 +105,7 @@ SJD_PAC = jacobi(
 )
 GSD = jacobi(
     "gsd",
-    "Jacobi, with acceptance by groups of codes that are about as likely",
+    "Jacobi, accepted by groups of about equally likely codes",
     {"2508.07747": "Grouped Speculative Decoding for Autoregressive Image Generation"},
     rule="gsd",
     group=10,

@@ -101,8 +101,12 @@ class Classifier(nn.Module):
 
 def load_classifier(space: str = "digits") -> Classifier:
     """The classifier of a space, on the CPU in float32. Raises FileNotFoundError, CheckpointError."""
-    path = SPACES[space].weights
-    model = Classifier(SPACES[space].sizes)
+    return read_classifier(SPACES[space].weights, SPACES[space].sizes)
+
+
+def read_classifier(path: Path, sizes: ClassifierConfig) -> Classifier:
+    """A classifier of a file, on the CPU in float32. Raises CheckpointError."""
+    model = Classifier(sizes)
     fill(model, read_tensors(path), path)
     return model.eval().requires_grad_(False)
 

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from cspd.evaluation.images import ImageList
 from cspd.machine import pick_device
 from cspd.pixels import to_pil
+from cspd.pretrained import WEIGHTS, check_files, weight_files
 from cspd.ran import file_fingerprint, together
 from cspd.records import read_json
 from cspd.telling import telling
@@ -29,7 +30,7 @@ FILES = {  # what a folder must have, any of each
     "configuration": ("config.json",),
     "processor": ("preprocessor_config.json", "processor_config.json"),
     "tokenizer": ("tokenizer.json", "vocab.json"),
-    "weights": ("model.safetensors", "model-*.safetensors", "pytorch_model*.bin"),  # in transformers' order
+    "weights": WEIGHTS,
 }
 BATCH = 16  # images at once
 NO_MODEL = f"there is no CLIP: give --clip FOLDER with its files; {SOURCE}"
@@ -66,9 +67,7 @@ class Clip:
     @functools.cached_property
     def about(self) -> dict[str, str]:
         """The folder's "name", and the "fingerprint" of its weights, for reports."""
-        found = (sorted(self.folder.glob(pattern)) for pattern in FILES["weights"])
-        weights = next(files for files in found if files)
-        fingerprint = together([file_fingerprint(file) for file in weights])
+        fingerprint = together([file_fingerprint(file) for file in weight_files(self.folder)])
         return {"name": self.folder.resolve().name, "fingerprint": fingerprint}
 
     @torch.inference_mode()
@@ -96,18 +95,14 @@ class Clip:
 
 def _check_files(folder: Path) -> None:
     """Raises as `Clip` where a folder's files are not there, or of something else."""
-    found: dict[str, Path] = {}
-    for what, patterns in FILES.items():
-        files = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
-        if not files:
-            raise CheckpointError(f"{folder}: no {what} of CLIP there ({' or '.join(patterns)}): {SOURCE}")
-        found[what] = files[0]
+    check_files(folder, FILES, "CLIP", SOURCE)
+    file = folder / "config.json"
     try:
-        config = read_json(found["configuration"])
+        config = read_json(file)
     except ValueError as error:
-        raise CheckpointError(f"{found['configuration']} is no JSON ({error}): {SOURCE}") from None
+        raise CheckpointError(f"{file} is no JSON ({error}): {SOURCE}") from None
     if not isinstance(config, dict) or config.get("model_type") != "clip":
-        raise CheckpointError(f"{found['configuration']} is of another model than CLIP: {SOURCE}")
+        raise CheckpointError(f"{file} is of another model than CLIP: {SOURCE}")
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("--clip needs transformers, which is not installed: pip install 'cspd[text]'")
 

@@ -61,7 +61,7 @@ def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
         lines.append(("codes a forward", f"{sampling['step_compression']:.2f}", ""))
     else:
         calls = f"{sampling['head_calls_per_image']:.0f} an image"
-        lines.append(("head calls a token", f"{sampling['head_calls_per_token']:.1f}", calls))
+        lines.append(("head calls per token", f"{sampling['head_calls_per_token']:.1f}", calls))
     if sampling["bound_per_image"] > 0:
         bound = f"{min(sampling['bound_per_image'], 1):.3f}"
         lines.append(("TV bound", bound, "of an image's codes, from the target's (docs/bounds.md)"))

@@ -190,8 +190,8 @@ class Runner:
 
     def _fail(self, model: str, error: Exception) -> None:
         """Gives up what one model has under way; the thread goes on, and so do the others."""
-        print(f"cspd: a round of {model} failed: {error!r}", file=sys.stderr)
-        self._drop(model, f"a round of the engine failed: {error}")
+        print(f"cspd: {model} failed: {error!r}", file=sys.stderr)
+        self._drop(model, f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch")
 
     def _drop(self, model: str, why: str) -> None:
         for job in list(self._under_way[model].values()):

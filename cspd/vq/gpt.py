@@ -268,13 +268,13 @@ class GPT(nn.Module):
         inputs = self.embed(condition, tokens)
         last = inputs.shape[1] - tokens.shape[1] - 1  # of the condition
         position = (torch.arange(inputs.shape[1], device=tokens.device) - last).clamp(min=0)
-        mask = None if present is None else _mask(F.pad(present, (0, tokens.shape[1]), value=True))
+        mask = None if present is None else seen(F.pad(present, (0, tokens.shape[1]), value=True)).unsqueeze(1)
         features = self.features(inputs, position.unsqueeze(0), mask)
         return self.output(features[:, last:])
 
 
-def _mask(present: Tensor) -> Tensor:
-    """bool [B, 1, N, N]: inputs look at those before them that are no padding, bool [B, N], and at themselves."""
+def seen(present: Tensor) -> Tensor:
+    """bool [B, N, N]: inputs look at those before them that are `present`, bool [B, N], and at themselves."""
     own = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)
     before = torch.ones_like(own).tril()
-    return (before & present.unsqueeze(1) | own).unsqueeze(1)
+    return before & present.unsqueeze(1) | own

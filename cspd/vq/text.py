@@ -1,4 +1,7 @@
-"""The features that LlamaGen's models take of a text: FLAN-T5-XL's encoder, by transformers, from a local folder."""
+"""The features that LlamaGen's models take of a text, of a T5 encoder by transformers from a local folder.
+
+Of the official models it is FLAN-T5-XL's.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,21 @@ from torch import Tensor
 from cspd.items import read_item, write_item
 from cspd.keeping import identity_of, user_cache
 from cspd.parsing import shortened
+from cspd.pretrained import WEIGHTS, check_files
 from cspd.records import read_json
 from cspd.telling import telling
 from cspd.vq.captions import cleaned
 from mar.tensors import CheckpointError
 
 SOURCE = "google/flan-t5-xl on the Hugging Face hub has them, see docs/text.md"
-PLACE = f"{SOURCE}: put its files into flan-t5-xl/ beside the checkpoint, or name the folder (--text-encoder)"
+PLACE = (
+    f"{SOURCE}: put its files into flan-t5-xl/ beside the checkpoint, those of an encoder of its own into"
+    " text_encoder/, or name the folder (--text-encoder)"
+)
 FILES = {  # what a folder must have, any of each
     "configuration": ("config.json",),
     "tokenizer": ("tokenizer.json",),
-    "weights": ("*.safetensors", "pytorch_model*.bin"),
+    "weights": WEIGHTS,
 }
 SIZES = {  # what a T5 has where its configuration does not say
     "d_kv": 64,
@@ -60,11 +67,7 @@ class TextEncoder:
 
     def __init__(self, folder: str | os.PathLike) -> None:
         self.folder = Path(folder)
-        for what, patterns in FILES.items():
-            if not any(file.is_file() for pattern in patterns for file in self.folder.glob(pattern)):
-                raise CheckpointError(
-                    f"{self.folder}: no {what} of the text encoder there ({' or '.join(patterns)}): {SOURCE}"
-                )
+        check_files(self.folder, FILES, "the text encoder", SOURCE)
         config = self._config()
         if config.get("model_type") != "t5" or not isinstance(config.get("d_model"), int):
             raise CheckpointError(f"{self.folder / 'config.json'} is of another model than T5's encoder: {SOURCE}")

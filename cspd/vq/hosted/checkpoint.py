@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from cspd.ran import WEIGHTS, weight_files
+from cspd.pretrained import WEIGHTS, check_files, weight_files
 from cspd.records import read_json
 from cspd.vq.hosted.config import Architecture, HostedConfig, Image
 from mar.tensors import CheckpointError
@@ -96,12 +96,7 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
         known = [f"{each} (as {architecture.example})" for each, architecture in ARCHITECTURES.items()]
         raise CheckpointError(f"{path}: models of type {name!r} are not hosted; these are: {', '.join(known)}")
     architecture = ARCHITECTURES[name]
-    for what, patterns in FILES.items():
-        if not _found(path, patterns):
-            raise CheckpointError(
-                f"{path}: no {what} there ({' or '.join(patterns)}): fetch the whole folder,"
-                f" as of {architecture.example}"
-            )
+    check_files(path, FILES, f"a model as {architecture.example}", "fetch the whole folder")
     from transformers import AutoConfig
 
     try:
@@ -125,11 +120,6 @@ def _type_of(weights: Path) -> torch.dtype:
             return file.get_tensor(next(iter(file.keys()))).dtype
     except Exception as error:  # a damaged file can fail anywhere in the reader
         raise CheckpointError(f"{weights}: cannot be read ({error}): fetch it again") from error
-
-
-def _found(path: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The files of the first pattern that has any."""
-    return next((found for pattern in patterns if (found := sorted(path.glob(pattern)))), [])
 
 
 def _processor(path: Path) -> dict[str, Any]:
