@@ -21,7 +21,7 @@ from latents import Batch, Batches, latents
 from pictures import add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import device_of_process, export, fit, go_on_with
+from training import Loss, device_of_process, export, fit, go_on_with
 
 import cspd
 from cspd.ran import file_fingerprint
@@ -30,6 +30,7 @@ from mar.diffusion import TRAIN_STEPS, training_loss
 from mar.head import Head
 from mar.model import MAR
 from mar.registry import MARS, mar_spec
+from mar.vae import AutoencoderKL
 
 LABEL_DROP = 0.1
 LONGEST = 64.0  # cells per radian of the slowest wave of positions
@@ -104,7 +105,7 @@ def place(model: MAR) -> None:
     model.diffusion_pos_embed_learned[0] = 0.3 * both
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
     parser.add_argument("--arch", default="mar_digits32", choices=MARS, help="its size of images gives way to --size")
@@ -123,19 +124,14 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    run = args.run or Path("runs") / args.arch
+    args.run = args.run or Path("runs") / args.arch
+    args.latents = args.latents or args.run / "latents.safetensors"
+    return args
 
-    vae = load_vae(args.vae)
-    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")}
-    drawn["vae"] = file_fingerprint(args.vae)
-    names = ("arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
-    settings = drawn | {name: getattr(args, name) for name in names}
-    device = device_of_process()
-    source = data_of(args)
-    data = latents(vae, source, args.images, device, args.latents or run / "latents.safetensors", drawn)
-    batches = Batches(data, args.batch, args.mask_ratio_min, device)
-    torch.manual_seed(0)
-    sizes = {"img_size": args.size, "vae_stride": vae.config.stride, "class_num": len(source.classes)}
+
+def new_model(args: argparse.Namespace, vae: AutoencoderKL, num_classes: int, settings: dict) -> MAR:
+    """A model to be trained, with random weights or those of --init, which `settings` are told of."""
+    sizes = {"img_size": args.size, "vae_stride": vae.config.stride, "class_num": num_classes}
     model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
     if args.init is None:
         first_step.prepare(model.head)
@@ -143,47 +139,82 @@ def main() -> None:
     else:
         go_on_with(model, args.init, settings)
     first_step.keep(model.head)
-    guessing = Guessing(model).to(device).train()
+    return model
 
-    def whole(number: int) -> tuple[Tensor, dict[str, float]]:
+
+def loss_of_whole(guessing: Guessing, batches: Batches, rows: int) -> Loss:
+    """What `fit` is given in the first stage."""
+
+    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(number)
-        with torch.autocast(device.type, torch.bfloat16):
-            x0, mean, z = conditions(model, batch)
+        with torch.autocast(batches.device.type, torch.bfloat16):
+            x0, mean, z = conditions(guessing.mar, batch)
             guess = guessing.guess(z).float()
-        loss, shown = head_loss(model.head, *some(args.rows, batch, x0, z), batch.generator, FIRST_STEP_WEIGHT["whole"])
+        head, picked = guessing.mar.head, some(rows, batch, x0, z)
+        loss, shown = head_loss(head, *picked, batch.generator, FIRST_STEP_WEIGHT["whole"])
         missed = F.mse_loss(guess, mean)
         return loss + missed, shown | {"guess": round(missed.item(), 4)}
 
-    def show(averaged: Guessing) -> Tensor:
-        models = cspd.MARModels(copy.deepcopy(averaged.mar), vae=vae)  # an engine makes its weights constants
-        engine = cspd.Engine(models, max_batch=SHOWN, device=device)
-        labels = [i % len(source.classes) for i in range(SHOWN)]
-        quick = {"num_iter": 16, "num_sampling_steps": 25}
-        requests = [cspd.Request(label, seed=i, method="ar", settings=quick) for i, label in enumerate(labels)]
-        return torch.stack([output.image for output in engine.generate(requests) if output.image is not None])
+    return loss_fn
 
-    stage = {"run": run / "whole", "settings": settings, "steps": args.steps, "lr": args.lr}
-    guessing, seconds = fit(guessing, whole, show=show, hidden=in_the_transformer, **stage)
-    model = guessing.mar
 
-    def head_alone(number: int) -> tuple[Tensor, dict[str, float]]:
+def loss_of_head(model: MAR, batches: Batches, rows: int) -> Loss:
+    """What `fit` is given in the second stage."""
+
+    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(10**6 + number)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        with torch.no_grad(), torch.autocast(batches.device.type, torch.bfloat16):
             x0, _, z = conditions(model, batch)
-        return head_loss(head, *some(args.rows, batch, x0, z), batch.generator, FIRST_STEP_WEIGHT["head"])
+        return head_loss(model.head, *some(rows, batch, x0, z), batch.generator, FIRST_STEP_WEIGHT["head"])
 
-    head = model.head
+    return loss_fn
+
+
+def samples(model: MAR, vae: AutoencoderKL, num_classes: int, device: torch.device) -> Tensor:
+    """Quick images [SHOWN, 3, H, W] of classes in turn."""
+    models = cspd.MARModels(copy.deepcopy(model), vae=vae)  # an engine makes its weights constants
+    engine = cspd.Engine(models, max_batch=SHOWN, device=device)
+    quick = {"num_iter": 16, "num_sampling_steps": 25}
+    requests = [cspd.Request(i % num_classes, seed=i, method="ar", settings=quick) for i in range(SHOWN)]
+    return torch.stack([output.image for output in engine.generate(requests) if output.image is not None])
+
+
+def main() -> None:
+    args = arguments()
+    device = device_of_process()
+    source, vae = data_of(args), load_vae(args.vae)
+    num_classes = len(source.classes)
+    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")}
+    drawn["vae"] = file_fingerprint(args.vae)
+    names = ("arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
+    settings = drawn | {name: getattr(args, name) for name in names}
+    data = latents(vae, source, args.images, device, args.latents, drawn)
+    batches = Batches(data, args.batch, args.mask_ratio_min, device)
+
+    torch.manual_seed(0)
+    guessing = Guessing(new_model(args, vae, num_classes, settings)).to(device).train()
+    guessing, seconds = fit(
+        guessing,
+        loss_of_whole(guessing, batches, args.rows),
+        run=args.run / "whole",
+        settings=settings,
+        steps=args.steps,
+        lr=args.lr,
+        hidden=in_the_transformer,
+        show=lambda averaged: samples(averaged.mar, vae, num_classes, device),
+    )
+    model = guessing.mar
     if args.head_steps:
-        first_step.keep(head)  # an average is a copy without hooks
+        first_step.keep(model.head)  # an average is a copy without hooks
         average, head_seconds = fit(
-            head,
-            head_alone,
-            run=run / "head",
+            model.head,
+            loss_of_head(model, batches, args.rows),
+            run=args.run / "head",
             settings=settings | {"head_steps": args.head_steps},
             steps=args.head_steps,
             lr=args.lr / 3,
         )
-        head.load_state_dict(average.state_dict())
+        model.head.load_state_dict(average.state_dict())
         seconds += head_seconds
     first_step.finish(model.head)
     export(model, args.out, args.arch, seconds, half=may_be_half)

@@ -34,6 +34,7 @@ from mar.tensors import read_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Tensors = tuple[Tensor, ...] | list[Tensor]
+Loss = Callable[[int], tuple[Tensor, dict[str, float]]]  # of the number of a draw, and numbers to show
 MUON_FACTOR = 4  # its rate, in those of AdamW: 2 and 6 did alike on MAR's blocks
 SAVE_SECONDS = 120
 DRAW_SECONDS = 900
@@ -77,7 +78,7 @@ def go_on_with(model: nn.Module, path: Path, settings: dict) -> None:
 
 def fit(
     model: Model,
-    loss_fn: Callable[[int], tuple[Tensor, dict[str, float]]],
+    loss_fn: Loss,
     *,
     run: Path,
     settings: dict,
