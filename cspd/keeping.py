@@ -41,10 +41,10 @@ def user_cache() -> Path:
 
 
 def identity_of(folder: Path) -> str:
-    """A hash of the names, sizes and times of a folder's files, in hexadecimal."""
+    """A hash of the names, sizes and times of a folder's files but hidden ones, in hexadecimal."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.is_file():
+        if path.is_file() and not path.name.startswith("."):  # a file manager leaves some
             about = path.stat()
             digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
     return digest.hexdigest()

@@ -82,7 +82,7 @@ def labels(tmp_path, split):
 def test_from_its_own_samples(folder, train, tmp_path):
     """What the drafter drafts changes no image; the first of six texts is held out."""
     drafter = train(self_samples=7)
-    assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held_out") == [0]
+    assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held-out") == [0]
     engine = cspd.load(folder, eagle=drafter, max_batch=3, device="cpu")
     plain, drafted = (engine.sample(prompts=TEXTS[:3], method=method, seed=3) for method in ("ar", "eagle2"))
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, drafted))
@@ -106,7 +106,7 @@ def test_images_and_their_texts(tmp_path):
 
 def test_from_images(train, tmp_path):
     train(data=shades(tmp_path / "images", 6), images=7)
-    assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held_out") == [0]
+    assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held-out") == [0]
 
 
 def test_bad_texts(folder, train, tmp_path, capsys):
