@@ -101,11 +101,12 @@ def test_from_a_folder(train, tmp_path):
         for i in range(2):
             Image.fromarray(random.integers(0, 255, (9, 10, 3), dtype=np.uint8)).save(place / f"{i}.png")
     assert train("folder", data=tmp_path / "images", images=20).exists()
-    parts = [load_file(tmp_path / "folder" / "codes" / part / "00000000.safetensors") for part in ("train", "held_out")]
+    parts = [load_file(tmp_path / "folder" / "codes" / part / "00000000.safetensors") for part in ("train", "held-out")]
     assert [part["codes"].shape for part in parts] == [(20, 16), (2, 16)]
     assert torch.bincount(parts[0]["labels"]).tolist() == [2] * 10
     (tmp_path / "images" / "class_10").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "class_10" / "0.png")
+    for i in range(2):
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / "class_10" / f"{i}.png")
     with pytest.raises(ValueError, match="has 11 classes and the target 10"):
         train("another", data=tmp_path / "images", images=20)
 

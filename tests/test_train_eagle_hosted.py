@@ -97,7 +97,7 @@ def test_from_images(folder, train, tmp_path):
     own = {"data": shades(tmp_path / "images", 6), "images": 7}
     if folder.name in ("janus", "emu3"):
         codes = train(folder, **own).parent / "run" / "codes"
-        labels = [load_file(codes / part / "00000000.safetensors")["labels"].tolist() for part in ("train", "held_out")]
+        labels = [load_file(codes / part / "00000000.safetensors")["labels"].tolist() for part in ("train", "held-out")]
         assert labels == [[1, 2, 3, 4, 5, 1, 2], [0]]
     else:
         with pytest.raises(ValueError, match=r"nothing beside .* encodes images: give --tokenizer"):

@@ -206,8 +206,8 @@ def test_bad_folders(folders, tmp_path):
         lumina, tmp_path / LUMINA, vocabulary_map=vocabulary
     )
     cases["only the name tells the pixels of Lumina-mGPT's images"] = edited(lumina, tmp_path / "d")
-    missing = {"no tokenizer there": "tokenizer.json", "no tokenizer configuration": "tokenizer_config.json"}
-    missing |= {"no weights there": "model.safetensors"}
+    missing = {"no tokenizer of a model as": "tokenizer.json", "no tokenizer configuration": "tokenizer_config.json"}
+    missing |= {"no weights of a model as": "model.safetensors"}
     for message, file in missing.items():
         cases[message] = shutil.copytree(folders["emu3"], tmp_path / file)
         (cases[message] / file).unlink()
