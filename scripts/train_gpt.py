@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pictures import add_data_options, data_of
+from pictures import Data, add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, device_of_process, export, fit, go_on_with
+from training import HELD_OUT_SEED, Loss, device_of_process, export, fit, go_on_with
 
 from cspd.ran import file_fingerprint
 from cspd.vq.checkpoint import load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, gpt_spec
+from cspd.vq.tokenizer import VQModel
 
 LABEL_DROP = 0.1
+HELD_OUT = 512  # images
+PART = 64  # images that are measured at a time
 
 
 def cross_entropy(model: nn.Module, condition: Any, codes: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ def initialise(model: GPT) -> None:
             nn.init.normal_(parameter, std=0.0 if name == "output.weight" else 0.02)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
     parser.add_argument("--arch", default="gpt_digits32", choices=GPTS, help="its number of codes gives way to --size")
@@ -50,8 +53,38 @@ def main() -> None:
     parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def loss_of(model: GPT, tokenizer: VQModel, data: Data, args: argparse.Namespace, device: torch.device) -> Loss:
+    """What `fit` is given."""
+
+    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
+        seed = args.first_seed + number
+        images, labels = (part.to(device) for part in data.draw(args.batch, seed, "train"))
+        with torch.no_grad():
+            codes = tokenizer.encode(images)
+        generator = torch.Generator().manual_seed(seed)
+        drop = torch.rand(len(labels), generator=generator).to(device) < LABEL_DROP
+        labels = torch.where(drop, model.config.num_classes, labels)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = cross_entropy(model, labels, codes)
+        return loss, {"bits": round(loss.item() / math.log(2), 3)}
+
+    return loss_fn
+
+
+@torch.inference_mode()
+def held_out_bits(model: GPT, tokenizer: VQModel, data: Data) -> float:
+    """Bits per code of held-out images."""
+    images, labels = data.draw(HELD_OUT, HELD_OUT_SEED, "held-out")
+    parts = [*zip(labels.split(PART), images.split(PART))]
+    nats = sum(cross_entropy(model, label, tokenizer.encode(part)).item() for label, part in parts)
+    return nats / len(parts) / math.log(2)
+
+
+def main() -> None:
+    args = arguments()
     data = data_of(args)
     device = device_of_process()
     tokenizer = load_tokenizer(args.tokenizer).to(device)
@@ -66,26 +99,11 @@ def main() -> None:
         go_on_with(model, args.init, settings)
     model.to(device).train()
 
-    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
-        seed = args.first_seed + number
-        images, labels = (part.to(device) for part in data.draw(args.batch, seed, "train"))
-        with torch.no_grad():
-            codes = tokenizer.encode(images)
-        generator = torch.Generator().manual_seed(seed)
-        drop = torch.rand(len(labels), generator=generator).to(device) < LABEL_DROP
-        labels = torch.where(drop, model.config.num_classes, labels)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = cross_entropy(model, labels, codes)
-        return loss, {"bits": round(loss.item() / math.log(2), 3)}
-
     run = args.run or Path("runs") / args.arch
+    loss_fn = loss_of(model, tokenizer, data, args, device)
     model, seconds = fit(model, loss_fn, run=run, settings=settings, steps=args.steps, lr=args.lr)
-    with torch.inference_mode():
-        images, labels = data.draw(512, HELD_OUT_SEED, "held-out")
-        model, tokenizer = model.cpu().half().float(), tokenizer.cpu()  # as stored
-        parts = zip(labels.split(64), images.split(64))
-        nats = sum(cross_entropy(model, label, tokenizer.encode(part)).item() for label, part in parts) / 8
-    print(f"held-out {nats / math.log(2):.3f} bits per code")
+    model = model.cpu().half().float()  # as stored
+    print(f"held-out {held_out_bits(model, tokenizer.cpu(), data):.3f} bits per code")
     export(model, args.out, args.arch, seconds, half=lambda name: True)
 
 

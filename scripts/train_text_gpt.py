@@ -111,16 +111,21 @@ def settings_of(args: argparse.Namespace) -> dict[str, str]:
     return settings | {name: together([*map(file_fingerprint, own)]) for name, own in files.items()}
 
 
+def parts_of(captions: Sequence[Caption], args: argparse.Namespace) -> tuple[list[Caption], list[Caption]]:
+    """Captions that are trained on, and those that --held-out keeps away. Raises ValueError where one is not there."""
+    away = held_out_names(read_list(args.held_out)) if args.held_out else set()
+    if unknown := away - {caption.name for caption in captions}:
+        raise ValueError(f"--held-out {args.held_out} is of other captions: {args.captions} has no {min(unknown)!r}")
+    trained_on = [caption for caption in captions if caption.name not in away]
+    return trained_on, [caption for caption in captions if caption.name in away]
+
+
 def main() -> None:
     args = arguments()
     device = device_of_process()
-    away = held_out_names(read_list(args.held_out)) if args.held_out else set()
     captions = read_captions(args.captions)
-    if unknown := away - {caption.name for caption in captions}:
-        raise SystemExit(f"--held-out {args.held_out} is of other captions: {args.captions} has no {min(unknown)!r}")
     args.upright = chosen_classes(args.upright, sorted({caption.category for caption in captions}), args.captions)
-    trained_on = [caption for caption in captions if caption.name not in away]
-    held_out = [caption for caption in captions if caption.name in away]
+    trained_on, held_out = parts_of(captions, args)
     images = load_tokenizer(args.tokenizer).to(device)
     torch.manual_seed(0)
     words, model = new_model(args, images, trained_on)

@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from pictures import add_data_options, data_of
+from pictures import Data, add_data_options, data_of
 from torch import Tensor
-from training import HELD_OUT_SEED, device_of_process, export, fit, go_on_with
+from training import HELD_OUT_SEED, Loss, device_of_process, export, fit, go_on_with
 
 from mar.registry import VAES, create_vae
 from mar.vae import AutoencoderKL
@@ -21,7 +21,7 @@ from mar.vae import AutoencoderKL
 PART = 64  # images that are measured at a time
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
     parser.add_argument("--arch", default="kl_digits32", choices=VAES)
@@ -33,17 +33,11 @@ def main() -> None:
     parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
     parser.add_argument("--run", type=Path, default=Path("runs/vae"), help="resumes from here if it was cut off")
     parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
-    settings = {name: getattr(args, name) for name in names}
-    data = data_of(args)
-    device = device_of_process()
-    torch.manual_seed(0)
-    vae = create_vae(args.arch)
-    if args.init is not None:
-        go_on_with(vae, args.init, settings)
-    vae.to(device).train()
+
+def loss_of(vae: AutoencoderKL, data: Data, args: argparse.Namespace, device: torch.device) -> Loss:
+    """What `fit` is given: the evidence lower bound, in squared errors of a pixel."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)
@@ -61,6 +55,21 @@ def main() -> None:
         total, least = per_channel.sum().item() * side**2, per_channel.min().item()
         return loss, {"psnr": round(psnr, 2), "kl": round(total, 1), "least": round(least, 3)}
 
+    return loss_fn
+
+
+def main() -> None:
+    args = arguments()
+    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
+    settings = {name: getattr(args, name) for name in names}
+    data = data_of(args)
+    device = device_of_process()
+    torch.manual_seed(0)
+    vae = create_vae(args.arch)
+    if args.init is not None:
+        go_on_with(vae, args.init, settings)
+    vae.to(device).train()
+
     held_out = data.draw(512, HELD_OUT_SEED, "held-out")[0]
 
     def show(model: AutoencoderKL) -> Tensor:
@@ -69,7 +78,7 @@ def main() -> None:
 
     vae, seconds = fit(
         vae,
-        loss_fn,
+        loss_of(vae, data, args, device),
         run=args.run,
         settings=settings,
         steps=args.steps,

@@ -113,7 +113,6 @@ def fit(
     state = _State(run, model, settings, ema_decay, _optimizers(model, hidden, lr, weight_decay))
     log = Log(run, state.step)
     averaged = cast(Model, state.average.module)
-    parameters = _trained(model)
 
     def draw() -> None:
         log.draw()
@@ -131,14 +130,7 @@ def fit(
         for group in state.groups:
             group["lr"] = group["peak"] * min((step + 1) / warmup, decay)
         loss, shown = loss_fn(step * world + rank)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        _average_gradients(parameters, world)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer in state.optimizers:
-            optimizer.step()
-        state.average.update_parameters(model)
-
+        state.learn_from(loss, world)
         now = time.monotonic()
         state.seconds += now - clock
         state.step, clock = step + 1, now
@@ -166,7 +158,10 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _optimizers(
     model: nn.Module, hidden: Callable[[str], bool], lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon if it has weights. Each group's `peak` is its learning rate after the warm-up."""
+    """AdamW, and Muon if it has weights, see `fit`. Each group's `peak` is its learning rate after the warm-up.
+
+    Muon's steps are scaled to the size of AdamW's, as Liu et al. have them (arXiv 2502.16982).
+    """
     matrices = [p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and hidden(name)]
     by_muon = set(map(id, matrices))
     others = [p for p in _trained(model) if id(p) not in by_muon]
@@ -200,6 +195,17 @@ class _State:
         run.mkdir(parents=True, exist_ok=True)
         if self.file.exists():
             self._load()
+
+    def learn_from(self, loss: Tensor, world: int) -> None:
+        """A step of the optimizers, along the gradients' mean over all processes."""
+        parameters = _trained(self.model)
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()
+        _average_gradients(parameters, world)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.average.update_parameters(self.model)
 
     @property
     def groups(self) -> list[dict]:

@@ -151,6 +151,13 @@ def test_images_are_judged(own, tmp_path, monkeypatch, capsys):
         judge_prompts.main()
 
 
+def test_half_of_an_odd_number_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["captions", "--num", "201"])
+    with pytest.raises(SystemExit):
+        captions.main()
+    assert "give an even number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -75,6 +75,30 @@ def test_from_its_own_samples(target, train, tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "samples.json").read_text())["settings"]["eagle"]["file"] == str(whole)
 
 
+def test_codes_of_another_target_are_not_taken(target, train, tmp_path):
+    """Of the same name and size."""
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, create in (("target", create_gpt), ("tokenizer", create_tokenizer)):
+        save_file(create("tiny").state_dict(), other / f"{name}.safetensors")
+    train("drafter", self_samples=4, codes=tmp_path / "codes")
+    with pytest.raises(ValueError, match="give another --codes"):
+        train("another", checkpoint=other, self_samples=4, codes=tmp_path / "codes")
+
+
+@pytest.mark.slow
+def test_codes_of_another_tokenizer_are_not_taken(target, train, tmp_path):
+    save_file(create_tokenizer("tiny").state_dict(), tmp_path / "tokenizer.safetensors")
+    images = {"data": tmp_path / "images", "images": 20, "codes": tmp_path / "codes"}
+    for label, shade in itertools.product(range(10), range(2)):
+        place = tmp_path / "images" / f"class_{label}" / f"{shade}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (20 * label, 100 * shade, 0)).save(place)
+    train("drafter", **images)
+    with pytest.raises(ValueError, match="give another --codes"):
+        train("another", tokenizer=tmp_path / "tokenizer.safetensors", **images)
+
+
 @pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_to_the_same_drafter(train, monkeypatch):
     whole, loss_of, calls = train("whole", self_samples=20), train_eagle.loss_of, itertools.count()

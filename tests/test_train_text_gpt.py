@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from itertools import product
 
@@ -14,6 +13,7 @@ import train_text_gpt
 import training
 from conftest import relative_error
 from PIL import Image
+from programs import run_program
 from safetensors.torch import load_file, save_file
 from text_models import TextGPT, new_tokenizer, read_encoder, tokens_of
 from toys import CPU, request_of
@@ -72,12 +72,9 @@ def train(data):
         given = {"captions": data / "captions.json", "held_out": data / "prompts.json", "arch": arch, "size": 8}
         given |= {"tokenizer": data / "tokenizer.safetensors", "images": 10, "steps": 3, "batch": 3, "vocabulary": 40}
         given |= {"run": folder / f"run_{part}", "codes": folder / "codes", "out": out} | options
-        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_text_gpt, "HELD_OUT", 4)
-            patch.setattr(sys, "argv", ["train_text_gpt", *flags])
-            train_text_gpt.main()
-        return out
+            return run_program("train_text_gpt", patch, **given)
 
     return run
 
@@ -106,10 +103,20 @@ def test_the_folder_is_loaded_and_sampled(folder):
 
 def test_names_that_are_not_there_are_told(train, data, tmp_path):
     write_json(tmp_path / "others.json", [{"prompt": "a ship", "label": 0, "held_out": True}])
-    with pytest.raises(SystemExit, match=r"captions.json has no 'a ship'"):
+    with pytest.raises(ValueError, match=r"captions.json has no 'a ship'"):
         train(tmp_path / "out", held_out=tmp_path / "others.json")
     with pytest.raises(ValueError, match=r"--upright symbol: the classes of .* are symbols"):
         train(tmp_path / "out", upright="symbol")
+
+
+def test_an_encoder_that_is_taken_as_it_is_drops_nothing_out(folder, train, tmp_path, monkeypatch):
+    def stopped(model, *args, **kwargs):
+        assert not any(module.training for module in model.encoder.modules())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_text_gpt, "fit", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "out", "draft", "tiny_text_draft", text_encoder=folder / "text_encoder")
 
 
 def test_a_run_of_other_captions_is_not_gone_on_with(train, data, tmp_path):

@@ -18,12 +18,13 @@ from PIL import Image
 from programs import run_program
 from safetensors.torch import load_file
 from torch import nn
-from train_mar import may_be_half
-from training import export, fit
+from train_mar import Guessing, in_the_transformer, may_be_half
+from training import MUON_FACTOR, _optimizers, export, fit
 
 from cspd.loading import checkpoint_files
 from cspd.vq.checkpoint import load_gpt, load_tokenizer
 from mar.checkpoint import load_mar, load_vae
+from mar.registry import create_mar
 
 ROOT = Path(__file__).parent.parent
 SIZE = 16
@@ -128,6 +129,31 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not(tmp_path, monkeypatch, hid
     assert steps == list(range(1, 26))
     with pytest.raises(SystemExit, match="another --run"):
         fit(nn.Linear(3, 2), lambda number: None, run=cut, settings={"lr": 0.2}, steps=25, lr=0.2)
+
+
+def test_muon_trains_the_transformers_matrices_and_adamw_all_else():
+    model = Guessing(create_mar("mar_emoji64_draft"))
+    adamw, muon = _optimizers(model, in_the_transformer, lr=0.1, weight_decay=0.0)
+    own = {
+        optimizer: {id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in (adamw, muon)
+    }
+    blocks = {
+        id(p)
+        for stack in (model.mar.encoder_blocks, model.mar.decoder_blocks)
+        for p in stack.parameters()
+        if p.ndim == 2
+    }
+    assert own[muon] == blocks and own[adamw] == {id(p) for p in model.parameters()} - blocks
+    assert isinstance(muon, torch.optim.Muon) and muon.param_groups[0]["peak"] == MUON_FACTOR * 0.1
+
+
+def test_a_run_of_another_form_is_not_gone_on_with(tmp_path):
+    trained(tmp_path, lambda name: False)
+    with pytest.raises(SystemExit, match="another --run"):  # Muon's state is not there
+        trained(tmp_path, lambda name: True)
+    torch.save({"settings": {"lr": 0.1}, "model": {}}, tmp_path / "last.pt")
+    with pytest.raises(SystemExit, match="another --run"):
+        trained(tmp_path, lambda name: False)
 
 
 PARALLEL = """

@@ -188,6 +188,26 @@ def test_a_folders_images_and_texts_belong_together(file, tmp_path, capsys):
     assert "pictures has 2 images and" in error and "prompts.txt 3 texts: give --prompts a file with a text" in error
 
 
+def test_a_folder_is_not_measured_before_what_would_fail_afterwards(tmp_path, capsys):
+    """CLIP of images of no texts, and an .npz in no folder."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    Image.new("RGB", (8, 8)).save(pictures / "0.png")
+    folder = [
+        "evaluate",
+        "--images",
+        str(pictures),
+        "--weights",
+        str(tmp_path / "none.pth"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*folder, "--clip", str(tmp_path)]) == 2
+    assert "judges images of texts: give --prompts" in capsys.readouterr().err
+    assert main([*folder, "--npz", str(pictures / "0.png" / "a.npz")]) == 2
+    assert "a.npz" in capsys.readouterr().err
+
+
 def compare(checkpoint, out, *more):
     return run("compare", checkpoint, "--methods", "ar,sjd:window=4", "--num", 4, "--out", out, *more)
 
