@@ -19,6 +19,8 @@ EPILOG = """\
 examples:
   cspd sample --labels 0-9 --num 40 --out samples/
       40 images of the embedded digits model: PNGs, grid.png and samples.json
+  cspd sample --checkpoint emoji64 --labels faces,flags --num 20 --method calibrated --out emoji/
+      the embedded emojis, by 10 calls of the diffusion head for each token in place of 100
   cspd sample --checkpoint pretrained_models/mar/mar_large --vae pretrained_models/vae/kl16.ckpt --labels 207 --out dog/
       an official MAR checkpoint (checkpoints/README.md says where to get one)
   cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1

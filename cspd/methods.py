@@ -37,7 +37,7 @@ METHODS: list[Method] = [
     published.GSD,
 ]
 COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  # options of all methods of a family
-EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint of each family that comes with cspd
+EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # of each family the checkpoint that is taken by default
 DEFAULTS = {"MAR": "speculative", "VQ": "speculative"}
 _BUILT_IN = tuple(METHODS)
 

@@ -53,8 +53,9 @@ def _embedded(
     num_heads: int,
     width: int,
     head_depth: int,
-    img_size: int = 32,
-    vae: str = "kl_digits32",
+    img_size: int,
+    vae: str,
+    defaults: SamplingDefaults,
 ) -> MARSpec:
     config = MARConfig(
         img_size=img_size,
@@ -67,17 +68,20 @@ def _embedded(
         diffloss_w=width,
         diffloss_d=head_depth,
     )
-    return MARSpec(config, vae, SamplingDefaults(temperature_unguided=1.0))
+    return MARSpec(config, vae, defaults)
 
+
+_DIGITS = SamplingDefaults(temperature_unguided=1.0)
+_EMOJI = SamplingDefaults(cfg=4.0, cfg_schedule="constant", temperature=0.9, temperature_unguided=1.0)
 
 MARS: dict[str, MARSpec] = {
     "mar_base": _official(768, 12, 12, 1024, 6, cfg=2.9),
     "mar_large": _official(1024, 16, 16, 1280, 8, cfg=3.0),
     "mar_huge": _official(1280, 20, 16, 1536, 12, cfg=3.2),
-    "mar_digits32": _embedded(192, 3, 6, 256, 3, 32, "kl_digits32"),
-    "mar_digits32_draft": _embedded(96, 2, 4, 160, 2, 32, "kl_digits32"),
-    "mar_emoji64": _embedded(192, 4, 6, 256, 3, 64, "kl_emoji64"),
-    "mar_emoji64_draft": _embedded(96, 2, 4, 160, 2, 64, "kl_emoji64"),
+    "mar_digits32": _embedded(192, 3, 6, 256, 3, 32, "kl_digits32", _DIGITS),
+    "mar_digits32_draft": _embedded(96, 2, 4, 160, 2, 32, "kl_digits32", _DIGITS),
+    "mar_emoji64": _embedded(192, 4, 6, 256, 3, 64, "kl_emoji64", _EMOJI),
+    "mar_emoji64_draft": _embedded(96, 2, 4, 160, 2, 64, "kl_emoji64", _EMOJI),
 }
 
 VAES: dict[str, KLConfig] = {

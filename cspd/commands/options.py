@@ -40,7 +40,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         type=word,
         nargs="+" if several else None,
         default=usual if several else usual[0],
-        help="an embedded name (digits32: MAR, digits32_vq: VQ), a folder with official files or of a model of"
+        help="an embedded name (digits32, emoji64: MAR, digits32_vq: VQ), a folder with official files or of a model of"
         " transformers, a target's file, or a name on the Hugging Face hub (org/name)"
         + ("; or several" if several else "")
         + f" (default: {' '.join(usual)})",

@@ -59,7 +59,10 @@ class Space:
         return embedded_folder(self.checkpoints[0]) / "reference.npz"
 
 
-SPACES = {"digits": Space(CLASSIFIERS["digits32"], ("digits32", "digits32_vq"))}  # by name
+SPACES = {  # by name
+    "digits": Space(CLASSIFIERS["digits32"], ("digits32", "digits32_vq")),
+    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64",)),
+}
 
 
 def space_of(checkpoint: str | Path) -> str | None:

@@ -8,6 +8,7 @@ from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 
 from cspd.evaluation.classifier import SPACES, load_classifier
+from cspd.parsing import choice
 
 INCEPTION = "inception"  # the space of Inception-v3, as torch-fidelity has it
 PREFIX = "cspd-"  # of the names of ours
@@ -50,7 +51,7 @@ def extractor_of(space: str) -> str:
     if space == INCEPTION:
         return "inception-v3-compat"
     if space not in SPACES:
-        raise ValueError(f"space={space!r}: choose {' or '.join([*SPACES, INCEPTION])}")
+        raise ValueError(f"space={space!r} is unknown: {choice(space, [*SPACES, INCEPTION])}")
     name = PREFIX + space
     if name not in FEATURE_EXTRACTORS_REGISTRY:
         register_feature_extractor(name, ClassifierExtractor)

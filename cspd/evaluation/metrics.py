@@ -199,7 +199,7 @@ def measure(
 
     Args:
         images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of PNGs.
-        space: "inception", or a name in `SPACES`: "digits" (32x32 images).
+        space: "inception", or a name in `SPACES`: "digits" (32x32 images), "emoji" (64x64).
         weights: torch-fidelity's file of Inception-v3; by default its own download.
         labels: the images' classes, for "accuracy".
         device: where features are extracted, "auto", "cpu", "cuda" or "cuda:N".

@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_rejected(tmp_path):
         check(48, 32, space="digits")
     with pytest.raises(ValueError, match="4 images and 3 labels"):
         measure(ImageList(images), space="digits", labels=labels[:3])
-    with pytest.raises(ValueError, match="choose digits or inception"):
+    with pytest.raises(ValueError, match="choose one of digits, emoji, inception"):
         measure(ImageList(images), space="vgg")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no images in it"):
