@@ -1,7 +1,7 @@
-# make demo: set up, and sample the embedded model by plain MAR and by `speculative`.
+# make demo: set up, sample digits by plain MAR and by `speculative`, which are compared, and emojis by `calibrated`.
 # make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores.
 # make test-all: the same with the slow tests, which sample the trained models at length or draw 200,000 sequences.
-# make bench: time the methods on the embedded models.
+# make bench: time the methods on the digits' models.
 # make clean: remove the environment and what `make demo` made.
 PYTHON ?= python3
 VENV := .venv
@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 
 demo: $(VENV)/ready
 	$(BIN)/cspd compare --methods ar,speculative --labels 0-9 --num 20 --num-iter 64 --cfg 3 --max-batch 1 --out samples --overwrite
+	$(BIN)/cspd sample --checkpoint emoji64 --method calibrated --labels 0-9 --num 20 --num-iter 64 --max-batch 20 --out samples_emoji --overwrite
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -34,4 +35,4 @@ $(VENV)/ready: setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) samples
+	rm -rf $(VENV) samples samples_emoji

@@ -162,7 +162,7 @@ def family_of(checkpoint: str | Path) -> str:
 def check_of_one(checkpoints: Sequence[str | Path], *given: object) -> None:
     """Raises ValueError where there are several checkpoints, and a size or file is given, which is of one of them."""
     if len(checkpoints) > 1 and any(each is not None for each in given):
-        names = " and ".join(map(str, checkpoints))
+        names = ", ".join(map(str, checkpoints))
         raise ValueError(
             f"arch, vae, draft, eagle and text_encoder are of one checkpoint, and these are several ({names}): give the"
             " one that they belong to (--checkpoint on the command line), or put the files beside their targets"

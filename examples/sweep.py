@@ -10,7 +10,7 @@ import torch
 import cspd
 from cspd.evaluation.classifier import accuracy, load_classifier
 
-engine, classifier = cspd.load("digits32", max_batch=10), load_classifier()
+engine, classifier = cspd.load("digits32", max_batch=10), load_classifier("digits")
 for num_iter in (4, 8, 16, 32, 64):
     requests = [cspd.Request(i % 10, seed=i, method="ar", num_iter=num_iter, cfg=3.0) for i in range(20)]
     start = time.perf_counter()

@@ -110,11 +110,14 @@ def mar_spec(name: str) -> MARSpec:
 
 
 def defaults_of(config: MARConfig) -> SamplingDefaults:
-    """The published sampling settings of a size, at any resolution; the common ones for one that has no name."""
-    for spec in MARS.values():
-        if replace(spec.config, img_size=config.img_size, patch_size=config.patch_size) == config:
-            return spec.defaults
-    return SamplingDefaults()
+    """The published sampling settings of a size, at any resolution; the common ones for one that has no name.
+
+    Of sizes that differ by their resolution only, those of the resolution itself.
+    """
+    other = {"img_size": config.img_size, "patch_size": config.patch_size}
+    named = [spec for spec in MARS.values() if replace(spec.config, **other) == config]
+    named.sort(key=lambda spec: spec.config != config)
+    return named[0].defaults if named else SamplingDefaults()
 
 
 def create_mar(name: str, seq_len: int | None = None, token_dim: int | None = None) -> MAR:

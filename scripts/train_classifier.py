@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.02)
     parser.add_argument("--run", type=Path, default=Path("runs/classifier"), help="resumes from here if it was cut off")
-    parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/classifier.safetensors"))
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
     names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "weight_decay")

@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--first-seed", type=int, default=0, help="of the data: a later run takes another")
-    parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/digits32_vq/tokenizer.safetensors"))
+    parser.add_argument("--tokenizer", type=Path, required=True, help="of the images, see train_tokenizer.py")
     parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)

@@ -119,7 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--init", type=Path, help="a file of the same arch, of this program, whose weights are gone on with"
     )
-    parser.add_argument("--vae", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
+    parser.add_argument("--vae", type=Path, required=True, help="of the images, see train_vae.py")
     parser.add_argument("--latents", type=Path, help="where encoded images are kept (default: in --run)")
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--run", type=Path, default=Path("runs/tokenizer"), help="resumes from here if it was cut off")
-    parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32_vq/tokenizer.safetensors"))
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
     names = ("data", "size", "upright", "arch", "steps", "batch", "lr")

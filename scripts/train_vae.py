@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--free-nats", type=float, default=0.0, help="per channel and cell")
     parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
     parser.add_argument("--run", type=Path, default=Path("runs/vae"), help="resumes from here if it was cut off")
-    parser.add_argument("--out", type=Path, default=Path("checkpoints/digits32/vae.safetensors"))
+    parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 

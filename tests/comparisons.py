@@ -45,4 +45,4 @@ def images_of(out, row):
 
 def features(images):
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 255 * 2 - 1
-    return load_classifier().features(pixels)
+    return load_classifier("digits").features(pixels)

@@ -107,8 +107,8 @@ def add(commands: argparse._SubParsersAction) -> None:
     group.add_argument(
         "--space",
         choices=[*SPACES, INCEPTION],
-        help="of features: an embedded classifier's, or Inception-v3's (default: the embedded models' own, of other"
-        " images the one for their size, such as digits for 32x32, else inception)",
+        help="of features: an embedded classifier's, or Inception-v3's (default: inception with --weights;"
+        " or the embedded models' own; of other images the one for their size, such as digits for 32x32; or inception)",
     )
     group.add_argument(
         "--weights", type=place, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
@@ -237,10 +237,10 @@ def _how_to_measure(
 
 
 def _usual_space(args: argparse.Namespace, size: tuple[int, int]) -> str:
-    """The embedded models' own space; of other images the first for their size, or Inception's where there is none."""
+    """Inception's with its weights, or else the embedded models' own; of other images the first for their size."""
     own = None if args.images else space_of(args.checkpoint)
     fitting = [name for name, space in SPACES.items() if size == (space.sizes.size, space.sizes.size)]
-    return own or next(iter(fitting), INCEPTION)
+    return INCEPTION if args.weights else own or next(iter(fitting), INCEPTION)
 
 
 def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: Path | None) -> dict:

@@ -95,14 +95,18 @@ class Classifier(nn.Module):
         self.out = nn.Linear(config.widths[-1], config.classes)
 
     def features(self, images: Tensor) -> Tensor:
-        """The layer before the logits, [B, widths[-1]]."""
+        """The layer before the logits, [B, widths[-1]]. Raises ValueError for images of another size."""
+        if images.shape[-2:] != (self.config.size, self.config.size):
+            height, width = images.shape[-2:]
+            side = self.config.size
+            raise ValueError(f"this classifier judges images of {side}x{side}, these are {width}x{height}")
         return self.stages(images).mean(dim=(2, 3))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.out(self.features(images))
 
 
-def load_classifier(space: str = "digits") -> Classifier:
+def load_classifier(space: str) -> Classifier:
     """The classifier of a space, on the CPU in float32. Raises FileNotFoundError, CheckpointError."""
     return read_classifier(SPACES[space].weights, SPACES[space].sizes)
 

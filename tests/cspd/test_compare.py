@@ -156,7 +156,7 @@ def test_quality_is_of_the_images_that_were_made(comparison):
     labels = torch.arange(NUM) % 10
     for i, row in enumerate(report["rows"]):
         found = features(images_of(out, i))
-        right = (load_classifier().out(found).argmax(1) == labels).float().mean().item()
+        right = (load_classifier("digits").out(found).argmax(1) == labels).float().mean().item()
         assert row["accuracy"] == pytest.approx(right)
         assert row["accuracy_ci95"] == pytest.approx(wilson_of_scipy(round(right * NUM), NUM))
         assert row["fid"] == pytest.approx(frechet(found), rel=1e-2)

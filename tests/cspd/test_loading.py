@@ -92,7 +92,7 @@ def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
     with pytest.raises(CheckpointError, match="digits32: no checkpoint there"):
         cspd.load()
     with pytest.raises(FileNotFoundError, match="digits32: this installation has no such embedded checkpoint"):
-        load_classifier()
+        load_classifier("digits")
 
 
 def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
@@ -101,14 +101,14 @@ def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
     file = tmp_path / "digits32" / "classifier.safetensors"
     shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
     with pytest.raises(CheckpointError, match=f"{file}: not the weights of Classifier: missing: stages.0.0.weight"):
-        load_classifier()
+        load_classifier("digits")
     shutil.copy(loading.__file__, file)
     with pytest.raises(CheckpointError, match="begins with"):
-        load_classifier()
+        load_classifier("digits")
 
 
 def test_the_classifier_keeps_its_counters():
-    state = load_classifier().state_dict()
+    state = load_classifier("digits").state_dict()
     assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
 
 

@@ -55,7 +55,7 @@ def test_features_are_the_classifiers_of_images_in_minus_1_to_1():
     images, _ = drawn(5, 0)
     pictures = ImageList(images)
     scaled = torch.stack([pictures[i] for i in range(5)]) / 127.5 - 1
-    assert features(pictures, space="digits").allclose(load_classifier().features(scaled), atol=1e-5)
+    assert features(pictures, space="digits").allclose(load_classifier("digits").features(scaled), atol=1e-5)
 
 
 def test_images_in_memory_are_measured_like_their_pngs(folders):

@@ -280,7 +280,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments, hint, tmp_path, capsys
 
 
 def test_published_studies_are_comparisons_of_the_embedded_models():
-    assert len(STUDIES) == 17
+    assert len(STUDIES) == 19
     engines = {}
     for path in STUDIES:
         common, entries = read_study(path)

@@ -44,7 +44,7 @@ def test_tokenizer(engine):
 def test_samples_are_recognised(method, num, engine):
     outputs = engine.generate([cspd.Request(label=i % 10, seed=i, method=method) for i in range(num)])
     images, labels = torch.stack([o.image for o in outputs]), torch.tensor([o.request.label for o in outputs])
-    assert accuracy(load_classifier(), images, labels) >= 0.86
+    assert accuracy(load_classifier("digits"), images, labels) >= 0.86
     assert {o.request.family for o in outputs} == {"VQ"}
 
 

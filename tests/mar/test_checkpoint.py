@@ -137,7 +137,7 @@ def test_size_is_found_out(save):
     assert_loaded(load_mar(save("weights.pth", {"model": expected})), expected)
 
 
-@pytest.mark.parametrize("img_size, patch", [(64, 1), (64, 2), (16, 1)])
+@pytest.mark.parametrize("img_size, patch", [(96, 1), (64, 2), (16, 1)])
 def test_other_resolutions_are_found_out(img_size, patch, save):
     """As the authors' training script makes them with --img_size and --patch_size."""
     config = dataclasses.replace(mar_spec(DRAFT).config, img_size=img_size, patch_size=patch)
