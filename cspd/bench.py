@@ -67,7 +67,7 @@ def bench(
     accuracy: Callable[[Tensor, Tensor], float] | None = None,
     progress: bool = True,
 ) -> dict:
-    """Times methods against plain MAR, at several settings and batch sizes, labels and seeds taking turns.
+    """Times methods against plain sampling, at several settings and batch sizes, labels and seeds taking turns.
 
     Every run times each contender once, so that a machine that slows down slows all of them; ratios are
     taken run by run.

@@ -22,7 +22,7 @@ from cspd.method import Host, Method, Models, placed
 from cspd.option import plain
 from cspd.precision import Precision, precision_of
 from cspd.sequence import Label, Output, Request, RoundStats, Sequence, requests_of
-from cspd.streaming import Item, OnProgress, check_all, checked, from_threads, stream
+from cspd.streaming import Item, OnProgress, check_all, checked, forget_failures, from_threads, stream
 
 CLOSED = "this engine is closed: make another one, as by cspd.load"
 
@@ -172,20 +172,18 @@ class Engine:
         On a GPU an image may be returned a few rounds late; the last round returns all that remain. An error or
         interruption drops everything in flight. An output that is not finite has an `error` and no image.
 
-        Raises RuntimeError where a round failed that another thread ran.
+        Raises RuntimeError where a round of another thread failed. The next call returns what was finished before it.
         """
-        outputs: dict[int, Output] = {}
         self._check_open()
         with self._flight.turns.take():
             try:
                 self._flight.run_round()
-                for message in self._inbox:
-                    sequence, output = checked(*message)
-                    if output is not None:
-                        outputs[sequence.ticket] = output
-            finally:
-                self._inbox.clear()
-        return outputs
+                ended = [checked(*message) for message in self._inbox]
+            except BaseException:
+                forget_failures(self._inbox)
+                raise
+            self._inbox.clear()
+        return {sequence.ticket: output for sequence, output in ended if output is not None}
 
     def cancel(self, request: Request | int) -> bool:
         """Takes a request out that is not finished, this very object or that of a ticket; any thread may.

@@ -30,6 +30,7 @@ class Flight:
 
     def __init__(self, hosts: Mapping[str, Host], num_slots: int, device: torch.device) -> None:
         self.hosts, self.device = hosts, device
+        self._lengths = {family: host.seq_len for family, host in hosts.items()}  # told after the engine is closed too
         self.turns = Turns()
         self.scheduler = Scheduler(num_slots)
         self.finisher = Finisher(device)
@@ -114,7 +115,7 @@ class Flight:
 
     def seq_len(self, sequence: Sequence) -> int:
         """How many tokens a sequence will have."""
-        return self.hosts[str(sequence.request.family)].seq_len
+        return self._lengths[str(sequence.request.family)]
 
     def share(self, sequence: Sequence) -> float:
         """How many of them are known, in 0..1."""

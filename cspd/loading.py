@@ -1,162 +1,29 @@
-"""From a checkpoint's name or place to an engine."""
+"""From a checkpoint's files to an engine."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from cspd import hub
 from cspd.continuous.models import MARModels
 from cspd.discrete.hosted import hosted_models
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
+from cspd.finding import checkpoint_files, is_remote, path_of, patterns_of
 from cspd.machine import free_bytes, gibibytes, pick_device, room_told
 from cspd.method import Models
-from cspd.saving import DESCRIPTION, described
+from cspd.saving import described
 from cspd.telling import telling
 from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
-from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
-from cspd.vq.hosted.config import CHAMELEON_DECODER
+from cspd.vq.hosted.checkpoint import is_hosted
 from cspd.vq.text import TextEncoder
 from mar.checkpoint import load_mar, load_vae
-from mar.registry import suggestion
 from mar.tensors import CheckpointError, count_numbers
-
-# beside the package in a source tree, inside it when installed
-_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
-# file names looked for beside each other; {} stands for any text
-_MAR_FILES = {
-    "target": ("target.safetensors", "checkpoint-last.pth"),
-    "draft": ("draft.safetensors",),
-    "vae": ("vae.safetensors", "kl16.ckpt"),
-}
-_VQ_FILES = {
-    "target": ("target.safetensors", "c2i_*.pt"),
-    "draft": ("draft.safetensors",),
-    "eagle": ("eagle.safetensors",),
-    "tokenizer": ("tokenizer.safetensors", "vq_ds16_c2i.pt"),
-}
-_TEXT_FILES = _VQ_FILES | {
-    "target": ("target.safetensors", "t2i_*.pt"),
-    "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
-}
-_TARGETS = tuple(dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"] + _TEXT_FILES["target"]))
-_TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl", "text_encoder")  # folders looked for beside a target
-# what is fetched with a target from the hub
-_COMPANIONS = (
-    DESCRIPTION,
-    *(
-        pattern
-        for files in (_MAR_FILES, _VQ_FILES, _TEXT_FILES)
-        for part, patterns in files.items()
-        if part != "target"
-        for pattern in patterns
-    ),
-)
-
-
-def embedded() -> dict[str, Path]:
-    """The embedded checkpoints by name; none where an installation has left them out."""
-    root = next((root for root in _ROOTS if root.is_dir()), None)
-    return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()} if root else {}
-
-
-def embedded_folder(name: str) -> Path:
-    """The folder of an embedded checkpoint. Raises FileNotFoundError where an installation has none of this name."""
-    folder = embedded().get(name)
-    if folder is None:
-        raise FileNotFoundError(f"{name}: this installation has no such embedded checkpoint: install cspd again")
-    return folder
-
-
-def _path(place: str | Path, what: str) -> Path:
-    """Raises TypeError unless it is text or a path, ValueError if it is empty."""
-    if not isinstance(place, (str, os.PathLike)):
-        raise TypeError(f"{what} must be a name or a path, not {place!r}")
-    if not os.fspath(place):
-        raise ValueError(f"{what} is empty: give a file, or leave it out")
-    return Path(place)
-
-
-def _is_remote(checkpoint: str | Path) -> bool:
-    """Whether it is a name on the hub, and no place here."""
-    return isinstance(checkpoint, str) and hub.is_name(checkpoint)
-
-
-def _find(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    return [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-
-
-def _target_file(checkpoint: str | Path) -> Path:
-    """The file of an embedded name, a folder or a target's file."""
-    known = embedded()
-    place = known.get(str(checkpoint), _path(checkpoint, "checkpoint"))
-    if _is_remote(checkpoint):
-        with telling(f"asking the hub for {checkpoint}"):
-            place = hub.fetched(str(checkpoint), _TARGETS, _COMPANIONS)
-    if place.is_file():
-        return place
-    found = _find(place, _TARGETS) if place.is_dir() else []
-    if not found and is_hosted(place):
-        return place / CONFIG
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise CheckpointError(f"{checkpoint}: several checkpoints are there ({names}): give the file of one")
-    if not found:
-        raise CheckpointError(
-            f"{checkpoint}: no checkpoint there; give a file, a folder with one of {', '.join(_TARGETS)}"
-            " (checkpoints/README.md says where the official files come from) or of a model of transformers"
-            " (docs/text.md), or an embedded name:"
-            f" {suggestion(str(checkpoint), known)}"
-        )
-    return found[0]
-
-
-def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
-    """The files of an embedded name, a folder, or a target's file, by what they are for; None where absent.
-
-    "target", "draft" and "vae" of MAR; "target", "draft", "eagle", "tokenizer" and the folder "text_encoder" of VQ
-    models, which are known by a tokenizer beside them or by their official name. A model of `transformers` has its
-    config.json as target, and Chameleon's decoder as tokenizer and a drafter where those are in the folder; its others
-    are one model.
-
-    Raises:
-        CheckpointError: there is no target to be found, or there are several. TypeError, ValueError: it is no path.
-    """
-    target = _target_file(checkpoint)
-    files: dict[str, Path | None] = {"target": target}
-    if is_hosted(target):
-        decoder = next(iter(_find(target.parent, CHAMELEON_DECODER)), None)
-        drafter = next(iter(_find(target.parent, _VQ_FILES["eagle"])), None)
-        return files | {"draft": None, "eagle": drafter, "tokenizer": decoder, "text_encoder": None}
-    patterns_of = _patterns_of(target)
-    for name, patterns in patterns_of.items():
-        if name != "target":  # beside it, whatever name or file it was found by
-            files[name] = next(iter(_find(target.parent, patterns)), None)
-    if patterns_of is not _MAR_FILES:
-        folders = [target.parent / name for name in _TEXT_ENCODERS]
-        files["text_encoder"] = next((folder for folder in folders if folder.is_dir()), None)
-    return files
-
-
-def _patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
-    """What the files beside a target are called."""
-    if target.match("t2i_*"):
-        return _TEXT_FILES
-    has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
-    is_vq = target.match("c2i_*") or (target.suffix != ".pth" and has_tokenizer)
-    return _VQ_FILES if is_vq else _MAR_FILES
-
-
-def family_of(checkpoint: str | Path) -> str:
-    """Whose models an embedded name, a folder or a target's file has: "MAR" or "VQ". Raises CheckpointError."""
-    return (VQModels if "tokenizer" in checkpoint_files(checkpoint) else MARModels).family
 
 
 def check_of_one(checkpoints: Sequence[str | Path], *given: object) -> None:
@@ -204,7 +71,7 @@ def load(
     checkpoints = checkpoints or ("digits32",)
     check_of_one(checkpoints, arch, vae, draft, eagle, text_encoder)
     named = {"vae": vae, "draft": draft, "eagle": eagle, "text_encoder": text_encoder}
-    given = {name: _path(place, name) for name, place in named.items() if place is not None}
+    given = {name: path_of(place, name) for name, place in named.items() if place is not None}
     models: list[Models] = []
     cache = None
     for checkpoint in checkpoints:
@@ -212,19 +79,13 @@ def load(
         target = files["target"]
         assert target is not None  # or `checkpoint_files` had raised an error
         if is_hosted(target):
-            unfit = {
-                "arch (--arch)": arch,
-                "text_encoder (--text-encoder)": text_encoder,
-                "compiled (--compile)": compiled,
-            }
-            for name, value in unfit.items():
-                if value not in (None, False):
-                    raise ValueError(f"{checkpoint}: {name} is not for models of transformers: leave it out")
+            unfit = {"arch (--arch)": arch, "text_encoder (--text-encoder)": text_encoder}
+            _check_hosted(checkpoint, unfit | {"compiled (--compile)": compiled or None})
             drafter, decoder = given.get("eagle", files["eagle"]), given.get("vae")
             models.append(hosted_models(target, given.get("draft"), drafter, decoder, device, precision, max_batch))
             continue
         models.append(_official_models(checkpoint, files, given, arch, pick_device(device)))
-        if models[-1].family == MARModels.family and not _is_remote(checkpoint):
+        if models[-1].family == MARModels.family and not is_remote(checkpoint):
             cache = target.parent / "calibration"
     return Engine(
         *models,
@@ -235,6 +96,13 @@ def load(
         graphs=graphs,
         cache=cache,
     )
+
+
+def _check_hosted(checkpoint: str | Path, given: Mapping[str, object]) -> None:
+    """Raises ValueError for what is given (not None) that models of `transformers` do not take."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{checkpoint}: {name} is not for models of transformers: leave it out")
 
 
 def _room_for(files: Mapping[str, Path], device: torch.device) -> str:
@@ -270,7 +138,7 @@ def _official_models(
     own = {decoder if name == "vae" else name: place for name, place in given.items()}
     there = {name: place for name, place in {**files, **own}.items() if place is not None}
     if decoder not in there:
-        wanted = " or ".join(_patterns_of(there["target"])[decoder])
+        wanted = " or ".join(patterns_of(there["target"])[decoder])
         raise CheckpointError(
             f"{checkpoint}: no autoencoder beside it ({wanted}): give its file (vae=..., --vae on the command line)"
         )

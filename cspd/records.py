@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import io
@@ -70,6 +71,11 @@ def png_of(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, format="png")
     return buffer.getvalue()
+
+
+def link_of(png: bytes) -> str:
+    """A PNG's content as a data link."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def append_json(path: Path, entry: Mapping) -> None:

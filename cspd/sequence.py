@@ -200,7 +200,7 @@ class RoundStats:
 
     @property
     def step_compression(self) -> float | None:
-        """VQ codes a target forward; None of MAR."""
+        """VQ codes per forward of the target; None of MAR."""
         return sum(n * count for n, count in self.committed.items()) / self.backbone_calls if self.committed else None
 
     def to_dict(self) -> dict:

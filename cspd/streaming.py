@@ -78,9 +78,21 @@ def stream(
             flight.cancel(own)
     if source.error:
         raise source.error
+    _raise_lost(lost)
+
+
+def _raise_lost(lost: dict[int, str]) -> None:
+    """Raises FloatingPointError where requests, by index, gave no image, for the reasons there."""
     if lost:
         first = f"{named([min(lost)])}: " if len(lost) > 1 else ""
         raise FloatingPointError(f"{named(sorted(lost))} gave no image: {first}{lost[min(lost)]}")
+
+
+def forget_failures(inbox: deque) -> None:
+    """Leaves in an inbox what is no failure."""
+    kept = [message for message in inbox if not isinstance(message[1], BaseException)]
+    inbox.clear()
+    inbox.extend(kept)
 
 
 def checked(sequence: Sequence, result: Output | BaseException | None) -> tuple[Sequence, Output | None]:

@@ -3,8 +3,8 @@
 python scripts/captions.py --captions data/emoji64/captions.json --out checkpoints/emoji64_text/prompts.json
 
 Half of the list is held out from training in composition: each word of such a caption is in others of its class, and
-all of its words together are in the name of no other. The other half has captions of the same kind that are trained on.
-Both are the same for the same captions.json.
+all of its words together are in the name of no other of its class. The other half has captions of the same kind that
+are trained on. Both are the same for the same captions.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What EAGLE drafters are trained on: codes, of images or of the target's own sampling, made once and kept on disk."""
+"""What GPTs of texts and EAGLE drafters learn from: codes, of images or of samples, made once and kept on disk."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import trange
-from training import is_first
+from training import FIRST_SEED, is_first
 
 from cspd.records import publishing
 from mar.vae import AutoencoderKL
@@ -41,7 +41,7 @@ def latents(vae: AutoencoderKL, data: Data, num: int, device: torch.device, cach
     vae = vae.to(device)
     parts = []
     for start in trange(0, num, PART, desc="latents"):
-        images, labels = data.draw(min(PART, num - start), 10**6 + start, "train")
+        images, labels = data.draw(min(PART, num - start), FIRST_SEED + start, "train")
         with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
             mean, logvar = vae.encode(images.to(device))
         std = (0.5 * logvar.float()).exp()

@@ -32,9 +32,9 @@ class Data:
 
     Attributes:
         classes: their names, in the order of their labels.
-        draw: maps (num, seed, split, labels) to images [num, 3, size, size] in -1..1 and labels [num], which are of all
-            classes equally often where none are given. The split is "train" or "held-out"; pictures held out are not
-            augmented.
+        draw: maps (num, seed, split, labels) to images [num, 3, size, size] in -1..1 and labels [num]. The split is
+            "train" or "held-out". Where no labels are given, a folder's classes are drawn equally often and digits at
+            random; a folder's pictures that are held out are not augmented.
     """
 
     classes: list[str]
@@ -56,12 +56,14 @@ def data_of(args: argparse.Namespace) -> Data:
 
     Raises:
         FileNotFoundError: no such folder, or a class without images.
-        ValueError: digits of another size, classes that do not agree, a class that is not there or has
-            one image only, or one of train/ and held_out/.
+        ValueError: digits of another size or with --upright, classes that do not agree, a class that is not there or
+            has one image only, or one of train/ and held_out/.
     """
     if args.data == DIGITS:
         if args.size != 32:
             raise ValueError(f"--size {args.size}: coloured digits have 32 pixels per side")
+        if args.upright:
+            raise ValueError(f"--upright {args.upright}: digits are never mirrored: leave it out")
         return Data([str(digit) for digit in range(10)], coloured_digits)
 
     folder = Path(args.data)
@@ -148,3 +150,8 @@ def drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bo
         return images.float() / 127.5 - 1, labels
 
     return draw
+
+
+def psnr_of(mse: Tensor) -> float:
+    """In dB, of the mean squared error of pixels in -1..1."""
+    return -10 * torch.log10(mse / 4).item()

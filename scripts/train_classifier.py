@@ -11,17 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pictures import add_data_options, data_of
+from pictures import Data, add_data_options, data_of
 from torch import Tensor
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, device_of_process, export, fit
+from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, is_first
 
 from cspd.evaluation.classifier import CLASSIFIERS, Classifier, accuracy
 
 MIXED = 0.2  # parameter of the beta distribution of a blend's shares
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
     parser.add_argument("--arch", default="digits32", choices=CLASSIFIERS)
@@ -31,18 +31,14 @@ def main() -> None:
     parser.add_argument("--weight-decay", type=float, default=0.02)
     parser.add_argument("--run", type=Path, default=Path("runs/classifier"), help="resumes from here if it was cut off")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "weight_decay")
-    settings = {name: getattr(args, name) for name in names}
-    data = data_of(args)
-    device = device_of_process()
-    torch.manual_seed(0)
-    sizes = {"size": args.size, "classes": len(data.classes)}
-    model = Classifier(dataclasses.replace(CLASSIFIERS[args.arch], **sizes)).to(device).train()
+
+def loss_of(model: Classifier, data: Data, batch: int, device: torch.device) -> Loss:
+    """What `fit` is given: cross-entropy of blended images, by the share of each label."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
-        images, labels = (part.to(device) for part in data.draw(args.batch, number, "train"))
+        images, labels = (part.to(device) for part in data.draw(batch, number, "train"))
         share = np.random.default_rng(number).beta(MIXED, MIXED)  # equally often near 0 and near 1
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(torch.lerp(images, images.roll(1, 0), share)).float()
@@ -53,23 +49,32 @@ def main() -> None:
         recognised = (logits.argmax(1) == likelier).float().mean().item()
         return loss, {"loss": round(loss.item(), 3), "recognised": round(recognised, 3)}
 
-    # batch statistics are not averaged: take the last weights, which the learning rate's decay has settled
-    model, seconds = fit(
-        model,
-        loss_fn,
-        run=args.run,
-        settings=settings,
-        steps=args.steps,
-        lr=args.lr,
-        weight_decay=args.weight_decay,
-        ema_decay=0.0,
-    )
-    model = model.cpu().eval()
+    return loss_fn
+
+
+def report(model: Classifier, data: Data) -> None:
+    """Prints how many held-out images are recognised, of all classes and of each."""
     images, labels = data.draw(4000, HELD_OUT_SEED, "held-out")
     print(f"held-out accuracy {accuracy(model, (images + 1) / 2, labels):.4f}")
     for label, name in enumerate(data.classes):
         own = labels == label
         print(f"  {name}: {accuracy(model, (images[own] + 1) / 2, labels[own]):.3f}")
+
+
+def main() -> None:
+    args = arguments()
+    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr", "weight_decay")
+    data = data_of(args)
+    device = device_of_process()
+    torch.manual_seed(0)
+    sizes = {"size": args.size, "classes": len(data.classes)}
+    model = Classifier(dataclasses.replace(CLASSIFIERS[args.arch], **sizes)).to(device).train()
+    how = {"run": args.run, "settings": settings, "steps": args.steps, "lr": args.lr, "weight_decay": args.weight_decay}
+    # batch statistics are not averaged: take the last weights, which the learning rate's decay has settled
+    model, seconds = fit(model, loss_of(model, data, args.batch, device), ema_decay=0.0, **how)
+    model = model.cpu().eval()
+    if is_first():
+        report(model, data)
     export(model, args.out, f"{args.arch}_classifier", seconds, half=lambda name: name.endswith(("weight", "bias")))
 
 

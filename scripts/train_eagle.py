@@ -27,14 +27,14 @@ from pictures import Data, add_data_options, captioned, data_of
 from torch import Tensor
 from torch.nn import functional as F
 from train_gpt import LABEL_DROP
-from training import HELD_OUT_SEED, device_of_process, export, fit, is_first
+from training import FIRST_SEED, HELD_OUT_SEED, chosen, device_of_process, export, fit, is_first
 
 import cspd
 from cspd.commands.subjects import read_prompts
 from cspd.discrete.host import VQHost
 from cspd.evaluation.images import image_files
 from cspd.evaluation.subjects import Subject, are_texts, asking_for
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.pretrained import weight_files
 from cspd.ran import file_fingerprint, together
 from cspd.vq.eagle import Eagle
@@ -48,7 +48,6 @@ from mar.checkpoint import named_size
 CLASSIFICATION = 0.1  # weight of the cross-entropy, as published
 NOISE = 0.1  # uniform, on the features that are read: at inference they are predicted ones
 WIDTH_LR = 0.192  # the default learning rate times the width
-FIRST_SEED = 10**6  # of what is trained on
 HELD_OUT = 256  # images, a tenth of those that are trained on at most
 DEPTHS = 6  # that are measured, as far as EAGLE-2's tree goes
 MEASURED, MEASURED_LAST = 8, 64  # images as it goes, and at the end
@@ -213,8 +212,7 @@ def main() -> None:
     config = target.config
     hosted = isinstance(config, HostedConfig)
     lr = args.lr or WIDTH_LR / config.dim
-    names = ("checkpoint", "images", "self_samples", "cfg", "steps", "batch")
-    settings = {name: getattr(args, name) for name in names} | {"lr": lr} | source
+    settings = chosen(args, "checkpoint", "images", "self_samples", "cfg", "steps", "batch") | {"lr": lr} | source
     torch.manual_seed(0)
     drafter = (HostedEagle if hosted else Eagle)(config).to(device).train()
 

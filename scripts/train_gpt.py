@@ -15,7 +15,7 @@ import torch
 from pictures import Data, add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, Loss, device_of_process, export, fit, go_on_with
+from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
 
 from cspd.ran import file_fingerprint
 from cspd.vq.checkpoint import load_tokenizer
@@ -44,7 +44,9 @@ def initialise(model: GPT) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
-    parser.add_argument("--arch", default="gpt_digits32", choices=GPTS, help="its number of codes gives way to --size")
+    of_classes = [name for name, spec in GPTS.items() if not spec.config.caption_dim]
+    arch = {"default": "gpt_digits32", "choices": of_classes}
+    parser.add_argument("--arch", **arch, help="its number of codes gives way to --size")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1.5e-3)
@@ -88,8 +90,9 @@ def main() -> None:
     data = data_of(args)
     device = device_of_process()
     tokenizer = load_tokenizer(args.tokenizer).to(device)
-    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "first_seed")
-    settings = {name: getattr(args, name) for name in names} | {"tokenizer": file_fingerprint(args.tokenizer)}
+    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr", "first_seed") | {
+        "tokenizer": file_fingerprint(args.tokenizer)
+    }
     torch.manual_seed(0)
     side = args.size // tokenizer.config.stride
     sizes = {"block_size": side**2, "num_classes": len(data.classes), "vocab_size": tokenizer.config.codebook_size}
@@ -103,7 +106,8 @@ def main() -> None:
     loss_fn = loss_of(model, tokenizer, data, args, device)
     model, seconds = fit(model, loss_fn, run=run, settings=settings, steps=args.steps, lr=args.lr)
     model = model.cpu().half().float()  # as stored
-    print(f"held-out {held_out_bits(model, tokenizer.cpu(), data):.3f} bits per code")
+    if is_first():
+        print(f"held-out {held_out_bits(model, tokenizer.cpu(), data):.3f} bits per code")
     export(model, args.out, args.arch, seconds, half=lambda name: True)
 
 

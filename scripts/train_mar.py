@@ -21,7 +21,7 @@ from latents import Batch, Batches, latents
 from pictures import add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import Loss, device_of_process, export, fit, go_on_with
+from training import Loss, chosen, device_of_process, export, fit, go_on_with
 
 import cspd
 from cspd.ran import file_fingerprint
@@ -45,7 +45,7 @@ def head_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The diffusion loss over rows x0 [N, d], z [N, D], the first share of them at timestep 999."""
     rows = len(x0)
-    first = int(rows * FIRST_STEP_SHARE)
+    first = max(1, int(rows * FIRST_STEP_SHARE))
     t = torch.randint(TRAIN_STEPS, (rows,), generator=generator)
     t[:first] = TRAIN_STEPS - 1
     noise = torch.randn(x0.shape, generator=generator)
@@ -184,10 +184,8 @@ def main() -> None:
     device = device_of_process()
     source, vae = data_of(args), load_vae(args.vae)
     num_classes = len(source.classes)
-    drawn = {name: getattr(args, name) for name in ("data", "size", "upright", "images")}
-    drawn["vae"] = file_fingerprint(args.vae)
-    names = ("arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
-    settings = drawn | {name: getattr(args, name) for name in names}
+    drawn = chosen(args, "data", "size", "upright", "images") | {"vae": file_fingerprint(args.vae)}
+    settings = drawn | chosen(args, "arch", "steps", "batch", "rows", "mask_ratio_min", "lr")
     data = latents(vae, source, args.images, device, args.latents, drawn)
     batches = Batches(data, args.batch, args.mask_ratio_min, device)
 

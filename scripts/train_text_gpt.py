@@ -25,7 +25,7 @@ from text_models import TextGPT, new_encoder, new_tokenizer, read_encoder, save_
 from tokenizers import Tokenizer
 from torch import Tensor
 from train_gpt import LABEL_DROP, cross_entropy, initialise
-from training import HELD_OUT_SEED, device_of_process, export, fit, is_first
+from training import FIRST_SEED, HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, is_first
 
 from cspd.pretrained import weight_files
 from cspd.ran import file_fingerprint, together
@@ -34,7 +34,6 @@ from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, gpt_spec
 from cspd.vq.tokenizer import VQModel
 
-FIRST_SEED = 10**6  # of what is trained on
 HELD_OUT = 512  # pictures
 PART = 64  # pictures that are measured at a time
 
@@ -102,7 +101,7 @@ def codes_of(
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What a run depends on; of files, what is in them."""
     names = ("size", "upright", "arch", "vocabulary", "images", "steps", "batch", "lr")
-    settings = {name: str(getattr(args, name)) for name in names}
+    settings = {name: str(value) for name, value in chosen(args, *names).items()}
     files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "text_encoder": []}
     if args.held_out:
         files["held_out"] = [args.held_out]
@@ -120,6 +119,28 @@ def parts_of(captions: Sequence[Caption], args: argparse.Namespace) -> tuple[lis
     return trained_on, [caption for caption in captions if caption.name in away]
 
 
+def in_the_layers(name: str) -> bool:
+    """Whether a weight is of the GPT's layers."""
+    return name.startswith("gpt.layers.")
+
+
+def loss_of(model: TextGPT, words: Tokenizer, captions: Sequence[Caption], train: Codes, batch: int) -> Loss:
+    """What `fit` is given."""
+    most, device = model.gpt.config.prefix_length, model.gpt.output.weight.device
+
+    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
+        generator, random = torch.Generator().manual_seed(number), Random(number)
+        codes, labels = train.at(torch.randint(len(train.labels), (batch,), generator=generator))
+        is_null = torch.rand(batch, generator=generator) < LABEL_DROP
+        called = [text_of(captions[label], random) for label in labels.tolist()]
+        texts = tokens_of(words, called, most, is_null.to(device))
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = cross_entropy(model, texts, codes.to(device))
+        return loss, {"bits": round(loss.item() / math.log(2), 3)}
+
+    return loss_fn
+
+
 def main() -> None:
     args = arguments()
     device = device_of_process()
@@ -130,25 +151,17 @@ def main() -> None:
     torch.manual_seed(0)
     words, model = new_model(args, images, trained_on)
     model.to(device)  # in the modes they come in: an encoder that is taken as it is drops nothing out
-    most = model.gpt.config.prefix_length
     train = codes_of(args, trained_on, images, "train", args.images, device)
+    loss_fn = loss_of(model, words, trained_on, train, args.batch)
+    how = {"run": args.run, "settings": settings_of(args), "steps": args.steps, "lr": args.lr}
+    model, seconds = fit(model, loss_fn, hidden=in_the_layers, **how)
 
-    def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
-        generator, random = torch.Generator().manual_seed(number), Random(number)
-        codes, labels = train.at(torch.randint(len(train.labels), (args.batch,), generator=generator))
-        is_null = torch.rand(len(labels), generator=generator) < LABEL_DROP
-        called = [text_of(trained_on[label], random) for label in labels.tolist()]
-        texts = tokens_of(words, called, most, is_null.to(device))
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = cross_entropy(model, texts, codes.to(device))
-        return loss, {"bits": round(loss.item() / math.log(2), 3)}
-
-    model, seconds = fit(model, loss_fn, run=args.run, settings=settings_of(args), steps=args.steps, lr=args.lr)
     model = model.half().float()  # as stored
     if held_out:
         codes = codes_of(args, held_out, images, "held-out", HELD_OUT, device)
-        bits = [bits_of(model, words, held_out, codes, is_null) for is_null in (False, True)]
-        print("held-out captions: {:.3f} bits per code, {:.3f} without the text".format(*bits))
+        if is_first():
+            bits = [bits_of(model, words, held_out, codes, is_null) for is_null in (False, True)]
+            print("held-out captions: {:.3f} bits per code, {:.3f} without the text".format(*bits))
     if is_first() and not args.text_encoder:
         save_encoder(words, model.encoder, args.out.parent / "text_encoder")
     export(model.gpt, args.out, args.arch, seconds, half=lambda name: True)

@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from pictures import add_data_options, data_of
+from pictures import Data, add_data_options, data_of, psnr_of
 from torch import Tensor
-from training import HELD_OUT_SEED, device_of_process, export, fit
+from training import HELD_OUT_SEED, Loss, as_first, chosen, device_of_process, export, fit, is_first, rank_and_world
 
 from cspd.vq.registry import TOKENIZERS, create_tokenizer
 from cspd.vq.tokenizer import VQModel
@@ -24,7 +24,7 @@ REVIVE_UNTIL = 0.7  # share of the steps
 PART = 64  # images that are measured at a time
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
     parser.add_argument("--arch", default="vq_digits32", choices=TOKENIZERS)
@@ -33,21 +33,25 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--run", type=Path, default=Path("runs/tokenizer"), help="resumes from here if it was cut off")
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    names = ("data", "size", "upright", "arch", "steps", "batch", "lr")
-    settings = {name: getattr(args, name) for name in names}
-    data = data_of(args)
-    device = device_of_process()
-    torch.manual_seed(0)
-    model = create_tokenizer(args.arch).to(device).train()
 
-    @torch.no_grad()
-    def revive(vectors: Tensor, used: Tensor, generator: torch.Generator) -> None:
-        pool = vectors.flatten(2).transpose(1, 2).flatten(0, 1)
-        picked = pool[torch.randint(len(pool), (len(used),), generator=generator).to(device)]
-        weight = model.quantize.embedding.weight
-        weight.copy_(torch.where(used.unsqueeze(1), weight, picked))
+def usage(model: VQModel, codes: Tensor) -> Tensor:
+    """How often each vector of the codebook is among codes: int64 [V]."""
+    return torch.bincount(codes.flatten(), minlength=model.config.codebook_size)
+
+
+@torch.no_grad()
+def revive(model: VQModel, vectors: Tensor, used: Tensor, generator: torch.Generator) -> None:
+    """Moves codes not `used` (bool [V]) onto random ones of vectors [B, d, h, w], as the first process has both."""
+    pool = vectors.flatten(2).transpose(1, 2).flatten(0, 1)
+    picked = pool[torch.randint(len(pool), (len(used),), generator=generator).to(pool.device)]
+    weight = model.quantize.embedding.weight
+    weight.copy_(as_first(torch.where(used.unsqueeze(1), weight, picked)))
+
+
+def loss_of(model: VQModel, data: Data, args: argparse.Namespace, device: torch.device) -> Loss:
+    """What `fit` is given: errors of pixels, and of vectors and their codes (van den Oord et al. 2017, eq. 3)."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)
@@ -55,9 +59,10 @@ def main() -> None:
             vectors = model.project(images)
         vectors = vectors.float()
         codes = model.nearest(vectors)
-        used = torch.bincount(codes.flatten(), minlength=model.config.codebook_size) > 0
-        if number % REVIVE_EVERY == 0 and number < REVIVE_UNTIL * args.steps:
-            revive(vectors, used, torch.Generator().manual_seed(number))
+        used = usage(model, codes) > 0
+        step = number // rank_and_world()[1]
+        if step % REVIVE_EVERY == 0 and step < REVIVE_UNTIL * args.steps:
+            revive(model, vectors, used, torch.Generator().manual_seed(number))
             codes = model.nearest(vectors)
         quantised = model.lookup(codes)
         commit = (quantised.detach() - vectors).square().mean()
@@ -66,35 +71,42 @@ def main() -> None:
             straight_through = vectors + (quantised - vectors).detach()
             decoded = model.render(straight_through)
         mse = (decoded.float() - images).square().mean()
-        psnr = round(-10 * torch.log10(mse / 4).item(), 2)
-        return mse + codebook + COMMITMENT * commit, {"psnr": psnr, "used": int(used.sum())}
+        shown = {"psnr": round(psnr_of(mse), 2), "used": int(used.sum())}
+        return mse + codebook + COMMITMENT * commit, shown
 
-    images = data.draw(512, HELD_OUT_SEED, "held-out")[0]
+    return loss_fn
+
+
+@torch.inference_mode()
+def report(model: VQModel, images: Tensor) -> None:
+    """Prints what the tokenizer keeps of held-out images, and how many of its codes they use."""
+    codes = torch.cat([model.encode(part) for part in images.split(PART)])
+    decoded = torch.cat([model.decode(part) for part in codes.split(PART)])
+    psnr = psnr_of((decoded.clamp(-1, 1) - images).square().mean())
+    share = usage(model, codes) / codes.numel()
+    entropy = -(share * share.clamp_min(1e-12).log2()).sum().item()
+    print(f"held-out PSNR {psnr:.2f} dB, {int((share > 0).sum())} codes used, {entropy:.2f} bits of entropy per code")
+
+
+def main() -> None:
+    args = arguments()
+    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr")
+    data = data_of(args)
+    device = device_of_process()
+    torch.manual_seed(0)
+    model = create_tokenizer(args.arch).to(device).train()
+    held_out = data.draw(512, HELD_OUT_SEED, "held-out")[0]
 
     def show(model: VQModel) -> Tensor:
-        shown = images[:32].to(device)
-        return torch.cat([shown, model.decode(model.encode(shown))]) / 2 + 0.5
+        images = held_out[:32].to(device)
+        return torch.cat([images, model.decode(model.encode(images))]) / 2 + 0.5
 
-    model, seconds = fit(
-        model,
-        loss_fn,
-        run=args.run,
-        settings=settings,
-        steps=args.steps,
-        lr=args.lr,
-        weight_decay=0.0,
-        ema_decay=0.0,
-        show=show,
-    )
-    with torch.inference_mode():
-        model = model.cpu().half().float()  # as stored
-        codes = torch.cat([model.encode(part) for part in images.split(PART)])
-        decoded = torch.cat([model.decode(part) for part in codes.split(PART)])
-        mse = (decoded.clamp(-1, 1) - images).square().mean()
-        psnr = -10 * torch.log10(mse / 4).item()
-        share = torch.bincount(codes.flatten(), minlength=model.config.codebook_size) / codes.numel()
-        entropy = -(share * share.clamp_min(1e-12).log2()).sum().item()
-    print(f"held-out PSNR {psnr:.2f} dB, {int((share > 0).sum())} codes used, {entropy:.2f} bits of entropy per code")
+    how = {"run": args.run, "settings": settings, "steps": args.steps, "lr": args.lr, "show": show}
+    loss_fn = loss_of(model, data, args, device)
+    model, seconds = fit(model, loss_fn, weight_decay=0.0, ema_decay=0.0, **how)
+    model = model.cpu().half().float()  # as stored
+    if is_first():
+        report(model, held_out)
     export(model, args.out, args.arch, seconds, half=lambda name: True)
 
 

@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from pictures import Data, add_data_options, data_of
+from pictures import Data, add_data_options, data_of, psnr_of
 from torch import Tensor
-from training import HELD_OUT_SEED, Loss, device_of_process, export, fit, go_on_with
+from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
 
 from mar.registry import VAES, create_vae
 from mar.vae import AutoencoderKL
@@ -51,17 +51,15 @@ def loss_of(vae: AutoencoderKL, data: Data, args: argparse.Namespace, device: to
         kl = per_channel.clamp_min(args.free_nats).sum() * side**2
         mse = (decoded.float() - images).square().mean()
         loss = mse + 2 * args.variance / images[0].numel() * kl
-        psnr = -10 * torch.log10(mse / 4).item()
         total, least = per_channel.sum().item() * side**2, per_channel.min().item()
-        return loss, {"psnr": round(psnr, 2), "kl": round(total, 1), "least": round(least, 3)}
+        return loss, {"psnr": round(psnr_of(mse), 2), "kl": round(total, 1), "least": round(least, 3)}
 
     return loss_fn
 
 
 def main() -> None:
     args = arguments()
-    names = ("data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
-    settings = {name: getattr(args, name) for name in names}
+    settings = chosen(args, "data", "size", "upright", "arch", "steps", "batch", "lr", "variance", "free_nats")
     data = data_of(args)
     device = device_of_process()
     torch.manual_seed(0)
@@ -76,18 +74,11 @@ def main() -> None:
         images = held_out[:32].to(device)
         return torch.cat([images, model.decode(model.encode(images)[0])]) / 2 + 0.5
 
-    vae, seconds = fit(
-        vae,
-        loss_of(vae, data, args, device),
-        run=args.run,
-        settings=settings,
-        steps=args.steps,
-        lr=args.lr,
-        weight_decay=0.0,
-        ema_decay=0.0,
-        show=show,
-    )
-    report(vae.cpu().half().float(), held_out)  # as stored
+    how = {"run": args.run, "settings": settings, "steps": args.steps, "lr": args.lr, "show": show}
+    vae, seconds = fit(vae, loss_of(vae, data, args, device), weight_decay=0.0, ema_decay=0.0, **how)
+    vae = vae.cpu().half().float()  # as stored
+    if is_first():
+        report(vae, held_out)
     export(vae, args.out, args.arch, seconds, half=lambda name: True)
 
 
@@ -109,7 +100,7 @@ def report(vae: AutoencoderKL, images: Tensor) -> None:
     std = (mean.var(correction=0) + logvar.exp().mean()).sqrt().item()
     carried = nats(mean, logvar)
     channels = ", ".join(f"{each:.2f}" for each in carried.tolist())
-    print(f"held-out PSNR {-10 * torch.log10(mse / 4).item():.2f} dB, latent s.d. {std:.4f}")
+    print(f"held-out PSNR {psnr_of(mse):.2f} dB, latent s.d. {std:.4f}")
     print(f"KL per channel, nats per cell: {channels}; the least is {carried.min() / carried.mean():.2f} of the mean")
 
 

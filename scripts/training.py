@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -14,12 +15,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from run_log import Log
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from cspd.pixels import to_pil
 from cspd.ran import file_fingerprint
-from cspd.records import append_json, publishing, write_bytes, write_png
+from cspd.records import publishing, write_png
 from mar.checkpoint import fill
 from mar.tensors import read_tensors
 
@@ -38,7 +38,7 @@ Loss = Callable[[int], tuple[Tensor, dict[str, float]]]  # of the number of a dr
 MUON_FACTOR = 4  # its rate, in those of AdamW: 2 and 6 did alike on MAR's blocks
 SAVE_SECONDS = 120
 DRAW_SECONDS = 900
-LOG_EVERY = 10  # steps
+FIRST_SEED = 10**6  # of data that is made once and kept
 HELD_OUT_SEED = 10**9  # training draws never come near
 
 
@@ -68,6 +68,18 @@ def wait_for_all(device: torch.device) -> None:
         nothing = torch.zeros(1, device=device)
         dist.all_reduce(nothing)
         nothing.item()  # on a GPU the sum is only on its way
+
+
+def as_first(tensor: Tensor) -> Tensor:
+    """A tensor with the values that it has in the first process, in all of them."""
+    if dist.is_initialized():
+        dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Flags by name, for what a run depends on."""
+    return {name: getattr(args, name) for name in names}
 
 
 def go_on_with(model: nn.Module, path: Path, settings: dict) -> None:
@@ -113,22 +125,11 @@ def fit(
     state = _State(run, model, settings, ema_decay, _optimizers(model, hidden, lr, weight_decay))
     log = Log(run, state.step)
     averaged = cast(Model, state.average.module)
-
-    def draw() -> None:
-        log.draw()
-        if show is not None:
-            with torch.inference_mode():
-                images = show(averaged.eval())
-            write_png(run / "samples.png", to_pil(make_grid(images.clamp(0, 1).cpu(), padding=0)))
-
-    first_step = state.step
     saved = drawn = clock = time.monotonic()
-    numbers = range(first_step, steps)
-    bar = tqdm(numbers, initial=first_step, total=steps, mininterval=2.0, desc=run.name, disable=rank > 0)
+    numbers = range(state.step, steps)
+    bar = tqdm(numbers, initial=state.step, total=steps, mininterval=2.0, desc=run.name, disable=rank > 0)
     for step in bar:
-        decay = 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01
-        for group in state.groups:
-            group["lr"] = group["peak"] * min((step + 1) / warmup, decay)
+        state.set_rate(step, steps, warmup)
         loss, shown = loss_fn(step * world + rank)
         state.learn_from(loss, world)
         now = time.monotonic()
@@ -138,17 +139,25 @@ def fit(
         is_last = state.step == steps
         if rank > 0:
             continue
-        log.add(state, shown)
+        log.add(state.step, state.seconds, shown)
         if now - saved > SAVE_SECONDS or is_last:
-            log.write(state)
+            log.write(state.step, state.seconds)
             if measure is not None:
-                log.note(state, measure(averaged.eval()))
+                log.note(state.step, state.seconds, measure(averaged.eval()))
             state.save()
             saved = now
         if now - drawn > DRAW_SECONDS or is_last:
-            draw()
+            log.draw()
+            if show is not None:
+                _draw(show, averaged, run / "samples.png")
             drawn = now
     return averaged.eval(), state.seconds
+
+
+@torch.inference_mode()
+def _draw(show: Callable[[Model], Tensor], model: Model, path: Path) -> None:
+    images = show(model.eval())
+    write_png(path, to_pil(make_grid(images.clamp(0, 1).cpu(), padding=0)))
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -207,10 +216,12 @@ class _State:
             optimizer.step()
         self.average.update_parameters(self.model)
 
-    @property
-    def groups(self) -> list[dict]:
-        """Weights with their learning rates."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+    def set_rate(self, step: int, steps: int, warmup: int) -> None:
+        """Of all weights in this step: up in a line, and down along a cosine."""
+        decay = 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * min((step + 1) / warmup, decay)
 
     def _load(self) -> None:
         state = torch.load(self.file, weights_only=True, map_location="cpu")
@@ -235,60 +246,6 @@ def _average_gradients(parameters: list[nn.Parameter], world: int) -> None:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= world
-
-
-class Log:
-    """The numbers of a run: a line of log.jsonl for every few steps, with their means, and curves of all."""
-
-    def __init__(self, run: Path, start: int) -> None:
-        self.file, self.picture = run / "log.jsonl", run / "curves.png"
-        self.pending: list[dict[str, float]] = []
-        text = self.file.read_text() if self.file.exists() else ""
-        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a full disk tears the last
-        self.entries = [entry for entry in map(json.loads, lines) if entry["step"] <= start]
-        if "".join(lines) != text or len(self.entries) < len(lines):  # steps after the last save are taken once more
-            write_bytes(self.file, "".join(json.dumps(entry) + "\n" for entry in self.entries).encode())
-
-    def add(self, state: _State, shown: dict[str, float]) -> None:
-        self.pending.append(shown)
-        if len(self.pending) == LOG_EVERY:
-            self.write(state)
-
-    def write(self, state: _State) -> None:
-        """The means of what is pending, if anything is."""
-        if not self.pending:
-            return
-        means = {name: sum(each[name] for each in self.pending) / len(self.pending) for name in self.pending[0]}
-        self.pending.clear()
-        self.note(state, means)
-
-    def note(self, state: _State, numbers: dict[str, float]) -> None:
-        """A line of numbers."""
-        entry = {"step": state.step, "seconds": round(state.seconds, 1)}
-        entry |= {name: round(number, 6) for name, number in numbers.items()}
-        self.entries.append(entry)
-        append_json(self.file, entry)
-
-    def draw(self) -> None:
-        if not self.entries:
-            return
-        together: dict[str, list[str]] = {}  # names that begin with the same word share a picture
-        for name in dict.fromkeys(name for entry in self.entries for name in entry):
-            if name not in ("step", "seconds"):
-                together.setdefault(name.split()[0], []).append(name)
-        figure = Figure(figsize=(6, 2 * len(together)), layout="constrained")
-        for axes, (word, names) in zip(
-            figure.subplots(len(together), sharex=True, squeeze=False).flat, together.items()
-        ):
-            for name in names:
-                own = [entry for entry in self.entries if name in entry]
-                axes.plot([entry["step"] for entry in own], [entry[name] for entry in own], label=name)
-            axes.set_ylabel(word)
-            if len(names) > 1:
-                axes.legend(fontsize="x-small")
-        axes.set_xlabel("step")
-        with publishing(self.picture) as temporary:
-            FigureCanvasAgg(figure).print_png(temporary)
 
 
 def export(

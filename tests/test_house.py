@@ -21,6 +21,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.comparison", "cspd.bench", "cspd.serving"],
     ["cspd.evaluation"],
     ["cspd.loading"],
+    ["cspd.finding"],
     ["cspd.engine"],
     ["cspd.streaming", "cspd.saving"],
     ["cspd.flight"],

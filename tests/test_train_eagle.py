@@ -24,7 +24,7 @@ from toys import CLASSES, CPU, host_of, toy_models
 
 import cspd
 from cspd.cli import main
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.vq.gpt import GPTConfig
 from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_eagle, create_gpt, create_tokenizer
 from cspd.vq.tokenizer import VQConfig

@@ -17,7 +17,7 @@ from train_eagle import predict
 import cspd
 from cspd.discrete.batch import batch_of, by_slot
 from cspd.discrete.drafts import _eagle_root
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from mar.tensors import CheckpointError
 
 SLOW = pytest.mark.slow

@@ -24,6 +24,7 @@ from cspd.lookup import find
 from cspd.precision import Stopwatch
 from cspd.records import write_json
 from cspd.sequence import RoundStats, Sequence
+from cspd.vq.checkpoint import load_gpt
 from cspd.vq.gpt import GPTConfig
 from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_tokenizer
 from cspd.vq.tokenizer import VQConfig
@@ -99,6 +100,17 @@ def test_the_folder_is_loaded_and_sampled(folder):
     assert plain.image.shape == drafted.image.shape == other.image.shape == (3, 8, 8)
     assert drafted.stats.draft_backbone_calls > 0
     assert engine.host.text_encoder.width == 8
+
+
+def test_muon_trains_the_layers_of_the_gpt(folder):
+    """And AdamW the encoder, the embeddings and the outputs: it holds moments of as many weights as are left."""
+    model, _, adamw, muon = torch.load(folder / "run_target" / "last.pt", weights_only=True)["states"]
+    _, encoder = read_encoder(folder / "text_encoder")
+    layers = [name for name, weight in model.items() if name.startswith("gpt.layers.") and weight.ndim == 2]
+    assert len(muon["state"]) == len(layers) == 2 * 5
+    assert len(adamw["state"]) + len(muon["state"]) == len(
+        [*TextGPT(load_gpt(folder / "target.safetensors"), encoder).parameters()]
+    )
 
 
 def test_names_that_are_not_there_are_told(train, data, tmp_path):

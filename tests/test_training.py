@@ -21,7 +21,7 @@ from torch import nn
 from train_mar import Guessing, in_the_transformer, may_be_half
 from training import MUON_FACTOR, _optimizers, export, fit
 
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.vq.checkpoint import load_gpt, load_tokenizer
 from mar.checkpoint import load_mar, load_vae
 from mar.registry import create_mar
@@ -178,20 +178,57 @@ if is_first():
 """
 
 
+CODEBOOKS = """
+import sys, torch
+from argparse import Namespace
+from pathlib import Path
+from pictures import Data
+from train_tokenizer import loss_of
+from training import device_of_process, rank_and_world
+from cspd.vq.registry import create_tokenizer
+
+device = device_of_process()
+rank, world = rank_and_world()
+torch.manual_seed(0)
+model = create_tokenizer("vq_digits32")
+before = model.quantize.embedding.weight.clone()
+
+def draw(num, seed, split):
+    return torch.randn(num, 3, 8, 8, generator=torch.Generator().manual_seed(seed)), None
+
+loss_of(model, Data([], draw), Namespace(batch=2, steps=100), device)(20 * world + rank)
+after = model.quantize.embedding.weight
+assert (after != before).any(1).sum() > 400
+torch.save(after, Path(sys.argv[1]) / f"{rank}.pt")
+"""
+
+
+def run_processes(program, folder, processes, *arguments):
+    """Runs a program's text in so many processes that know each other."""
+    folder.mkdir()
+    file = folder / "program.py"
+    file.write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
+    subprocess.run([*command, str(file), str(folder), *arguments], check=True, env=environment)
+
+
 @pytest.mark.slow
 def test_processes_share_a_step(tmp_path):
     """Two processes with one draw each take the steps of one process with two."""
-    program = tmp_path / "parallel.py"
-    program.write_text(PARALLEL)
     weights = []
     for processes in (1, 2):
         run = tmp_path / str(processes)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        places = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
-        environment = os.environ | {"PYTHONPATH": places}
-        subprocess.run([*command, str(program), str(run), str(2 // processes)], check=True, env=environment)
+        run_processes(PARALLEL, run, processes, str(2 // processes))
         weights.append(torch.load(run / "weights.pt")["weight"])
     torch.testing.assert_close(*weights)
+
+
+@pytest.mark.slow
+def test_processes_share_a_codebook(tmp_path):
+    """Codes that are moved are moved alike, whatever each process has drawn."""
+    run_processes(CODEBOOKS, tmp_path / "run", 2)
+    assert torch.equal(*(torch.load(tmp_path / "run" / f"{rank}.pt") for rank in range(2)))
 
 
 def test_a_head_is_stored_in_half_precision_where_it_costs_nothing(tmp_path):
@@ -247,6 +284,7 @@ def test_held_out_images_are_others(folder, tmp_path):
     [
         ({"upright": "faces"}, "--upright faces: the classes of .* are class_0"),
         ({"folder": "digits"}, "--size 16: coloured digits have 32"),
+        ({"folder": "digits", "size": 32, "upright": "3"}, "--upright 3: digits are never mirrored"),
         ({"folder": "nowhere"}, "nowhere"),
     ],
 )

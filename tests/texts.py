@@ -15,8 +15,8 @@ from torch import Tensor
 from toys import host_of, toy_models
 
 from cspd.discrete.host import VQHost
+from cspd.finding import checkpoint_files
 from cspd.gpu_check.golden import relative_error
-from cspd.loading import checkpoint_files
 from cspd.lookup import find
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, RoundStats, Sequence

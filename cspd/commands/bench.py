@@ -13,7 +13,7 @@ from cspd.bench import PUBLISHED, bench, format_report
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
 from cspd.commands.subjects import check_classes
 from cspd.evaluation.classifier import accuracy, load_classifier, space_of
-from cspd.loading import family_of
+from cspd.finding import family_of
 from cspd.lookup import method_names, parse_method
 from cspd.methods import EMBEDDED, METHODS
 from cspd.parsing import count, count_list, name_list, place

@@ -28,7 +28,7 @@ from cspd.evaluation.clip import check_clip
 from cspd.evaluation.extractor import INCEPTION
 from cspd.evaluation.reference import reference_for
 from cspd.evaluation.subjects import asking_for
-from cspd.loading import family_of
+from cspd.finding import family_of
 from cspd.methods import DEFAULTS, EMBEDDED
 from cspd.parsing import count, name_list, place, seed
 from cspd.sequence import Request

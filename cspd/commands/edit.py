@@ -23,7 +23,7 @@ from cspd.commands.options import (
     run_settings,
 )
 from cspd.commands.sample import tell
-from cspd.commands.sample_folder import sample_to_folder
+from cspd.commands.sample_folder import images_there, sample_to_folder
 from cspd.commands.subjects import add_negative_prompt
 from cspd.known import Known, Resized, cropping, placed
 from cspd.parsing import count, label_of, place, seed, shortened, word
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         return shown.pasted(output.image, output.request.known.mask)
 
     finish = pasted if args.paste else attrgetter("image")
-    with if_stopped(lambda: f"{len(list(args.out.glob('*_seed*.png')))} of {args.num} are in {args.out}/"):
+    with if_stopped(lambda: images_there(args.out, args.num)):
         how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish}
         record = sample_to_folder(engine, requests, args.out, settings, **how)
     made = first.known.num_made

@@ -75,7 +75,15 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=DESCRIPTION,
     )
     evaluate.set_defaults(run=functools.partial(run, default=evaluate.get_default))
-    group = evaluate.add_argument_group("images")
+    _add_images(evaluate)
+    _add_measures(evaluate)
+    add_model_options(evaluate)
+    add_method_option(evaluate)
+    add_request_options(evaluate)
+
+
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("images")
     group.add_argument(
         "--num",
         "--num-images",  # torchrun takes --num for a short form of its own --numa-binding
@@ -97,7 +105,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="measure these PNGs and sample none; what they are of is known if `cspd sample` made them, or by"
         " --prompts: a text each in the order of their names and the numbers in them",
     )
-    group = evaluate.add_argument_group("measures")
+
+
+def _add_measures(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("measures")
     group.add_argument(
         "--ref",
         type=place,
@@ -121,9 +132,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         " show them",
     )
     group.add_argument("--npz", type=place, metavar="FILE", help="also write the images as ADM's evaluator reads them")
-    add_model_options(evaluate)
-    add_method_option(evaluate)
-    add_request_options(evaluate)
 
 
 def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
@@ -148,12 +156,7 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
                 engine, request, subjects, args.num, store, settings, processes, overwrite=args.overwrite
             )
         if processes.rank == 0:
-            summary["machine"] = engine.describe()
-            ran = what_ran(summary["machine"], models_of(manifest, engine.host), args.line)
-            about = {"settings": without_folders(manifest), "sampling": summary, "ran": ran}
-            if not summary["images_made"]:
-                about |= _earlier_sampling(args.out / RECORD, manifest)
-            about |= shards.largest_tokens()
+            about = _how_made(args, engine, manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about)
 
 
@@ -182,6 +185,14 @@ def _check_measuring(args: argparse.Namespace, default: Callable[[str], object])
         raise ValueError(f"--images samples none: leave out {options}, or --images")
     if (args.out / MANIFEST).exists():
         raise ValueError(f"{args.out} holds the report of a run that sampled: give another --out")
+
+
+def _how_made(args: argparse.Namespace, engine: Engine, manifest: dict, summary: dict) -> dict:
+    """What the report says of sampling: settings, speed, and what ran."""
+    summary["machine"] = engine.describe()
+    ran = what_ran(summary["machine"], models_of(manifest, engine.host), args.line)
+    about = {"settings": without_folders(manifest), "sampling": summary, "ran": ran}
+    return about if summary["images_made"] else about | _earlier_sampling(args.out / RECORD, manifest)
 
 
 def _earlier_sampling(path: Path, manifest: dict) -> dict:

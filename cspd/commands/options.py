@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from cspd.engine import Engine
+from cspd.finding import checkpoint_files, embedded, family_of
 from cspd.keeping import identity_of
 from cspd.listing import Use, uses
-from cspd.loading import checkpoint_files, embedded, family_of, load
+from cspd.loading import load
 from cspd.lookup import choose, method_names, method_of
 from cspd.method import Method
 from cspd.methods import COMMON, DEFAULTS, EMBEDDED, METHODS

@@ -14,7 +14,7 @@ from cspd.commands.options import (
     request_of,
     run_settings,
 )
-from cspd.commands.sample_folder import RECORD, sample_to_folder
+from cspd.commands.sample_folder import RECORD, images_there, sample_to_folder
 from cspd.commands.subjects import CLASSES_HELP, add_subject_options, read_prompts
 from cspd.engine import Engine
 from cspd.lookup import method_of
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     engine = load_engine(args, args.max_batch)
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     settings = run_settings(args, engine.check(requests[0]))
-    with if_stopped(lambda: f"{len(list(args.out.glob('*_seed*.png')))} of {num} images are in {args.out}/"):
+    with if_stopped(lambda: images_there(args.out, num)):
         record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
     tell(engine, requests[0], record, args.out, args.heatmap)
 

@@ -36,6 +36,11 @@ GRID_LIMIT = 400  # images in the grid, at most
 LONGEST_NAME = 60  # characters of a text in a file's name
 
 
+def images_there(out: Path, num: int) -> str:
+    """How many of `num` images are in a folder, for who stops a run."""
+    return f"{len(list(out.glob('*_seed*.png')))} of {num} images are in {out}/"
+
+
 def sample_to_folder(
     engine: Engine,
     requests: Sequence[Request],

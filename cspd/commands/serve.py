@@ -10,8 +10,9 @@ import textwrap
 import warnings
 
 from cspd.commands.options import add_model_options, load_engine
+from cspd.finding import checkpoint_files
 from cspd.known import Resized
-from cspd.loading import check_of_one, checkpoint_files
+from cspd.loading import check_of_one
 from cspd.parsing import count, whole, word
 
 EPILOG = """\

@@ -27,7 +27,7 @@ from cspd.comparison.study import Configuration
 from cspd.comparison.tune import tune
 from cspd.comparison.verdict import choice_told, front_table, shortfall, wanted
 from cspd.evaluation.extractor import INCEPTION
-from cspd.loading import family_of
+from cspd.finding import family_of
 from cspd.option import option_names
 from cspd.parsing import MOST, choice, count, label_list, place, seed, shortened, whole
 from cspd.records import write_json
@@ -35,7 +35,18 @@ from cspd.stopping import if_stopped
 
 SCHEMA = "cspd.tune/1"
 METRICS = {"fid": "fid", "is": "inception_score", "accuracy": "accuracy"}
-MODEL = ("checkpoint", "arch", "vae", "draft_checkpoint", "eagle", "device", "precision", "compile", "threads")
+MODEL = (
+    "checkpoint",
+    "arch",
+    "vae",
+    "draft_checkpoint",
+    "eagle",
+    "device",
+    "precision",
+    "compile",
+    "graphs",
+    "threads",
+)
 EPILOG = """\
 examples:
   cspd tune --max-batch 64 --tolerance fid=2%,accuracy=1%
@@ -185,8 +196,8 @@ def command(args: argparse.Namespace, row: Configuration) -> str:
         flag = "--" + name.replace("_", "-")
         if value is True:
             words.append(flag)
-        elif value is False and name in settings:
+        elif value is False and (name in settings or name == "graphs"):
             words.append(f"--no-{name.replace('_', '-')}")
-        elif value not in (None, False, usual.get(name)):
+        elif value is not None and value is not False and value != usual.get(name):
             words += [flag, str(value)]
     return shlex.join(words)

@@ -47,7 +47,8 @@ def judge_by_clip(
     report["clip"] = model.about
     texts = in_turn(report["labels"], report["images"])
     scores: list[Tensor] = []
-    for entry, made in zip(report["rows"], tqdm(images, desc="by CLIP", unit=" row", disable=not progress)):
+    rows = list(zip(report["rows"], images))
+    for entry, made in tqdm(rows, desc="by CLIP", unit=" row", disable=not progress):
         pictures = torch.from_numpy(made).permute(0, 3, 1, 2)
         scores.append(model.scores(ImageList(pictures), texts))
         entry |= _with_interval("clip_score", scores[-1])

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FEWEST = 20  # images of the first rung: the jackknife needs them
+from cspd.comparison.jackknife import LEAST_INTERVAL
+
+FEWEST = LEAST_INTERVAL  # images of the first rung
 GROWTH = 3  # a rung has so many times the images of the one before, and one in so many of its candidates
 LEAST_KEPT = 4
 WORTH = 1.05  # times as fast as plain sampling: below that, it may be the machine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from cspd.evaluation.subjects import are_texts, in_turn
 from cspd.method import GUARANTEES
 from cspd.plots import beside, seed_grid
 from cspd.ran import model_line
-from cspd.records import png_of, write_bytes, write_json
+from cspd.records import link_of, png_of, write_bytes, write_json
 from cspd.scatter import Panel, Point, speed_quality
 
 COLUMNS = 10  # images of a row that are shown, at most
@@ -34,7 +33,7 @@ class Picture(NamedTuple):
     @property
     def link(self) -> str:
         """The PNG as a data link."""
-        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+        return link_of(self.png)
 
 
 class Strip(NamedTuple):

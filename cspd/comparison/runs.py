@@ -182,25 +182,32 @@ def taking_turns(
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
     with tqdm(total=num * len(rows), unit=" image", bar_format=BAR, disable=not progress) as bar:
-        plans = []
         failed: dict[int, str] | None = {} if may_fail else None
-        for r, row in enumerate(rows):
-            bar.set_postfix_str(f"{row.name}: preparing")
-            choices = kept_choices(row.request.settings, earlier_windows.get(row.name))
-            plans.append(row.engine.check(row.request.but(**choices)))
-            with _failing(r, failed):
-                plans[r] = row.engine.resolve(plans[r])
+        plans = _plans(rows, earlier_windows, bar, failed)
         for row, plan in zip(rows, plans):
             record["windows"][row.name] = {name: getattr(plan, name) for name in DECIDED}
         store.begin(record)
         parts = []
         for row, plan in zip(rows, plans):
-            first = row.first_seed(seed)
-            of_each = enumerate(in_turn(subjects, num))
-            requests = [asking_for(plan, subject).but(seed=first + i) for i, subject in of_each]
+            seeds = itertools.count(row.first_seed(seed))
+            requests = [asking_for(plan, subject).but(seed=next(seeds)) for subject in in_turn(subjects, num)]
             parts.append([requests[turn] for turn in turns])
         yield Turns(rows, plans, parts, store.folder, settings, bar, failed)
         bar.set_postfix_str("")  # no row is under way any more
+
+
+def _plans(
+    rows: Sequence[Configuration], earlier_windows: dict, bar: tqdm, failed: dict[int, str] | None
+) -> list[Request]:
+    """The resolved requests of rows, by what an earlier run has decided; which rows failed is written down."""
+    plans = []
+    for r, row in enumerate(rows):
+        bar.set_postfix_str(f"{row.name}: preparing")
+        choices = kept_choices(row.request.settings, earlier_windows.get(row.name))
+        plans.append(row.engine.check(row.request.but(**choices)))
+        with _failing(r, failed):
+            plans[r] = row.engine.resolve(plans[r])
+    return plans
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tabulate import tabulate
 
-from cspd.comparison.tables import COLUMNS, cell, value_of
+from cspd.comparison.tables import cell, columns, value_of
 from cspd.comparison.tune import WORSE
 from cspd.evaluation.intervals import NORMAL
 
@@ -41,11 +41,10 @@ def front_table(report: dict) -> str:
     rows = report["rows"]
     front = [row for row in rows[2:] if row["front"]]
     shown = [rows[0], *sorted(front, key=lambda row: value_of(row, "images_per_second")), rows[1]]
-    known = {column.key: column for column in COLUMNS if any(row[column.key] is not None for row in shown)}
-    columns = [known[key] for key in SHOWN if key in known]
-    titles = [column.title.format(**report) for column in columns]
-    lines = [[cell(row, column, short=True) for column in columns] for row in shown]
-    keys = [column.key for column in columns]
+    known = {column.key: column for column in columns(report | {"rows": shown})}
+    keys = [key for key in SHOWN if key in known]
+    titles = [known[key].title for key in keys]
+    lines = [[cell(row, known[key], short=True) for key in keys] for row in shown]
     if "fid" in keys:
         place = keys.index("fid") + 1
         titles.insert(place, AGAINST)

@@ -1,4 +1,4 @@
-"""The calibrated sampler: N head calls a token, and predictions between them. Guarantee: measured.
+"""The calibrated sampler: N head calls per token, and predictions between them. Guarantee: measured.
 
 It keeps the chain's T steps and its noise. Where `speculative` drafts with a fitted prediction of the head and judges
 it, this takes the prediction as it is: a token is nearly the one that `ar` makes of the same noise. How nearly is

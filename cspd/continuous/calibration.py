@@ -153,7 +153,7 @@ def _draw_and_judge(mean_error: Tensor, log_sigma_p: Tensor, log_sigma_q: Tensor
 
 
 def _simulate(accepted: Tensor) -> Tensor:
-    """Head calls a token [N], the first included, where `accepted` [T, W, N] says which lags are right at each step."""
+    """Head calls per token [N], the first included, where `accepted` [T, W, N] says which lags are right at a step."""
     num_steps, window, num_chains = accepted.shape
     t = torch.full((num_chains,), num_steps - 2)
     calls = torch.ones(num_chains)

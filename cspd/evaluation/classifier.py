@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cspd.loading import checkpoint_files, embedded, embedded_folder
+from cspd.finding import checkpoint_files, embedded, embedded_folder
 from mar.checkpoint import fill
 from mar.tensors import read_tensors
 

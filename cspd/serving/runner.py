@@ -83,7 +83,7 @@ class Runner:
         """Gives requests to the engine of a model, all of them or, where one is bad, none.
 
         Returns:
-            The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`; or of a ValueError.
+            The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`; or of an error.
 
         Raises:
             Full: more are under way than are allowed.

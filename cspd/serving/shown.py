@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from cspd.method import GUARANTEES, Host, Method
 from cspd.methods import COMMON, DEFAULTS, METHODS
 from cspd.option import Option
 from cspd.plots import coloured
-from cspd.records import png_of
+from cspd.records import link_of, png_of
 from cspd.sequence import Output, Request
 
 COLOURS = 32  # that the page makes heat maps of
@@ -57,11 +56,6 @@ def shown(output: Output, share: float) -> dict:
         "ran": repr(output.request),
         "class_name": output.class_name,
     }
-
-
-def link_of(png: bytes) -> str:
-    """A PNG's content as a data link."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def numbers(output: Output, share: float) -> list[tuple[str, str]]:

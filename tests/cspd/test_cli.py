@@ -14,7 +14,7 @@ from stores import small_checkpoint
 
 from cspd.cli import main
 from cspd.commands import options, sample_folder
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.parsing import number_list
 from cspd.pixels import to_pil
 

@@ -13,7 +13,7 @@ from PIL import Image
 from cspd.cli import main
 from cspd.continuous import tuning
 from cspd.continuous.costs import Costs
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
 FILES = checkpoint_files("digits32")

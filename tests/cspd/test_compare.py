@@ -29,7 +29,7 @@ from cspd.evaluation.extractor import ClassifierExtractor
 from cspd.evaluation.intervals import NORMAL, around, half_of, wilson
 from cspd.evaluation.reference import Reference, load_reference
 from cspd.evaluation.two_sample import energy_test
-from cspd.loading import checkpoint_files, embedded
+from cspd.finding import checkpoint_files, embedded
 from cspd.pixels import to_pil
 
 

@@ -12,7 +12,7 @@ from digits import coloured_digits
 
 import cspd
 from cspd.evaluation.classifier import accuracy, load_classifier
-from cspd.loading import checkpoint_files, embedded
+from cspd.finding import checkpoint_files, embedded
 from mar.checkpoint import CheckpointError, load_mar, load_vae
 
 HELD_OUT = {"seed": 10**9, "split": "held-out"}

@@ -12,7 +12,7 @@ import cspd
 from cspd.cli import main
 from cspd.evaluation.classifier import SPACES, accuracy, load_classifier
 from cspd.evaluation.shards import EXPLODED
-from cspd.loading import checkpoint_files, embedded
+from cspd.finding import checkpoint_files, embedded
 from cspd.serving.shown import about
 from mar.checkpoint import load_mar, load_vae
 from mar.registry import SamplingDefaults, create_mar, defaults_of

@@ -172,7 +172,7 @@ def test_vq_models_are_evaluated_too(tmp_path, capsys):
     arguments = ["--checkpoint", small_vq_checkpoint(), "--method", "sjd-pac", "--num", "2", "--out", str(tmp_path)]
     assert main(["evaluate", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "sjd-pac" in out and "codes a forward" in out
+    assert "sjd-pac" in out and "codes per forward" in out
     assert report_of(tmp_path)["sampling"]["step_compression"] > 1
     assert torch.isfinite(torch.tensor(report_of(tmp_path)["fid"]))
     assert report_of(tmp_path)["largest_token"] is None and "largest token" not in out

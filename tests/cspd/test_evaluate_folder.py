@@ -10,7 +10,7 @@ import pytest
 from evaluations import evaluate, report_of, stamps, whole_run  # noqa: F401 - a fixture
 
 from cspd.evaluation.shards import Shards
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
-from cspd import loading, machine
+from cspd import finding, loading, machine
 from cspd.evaluation.classifier import load_classifier
-from cspd.loading import checkpoint_files, embedded
+from cspd.finding import checkpoint_files, embedded
 from mar.tensors import CheckpointError, count_numbers, read_tensors
 
 
@@ -86,7 +86,7 @@ def test_the_autoencoder_of_the_other_family():
 
 def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
     own = small_checkpoint()
-    monkeypatch.setattr(loading, "_ROOTS", (tmp_path / "nowhere",))
+    monkeypatch.setattr(finding, "_ROOTS", (tmp_path / "nowhere",))
     assert embedded() == {}
     assert cspd.load(own, device="cpu").host is not None
     with pytest.raises(CheckpointError, match="digits32: no checkpoint there"):
@@ -97,7 +97,7 @@ def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
 
 def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
     (tmp_path / "digits32").mkdir()
-    monkeypatch.setattr(loading, "_ROOTS", (tmp_path,))
+    monkeypatch.setattr(finding, "_ROOTS", (tmp_path,))
     file = tmp_path / "digits32" / "classifier.safetensors"
     shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
     with pytest.raises(CheckpointError, match=f"{file}: not the weights of Classifier: missing: stages.0.0.weight"):

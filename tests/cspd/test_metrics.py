@@ -19,7 +19,7 @@ from cspd.evaluation.classifier import SPACES, load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz
 from cspd.evaluation.metrics import check, features, measure
 from cspd.evaluation.reference import load_reference
-from cspd.loading import embedded
+from cspd.finding import embedded
 from cspd.pixels import to_pil, to_uint8
 from cspd.records import write_json
 

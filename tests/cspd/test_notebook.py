@@ -21,8 +21,8 @@ from toys import host_of, request_of, toy_mar, toy_models
 import cspd
 from cspd import Engine, MARModels, Request, VQModels
 from cspd.classes import ClassNames, imagenet
+from cspd.finding import checkpoint_files
 from cspd.hub import fetched
-from cspd.loading import checkpoint_files
 from cspd.saving import described
 from cspd.sequence import Sequence
 from mar.model import MAR
@@ -173,6 +173,13 @@ def test_a_closed_engine_says_so():
         with pytest.raises(RuntimeError, match="this engine is closed: make another one"):
             use()
     engine.close()
+
+
+def test_closing_while_a_bar_is_shown():
+    engine = Engine(MARModels(toy_mar()), max_batch=1, device="cpu")
+    request = Request(1, **QUICK | {"num_iter": 4})
+    with pytest.raises(RuntimeError, match=r"everything in flight was dropped: .*this engine is closed"):
+        engine.generate([request], progress=True, on_progress=lambda *_: engine.close())
 
 
 def test_closing_ends_what_is_in_flight():

@@ -13,7 +13,7 @@ import torch
 from comparisons import NAMES
 
 from cspd import ran
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.machine import describe
 from cspd.version import __version__
 

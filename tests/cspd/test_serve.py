@@ -22,7 +22,7 @@ from texts import small_text_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.loading import embedded_folder
+from cspd.finding import embedded_folder
 from cspd.serving import app, asked, runner
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}

@@ -82,6 +82,24 @@ def test_a_round_that_fails_is_told_to_all(models, monkeypatch):
     assert len(engine.generate(requests_of(0))) == 3
 
 
+def test_a_round_that_fails_keeps_what_was_finished_before(models, monkeypatch):
+    """Whoever ran the round: a step tells of it, and the next one returns what was finished."""
+    engine = Engine(models, max_batch=3, device="cpu")
+    (soon,) = requests_of(0, 1, QUICK | {"num_iter": 1})
+    (late,) = requests_of(1, 1, QUICK | {"num_iter": 8})
+    for own in (False, True):
+        ticket = engine.add_request(soon)
+        engine.add_request(late)
+        engine.generate([soon])  # by whose rounds the one of the ticket is finished too
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(engine.host, "admit", lambda sequences: 1 / 0)
+            engine.step() if own else engine.generate([soon])
+        if not own:
+            with pytest.raises(RuntimeError, match="everything in flight was dropped: ZeroDivisionError"):
+                engine.step()
+        assert engine.step().keys() == {ticket} and engine.step() == {}
+
+
 def test_turns_are_taken_in_order_and_again():
     turns, order = Turns(), []
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from training import HELD_OUT_SEED
 
 import cspd
-from cspd import loading
+from cspd import finding
 from cspd.cli import main
 from cspd.commands.compare import judge_of
 from cspd.commands.tune import _check_limits
@@ -25,7 +25,7 @@ from cspd.evaluation.images import ImageList
 from cspd.evaluation.metrics import check, features
 from cspd.evaluation.reference import load_reference
 from cspd.evaluation.shards import Shards
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.pixels import to_pil, to_uint8
 from mar.registry import create_mar
 
@@ -45,7 +45,7 @@ def toy(tmp_path_factory):
     save_file(create_mar("mar_digits32_draft", seq_len=16).state_dict(), folder / "target.safetensors")
     save_file(Classifier(sizes).state_dict(), folder / "classifier.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_ROOTS", (folder.parent,))
+        patch.setattr(finding, "_ROOTS", (folder.parent,))
         patch.setitem(SPACES, "toy", Space(sizes, ("toy16",)))
         assert write_reference(ImageList(torch.rand(30, 3, SIDE, SIDE)), SPACES["toy"].reference, 25, "toy") == 25
         yield

@@ -13,7 +13,7 @@ import cspd
 from cspd import Request
 from cspd.continuous import ar
 from cspd.continuous.host import MARHost
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Sequence
 from mar.checkpoint import load_mar

@@ -15,7 +15,7 @@ from cspd.cli import main
 from cspd.comparison.study import baselines, configurations
 from cspd.comparison.study_file import REQUEST, expand, named_entries, read_study
 from cspd.discrete.rules import rule_of
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 
 STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yaml"))
 

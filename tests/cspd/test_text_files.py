@@ -14,7 +14,7 @@ from stores import small_vq_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from cspd.vq.checkpoint import load_gpt
 from cspd.vq.registry import SamplingDefaults, create_gpt, defaults_of, gpt_spec
 from mar.tensors import CheckpointError

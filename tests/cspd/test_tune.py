@@ -209,6 +209,16 @@ def test_a_stopped_search_goes_on_and_prints_the_line_to_run(tmp_path, monkeypat
     assert args.max_batch == 4 and args.checkpoint == "digits32"
 
 
+def test_the_command_has_settings_that_are_zero(rows):
+    plain, _ = rows
+    row = dataclasses.replace(plain, request=plain.request.but(temperature=0.0))
+    args = _parser().parse_args(["tune", "--no-graphs"])
+    again = _parser().parse_args(shlex.split(command.command(args, row))[1:])
+    assert request_of(again).temperature == 0 and again.graphs is False
+    again = _parser().parse_args(shlex.split(command.command(_parser().parse_args(["tune"]), row))[1:])
+    assert again.graphs is None and again.compile is False
+
+
 def test_limits_that_nothing_keeps_are_told_after_the_report(tmp_path, monkeypatch, capsys):
     few_candidates(monkeypatch)
     monkeypatch.setitem(searched.SEARCHED, "MAR", [{"method": "ar", "num_sampling_steps": [2, 16]}])  # worse; slower

@@ -9,7 +9,7 @@ from digits import coloured_digits
 import cspd
 from cspd.cli import main
 from cspd.evaluation.classifier import accuracy, load_classifier
-from cspd.loading import checkpoint_files, embedded
+from cspd.finding import checkpoint_files, embedded
 from cspd.lookup import method_names
 
 OF_VQ = method_names(["VQ"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import cspd
 from cspd import machine
 from cspd.cli import main
-from cspd.loading import checkpoint_files
+from cspd.finding import checkpoint_files
 from mar.tensors import CheckpointError
 from mar.vae import Decoder, KLConfig
 
