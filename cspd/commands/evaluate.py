@@ -43,7 +43,7 @@ from cspd.ran import file_fingerprint, models_of, what_ran, without_folders
 from cspd.records import NUMBER, misfit, read_json, write_json, write_png
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
-from cspd.store import Store
+from cspd.store import Store, differences
 from cspd.summary import MEASURES
 
 SCHEMA = "cspd.evaluation/2"
@@ -203,8 +203,8 @@ def _earlier_sampling(path: Path, manifest: dict) -> dict:
         return {}
     if misfit(report, {"sampling": SAMPLING, "settings": dict}):
         return {}
-    is_same = without_folders(report["settings"]) == without_folders(manifest)
-    return {"sampling": report["sampling"]} if is_same else {}
+    others = differences(without_folders(report["settings"]), without_folders(manifest))
+    return {} if others else {"sampling": report["sampling"]}
 
 
 def _prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -97,6 +98,11 @@ def test_measuring_again_keeps_the_speed_of_the_run_that_made_the_images(whole, 
     assert evaluate(again) == 0
     assert report_of(again)["sampling"] == sampling and sampling["images_made"] > 0
     assert f"{sampling['images_per_second']:.2f}  {sampling['images_made']} images in" in capsys.readouterr().out
+    report = report_of(again)
+    report["settings"]["request"]["option_of_a_plugin"] = None  # which is not given now
+    (again / "evaluation.json").write_text(json.dumps(report))
+    assert evaluate(again) == 0
+    assert report_of(again)["sampling"] == sampling
     for lost in ("", "{", '{"sampling": {"images_made": 7}, "settings": {}}'):  # none of this run's
         (again / "evaluation.json").write_text(lost)
         assert evaluate(again) == 0
