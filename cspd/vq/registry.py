@@ -72,15 +72,15 @@ GPTS: dict[str, GPTSpec] = {
     "llamagen_xl_t2i": _texts(1280, 36, 20, side=32),
     "gpt_digits32": _digits(192, 8, 6),
     "gpt_digits32_draft": _digits(160, 3, 5),
-    "gpt_emoji64_text": _emoji_texts(160, 6, 4),
-    "gpt_emoji64_text_draft": _emoji_texts(96, 3, 3),
+    "gpt_emoji64_text": _emoji_texts(128, 6, 4),
+    "gpt_emoji64_text_draft": _emoji_texts(64, 2, 2),
 }
 
 TOKENIZERS: dict[str, VQConfig] = {
     "vq16": VQConfig(),
     "vq_digits32": VQConfig(ch=32, ch_mult=(1, 2), z_channels=64, codebook_size=512, num_res_blocks=1, attention=False),
     "vq_emoji64": VQConfig(
-        ch=32, ch_mult=(1, 1, 2), z_channels=64, codebook_size=512, num_res_blocks=1, attention=False
+        ch=32, ch_mult=(1, 1, 1), z_channels=64, codebook_size=512, num_res_blocks=1, attention=False
     ),
 }
 
