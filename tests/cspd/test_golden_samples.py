@@ -15,6 +15,7 @@ def test_samples_match(case, mar_golden, small_mar):
     engine = Engine(MARModels(small_mar), max_batch=2, noise=GoldenNoise(mar_golden))  # 2 slots for 3: one starts late
     settings = {"method": "ar", "temperature": 1.0, **SAMPLES[case]}
     labels = mar_golden["sample.labels"].tolist()
-    outputs = engine.generate([Request(label, seed=i, **settings) for i, label in enumerate(labels)])
+    rows = [0, 1, 0]
+    outputs = engine.generate([Request(labels[row], seed=row, **settings) for row in rows])
     tokens = torch.stack([output.tokens for output in outputs])
-    assert relative_error(tokens, mar_golden[f"sample.tokens.{case}"]) < 1e-3
+    assert relative_error(tokens, mar_golden[f"sample.tokens.{case}"][rows]) < 1e-3
