@@ -124,6 +124,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.rows < 2:
+        parser.error(f"--rows {args.rows}: one is at timestep 999 and others elsewhere, so give 2 or more")
     args.run = args.run or Path("runs") / args.arch
     args.latents = args.latents or args.run / "latents.safetensors"
     return args

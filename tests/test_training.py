@@ -73,6 +73,12 @@ def test_autoencoder_and_mar(train, tmp_path):
     assert json.loads((run / "head" / "log.jsonl").read_text())["step"] == 2
 
 
+def test_too_few_rows_for_all_timesteps(train, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train("train_mar", rows=1, vae=tmp_path / "none.safetensors")
+    assert "--rows 1: one is at timestep 999" in capsys.readouterr().err
+
+
 def test_a_file_is_gone_on_with(train, tmp_path):
     vae = train("train_vae", arch="kl_emoji64")
     mar = {"arch": "mar_emoji64_draft", "images": 20, "rows": 16, "head_steps": 2, "vae": vae}

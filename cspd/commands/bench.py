@@ -10,13 +10,14 @@ from pathlib import Path
 from matplotlib.backend_bases import FigureCanvasBase
 
 from cspd.bench import PUBLISHED, bench, format_report
-from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of
+from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of, run_settings
 from cspd.commands.subjects import check_classes
 from cspd.evaluation.classifier import accuracy, load_classifier, space_of
 from cspd.finding import family_of
 from cspd.lookup import method_names, parse_method
 from cspd.methods import EMBEDDED, METHODS
 from cspd.parsing import count, count_list, name_list, place
+from cspd.ran import models_of, what_ran
 from cspd.records import check_file, write_bytes, write_json
 from cspd.scatter import Panel, Point, speed_quality
 
@@ -97,7 +98,8 @@ def run(args: argparse.Namespace) -> None:
     )
     print(format_report(report))
     if args.json:
-        write_json(args.json, report)
+        models = models_of(run_settings(args, target.check(requests[0])), target.host)
+        write_json(args.json, report | {"ran": what_ran(report["machine"], models, args.line)})
         print(f"wrote {args.json}")
     if args.plot:
         write_bytes(args.plot, *speed_quality([_panel(report)], _image_format(args.plot)))
