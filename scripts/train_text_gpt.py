@@ -33,8 +33,11 @@ from cspd.vq.checkpoint import load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, gpt_spec
 from cspd.vq.tokenizer import VQModel
+from mar.checkpoint import fill
+from mar.tensors import read_tensors
 
 HELD_OUT = 512  # pictures
+ENCODER = "text_encoder"  # the folder beside a target
 PART = 64  # pictures that are measured at a time
 
 
@@ -48,8 +51,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arch", default="gpt_emoji64_text", choices=of_texts)
     parser.add_argument("--tokenizer", type=Path, required=True, help="of the images, see train_tokenizer.py")
     parser.add_argument("--text-encoder", type=Path, help="the folder of one to take as it is (default: train one)")
+    parser.add_argument(
+        "--init", type=Path, help="a file of the same arch, gone on with; and so is text_encoder/ beside"
+    )
     parser.add_argument("--vocabulary", type=int, default=1536, help="tokens that a new one knows at most")
     parser.add_argument("--images", type=int, default=40000, help="drawn and augmented (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the images (default: %(default)s)")
     parser.add_argument("--codes", type=Path, help="folder where the images' codes are kept (default: in --run)")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=32)
@@ -66,18 +73,24 @@ def new_model(args: argparse.Namespace, images: VQModel, captions: Sequence[Capt
     """The tokenizer of texts, and a model to be trained.
 
     Raises:
-        CheckpointError: there is no such text encoder. ValueError: it is of another width than the GPT takes.
+        CheckpointError: --init or the text encoder is not there, or of others. ValueError: it is of another width than
+            the GPT takes.
     """
     side = args.size // images.config.stride
     config = gpt_spec(args.arch).config
     gpt = GPT(dataclasses.replace(config, block_size=side**2, vocab_size=images.config.codebook_size))
     initialise(gpt)
     torch.nn.init.normal_(gpt.cls_embedding.uncond_embedding, std=config.caption_dim**-0.5)
+    if args.init:
+        fill(gpt, read_tensors(args.init), args.init)
     if args.text_encoder:
         words, encoder = read_encoder(args.text_encoder)
         if encoder.config.d_model != config.caption_dim:
             widths = f"its features have {encoder.config.d_model} channels and {args.arch} takes {config.caption_dim}"
             raise ValueError(f"--text-encoder {args.text_encoder}: {widths}: give the target's own, or another --arch")
+    elif args.init:
+        words, encoder = read_encoder(args.init.parent / ENCODER)
+        encoder.requires_grad_(True)
     else:
         words = new_tokenizer((" ".join([caption.name, *caption.tags]) for caption in captions), args.vocabulary)
         encoder = new_encoder(words, config.caption_dim)
@@ -89,24 +102,27 @@ def codes_of(
 ) -> Codes:
     """Codes of so many pictures, labelled by captions' numbers, from --codes or made. Raises ValueError as `kept`."""
     pictures = [(caption.name, caption.category, [file.name for file in caption.files]) for caption in captions]
-    made_with = {"size": args.size, "upright": args.upright}
+    first_seed = args.first_seed if split == "train" else HELD_OUT_SEED
+    made_with = {"size": args.size, "upright": args.upright, "first_seed": first_seed}
     made_with["tokenizer"] = file_fingerprint(args.tokenizer)
     made_with["pictures"] = hashlib.sha256(json.dumps(pictures).encode()).hexdigest()
     data = pictures_of(captions, args.upright, args.size)
-    first_seed = FIRST_SEED if split == "train" else HELD_OUT_SEED
     make = of_images(data, split, labels_of(captions), images, first_seed, device)
     return kept(make, num, args.codes / split, made_with, device)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What a run depends on; of files, what is in them."""
-    names = ("size", "upright", "arch", "vocabulary", "images", "steps", "batch", "lr")
+    names = ("size", "upright", "arch", "vocabulary", "images", "first_seed", "steps", "batch", "lr")
     settings = {name: str(value) for name, value in chosen(args, *names).items()}
-    files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "text_encoder": []}
+    files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "init": [], "text_encoder": []}
     if args.held_out:
         files["held_out"] = [args.held_out]
-    if args.text_encoder:
-        files["text_encoder"] = [args.text_encoder / "tokenizer.json", *weight_files(args.text_encoder)]
+    if args.init:
+        files["init"] = [args.init]
+    encoder = args.text_encoder or (args.init and args.init.parent / ENCODER)
+    if encoder:
+        files["text_encoder"] = [encoder / "tokenizer.json", *weight_files(encoder)]
     return settings | {name: together([*map(file_fingerprint, own)]) for name, own in files.items()}
 
 
@@ -163,7 +179,7 @@ def main() -> None:
             bits = [bits_of(model, words, held_out, codes, is_null) for is_null in (False, True)]
             print("held-out captions: {:.3f} bits per code, {:.3f} without the text".format(*bits))
     if is_first() and not args.text_encoder:
-        save_encoder(words, model.encoder, args.out.parent / "text_encoder")
+        save_encoder(words, model.encoder, args.out.parent / ENCODER)
     export(model.gpt, args.out, args.arch, seconds, half=lambda name: True)
 
 
