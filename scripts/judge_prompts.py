@@ -2,13 +2,16 @@
 
 The images are a folder that `cspd sample --prompts` has made of a list that scripts/captions.py has written. Told is
 which share is recognised as the class that the caption's own pictures are in: of captions that were trained on, and of
-those held out in composition.
+those held out in composition, in all and class by class. "By chance": the share if captions were dealt out anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import operator
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,13 +37,24 @@ def main() -> None:
     classifier = read_classifier(args.classifier, CLASSIFIERS[args.arch])
     with torch.inference_mode():
         predicted = [classifier(image[None] / 127.5 - 1).argmax().item() for image in images]
+    labels = [entries[text]["label"] for text in texts]
     for what, is_held_out in (("trained on", False), ("held out", True)):
         own = [i for i, text in enumerate(texts) if entries[text].get("held_out", False) == is_held_out]
-        if not own:
-            continue
-        share = sum(predicted[i] == entries[texts[i]]["label"] for i in own) / len(own)
-        error = math.sqrt(share * (1 - share) / len(own))
-        print(f"captions {what}: {len(own)} images, {share:.1%} recognised, standard error {error:.1%}")
+        if own:
+            tell(f"captions {what}", [predicted[i] for i in own], [labels[i] for i in own])
+    for label in sorted({*labels}):
+        own = [i for i, each in enumerate(labels) if each == label]
+        share = sum(predicted[i] == label for i in own) / len(own)
+        print(f"class {label}: {len(own)} images, {share:.1%} recognised")
+
+
+def tell(what: str, predicted: Sequence[int], labels: Sequence[int]) -> None:
+    """Prints the share of images that are recognised, and by chance: with the labels in any other order."""
+    num, counts = len(labels), (Counter(predicted), Counter(labels))
+    share = sum(map(operator.eq, predicted, labels)) / num
+    chance = sum(counts[0][label] * counts[1][label] for label in counts[1]) / num**2
+    error = math.sqrt(share * (1 - share) / num)
+    print(f"{what}: {num} images, {share:.1%} recognised (by chance {chance:.1%}), standard error {error:.1%}")
 
 
 if __name__ == "__main__":
