@@ -95,10 +95,10 @@ def _golden_sample(settings: Settings, name: str) -> dict[str, Any]:
     models = MARModels(golden.golden_mar(tensors))
     engine = Engine(models, max_batch=2, device=settings.device, noise=golden.GoldenNoise(tensors, settings.device))
     own = {"method": "ar", "temperature": 1.0, **golden.SAMPLES[name]}
-    labels = tensors["sample.labels"].tolist()
-    made = engine.generate([Request(label, seed=i, **own) for i, label in enumerate(labels)])
+    labels, rows = tensors["sample.labels"].tolist(), [0, 1, 0]  # through 2 slots: one starts late
+    made = engine.generate([Request(labels[row], seed=row, **own) for row in rows])
     tokens = torch.stack([output.tokens for output in made])
-    error = golden.relative_error(tokens, tensors[f"sample.tokens.{name}"])
+    error = golden.relative_error(tokens, tensors[f"sample.tokens.{name}"][rows])
     return {"relative_error": error, "passed": error < GOLDEN_SAMPLES}
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mar.vae import AttnBlock, Downsample, ResnetBlock, Upsample
-
 
 
 @dataclass(frozen=True)
