@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.backend_bases import FigureCanvasBase
@@ -12,14 +13,16 @@ from matplotlib.backend_bases import FigureCanvasBase
 from cspd.bench import PUBLISHED, bench, format_report
 from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of, run_settings
 from cspd.commands.subjects import check_classes
+from cspd.engine import Engine
 from cspd.evaluation.classifier import accuracy, load_classifier, space_of
 from cspd.finding import family_of
-from cspd.lookup import method_names, parse_method
+from cspd.lookup import method_names, parse_method, with_method
 from cspd.methods import EMBEDDED, METHODS
 from cspd.parsing import count, count_list, name_list, place
 from cspd.ran import models_of, what_ran
 from cspd.records import check_file, write_bytes, write_json
 from cspd.scatter import Panel, Point, speed_quality
+from cspd.sequence import Request
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> None:
     check_classes(target, "cspd bench", "cspd compare --prompts FILE")
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [request_of(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]
+    settings = _files(args, target, requests[0], names)
     space = space_of(args.checkpoint)
     judge = None if space is None else functools.partial(accuracy, load_classifier(space))
     report = bench(
@@ -98,12 +102,22 @@ def run(args: argparse.Namespace) -> None:
     )
     print(format_report(report))
     if args.json:
-        models = models_of(run_settings(args, target.check(requests[0])), target.host)
-        write_json(args.json, report | {"ran": what_ran(report["machine"], models, args.line)})
+        ran = what_ran(report["machine"], models_of(settings, target.host), args.line)
+        write_json(args.json, report | {"ran": ran})
         print(f"wrote {args.json}")
     if args.plot:
         write_bytes(args.plot, *speed_quality([_panel(report)], _image_format(args.plot)))
         print(f"wrote {args.plot}")
+
+
+def _files(args: argparse.Namespace, target: Engine, request: Request, names: Sequence[str]) -> dict:
+    """As `run_settings`, of all methods that are timed."""
+    settings: dict = {}
+    for name in ("ar", *names):
+        method, options = parse_method(name, more=[PUBLISHED])
+        if method != PUBLISHED:
+            settings |= run_settings(args, target.check(with_method(request, method).but(**options)))
+    return settings
 
 
 def _panel(report: dict) -> Panel:

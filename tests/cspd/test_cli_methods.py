@@ -138,7 +138,7 @@ def test_bench_times_methods_and_settings(tmp_path, capsys):
     assert plot.read_text().startswith("<?xml")  # what its suffix says
     report = read(path)
     assert report["ran"]["command"].startswith("cspd bench --methods speculative,published,cspd")
-    assert {model["role"]: model["file"] for model in report["ran"]["models"]}["target"] == "target.safetensors"
+    assert {model["role"] for model in report["ran"]["models"]} == {"target", "vae", "draft"}
     names = ["ar", "speculative", "published", "ar K=8", "cspd 8 parallel", "cspd 8 sequential"]
     assert [row["name"] for row in report["rows"]] == names * 2
     text = capsys.readouterr().out
