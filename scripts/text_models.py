@@ -97,9 +97,8 @@ def new_encoder(tokenizer: Tokenizer, width: int) -> T5EncoderModel:
 
 
 def read_encoder(folder: Path) -> tuple[Tokenizer, T5EncoderModel]:
-    """A tokenizer and an encoder of a folder, not to be trained. Raises CheckpointError as `TextEncoder`."""
-    tokenizer, encoder = TextEncoder(folder).models
-    return tokenizer, encoder.requires_grad_(False)
+    """The tokenizer and the encoder of a folder. Raises CheckpointError as `TextEncoder`."""
+    return TextEncoder(folder).models
 
 
 def save_encoder(tokenizer: Tokenizer, encoder: T5EncoderModel, folder: Path) -> None:

@@ -25,7 +25,7 @@ from text_models import TextGPT, new_encoder, new_tokenizer, read_encoder, save_
 from tokenizers import Tokenizer
 from torch import Tensor
 from train_gpt import LABEL_DROP, cross_entropy, initialise
-from training import FIRST_SEED, HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, is_first
+from training import FIRST_SEED, HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
 
 from cspd.pretrained import weight_files
 from cspd.ran import file_fingerprint, together
@@ -33,8 +33,6 @@ from cspd.vq.checkpoint import load_tokenizer
 from cspd.vq.gpt import GPT
 from cspd.vq.registry import GPTS, gpt_spec
 from cspd.vq.tokenizer import VQModel
-from mar.checkpoint import fill
-from mar.tensors import read_tensors
 
 HELD_OUT = 512  # pictures
 ENCODER = "text_encoder"  # the folder beside a target
@@ -51,9 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arch", default="gpt_emoji64_text", choices=of_texts)
     parser.add_argument("--tokenizer", type=Path, required=True, help="of the images, see train_tokenizer.py")
     parser.add_argument("--text-encoder", type=Path, help="the folder of one to take as it is (default: train one)")
-    parser.add_argument(
-        "--init", type=Path, help="a file of the same arch, gone on with; and so is text_encoder/ beside"
-    )
+    parser.add_argument("--init", type=Path, help="a target's file to go on from, with the text_encoder/ beside it")
     parser.add_argument("--vocabulary", type=int, default=1536, help="tokens that a new one knows at most")
     parser.add_argument("--images", type=int, default=40000, help="drawn and augmented (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the images (default: %(default)s)")
@@ -69,8 +65,10 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def new_model(args: argparse.Namespace, images: VQModel, captions: Sequence[Caption]) -> tuple[Tokenizer, TextGPT]:
-    """The tokenizer of texts, and a model to be trained.
+def new_model(
+    args: argparse.Namespace, images: VQModel, captions: Sequence[Caption], settings: dict[str, str]
+) -> tuple[Tokenizer, TextGPT]:
+    """The tokenizer of texts, and a model to be trained, with random weights or those of --init, told to `settings`.
 
     Raises:
         CheckpointError: --init or the text encoder is not there, or of others. ValueError: it is of another width than
@@ -82,15 +80,15 @@ def new_model(args: argparse.Namespace, images: VQModel, captions: Sequence[Capt
     initialise(gpt)
     torch.nn.init.normal_(gpt.cls_embedding.uncond_embedding, std=config.caption_dim**-0.5)
     if args.init:
-        fill(gpt, read_tensors(args.init), args.init)
+        go_on_with(gpt, args.init, settings)
     if args.text_encoder:
         words, encoder = read_encoder(args.text_encoder)
+        encoder.requires_grad_(False)
         if encoder.config.d_model != config.caption_dim:
             widths = f"its features have {encoder.config.d_model} channels and {args.arch} takes {config.caption_dim}"
             raise ValueError(f"--text-encoder {args.text_encoder}: {widths}: give the target's own, or another --arch")
     elif args.init:
         words, encoder = read_encoder(args.init.parent / ENCODER)
-        encoder.requires_grad_(True)
     else:
         words = new_tokenizer((" ".join([caption.name, *caption.tags]) for caption in captions), args.vocabulary)
         encoder = new_encoder(words, config.caption_dim)
@@ -115,11 +113,9 @@ def settings_of(args: argparse.Namespace) -> dict[str, str]:
     """What a run depends on; of files, what is in them."""
     names = ("size", "upright", "arch", "vocabulary", "images", "first_seed", "steps", "batch", "lr")
     settings = {name: str(value) for name, value in chosen(args, *names).items()}
-    files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "init": [], "text_encoder": []}
+    files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "text_encoder": []}
     if args.held_out:
         files["held_out"] = [args.held_out]
-    if args.init:
-        files["init"] = [args.init]
     encoder = args.text_encoder or (args.init and args.init.parent / ENCODER)
     if encoder:
         files["text_encoder"] = [encoder / "tokenizer.json", *weight_files(encoder)]
@@ -165,11 +161,12 @@ def main() -> None:
     trained_on, held_out = parts_of(captions, args)
     images = load_tokenizer(args.tokenizer).to(device)
     torch.manual_seed(0)
-    words, model = new_model(args, images, trained_on)
+    settings = settings_of(args)
+    words, model = new_model(args, images, trained_on, settings)
     model.to(device)  # in the modes they come in: an encoder that is taken as it is drops nothing out
     train = codes_of(args, trained_on, images, "train", args.images, device)
     loss_fn = loss_of(model, words, trained_on, train, args.batch)
-    how = {"run": args.run, "settings": settings_of(args), "steps": args.steps, "lr": args.lr}
+    how = {"run": args.run, "settings": settings, "steps": args.steps, "lr": args.lr}
     model, seconds = fit(model, loss_fn, hidden=in_the_layers, **how)
 
     model = model.half().float()  # as stored

@@ -121,6 +121,19 @@ def test_names_that_are_not_there_are_told(train, data, tmp_path):
         train(tmp_path / "out", upright="symbol")
 
 
+@pytest.mark.parametrize("lr, is_same", [(0, True), (1e-3, False)])
+def test_a_file_is_gone_on_with_and_its_encoder_too(lr, is_same, folder, train, tmp_path):
+    again = train(tmp_path / "again", init=folder / "target.safetensors", first_seed=5, lr=lr).parent
+    for name in ("target.safetensors", "text_encoder/model.safetensors"):
+        first, second = load_file(folder / name), load_file(again / name)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[key], second[key]) for key in first) == is_same, name
+    tokenizers = [(place / "text_encoder" / "tokenizer.json").read_text() for place in (folder, again)]
+    assert tokenizers[0] == tokenizers[1]
+    with pytest.raises(SystemExit, match="another --run"):  # the same images, but not gone on with
+        train(tmp_path / "again", first_seed=5, lr=lr)
+
+
 def test_an_encoder_that_is_taken_as_it_is_drops_nothing_out(folder, train, tmp_path, monkeypatch):
     def stopped(model, *args, **kwargs):
         assert not any(module.training for module in model.encoder.modules())
