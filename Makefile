@@ -1,4 +1,5 @@
-# make demo: set up, sample digits by plain MAR and by `speculative`, which are compared, and emojis by `calibrated`.
+# make demo: set up, sample digits by plain MAR and by `speculative`, which are compared, and emojis: of classes by
+#   `calibrated`, and of texts.
 # make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores.
 # make test-all: the same with the slow tests, which sample the trained models at length or draw 200,000 sequences.
 # make bench: time the methods on the digits' models.
@@ -12,6 +13,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/ready
 	$(BIN)/cspd compare --methods ar,speculative --labels 0-9 --num 20 --num-iter 64 --cfg 3 --max-batch 1 --out samples --overwrite
 	$(BIN)/cspd sample --checkpoint emoji64 --method calibrated --labels 0-9 --num 20 --num-iter 64 --max-batch 20 --out samples_emoji --overwrite
+	$(BIN)/cspd sample --checkpoint emoji64_text --prompts checkpoints/emoji64_text/prompts.json --num 20 --max-batch 20 --out samples_text --overwrite
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -35,4 +37,4 @@ $(VENV)/ready: setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) samples samples_emoji
+	rm -rf $(VENV) samples samples_emoji samples_text

@@ -25,6 +25,8 @@ examples:
       an official MAR checkpoint (checkpoints/README.md says where to get one)
   cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1
       VQ codes: any draft with any acceptance rule; `--method cool-sd` is such a pair by its published name
+  cspd sample --checkpoint emoji64_text --prompt "a red heart" --num 8 --out hearts/
+      the embedded model of texts; LlamaGen's, Janus-Pro, Anole, Lumina-mGPT and Emu3: docs/text.md
   cspd edit --image in.png --mask mask.png --label 207 --num 4 --out edited/
       makes what is white in the mask anew; `--keep 0.5`: variations; `--place 64,64,128,128`: what is around a picture
   cspd serve

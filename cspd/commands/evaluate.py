@@ -119,7 +119,8 @@ def _add_measures(parser: argparse.ArgumentParser) -> None:
         "--space",
         choices=[*SPACES, INCEPTION],
         help="of features: an embedded classifier's, or Inception-v3's (default: inception with --weights;"
-        " or the embedded models' own; of other images the one for their size, such as digits for 32x32; or inception)",
+        " or the embedded models' own; of other images the one for their size, such as digits for 32x32, or inception;"
+        " of other images of texts none without --ref)",
     )
     group.add_argument(
         "--weights", type=place, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
@@ -240,18 +241,25 @@ def _how_to_measure(
 ) -> dict:
     """What `_measured` is told, tried out on nothing: hours of sampling are not to end in a wrong file."""
     how: dict = {"space": None, "reference": None, "weights": args.weights, "device": device}
-    if not of_texts or args.space or args.ref or args.weights:
-        space = args.space or (INCEPTION if of_texts else _usual_space(args, size))
+    space = args.space or _usual_space(args, size, of_texts)
+    if space:
         how |= {"space": space, "reference": reference_for(space, args.ref)}
         check(*size, **how)
     return how
 
 
-def _usual_space(args: argparse.Namespace, size: tuple[int, int]) -> str:
-    """Inception's with its weights, or else the embedded models' own; of other images the first for their size."""
+def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool) -> str | None:
+    """Inception's with its weights, or else the embedded models' own; of other images the first for their size.
+
+    None: others' images of texts, and no --ref.
+    """
     own = None if args.images else space_of(args.checkpoint)
+    if args.weights or own:
+        return INCEPTION if args.weights else own
+    if of_texts:
+        return INCEPTION if args.ref else None
     fitting = [name for name, space in SPACES.items() if size == (space.sizes.size, space.sizes.size)]
-    return INCEPTION if args.weights else own or next(iter(fitting), INCEPTION)
+    return next(iter(fitting), INCEPTION)
 
 
 def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: Path | None) -> dict:

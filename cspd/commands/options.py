@@ -25,24 +25,23 @@ from cspd.sequence import Request
 from cspd.version import __version__
 from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
 from cspd.vq.registry import GPTS
-from cspd.vq.text import TextEncoder
+from cspd.vq.text import TextEncoder, missing_library
 from mar.registry import MARS
 
 MOST_THREADS = 1024  # more than this, and OpenMP ends the process
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """`several`: a list of checkpoints is taken, by default all embedded ones."""
-    complete = [name for name, folder in embedded().items() if (folder / "target.safetensors").is_file()]
-    usual = complete if several else [EMBEDDED["MAR"]]
+    """`several`: a list of checkpoints is taken, by default all embedded ones that can run here."""
+    usual = _embedded_here() if several else [EMBEDDED["MAR"]]
     group = parser.add_argument_group("model")
     group.add_argument(
         "--checkpoint",
         type=word,
         nargs="+" if several else None,
         default=usual if several else usual[0],
-        help="an embedded name (digits32, emoji64: MAR, digits32_vq: VQ), a folder with official files or of a model of"
-        " transformers, a target's file, or a name on the Hugging Face hub (org/name)"
+        help="an embedded name (digits32, emoji64: MAR; digits32_vq, emoji64_text: VQ), a folder with official files or"
+        " of a model of transformers, a target's file, or a name on the Hugging Face hub (org/name)"
         + ("; or several" if several else "")
         + f" (default: {' '.join(usual)})",
     )
@@ -82,6 +81,13 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     )
     add_plugin_option(group)
     group.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads (default: torch's)")
+
+
+def _embedded_here() -> list[str]:
+    """The embedded models that this installation can run: those of texts need libraries of an extra."""
+    complete = {name: folder for name, folder in embedded().items() if (folder / "target.safetensors").is_file()}
+    of_classes = [name for name, folder in complete.items() if not (folder / "text_encoder").is_dir()]
+    return of_classes if missing_library() else [*complete]
 
 
 def add_plugin_option(group: argparse._ActionsContainer) -> None:

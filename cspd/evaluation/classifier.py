@@ -61,7 +61,7 @@ class Space:
 
 SPACES = {  # by name
     "digits": Space(CLASSIFIERS["digits32"], ("digits32", "digits32_vq")),
-    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64",)),
+    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64", "emoji64_text")),
 }
 
 

@@ -57,7 +57,7 @@ def _digits(dim: int, n_layer: int, n_head: int) -> GPTSpec:
 def _emoji_texts(dim: int, n_layer: int, n_head: int) -> GPTSpec:
     sizes = {"vocab_size": 512, "block_size": 256, "num_classes": 0, "multiple_of": 32}
     config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, prefix_length=32, caption_dim=128, **sizes)
-    return GPTSpec(config, "vq_emoji64", SamplingDefaults(cfg=3.0, image_size=64))
+    return GPTSpec(config, "vq_emoji64", SamplingDefaults(cfg=4.5, temperature=0.85, image_size=64))
 
 
 # side 24: files trained at 384 pixels, whose images the authors resize to 256; 32: at 512

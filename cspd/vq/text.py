@@ -51,6 +51,11 @@ LIBRARIES = ("transformers", "ftfy", "bs4")
 REMEMBERED = 256  # texts in memory, of up to a megabyte
 
 
+def missing_library() -> str | None:
+    """One of those that encoding a text takes and that is not installed."""
+    return next((library for library in LIBRARIES if importlib.util.find_spec(library) is None), None)
+
+
 class Truncated(UserWarning):
     """A text has more tokens than the model takes."""
 
@@ -71,9 +76,8 @@ class TextEncoder:
         config = self._config()
         if config.get("model_type") != "t5" or not isinstance(config.get("d_model"), int):
             raise CheckpointError(f"{self.folder / 'config.json'} is of another model than T5's encoder: {SOURCE}")
-        for library in LIBRARIES:
-            if importlib.util.find_spec(library) is None:
-                raise ValueError(f"texts need {library}, which is not installed: pip install 'cspd[text]'")
+        if missing := missing_library():
+            raise ValueError(f"texts need {missing}, which is not installed: pip install 'cspd[text]'")
         self.width: int = config["d_model"]
         self._sizes = SIZES | config
         for name, published in SIZES.items():

@@ -318,7 +318,7 @@ def test_what_the_command_says_before_any_work(monkeypatch, capsys):
         for options, said in (
             (port, "give another --port"),
             (missing, "digits64"),
-            (of_one, "several (digits32, digits32_vq, emoji64): give the one that they belong to (--checkpoint"),
+            (of_one, "emoji64, emoji64_text): give the one that they belong to (--checkpoint"),
         ):
             assert main(["serve", *options]) == 2
             error = capsys.readouterr().err
