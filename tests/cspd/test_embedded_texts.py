@@ -65,7 +65,7 @@ def test_pictures_have_the_colour_of_their_texts(engine):
 
 @pytest.mark.parametrize("num, least", [(24, 0.5), pytest.param(200, 0.65, marks=pytest.mark.slow)])
 def test_samples_are_recognised(num, least, engine):
-    """As the class of their captions' emojis, half of them held out, and oftener than others' would be.
+    """As the class of their captions' emojis, half of them held out, and more often than by chance.
 
     The card has numbers over more images.
     """
