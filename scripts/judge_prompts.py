@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import operator
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,19 +41,26 @@ def main() -> None:
     for what, is_held_out in (("trained on", False), ("held out", True)):
         own = [i for i, text in enumerate(texts) if entries[text].get("held_out", False) == is_held_out]
         if own:
-            tell(f"captions {what}", [predicted[i] for i in own], [labels[i] for i in own])
+            tell(f"captions {what}", *([values[i] for i in own] for values in (texts, predicted, labels)))
     for label in sorted({*labels}):
         own = [i for i, each in enumerate(labels) if each == label]
         share = sum(predicted[i] == label for i in own) / len(own)
         print(f"class {label}: {len(own)} images, {share:.1%} recognised")
 
 
-def tell(what: str, predicted: Sequence[int], labels: Sequence[int]) -> None:
-    """Prints the share of images that are recognised, and by chance: with the labels in any other order."""
-    num, counts = len(labels), (Counter(predicted), Counter(labels))
-    share = sum(map(operator.eq, predicted, labels)) / num
-    chance = sum(counts[0][label] * counts[1][label] for label in counts[1]) / num**2
-    error = math.sqrt(share * (1 - share) / num)
+def tell(what: str, texts: Sequence[str], predicted: Sequence[int], labels: Sequence[int]) -> None:
+    """Prints the share of images that are recognised, and by chance: with the labels in any other order.
+
+    The standard error is by the spread of the captions, since images of one caption are alike.
+    """
+    num, of_predicted, of_labels = len(labels), Counter(predicted), Counter(labels)
+    chance = sum(of_predicted[label] * count for label, count in of_labels.items()) / num**2
+    by_caption = defaultdict(list)
+    for text, one, other in zip(texts, predicted, labels):
+        by_caption[text].append(one == other)
+    share = sum(map(sum, by_caption.values())) / num
+    shares = [statistics.mean(found) for found in by_caption.values()]
+    error = statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else math.nan
     print(f"{what}: {num} images, {share:.1%} recognised (by chance {chance:.1%}), standard error {error:.1%}")
 
 

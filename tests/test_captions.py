@@ -144,7 +144,7 @@ def test_images_are_judged(own, tmp_path, monkeypatch, capsys):
     judge_prompts.main()
     assert capsys.readouterr().out == (
         "captions trained on: 8 images, 100.0% recognised (by chance 50.0%), standard error 0.0%\n"
-        "captions held out: 8 images, 50.0% recognised (by chance 50.0%), standard error 17.7%\n"
+        "captions held out: 8 images, 50.0% recognised (by chance 50.0%), standard error 28.9%\n"
         "class 0: 8 images, 75.0% recognised\n"
         "class 1: 8 images, 75.0% recognised\n"
     )
