@@ -11,13 +11,12 @@ is padded as well, so that attention adds up its tokens in the same order.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from einops import rearrange
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -65,6 +64,42 @@ class MARConfig:
         return self.vae_embed_dim * self.patch_size**2
 
 
+class Attention(nn.Module):
+    """Self-attention over all heads at once."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, N, D]; `mask` [B, 1, 1, N] is added to the attention scores."""
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=self.num_heads)
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.proj(rearrange(h, "b h n d -> b n (h d)"))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block. Its weights have the names that timm's ViT block gives them, as official files do.
+
+    It is timm's block without the options that MAR leaves at their defaults: importing timm takes seconds.
+    """
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
+        self.attn = Attention(dim, num_heads)
+        self.norm2 = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
+        layers = OrderedDict(fc1=nn.Linear(dim, 4 * dim), act=nn.GELU(), fc2=nn.Linear(4 * dim, dim))
+        self.mlp = nn.Sequential(layers)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, N, D]; `mask` as of `Attention`."""
+        x = x + self.attn(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
 class MAR(nn.Module):
     """The backbone and its head; state-dict names and shapes are the official ones."""
 
@@ -73,24 +108,22 @@ class MAR(nn.Module):
         self.config = config
         dim = config.embed_dim
         length = config.buffer_size + config.seq_len
-        norm = partial(nn.LayerNorm, eps=LAYER_NORM_EPS)
 
         def blocks() -> nn.ModuleList:
-            layers = [Block(dim, config.num_heads, qkv_bias=True, norm_layer=norm) for _ in range(config.depth)]
-            return nn.ModuleList(layers)
+            return nn.ModuleList(Block(dim, config.num_heads) for _ in range(config.depth))
 
         self.class_emb = nn.Embedding(config.class_num, dim)
         self.fake_latent = nn.Parameter(torch.zeros(1, dim))
         self.z_proj = nn.Linear(config.token_dim, dim)
-        self.z_proj_ln = norm(dim)
+        self.z_proj_ln = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
         self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
         self.encoder_blocks = blocks()
-        self.encoder_norm = norm(dim)
+        self.encoder_norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
         self.decoder_embed = nn.Linear(dim, dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
         self.decoder_blocks = blocks()
-        self.decoder_norm = norm(dim)
+        self.decoder_norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
         self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, config.seq_len, dim))
         self._init_weights()
         self.diffloss = DiffLoss(config.token_dim, config.diffloss_w, config.diffloss_d, dim)
@@ -129,7 +162,7 @@ class MAR(nn.Module):
         x = self.embed(tokens, known, is_known, class_embedding)
         mask = self.attention_mask(F.pad(is_known, (self.config.buffer_size, 0), value=True))
         for block in self.encoder_blocks:
-            x = block(x, attn_mask=mask)
+            x = block(x, mask)
         return self.encoder_norm(x)
 
     def attention_mask(self, is_there: Tensor) -> Tensor:
