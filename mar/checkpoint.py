@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mar.model import MAR
 from mar.registry import MARS, VAES, create_mar, create_vae, lookup
@@ -179,8 +180,20 @@ def named_size(model: nn.Module) -> str | None:
     return next((name for kind in KINDS for name in kind.names if _shapes(kind.create, name) == own), None)
 
 
+class _NoInit(TorchFunctionMode):
+    """Leaves tensors as they are where a module would draw its first weights.
+
+    On the meta device there is nothing to draw, and torch imports its compiler for it, which takes seconds.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def _on_meta(create: Callable[[str], Model], name: str) -> Model:
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         return create(name)
 
 
