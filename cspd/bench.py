@@ -12,9 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd.engine import Engine
+from cspd.families import COMMON
 from cspd.lookup import find, parse_method, with_method
 from cspd.machine import peak_bytes, reset_peak, spread
-from cspd.methods import COMMON
 from cspd.sequence import Output, Request
 from cspd.summary import measured
 

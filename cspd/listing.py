@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from cspd.method import GUARANTEES, Method
-from cspd.methods import COMMON, DEFAULTS, METHODS
+from cspd.families import COMMON, DEFAULTS
 from cspd.option import Option
+
+if TYPE_CHECKING:  # it needs torch, and the short help does not
+    from cspd.method import Method
 
 OURS = "ours"  # in the place of a paper
 WIDTH = 120  # of what a guarantee means
-Owner = str | Method
 FEW = 4  # methods that are named one by one; of more it is said whose models they decode
 
 
@@ -24,10 +26,10 @@ class Owners:
         owners: families (by name) or methods. selected: words of other options that it goes with.
     """
 
-    owners: list[Owner] = field(default_factory=list)
+    owners: list[str | Method] = field(default_factory=list)
     selected: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, owner: Owner, option: Option) -> None:
+    def add(self, owner: str | Method, option: Option) -> None:
         """Adds a family or a method that has the option."""
         if option.only_with:
             selector, words = option.only_with
@@ -46,9 +48,9 @@ class Use:
 
     option: Option
     whose: Owners = field(default_factory=Owners)
-    defaults: dict[str, list[tuple[Owner, Option]]] = field(default_factory=dict)
+    defaults: dict[str, list[tuple[str | Method, Option]]] = field(default_factory=dict)
 
-    def add(self, owner: Owner, option: Option) -> None:
+    def add(self, owner: str | Method, option: Option) -> None:
         """Adds a family or a method that has the option."""
         self.whose.add(owner, option)
         default = "" if option.default is None else f"{option.default}"
@@ -72,33 +74,35 @@ class Use:
         return found
 
 
-def _few(owners: list[Owner]) -> str:
+def _few(owners: list[str | Method]) -> str:
     names = dict.fromkeys(owner if isinstance(owner, str) else owner.name for owner in owners)
     if len(names) <= FEW:
         return ", ".join(names)
     return " and ".join(dict.fromkeys(owner if isinstance(owner, str) else owner.family for owner in owners))
 
 
-def uses() -> list[Use]:
-    """What every option means, to whom: first those of whole families, then those of some methods."""
+def uses(methods: Iterable[Method] = ()) -> list[Use]:
+    """What every option means, to whom: first those of whole families, then those of `methods`."""
     found: dict[tuple[str, str], Use] = {}
-    declared: list[tuple[Owner, Option]] = []
+    declared: list[tuple[str | Method, Option]] = []
     declared += [(family, option) for family, options in COMMON.items() for option in options]
-    declared += [(method, option) for method in METHODS for option in method.options]
+    declared += [(method, option) for method in methods for option in method.options]
     for owner, option in declared:
         found.setdefault((option.name, option.help), Use(option)).add(owner, option)
     return list(found.values())
 
 
-def format_table() -> str:
+def format_table(methods: Sequence[Method]) -> str:
     """The methods as text, what their guarantees mean, and the papers they are from."""
+    from cspd.method import GUARANTEES
+
     lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
-    for method in METHODS:
+    for method in methods:
         columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
         source = f"arXiv {', '.join(method.papers)}" if method.papers else OURS
         lines.append(f"{columns} {method.summary} ({source})")
-    titles = {number: title for method in METHODS for number, title in method.papers.items()}
-    given = {method.guarantee for method in METHODS}
+    titles = {number: title for method in methods for number, title in method.papers.items()}
+    given = {method.guarantee for method in methods}
     meanings = [_indented(f"{name:<10} {meaning}") for name, meaning in GUARANTEES.items() if name in given]
     return "\n".join([*lines, "", *meanings, "", *(f"arXiv {number}  {title}" for number, title in titles.items())])
 
@@ -107,20 +111,20 @@ def _indented(text: str) -> str:
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * 11)
 
 
-def markdown_table() -> str:
-    """The methods as README has them."""
+def markdown_table(methods: Iterable[Method]) -> str:
+    """The methods as docs/methods.md has them."""
     rows = [("method", "models", "guarantee", "needs", "what it does", "paper"), ("---",) * 6]
-    for method in METHODS:
+    for method in methods:
         name = f"`{method.name}`" + (" (default)" if DEFAULTS[method.family] == method.name else "")
         papers = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers)
         rows.append((name, method.family, method.guarantee, method.needs, method.summary, papers or OURS))
     return _markdown(rows)
 
 
-def options_table() -> str:
+def options_table(methods: Iterable[Method]) -> str:
     """The options as docs/api.md has them."""
     rows = [("setting", "of", "values", "default", "what it is"), ("---",) * 5]
-    for use in uses():
+    for use in uses(methods):
         option = use.option
         rows.append((f"`{option.name}`", f"{use.whose}", option.range, use.default(), option.help))
     return _markdown(rows)

@@ -7,19 +7,20 @@ from collections.abc import Collection, Mapping, Sequence
 
 from cspd import methods
 from cspd.discrete.draft import DRAFTS
+from cspd.families import COMMON, DEFAULTS, EMBEDDED
 from cspd.method import Host, Method
 from cspd.parsing import choice, shortened, value_of
 from cspd.sequence import Request
 
 
-def method_names(families: Collection[str] = tuple(methods.COMMON)) -> list[str]:
+def method_names(families: Collection[str] = tuple(COMMON)) -> list[str]:
     """The names of the methods for these families, each once."""
     return list(dict.fromkeys(method.name for method in methods.METHODS if method.family in families))
 
 
 def option_order() -> list[str]:
     """The names of all options: those that all methods of a family have, then the others, as the methods are listed."""
-    common = [option.name for options in methods.COMMON.values() for option in options]
+    common = [option.name for options in COMMON.values() for option in options]
     special = [option.name for method in methods.METHODS for option in method.options]
     return list(dict.fromkeys([*common, *special]))
 
@@ -69,14 +70,14 @@ def _named(name: str, families: Sequence[str], candidates: Sequence[Method]) -> 
 def _other_models(owners: Sequence[Method]) -> str:
     """What else to do where the methods that were meant are another family's; empty where there are none."""
     families = dict.fromkeys(method.family for method in owners)
-    return "".join(f", or take {family} models, as of {methods.EMBEDDED[family]}" for family in families)
+    return "".join(f", or take {family} models, as of {EMBEDDED[family]}" for family in families)
 
 
 def _default(request: Request, families: Sequence[str]) -> Method:
     """The default method of the first family, or `sd` where a draft of VQ codes is named, which says enough."""
     if "VQ" in families and isinstance(request.draft, str) and request.draft in DRAFTS:
         return find("sd", "VQ")
-    return find(methods.DEFAULTS[families[0]], families[0])
+    return find(DEFAULTS[families[0]], families[0])
 
 
 def _check_options(request: Request, method: Method) -> None:
@@ -91,7 +92,7 @@ def _check_options(request: Request, method: Method) -> None:
 
 
 def _options_of(method: Method) -> set[str]:
-    return {option.name for option in (*methods.COMMON[method.family], *method.options)}
+    return {option.name for option in (*COMMON[method.family], *method.options)}
 
 
 def with_method(request: Request, name: str) -> Request:
@@ -104,7 +105,7 @@ def with_method(request: Request, name: str) -> Request:
     if not same:
         raise ValueError(f"method={name!r} is unknown: {choice(name, method_names())}")
     request = dataclasses.replace(request, method=name)
-    common = tuple(option for options in methods.COMMON.values() for option in options)
+    common = tuple(option for options in COMMON.values() for option in options)
     kept = [each.without_foreign(each.fill(request), common).settings for each in same]
     settings = {key: value for key, value in request.settings.items() if any(key in each for each in kept)}
     return dataclasses.replace(request, settings=settings)

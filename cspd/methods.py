@@ -6,11 +6,9 @@ import cspd.discrete.ar
 import cspd.discrete.speculative
 from cspd.continuous import ar, cspd_method
 from cspd.continuous import published as samplers
-from cspd.continuous.host import MAR_OPTIONS
 from cspd.discrete import published
-from cspd.discrete.options import VQ_OPTIONS
+from cspd.families import COMMON
 from cspd.method import GUARANTEES, Method
-from cspd.option import Option
 
 METHODS: list[Method] = [
     ar.METHOD,
@@ -36,9 +34,6 @@ METHODS: list[Method] = [
     published.SJD_PAC,
     published.GSD,
 ]
-COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}  # options of all methods of a family
-EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # of each family the checkpoint that is taken by default
-DEFAULTS = {"MAR": "speculative", "VQ": "speculative"}
 _BUILT_IN = tuple(METHODS)
 
 

@@ -1,4 +1,4 @@
-"""The text that users type, on the command line and in study files: numbers, words, places, and what was meant."""
+"""The text that users type, on the command line and in study files: numbers, words, paths, and what was meant."""
 
 from __future__ import annotations
 
@@ -9,41 +9,16 @@ import re
 import reprlib
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NoReturn
 
 MOST = 10_000_000  # of what is counted, such as images
 MOST_LISTED = 100_000  # numbers in a list
 MOST_NAMED = 60  # words that an error lists
 LARGEST_SEED = 2**63 - 1
+MEASURES = {"fid": "fid", "is": "inception_score", "accuracy": "accuracy"}  # that `cspd tune` limits, by their names
 NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 SPAN = re.compile(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", re.ASCII)  # "5" or "0-3"
 _SHORT = reprlib.Repr()  # never the whole of what may be endless
 _SHORT.maxstring = _SHORT.maxother = 60
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse's, but an error names what was perhaps meant, and a flag is never guessed from its first letters."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **options})
-
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
-        """Those of a command are all known: its own error knows its flags, the error of all commands would not."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return namespace, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with status 2."""
-        wrong, known = [], []
-        if choices := re.search(r"invalid choice: '?([^\s']*)'? \(choose from (.*)\)", message):
-            wrong, known = [choices[1]], re.findall(r"[\w+.-]+", choices[2])
-        elif message.startswith("unrecognized arguments: "):
-            wrong = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-            known = re.findall(r"--[\w-]+", self.format_usage())
-        meant = [closest(word, known) for word in wrong]
-        super().error("; ".join([message, *(f"did you mean {word}?" for word in meant if word)]))
 
 
 def closest(word: object, known: Collection[str]) -> str | None:
@@ -135,6 +110,50 @@ def name_list(text: str) -> list[str]:
         if names.count(name) > 1:
             raise argparse.ArgumentTypeError(f"{text!r} has {name!r} twice: give it once")
     return names
+
+
+def share(text: str) -> float:
+    """A number inside 0..1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
+    if not 0 < share < 1:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is no share of the tokens: give a number between 0 and 1")
+    return share
+
+
+def box(text: str) -> tuple[int, ...]:
+    """ "8,8,16,16" to (8, 8, 16, 16)."""
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6}){3}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is no box: give left,top,width,height in pixels")
+    return tuple(map(int, text.split(",")))
+
+
+def tolerance(text: str) -> dict[str, float]:
+    """ "fid=2%,accuracy=1%" to {"fid": 0.02, "accuracy": 0.01}."""
+    limits = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        if name not in MEASURES:
+            raise argparse.ArgumentTypeError(f"{shortened(part)} limits nothing: {choice(name, MEASURES)}, like fid=2%")
+        if not re.fullmatch(r"\d{1,3}(\.\d{1,6})?%", amount, re.ASCII):
+            raise argparse.ArgumentTypeError(f"{shortened(part)} is no percentage: write it like fid=2%")
+        if MEASURES[name] in limits:
+            raise argparse.ArgumentTypeError(f"{shortened(text)} has {name} twice: give it once")
+        limits[MEASURES[name]] = float(amount[:-1]) / 100
+    return limits
+
+
+def nats(text: str) -> float:
+    """A divergence."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:  # a NaN neither
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is no divergence: give nats per token above 0, like 0.5")
+    return value
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

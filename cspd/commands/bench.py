@@ -11,48 +11,17 @@ from pathlib import Path
 from matplotlib.backend_bases import FigureCanvasBase
 
 from cspd.bench import PUBLISHED, bench, format_report
-from cspd.commands.options import add_model_options, add_request_options, load_engine, request_of, run_settings
+from cspd.commands.options import load_engine, request_of, run_settings
 from cspd.commands.subjects import check_classes
 from cspd.engine import Engine
 from cspd.evaluation.classifier import accuracy, load_classifier, space_of
 from cspd.finding import family_of
 from cspd.lookup import method_names, parse_method, with_method
-from cspd.methods import EMBEDDED, METHODS
-from cspd.parsing import count, count_list, name_list, place
+from cspd.methods import METHODS
 from cspd.ran import models_of, what_ran
 from cspd.records import check_file, write_bytes, write_json
 from cspd.scatter import Panel, Point, speed_quality
 from cspd.sequence import Request
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declares the command."""
-    text = "Times sampling end to end on this machine, in one process, as speed-ups over plain sampling (ar)."
-    timing = commands.add_parser("bench", help="time sampling on this machine", description=text)
-    timing.set_defaults(run=run)
-    add_model_options(timing)
-    add_request_options(timing, several=("num_iter", "cfg", "gamma", "verify"))
-    group = timing.add_argument_group("what to time")
-    group.add_argument(
-        "--methods",
-        type=name_list,
-        help="against ar: any of `cspd methods`, options after colons (cool-sd:delta=1.5:gamma=4), and published, the"
-        " authors' sampler (default: all methods but heuristic ones, and published)",
-    )
-    group.add_argument(
-        "--vq",
-        action="store_const",
-        dest="checkpoint",
-        const=EMBEDDED["VQ"],
-        help="the embedded VQ models: short for --checkpoint digits32_vq",
-    )
-    group.add_argument("--batch", type=count_list, default="1,8", help="batch sizes (default: 1,8)")
-    group.add_argument("--runs", type=count, default=5, help="timed runs of each (default: %(default)s)")
-    group.add_argument(
-        "--queued", type=count, help="also report the peak memory of this many requests at each batch size"
-    )
-    group.add_argument("--json", type=place, help="also write the numbers here")
-    group.add_argument("--plot", type=place, metavar="PNG", help="also draw class accuracy against speed-up here")
 
 
 def _check_files(args: argparse.Namespace) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 
 from cspd.commands.options import (
-    add_method_option,
-    add_model_options,
-    add_request_options,
     check_method,
     load_engine,
     request_of,
@@ -21,20 +18,6 @@ from cspd.sequence import Request
 
 SHOWN = (4, 6, 8, 10, 12, 16, 20, 25, 32, 50)  # head calls per token
 PREPARED = ("speculative", "calibrated")
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declares the command."""
-    text = (
-        "Fits what `speculative` or `calibrated` (--method) needs for these settings, and shows what it gives: of"
-        " `speculative` the windows that this device is fastest with, of `calibrated` how near its tokens are."
-    )
-    calibrate = commands.add_parser("calibrate", help="prepare a method ahead of time", description=text)
-    calibrate.set_defaults(run=run)
-    add_model_options(calibrate)
-    add_method_option(calibrate)
-    add_request_options(calibrate)
-    calibrate.add_argument("--force", action="store_true", help="measure this device again, for `speculative`")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from cspd.commands.options import (
-    add_model_options,
-    add_request_options,
     load_engine,
     request_of,
     run_settings,
 )
-from cspd.commands.subjects import CLASSES_HELP, add_subject_options, class_numbers, read_prompts
+from cspd.commands.subjects import class_numbers, read_prompts
 from cspd.comparison.compare import compare
 from cspd.comparison.page import write
 from cspd.comparison.runs import CHUNKS, settings_of, store_of
 from cspd.comparison.study import Configuration, configurations
-from cspd.comparison.study_file import FORMAT, MODELS, RUN, SUBJECTS, named_entries, read_study
+from cspd.comparison.study_file import MODELS, RUN, SUBJECTS, named_entries, read_study
 from cspd.comparison.tables import text_table
 from cspd.evaluation import metrics
 from cspd.evaluation.classifier import space_of
@@ -28,59 +25,13 @@ from cspd.evaluation.clip import check_clip
 from cspd.evaluation.extractor import INCEPTION
 from cspd.evaluation.reference import reference_for
 from cspd.evaluation.subjects import asking_for
+from cspd.families import DEFAULTS, EMBEDDED
 from cspd.finding import family_of
-from cspd.methods import DEFAULTS, EMBEDDED
-from cspd.parsing import count, name_list, place, seed
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 
 FILES = ("vae", "draft_checkpoint", "eagle", "text_encoder")  # among a row's models
 RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declares the command."""
-    text = (
-        "Generates the same seeds by several configurations, in turn, and writes what each costs and gives: a table,"
-        " a plot, a picture, and a report of all of it (report.html). Plain sampling (ar) by the same settings, and"
-        " with MAR's usual 64 iterations, is always among them. A run that was cut off goes on where it was."
-    )
-    comparison = commands.add_parser(
-        "compare",
-        help="configurations side by side, on the same seeds",
-        description=textwrap.fill(text, 100),
-        epilog=FORMAT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    comparison.set_defaults(run=run)
-    add_model_options(comparison)
-    group = comparison.add_argument_group("what to compare")
-    group.add_argument(
-        "--methods",
-        type=name_list,
-        help="any of `cspd methods`, settings after colons: ar,cspd:gamma=16:verify=sequential,ar:num_iter=16"
-        " (default: ar,speculative)",
-    )
-    group.add_argument("--config", type=place, metavar="FILE", help="a study's file in place of --methods, see below")
-    add_subject_options(group, f"{CLASSES_HELP} (default: 0-9)")
-    group.add_argument("--num", type=count, help="images of each; labels or texts take turns (default: 20)")
-    group.add_argument("--seed", type=seed, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=count, help="images in flight at once, and made in a turn (default: 4)")
-    group.add_argument("--out", type=place, default=Path("comparison"), help="folder (default: %(default)s/)")
-    group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
-    group = add_judge_options(comparison)
-    group.add_argument(
-        "--clip", type=place, metavar="FOLDER", help="a CLIP model of the hub: it judges images of texts"
-    )
-    add_request_options(comparison)
-    comparison.set_defaults(checkpoint=None)
-
-
-def add_judge_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    group = parser.add_argument_group("what to judge images by (default: of embedded models, their classifier)")
-    group.add_argument("--ref", type=place, metavar="FILE", help="statistics (.npz as ADM's) or a folder of images")
-    group.add_argument("--weights", type=place, metavar="FILE", help="Inception-v3 as torch-fidelity wants it")
-    return group
 
 
 def run(args: argparse.Namespace) -> None:

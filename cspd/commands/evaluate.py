@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,16 +11,13 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cspd.commands.options import (
-    add_method_option,
-    add_model_options,
-    add_request_options,
     check_method,
     load_engine,
     request_of,
     run_settings,
 )
 from cspd.commands.sample_folder import prompts_of
-from cspd.commands.subjects import CLASSES_HELP, add_subject_options, class_numbers, read_prompts
+from cspd.commands.subjects import class_numbers, read_prompts
 from cspd.engine import Engine
 from cspd.evaluation.classifier import SPACES, space_of
 from cspd.evaluation.clip import NO_MODEL, Clip, check_clip, mean_and_error
@@ -36,7 +31,6 @@ from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import MANIFEST, RECORD, Shards, store_of
 from cspd.evaluation.subjects import Subject, are_texts, asking_for, in_turn
 from cspd.machine import describe, pick_device
-from cspd.parsing import count, place, seed
 from cspd.pixels import to_pil
 from cspd.plots import grid
 from cspd.ran import file_fingerprint, models_of, what_ran, without_folders
@@ -57,89 +51,15 @@ SAMPLING = {  # what is shown
 }
 SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "prompts", "npz", "device")
-MEASURING = {"command", "line", "run", *MEASURES_ONLY}  # not of sampling
+MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # not of sampling
 USUAL_NUM = 500  # images of classes
-DESCRIPTION = (
-    "Samples images, or takes a folder of them, and measures them: FID, Inception score, KID, precision, recall, class"
-    " accuracy and, of texts, CLIP score. Labels or texts take turns, and image i has seed SEED + i. The same command"
-    " goes on where a run was cut off, with any number of processes (torchrun --nproc_per_node=8 -m cspd.cli evaluate"
-    " ..., docs/evaluate.md)."
-)
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declares the command."""
-    evaluate = commands.add_parser(
-        "evaluate",
-        help="FID, IS, KID, precision and recall of many images",
-        description=DESCRIPTION,
-    )
-    evaluate.set_defaults(run=functools.partial(run, default=evaluate.get_default))
-    _add_images(evaluate)
-    _add_measures(evaluate)
-    add_model_options(evaluate)
-    add_method_option(evaluate)
-    add_request_options(evaluate)
-
-
-def _add_images(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--num",
-        "--num-images",  # torchrun takes --num for a short form of its own --numa-binding
-        type=count,
-        help=f"how many (default: {USUAL_NUM}, or one of each text; in papers 50000); under torchrun write"
-        " --num-images",
-    )
-    add_subject_options(group, f"{CLASSES_HELP} (default: all of the model)")
-    group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=count, default=8, help="in flight at once (default: %(default)s)")
-    group.add_argument(
-        "--out", type=place, default=Path("evaluation"), help="folder for images and numbers (default: %(default)s/)"
-    )
-    group.add_argument("--overwrite", action="store_true", help="start anew, without the images that are in --out")
-    group.add_argument(
-        "--images",
-        type=place,
-        metavar="FOLDER",
-        help="measure these PNGs and sample none; what they are of is known if `cspd sample` made them, or by"
-        " --prompts: a text each in the order of their names and the numbers in them",
-    )
-
-
-def _add_measures(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("measures")
-    group.add_argument(
-        "--ref",
-        type=place,
-        help="what to compare with: an .npz with mu and sigma (for FID) or with images in arr_0 (for KID, precision and"
-        " recall too), as ADM's, or a folder of images (default: the embedded models' training data, or none)",
-    )
-    group.add_argument(
-        "--space",
-        choices=[*SPACES, INCEPTION],
-        help="of features: an embedded classifier's, or Inception-v3's (default: inception with --weights;"
-        " or the embedded models' own; of other images the one for their size, such as digits for 32x32, or inception;"
-        " of other images of texts none without --ref)",
-    )
-    group.add_argument(
-        "--weights", type=place, help="Inception-v3 as torch-fidelity publishes it (default: its own download)"
-    )
-    group.add_argument(
-        "--clip",
-        type=place,
-        metavar="FOLDER",
-        help="a CLIP model as on the Hugging Face hub, such as openai/clip-vit-large-patch14: how well images of texts"
-        " show them",
-    )
-    group.add_argument("--npz", type=place, metavar="FILE", help="also write the images as ADM's evaluator reads them")
-
-
-def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
+def run(args: argparse.Namespace) -> None:
     processes = Processes()
     if args.images:
         if processes.rank == 0:
-            _measure_folder(args, default)
+            _measure_folder(args)
         return
     prompts = read_prompts(args.prompts) if args.prompts else None
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
@@ -161,9 +81,9 @@ def run(args: argparse.Namespace, default: Callable[[str], object]) -> None:
             _report(args, shards, shards.subjects(), how, about)
 
 
-def _measure_folder(args: argparse.Namespace, default: Callable[[str], object]) -> None:
+def _measure_folder(args: argparse.Namespace) -> None:
     """Reports on images that are there already."""
-    _check_measuring(args, default)
+    _check_measuring(args)
     images = ImageFolder(args.images)
     prompts = read_prompts(args.prompts, images.files) if args.prompts else None
     if prompts and len(images) % len(prompts):
@@ -178,9 +98,9 @@ def _measure_folder(args: argparse.Namespace, default: Callable[[str], object]) 
         _report(args, images, subjects, how, {"folder": str(args.images), "ran": ran})
 
 
-def _check_measuring(args: argparse.Namespace, default: Callable[[str], object]) -> None:
+def _check_measuring(args: argparse.Namespace) -> None:
     """Raises ValueError where --images comes with what it would ignore, or with the folder of a run."""
-    given = [name for name, value in vars(args).items() if name not in MEASURING and value != default(name)]
+    given = [name for name, value in vars(args).items() if name not in MEASURING and value != args.default_of(name)]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--images samples none: leave out {options}, or --images")

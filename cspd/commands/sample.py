@@ -6,42 +6,19 @@ import argparse
 from pathlib import Path
 
 from cspd.commands.options import (
-    add_method_option,
-    add_model_options,
-    add_request_options,
     check_method,
     load_engine,
     request_of,
     run_settings,
 )
 from cspd.commands.sample_folder import RECORD, images_there, sample_to_folder
-from cspd.commands.subjects import CLASSES_HELP, add_subject_options, read_prompts
+from cspd.commands.subjects import read_prompts
 from cspd.engine import Engine
 from cspd.lookup import method_of
 from cspd.method import as_it_is
-from cspd.parsing import count, place, seed, word
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 from cspd.summary import LAZY, measured_lines
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declares the command."""
-    text = "Generates images of classes or texts into a folder; a run that was cut off goes on where it was."
-    sample = commands.add_parser("sample", help="generate images into a folder", description=text)
-    sample.set_defaults(run=run)
-    add_model_options(sample)
-    add_method_option(sample)
-    add_request_options(sample)
-    group = sample.add_argument_group("what to make")
-    one_of = add_subject_options(group, f"{CLASSES_HELP}; none: of no class (default: 0-9)", labels="0-9")
-    one_of.add_argument("--prompt", type=word, metavar="TEXT", help="one text")
-    group.add_argument("--num", type=count, help="images in all; labels or texts take turns (default: one of each)")
-    group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
-    group.add_argument("--out", type=place, default=Path("samples"), help="folder (default: %(default)s/)")
-    group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
-    group.add_argument("--heatmap", action="store_true", help="also write heatmap.png: what each token cost")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,63 +6,12 @@ import argparse
 import ipaddress
 import socket
 import sys
-import textwrap
 import warnings
 
-from cspd.commands.options import add_model_options, load_engine
+from cspd.commands.options import embedded_here, load_engine
 from cspd.finding import checkpoint_files
 from cspd.known import Resized
 from cspd.loading import check_of_one
-from cspd.parsing import count, whole, word
-
-EPILOG = """\
-examples:
-  cspd serve
-      the embedded models, on http://127.0.0.1:8000
-  cspd serve --checkpoint pretrained_models/mar/mar_large --vae pretrained_models/vae/kl16.ckpt --max-batch 16
-      an official MAR checkpoint, 16 images at a time
-  ssh -L 8000:127.0.0.1:8000 machine
-      brings the page of a machine that has a GPU to your own browser, with no --host
-
-A visitor chooses a model, a class or a text, a seed, settings, and one or two methods. She sees the pictures grow,
-what each token cost, and what each method guarantees. She can paint over a picture and have that part made anew.
-docs/serve.md has more.
-"""
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declares the command."""
-    text = (
-        "Serves a page to browsers: pick a class or write a text, see it made by two methods side by side. Of each"
-        " model there is one engine, whose slots all visitors' requests fill. It needs FastAPI and uvicorn: pip install"
-        " 'cspd[serve]'."
-    )
-    serve = commands.add_parser(
-        "serve",
-        help="show a page in the browser",
-        description=textwrap.fill(text, 100),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    serve.set_defaults(run=run)
-    add_model_options(serve, several=True)
-    group = serve.add_argument_group("visitors")
-    group.add_argument(
-        "--host",
-        type=word,
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
-    )
-    group.add_argument("--port", type=whole(0, 65535), default=8000, help="0: any that is free (default: %(default)s)")
-    group.add_argument(
-        "--max-batch", type=count, default=8, help="images of a model in flight at once (default: %(default)s)"
-    )
-    group.add_argument(
-        "--max-requests", type=count, default=32, help="images in flight and waiting, in all (default: %(default)s)"
-    )
-    group.add_argument(
-        "--max-per-visitor", type=count, default=4, help="the same of one visitor (default: %(default)s)"
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -70,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
         from cspd.serving.app import Server, make_app
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
-    names = list(dict.fromkeys(args.checkpoint))
+    names = list(dict.fromkeys(args.checkpoint or embedded_here()))
     for name in names:
         checkpoint_files(name)  # raises now, and not when others are loaded
     check_of_one(names, args.arch, args.vae, args.draft_checkpoint, args.eagle, args.text_encoder)

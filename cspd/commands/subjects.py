@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cspd.engine import Engine
-from cspd.parsing import NO_CHARACTER, label_list, place
+from cspd.parsing import NO_CHARACTER
 from cspd.records import misfit, parse_json
 from cspd.sequence import Label, Request
 
-CLASSES_HELP = "classes by number or name, like 0-9 or 1,5,seven"
 FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
 OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
 COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # of a picture: COCO_val2014_000000000139, 000000000139, 139
 COCO_DIGITS = 12  # of a number as COCO writes it
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
-
-
-def add_subject_options(
-    group: argparse._ArgumentGroup, labels_help: str, labels: str | None = None
-) -> argparse._MutuallyExclusiveGroup:
-    """Flags of classes, and of texts in their place, of which one may be given. `labels`: the default."""
-    one_of = group.add_mutually_exclusive_group()
-    one_of.add_argument("--labels", "--classes", type=label_list, default=labels, help=labels_help)
-    one_of.add_argument(
-        "--prompts",
-        type=place,
-        metavar="FILE",
-        help="texts in place of classes, by models of texts: one a line, or .json, such as COCO's (docs/text.md)",
-    )
-    add_negative_prompt(group)
-    return one_of
-
-
-def add_negative_prompt(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--negative-prompt", metavar="TEXT", help="what guidance leads away from (default: the model's null caption)"
-    )
 
 
 def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
-import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from cspd.commands.compare import add_judge_options, judge_of
+from cspd.commands.compare import judge_of
 from cspd.commands.options import (
-    add_model_options,
-    add_request_options,
     load_engine,
     request_of,
     run_settings,
 )
-from cspd.commands.subjects import CLASSES_HELP, check_classes, class_numbers
+from cspd.commands.subjects import check_classes, class_numbers
 from cspd.comparison.candidates import candidates
-from cspd.comparison.halving import FEWEST
 from cspd.comparison.page import write
 from cspd.comparison.runs import CHUNKS, TUNE, settings_of, store_of
 from cspd.comparison.study import Configuration
@@ -29,12 +23,10 @@ from cspd.comparison.verdict import choice_told, front_table, shortfall, wanted
 from cspd.evaluation.extractor import INCEPTION
 from cspd.finding import family_of
 from cspd.option import option_names
-from cspd.parsing import MOST, choice, count, label_list, place, seed, shortened, whole
 from cspd.records import write_json
 from cspd.stopping import if_stopped
 
 SCHEMA = "cspd.tune/1"
-METRICS = {"fid": "fid", "is": "inception_score", "accuracy": "accuracy"}
 MODEL = (
     "checkpoint",
     "arch",
@@ -47,89 +39,6 @@ MODEL = (
     "graphs",
     "threads",
 )
-EPILOG = """\
-examples:
-  cspd tune --max-batch 64 --tolerance fid=2%,accuracy=1%
-      for sampling many images: FID at most 2 % above plain sampling's, and at most 1 % fewer recognised
-  cspd tune --max-batch 1 --num-iter 64 --exact --num 60
-      for one image soon, of exactly plain sampling's distribution
-
-All candidates make 20 images, the better third of them 60, and so on up to --num. Plain sampling (ar) by your settings
-is what the limits are relative to; it is there once more by other seeds, to show what chance alone does.
-"""
-
-
-def add(commands: argparse._SubParsersAction) -> None:
-    """Declares the command."""
-    text = (
-        "Searches methods, their settings and numbers of iterations for the fastest way to sample on this machine that"
-        " keeps the limits. It prints the Pareto front of speed and quality and the command to run, and writes a report"
-        " (report.html). A search that was cut off goes on where it was."
-    )
-    tuning = commands.add_parser(
-        "tune",
-        help="find the fastest settings for this machine within limits",
-        description=textwrap.fill(text, 100),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    tuning.set_defaults(run=run, method=None)
-    group = tuning.add_argument_group("limits (one of them)").add_mutually_exclusive_group()
-    group.add_argument(
-        "--tolerance",
-        type=tolerance,
-        metavar="fid=2%",
-        help="how much worse than plain sampling's: fid, is (Inception score), accuracy (share recognised), or several"
-        " with commas (default: fid=2%%)",
-    )
-    group.add_argument(
-        "--divergence",
-        type=nats,
-        metavar="D",
-        help="only methods that are exact, or measured to be at most D nats per token from plain sampling's chains",
-    )
-    group.add_argument("--exact", action="store_true", help="only methods that keep plain sampling's distribution")
-    add_model_options(tuning)
-    group = tuning.add_argument_group("the search")
-    group.add_argument("--labels", type=label_list, default="0-9", help=f"{CLASSES_HELP} (default: 0-9)")
-    group.add_argument(
-        "--num",
-        type=whole(FEWEST, MOST),
-        default=120,
-        help="images of each configuration in the last rung (default: %(default)s)",
-    )
-    group.add_argument("--seed", type=seed, default=0, help="of the first image; the next has the next (default: 0)")
-    group.add_argument("--max-batch", type=count, default=8, help="images in flight at once (default: %(default)s)")
-    group.add_argument("--out", type=place, default=Path("tuning"), help="folder (default: %(default)s/)")
-    group.add_argument("--overwrite", action="store_true", help="replace another run that is in --out")
-    add_judge_options(tuning)
-    add_request_options(tuning, only_common=True)
-
-
-def tolerance(text: str) -> dict[str, float]:
-    """ "fid=2%,accuracy=1%" to {"fid": 0.02, "accuracy": 0.01}."""
-    limits = {}
-    for part in text.split(","):
-        name, _, amount = part.strip().partition("=")
-        if name not in METRICS:
-            raise argparse.ArgumentTypeError(f"{shortened(part)} limits nothing: {choice(name, METRICS)}, like fid=2%")
-        if not re.fullmatch(r"\d{1,3}(\.\d{1,6})?%", amount, re.ASCII):
-            raise argparse.ArgumentTypeError(f"{shortened(part)} is no percentage: write it like fid=2%")
-        if METRICS[name] in limits:
-            raise argparse.ArgumentTypeError(f"{shortened(text)} has {name} twice: give it once")
-        limits[METRICS[name]] = float(amount[:-1]) / 100
-    return limits
-
-
-def nats(text: str) -> float:
-    """A divergence."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:  # a NaN neither
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is no divergence: give nats per token above 0, like 0.5")
-    return value
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from cspd.comparison.study_file import MODELS, REQUEST, TARGET, expand, row_name
 from cspd.engine import Engine
+from cspd.families import COMMON, EMBEDDED
 from cspd.lookup import method_names, with_method
-from cspd.methods import COMMON, EMBEDDED
 from cspd.parsing import choice
 from cspd.sequence import Request
 

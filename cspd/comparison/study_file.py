@@ -25,24 +25,6 @@ TEXTS = ("name", "prompts", "negative_prompt", *MODELS)
 OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
 MOST_ROWS = 1000  # that lists of values may stand for
-FORMAT = """\
-a study's file (YAML): settings of all at the top, then the configurations; a list of values stands for one
-configuration each, and two lists for every pair:
-
-  num: 16                 # and labels or prompts, seed, max_batch: as the options of these names
-  num_iter: 64            # any setting of a request: cfg, temperature, window, gamma, rule, delta, ...
-  configurations:
-    - method: speculative
-    - method: cspd
-      gamma: [8, 16]
-    - method: ar
-      seed: 1000          # other seeds than those of the rest: how much chance moves the numbers
-    - name: the draft alone
-      method: ar
-      checkpoint: draft.safetensors     # and arch, vae, draft_checkpoint, eagle: models of its own
-
-options on the command line come before the file's settings at the top.
-"""
 
 
 def named_entries(names: Sequence[str]) -> list[dict]:

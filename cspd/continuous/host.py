@@ -18,42 +18,19 @@ from cspd.continuous.buckets import by_sequence
 from cspd.continuous.given import encoder, give, given
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.rows import Rows
-from cspd.continuous.schedule import GUIDANCE, ORDERS, largest, timetable
+from cspd.continuous.schedule import ORDERS, largest, timetable
+from cspd.families import MAR_OPTIONS, NUM_ITER
 from cspd.graphs import Graphs
 from cspd.method import Method, complete, with_tokens
-from cspd.option import Option
 from cspd.pixels import decoded, to_unit
 from cspd.precision import Precision
 from cspd.sequence import Request, Sequence
 from cspd.transfer import send, send_integers
 from mar import reference
-from mar.diffusion import TRAIN_STEPS
 from mar.head import filled
 from mar.model import MAR, following
 from mar.registry import defaults_of
 from mar.vae import AutoencoderKL
-
-NUM_ITER = Option(
-    "num_iter",
-    int,
-    "autoregressive iterations, at most one per token made (for cspd they set the guidance and the prefill only)",
-    low=1,
-    metavar="K",
-)
-MAR_OPTIONS = (
-    NUM_ITER,
-    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
-    Option("cfg_schedule", GUIDANCE, "guidance grows over the iterations, or is the same in all"),
-    Option("temperature", float, "scales the denoising noise; 1 is the model's own", metavar="TAU"),
-    Option(
-        "num_sampling_steps",
-        int,
-        "denoising steps per token; MAR's default is 100",
-        low=2,
-        high=TRAIN_STEPS,
-        metavar="T",
-    ),
-)
 
 
 class MARHost:

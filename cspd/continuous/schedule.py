@@ -17,7 +17,6 @@ from cspd.method import nothing_more
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
 
-GUIDANCE = ("linear", "constant")
 RECONSTRUCTION = Option(
     "reconstruction",
     int,

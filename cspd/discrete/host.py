@@ -16,10 +16,10 @@ from cspd.discrete.batch import Batch, of_copies
 from cspd.discrete.cache import MOST_NODES, Cache, most_columns
 from cspd.discrete.condition import Conditions, check_encoder, encode_texts, take_in
 from cspd.discrete.forward import forward
-from cspd.discrete.options import VQ_OPTIONS
 from cspd.discrete.past import PastFeatures
 from cspd.discrete.prefix import encoder, prefill, with_prefix
 from cspd.discrete.probabilities import guide, likeliest_point, probabilities
+from cspd.families import VQ_OPTIONS
 from cspd.graphs import Graphs
 from cspd.method import Method, complete
 from cspd.noise import Purpose

@@ -1,16 +1,11 @@
-"""The settings that every method of VQ codes has, and those of methods that take any rule or coupling."""
+"""The settings of VQ methods that take any rule or coupling."""
 
 from __future__ import annotations
 
 from cspd.discrete.rules import PARAMETERS, RULE
+from cspd.families import VQ_OPTIONS
 from cspd.option import Option
 
-VQ_OPTIONS = (
-    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
-    Option("temperature", float, "divides the logits; 1 is the model's own, 0 takes the likeliest code", metavar="TAU"),
-    Option("top_k", int, "likeliest codes that are kept; 0 keeps all", metavar="K"),
-    Option("top_p", float, "mass of the likeliest codes that are kept; 1 keeps all", above=0, high=1, metavar="P"),
-)
 COUPLING = Option(
     "coupling",
     ("maximal", "same-image"),

@@ -15,10 +15,10 @@ from cspd.continuous.calibration import Calibration
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
+from cspd.families import EMBEDDED
 from cspd.gpu_check.settings import MODES, Settings
 from cspd.loading import load
 from cspd.lookup import find
-from cspd.methods import EMBEDDED
 from cspd.sequence import Request
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from cspd.engine import Engine
+from cspd.families import COMMON, DEFAULTS
 from cspd.method import GUARANTEES, Host, Method
-from cspd.methods import COMMON, DEFAULTS, METHODS
+from cspd.methods import METHODS
 from cspd.option import Option
 from cspd.plots import coloured
 from cspd.records import link_of, png_of

@@ -95,6 +95,6 @@ def test_evaluate_by_the_emojis_classifier(tmp_path):
 
 
 def test_the_page_has_it_where_texts_can_be_read(monkeypatch):
-    assert options._embedded_here() == [*embedded()] and "emoji64_text" in embedded()
+    assert options.embedded_here() == [*embedded()] and "emoji64_text" in embedded()
     monkeypatch.setattr(options, "missing_library", lambda: "transformers")
-    assert options._embedded_here() == ["digits32", "digits32_vq", "emoji64"]
+    assert options.embedded_here() == ["digits32", "digits32_vq", "emoji64"]

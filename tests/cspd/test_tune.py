@@ -13,7 +13,8 @@ from stores import small_checkpoint
 
 import cspd
 from cspd import methods
-from cspd.cli import _parser, main
+from cspd.cli import _parse, main
+from cspd.commands import flags
 from cspd.commands import tune as command
 from cspd.commands.options import request_of
 from cspd.comparison import candidates as searched
@@ -25,6 +26,7 @@ from cspd.comparison.tune import OTHER_SEEDS, _add_losses, tune
 from cspd.evaluation.classifier import SPACES
 from cspd.evaluation.intervals import NORMAL
 from cspd.evaluation.reference import load_reference
+from cspd.parsing import tolerance
 
 STEPS = (2, 3, 4)  # denoising steps of the candidates
 LIMITS = {"fid": 9.0}
@@ -37,7 +39,7 @@ def small_rungs():
     """Rungs of 4 and 8 images; of three candidates one goes on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(halving, "FEWEST", 4)
-        patch.setattr(command, "FEWEST", 4)
+        patch.setattr(flags, "FIRST_RUNG", 4)
         patch.setattr(halving, "LEAST_KEPT", 1)
         yield
 
@@ -203,7 +205,7 @@ def test_a_stopped_search_goes_on_and_prints_the_line_to_run(tmp_path, monkeypat
     assert tuned["told"] in printed and tuned["command"] in printed and "FID against ar" in printed
     page = (tmp_path / "report.html").read_text()
     assert tuned["command"] in page and "cspd tune" in page and tuned["chosen"] in page
-    args = _parser().parse_args(shlex.split(tuned["command"])[1:])
+    args = _parse(shlex.split(tuned["command"])[1:])
     steps = int(tuned["chosen"].rpartition("=")[2])
     assert request_of(args) == cspd.Request(0, 0, "ar", num_iter=1, num_sampling_steps=steps, cfg=1.0)
     assert args.max_batch == 4 and args.checkpoint == "digits32"
@@ -212,10 +214,10 @@ def test_a_stopped_search_goes_on_and_prints_the_line_to_run(tmp_path, monkeypat
 def test_the_command_has_settings_that_are_zero(rows):
     plain, _ = rows
     row = dataclasses.replace(plain, request=plain.request.but(temperature=0.0))
-    args = _parser().parse_args(["tune", "--no-graphs"])
-    again = _parser().parse_args(shlex.split(command.command(args, row))[1:])
+    args = _parse(["tune", "--no-graphs"])
+    again = _parse(shlex.split(command.command(args, row))[1:])
     assert request_of(again).temperature == 0 and again.graphs is False
-    again = _parser().parse_args(shlex.split(command.command(_parser().parse_args(["tune"]), row))[1:])
+    again = _parse(shlex.split(command.command(_parse(["tune"]), row))[1:])
     assert again.graphs is None and again.compile is False
 
 
@@ -267,7 +269,7 @@ def test_bad_limits_are_errors_of_one_line(arguments, told, capsys):
 
 
 def test_a_tolerance_is_shares_by_name():
-    assert command.tolerance("fid=2%, accuracy=0.5%,is=10%") == {"fid": 0.02, "accuracy": 0.005, "inception_score": 0.1}
+    assert tolerance("fid=2%, accuracy=0.5%,is=10%") == {"fid": 0.02, "accuracy": 0.005, "inception_score": 0.1}
 
 
 @pytest.mark.slow
