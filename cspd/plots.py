@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib import colormaps
 from PIL import Image, ImageDraw, ImageFont
 
 MARGIN = 4
@@ -193,6 +192,8 @@ def heat_grid(
 
 def coloured(shares: np.ndarray) -> Image.Image:
     """A picture of shares [H, W] of the way from the least to the most, in colours that all eyes tell apart."""
+    from matplotlib import colormaps  # half a second, and only heat maps need it
+
     colours = colormaps["viridis"](shares, bytes=True)[..., :3]
     colours[np.isnan(shares)] = UNKNOWN
     return Image.fromarray(colours)

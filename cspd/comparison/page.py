@@ -64,8 +64,9 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
         files["speed_quality.png"] = png_of(beside([plot.png for plot in plots]))
     else:
         (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
+    named = [(_with_speed(row), pictures) for row, (_, pictures) in zip(report["rows"], rows)]
     files |= {
-        "comparison.png": png_of(seed_grid(rows, ["\n".join(head) for head in heads])),
+        "comparison.png": png_of(seed_grid(named, ["\n".join(head) for head in heads])),
         "comparison.md": _encoded(markdown(report)),
         "comparison.csv": _encoded(csv_table(report)),
     }
@@ -73,6 +74,12 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
         write_bytes(out / name, content)
     write_json(out / "comparison.json", report)
     return [*files, "comparison.json"]
+
+
+def _with_speed(row: dict) -> str:
+    """A row's name, and below it how many times as fast as baseline sampling it was."""
+    speed = value_of(row, "speed_up")
+    return row["name"] if speed is None else f"{row['name']}\n{speed:.1f}x"
 
 
 def _encoded(text: str) -> bytes:
