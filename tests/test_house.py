@@ -110,9 +110,9 @@ def between(text: str, marker: str) -> str:
     return text.split(f"<!-- {marker} -->")[1].split(f"<!-- /{marker} -->")[0].strip()
 
 
-def test_readme_has_the_methods_table():
+def test_docs_have_the_methods_table():
     """Made by `cspd methods --markdown`."""
-    assert between((ROOT / "README.md").read_text(), "methods") == markdown_table(METHODS)
+    assert between((ROOT / "docs" / "methods.md").read_text(), "methods") == markdown_table(METHODS)
 
 
 def test_docs_have_the_options_table():

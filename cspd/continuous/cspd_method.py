@@ -1,4 +1,4 @@
-"""CSpD: a draft MAR proposes tokens, the target accepts or resamples them. Guarantee: heuristic.
+"""CSpD: a smaller MAR drafts tokens, the target accepts or resamples them them. Guarantee: heuristic.
 
 Source: Continuous Speculative Decoding (arXiv 2411.11925), Algorithm 1. The acceptance ratio compares two chains that
 visit different states. So it is not a density ratio at one point, and the output's distribution is not the target's.

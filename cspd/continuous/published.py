@@ -7,39 +7,39 @@ from cspd.continuous.sampling import sampling
 
 SPECULATIVE = sampling(
     "speculative",
-    "speculation inside the diffusion head, no draft model",
+    "speculates on the diffusion head's own denoising chain; no draft model",
     {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
     denoiser="speculative",
 )
 CALIBRATED = sampling(
     "calibrated",
-    "the head at N of the T steps, fitted predictions between; keeps the noise",
+    "evaluates the head at N of the T steps and predicts the others with a fitted linear model; uses the same noise as ar",
     {},
     denoiser="calibrated",
 )
 DISA = sampling(
     "disa",
-    "fewer denoising steps in later iterations",
+    "takes fewer denoising steps in later iterations",
     {"2505.20297": "DiSA: Diffusion Step Annealing in Autoregressive Image Generation"},
     denoiser="annealed",
 )
 
 DDIM = sampling(
     "ddim",
-    "the head's chain by a deterministic solver of order 1",
+    "solves the head's chain deterministically, first order",
     {"2010.02502": "Denoising Diffusion Implicit Models"},
     denoiser="ddim",
 )
 DPM_SOLVER = sampling(
     "dpm-solver++",
-    "the same of order 2",
+    "solves the head's chain deterministically, second order",
     {"2211.01095": "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models"},
     denoiser="dpm-solver++",
 )
 
 GTR = sampling(
     "gtr",
-    "one colour of a checkerboard in most iterations, then the other in few; more steps for detail",
+    "generates one colour of a checkerboard in most iterations, the other in a few; more steps for detailed tokens",
     {"2510.17171": "Generation then Reconstruction: Accelerating Masked Autoregressive Models via Two-Stage Sampling"},
     order="checkerboard",
     denoiser="frequency-weighted",
@@ -48,7 +48,7 @@ GTR = sampling(
 
 LAZYMAR = sampling(
     "lazymar",
-    "reuses the transformer's work between iterations, the head's between steps",
+    "reuses transformer features between iterations and head features between denoising steps",
     {"2503.12450": "LazyMAR: Accelerating Masked Autoregressive Models via Feature Caching"},
     backbone="cached",
     denoiser="cached",

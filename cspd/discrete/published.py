@@ -8,21 +8,21 @@ from cspd.discrete.jacobi import jacobi
 
 SD = drafting(
     "sd",
-    "speculative sampling of a chain by a smaller GPT",
+    "speculative sampling: a smaller GPT drafts a chain of tokens",
     {"2211.17192": "Fast Inference from Transformers via Speculative Decoding"},
     draft="chain",
     gamma=5,
 )
 EAGLE = drafting(
     "eagle",
-    "EAGLE-1: a static tree by a drafter on the target's features",
+    "EAGLE-1: a drafter on the target's features drafts a fixed tree",
     {"2401.15077": "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty"},
     draft="eagle-static",
     gamma=5,
 )
 EAGLE2 = drafting(
     "eagle2",
-    "EAGLE-2: a tree by the drafter's confidence; images of ar",
+    "EAGLE-2: the drafter's confidence shapes the tree; same images as ar",
     {"2406.16858": "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees"},
     draft="eagle-dynamic",
     gamma=6,
@@ -33,7 +33,7 @@ COOL_SD_PAPER = {
 }
 UNIFORM_RSD = drafting(
     "uniform-rsd",
-    "acceptance relaxed by a constant, on EAGLE's tree",
+    "relaxes acceptance by a constant, on EAGLE-1's tree",
     COOL_SD_PAPER,
     draft="eagle-static",
     gamma=5,
@@ -42,7 +42,7 @@ UNIFORM_RSD = drafting(
 )
 COOL_SD = drafting(
     "cool-sd",
-    "acceptance relaxed by a decaying schedule, on EAGLE's tree",
+    "relaxes acceptance by a schedule that decays with depth, on EAGLE-1's tree",
     COOL_SD_PAPER,
     draft="eagle-static",
     gamma=5,
@@ -51,7 +51,7 @@ COOL_SD = drafting(
 )
 LANTERN = drafting(
     "lantern",
-    "acceptance pooled over near codes, on EAGLE-2's tree",
+    "pools acceptance over near codebook entries, on EAGLE-2's tree",
     {"2410.03355": "LANTERN: Accelerating Visual Autoregressive Models with Relaxed Speculative Decoding"},
     draft="eagle-dynamic",
     gamma=6,
@@ -62,7 +62,7 @@ LANTERN = drafting(
 )
 LANTERN_PLUS = drafting(
     "lantern++",
-    "the same with a relative limit, on EAGLE's tree",
+    "LANTERN with a relative limit, on EAGLE-1's tree",
     {
         "2502.06352": "LANTERN++: Enhancing Relaxed Speculative Decoding with Static Tree Drafting for Visual"
         " Auto-regressive Models"
@@ -76,7 +76,7 @@ LANTERN_PLUS = drafting(
 )
 SJD = jacobi(
     "sjd",
-    "Jacobi: the target drafts a window for itself; images of ar",
+    "Jacobi decoding: the target drafts a window for itself; same images as ar",
     {
         "2410.01699": "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi"
         " Decoding"
@@ -85,7 +85,7 @@ SJD = jacobi(
 )
 MC_SJD = jacobi(
     "mc-sjd",
-    "Jacobi; drafted codes are kept from round to round where they can be",
+    "Jacobi decoding that keeps drafted tokens from round to round if it can",
     {
         "2510.24211": "MC-SJD: Maximal Coupling Speculative Jacobi Decoding for Autoregressive Visual Generation"
         " Acceleration"
@@ -94,7 +94,7 @@ MC_SJD = jacobi(
 )
 SJD_PAC = jacobi(
     "sjd-pac",
-    "Jacobi with proactive drafting and adaptive continuation",
+    "Jacobi decoding with proactive drafting and adaptive continuation",
     {
         "2603.18599": "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive"
         " Continuation"
@@ -105,7 +105,7 @@ SJD_PAC = jacobi(
 )
 GSD = jacobi(
     "gsd",
-    "Jacobi, accepted by groups of about equally likely codes",
+    "Jacobi decoding that accepts by groups of about equally likely tokens",
     {"2508.07747": "Grouped Speculative Decoding for Autoregressive Image Generation"},
     rule="gsd",
     group=10,

@@ -150,8 +150,8 @@ def test_methods_lists_guarantees(capsys):
     assert main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split()[:5] for line in lines]
-    assert ["ar", "MAR", "exact", "-", "plain"] in rows and ["ar", "VQ", "exact", "-", "plain"] in rows
-    assert ["speculative", "MAR", "exact", "calibration", "speculation"] in rows
+    assert ["ar", "MAR", "exact", "-", "baseline"] in rows and ["ar", "VQ", "exact", "-", "baseline"] in rows
+    assert ["speculative", "MAR", "exact", "calibration", "speculates"] in rows
     assert ["cool-sd", "VQ", "bounded", "EAGLE", "drafter"] in rows
 
 
