@@ -28,7 +28,7 @@ MIXED = ("num_iter", "cfg", "cfg_schedule", "temperature")  # may differ between
 FIRST_TIMESTEP = Option(
     "first_timestep",
     int,
-    "the noisiest timestep of the 1000 that a chain visits: 999 as in MAR's code, about 950 for short chains",
+    "the noisiest of the 1000 timesteps that a chain visits: 999 as in MAR's code, about 950 for short chains",
     low=1,
     high=TRAIN_STEPS - 1,
     metavar="N",

@@ -25,7 +25,7 @@ from mar.model import MAR
 REFRESH = Option(
     "refresh",
     int,
-    "from the end of the warm-up on, one iteration of so many evaluates the whole transformer; 1: all do",
+    "after the warm-up, evaluate the full transformer only at every N-th iteration; 1: every iteration",
     default=9,
     low=1,
     metavar="N",
@@ -33,14 +33,14 @@ REFRESH = Option(
 WARMUP = Option(
     "warmup",
     int,
-    "iterations at the beginning that evaluate the whole transformer",
+    "first iterations, which evaluate the full transformer",
     default=5,
     metavar="N",
 )
 RETAIN = Option(
     "retain",
     float,
-    "share of the positions that the deeper decoder layers compute at first; it falls with the iterations",
+    "fraction of the positions that the deeper decoder layers compute at first; it falls over the iterations",
     default=1.0,
     high=1,
     metavar="SHARE",
@@ -48,7 +48,7 @@ RETAIN = Option(
 REUSE_NULL = Option(
     "reuse_null",
     bool,
-    "evaluate the null class only where the whole transformer is, and reuse its distance from the class",
+    "evaluate the unconditional branch only with the full transformer, and reuse its difference between",
     default=True,
 )
 OPTIONS = (REFRESH, WARMUP, RETAIN, REUSE_NULL)

@@ -31,7 +31,7 @@ from mar.head import Head
 REUSE = Option(
     "reuse",
     int,
-    "after a tenth of the denoising steps, the head's blocks are evaluated at one of so many",
+    "after a tenth of the denoising steps, evaluate the head's blocks only at every N-th",
     default=8,
     low=1,
     metavar="N",

@@ -32,7 +32,7 @@ OPTIONS = (
     Option(
         "verify",
         ("parallel", "sequential"),
-        "judge all drafted tokens from the verified prefix, or each one after those before it",
+        "verify all drafted tokens from the verified prefix, or each one after those before it",
         default="parallel",
     ),
     Option(
@@ -44,9 +44,14 @@ OPTIONS = (
         metavar="X",
     ),
     SIGMA,
-    Option("align", bool, "draft and target denoise a token with the same noise", default=True),
+    Option("align", bool, "draft model and target denoise a token with the same noise", default=True),
     Option(
-        "prefill", float, "share of the tokens that the target makes alone, at first", default=0.05, high=1, metavar="P"
+        "prefill",
+        float,
+        "fraction of the tokens that the target generates alone, at first",
+        default=0.05,
+        high=1,
+        metavar="P",
     ),
     *(
         option

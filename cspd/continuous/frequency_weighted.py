@@ -24,7 +24,7 @@ OPTIONS = (
     Option(
         "upper",
         int,
-        "denoising steps in the first iteration, and of detailed tokens",
+        "denoising steps in the first iteration, and for detailed tokens",
         default=50,
         low=2,
         high=TRAIN_STEPS,
@@ -33,7 +33,7 @@ OPTIONS = (
     Option(
         "lower",
         int,
-        "denoising steps once half of the tokens are known",
+        "denoising steps once half of the tokens are committed",
         default=20,
         low=2,
         high=TRAIN_STEPS,
@@ -42,7 +42,7 @@ OPTIONS = (
     Option(
         "detail",
         float,
-        "share of the later half's tokens that take upper steps: those with most high-frequency energy",
+        "fraction of the later half's tokens that take `upper` steps: those with the most high-frequency energy",
         default=0.1,
         high=1,
         metavar="P",

@@ -13,7 +13,7 @@ SPECULATIVE = sampling(
 )
 CALIBRATED = sampling(
     "calibrated",
-    "evaluates the head at N of the T steps and predicts the others with a fitted linear model; uses the same noise as ar",
+    "evaluates the head at N of the T steps and predicts the others with a fitted linear model; same noise as ar",
     {},
     denoiser="calibrated",
 )

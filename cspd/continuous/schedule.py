@@ -20,7 +20,7 @@ from cspd.sequence import Request
 RECONSTRUCTION = Option(
     "reconstruction",
     int,
-    "iterations for the second colour of the checkerboard, at least; the first colour takes the others",
+    "minimum number of iterations for the second colour of the checkerboard; the first colour takes the rest",
     default=2,
     low=1,
     metavar="N",

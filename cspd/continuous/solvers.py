@@ -30,7 +30,7 @@ OPTIONS = (
     Option(
         "head_calls",
         int,
-        "head calls per token; the temperature does nothing",
+        "head calls per token; the temperature has no effect",
         default=10,
         low=2,
         high=TRAIN_STEPS,
@@ -40,7 +40,7 @@ OPTIONS = (
     Option(
         "grid",
         ("uniform", "planned"),
-        "timesteps of the head calls: evenly spaced, or where `calibrated` has them",
+        "timesteps of the head calls: evenly spaced, or those that `calibrated` would choose",
         default="uniform",
     ),
 )

@@ -28,7 +28,7 @@ from cspd.transfer import Report, send, send_integers
 WINDOW = Option(
     "window",
     int,
-    "denoising steps drafted ahead in the head; 0 drafts none; by default what is fastest on this device",
+    "denoising steps drafted ahead in the head; 0: none (default: the fastest on this device)",
     high=WINDOWS[-1],
     off=0,
     metavar="W",
@@ -36,7 +36,8 @@ WINDOW = Option(
 DRAFT = Option(
     "draft",
     DRAFTS,
-    "how the head's output is guessed: by a fit, or as the last one (frozen: no calibration, fewer accepted)",
+    "how the head's next outputs are predicted: by a fitted linear model, or as equal to the last one (frozen: no"
+    " calibration, lower acceptance)",
     default="calibrated",
 )
 # where chains are short: here they all begin at timestep 999

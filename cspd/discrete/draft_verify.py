@@ -79,8 +79,8 @@ def commit(host: VQHost, batch: Batch, drafted: Drafted, verified: Verified) -> 
         host.compact(batch, torch.where(level <= place, verified.path, level))
 
 
-DRAFT = Option("draft", DRAFTS, "what drafts the codes")
-GAMMA = Option("gamma", int, "codes drafted one after the other, or a tree's height", low=1, high=MOST_NODES - 1)
+DRAFT = Option("draft", DRAFTS, "what drafts the tokens")
+GAMMA = Option("gamma", int, "number of tokens drafted in a chain, or the height of a tree", low=1, high=MOST_NODES - 1)
 _WITH_ARTICLE = {"draft": "a draft model", "eagle": "an EAGLE drafter"}
 _FLAGS = {"draft": "--draft-checkpoint", "eagle": "--eagle"}
 NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}

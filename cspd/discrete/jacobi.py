@@ -225,20 +225,20 @@ def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: 
 
 
 OPTIONS = (
-    Option("window", int, "codes judged at once", default=64, low=1, high=MOST_NODES - 1, metavar="W"),
+    Option("window", int, "tokens verified at once", default=64, low=1, high=MOST_NODES - 1, metavar="W"),
     Option(
         "pd_k",
         int,
-        "codes tried at each of the first places, siblings included; 1 drafts no siblings",
+        "candidates at each of the first positions, siblings included; 1: no siblings",
         default=1,
         low=1,
         high=16,
     ),
-    Option("pd_d", int, "how many of the first places have siblings; 0 drafts none", default=0, high=16),
+    Option("pd_d", int, "how many of the first positions have siblings; 0: none", default=0, high=16),
     Option(
         "continuation",
         bool,
-        "keep codes after a rejection where they can be, as same-image coupling always does",
+        "keep drafted tokens after a rejection if possible, as same-image coupling always does",
         default=False,
     ),
 )

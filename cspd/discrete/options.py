@@ -9,7 +9,8 @@ from cspd.option import Option
 COUPLING = Option(
     "coupling",
     ("maximal", "same-image"),
-    "what is accepted: as much of a draft as can be, or what ar draws: same seed, same image as ar, fewer forwards",
+    "maximal: the highest acceptance rate; same-image: accept only what ar would sample, so that each seed gives ar's"
+    " image in fewer forward passes",
     default="maximal",
     implied=True,
     only_with=("rule", ("exact",)),

@@ -22,7 +22,7 @@ from cspd.sequence import Request
 SCHEDULES = ("exponential", "linear")
 METRICS = ("l2", "cosine", "raw")
 NEIGHBOURS = (
-    Option("k", int, "neighbours at most", default=10, implied=True, low=1),
+    Option("k", int, "maximum number of neighbours", default=10, implied=True, low=1),
     Option(
         "metric",
         METRICS,
@@ -34,14 +34,14 @@ NEIGHBOURS = (
 OPTIMAL = Option(
     "optimal",
     bool,
-    "after a rejection sample from G*, the closest to the target; if not, as the authors' code does",
+    "after a rejection, sample from the optimal residual distribution G*; otherwise as in the authors' code",
     default=True,
     implied=True,
 )
 PUBLISHED = Option(
     "published",
     bool,
-    "judge as LANTERN's released code does, not its paper: no bound; raw neighbours, unless metric says so",
+    "verify as LANTERN's released code does instead of its paper: no bound; raw neighbours unless metric is given",
     default=False,
     implied=True,
 )
@@ -49,13 +49,15 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
     "exact": (),
     "uniform-rsd": (Option("delta", float, "accepts with min(1, delta P/Q)", low=1), OPTIMAL),
     "cool-sd": (
-        Option("delta", float, "mean relaxation over the depths, 1.1 to 4 in the paper", above=0),
+        Option("delta", float, "mean relaxation over the depths; 1.1 to 4 in the paper", above=0),
         Option("schedule", SCHEDULES, "how the relaxation falls with depth", default="exponential", implied=True),
         Option("nu", float, "decay of the exponential schedule", default=0.7, implied=True, above=0),
         OPTIMAL,
     ),
     "lantern": (
-        Option("delta", float, "mass that the neighbours may give, 0.05 to 0.4 in the paper", above=0, high=1),
+        Option(
+            "delta", float, "maximum probability that neighbours may add; 0.05 to 0.4 in the paper", above=0, high=1
+        ),
         *NEIGHBOURS,
         OPTIMAL,
         PUBLISHED,
@@ -64,7 +66,7 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         Option(
             "lam",
             float,
-            "neighbours' mass over the code's own; the authors' lambda less 1",
+            "the neighbours' probability relative to the token's own; the authors' lambda minus 1",
             default=1.0,
             implied=True,
             above=0,
@@ -77,13 +79,13 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         Option(
             "group",
             int,
-            "codes judged as one: the nearest in the order of the target's probabilities; 3 to 50 in the paper",
+            "tokens verified as one group: neighbours in the order of the target's probabilities; 3 to 50 in the paper",
             low=1,
         ),
         Option(
             "gap",
             float,
-            "codes of one group differ by less than this in probability",
+            "tokens of one group differ by less than this in probability",
             default=0.15,
             implied=True,
             low=0.001,
@@ -92,7 +94,7 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
         OPTIMAL,
     ),
 }
-RULE = Option("rule", PARAMETERS, "how drafted codes are accepted", default="exact")
+RULE = Option("rule", PARAMETERS, "how drafted tokens are accepted", default="exact")
 DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
 MOST_DEPTHS = 2**16  # of a chain or tree
 WINDOW_CAP = 8  # L of a schedule over a Jacobi window: at its 64, omega_1 would be 32 delta, blind acceptance

@@ -19,16 +19,16 @@ from cspd.precision import Stopwatch
 from cspd.sequence import Request, Sequence
 
 ROUNDS = {"jacobi": jacobi.run_round, "eagle-dynamic": draft_verify.run_round}
-OPEN = "; by default what is fastest on this device"
+OPEN = " (default: the fastest on this device)"
 WINDOW = Option(
     "window",
     int,
-    f"codes drafted for one target forward; 0 drafts none, as ar{OPEN}",
+    f"tokens drafted for one target forward pass; 0: none, as ar{OPEN}",
     high=MOST_NODES - 1,
     off=0,
     metavar="W",
 )
-DRAFT = Option("draft", ROUNDS, f"what drafts them{OPEN}")
+DRAFT = Option("draft", ROUNDS, f"what drafts the tokens{OPEN}")
 GAMMA = Option(
     "gamma",
     int,
@@ -37,7 +37,7 @@ GAMMA = Option(
     high=DRAFTS["eagle-dynamic"].highest,
     only_with=("draft", ("eagle-dynamic",)),
 )
-COUPLED = Option("coupling", ("same-image",), "what is accepted: what ar draws", default="same-image")
+COUPLED = Option("coupling", ("same-image",), "accept only what ar would sample", default="same-image")
 DECIDED = tuple(option.name for option in (WINDOW, DRAFT, GAMMA))
 
 
