@@ -74,6 +74,13 @@ def test_devices_do_not_mix(gpu):
     assert (x + torch.tensor(1.0)).device == x.device  # a number, as torch sees it
 
 
+def test_types_that_cuda_does_not_take_are_refused(gpu):
+    x, weight = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3)
+    torch.nn.functional.layer_norm(x, (3,), weight)  # a CPU takes them
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.layer_norm(x.to("cuda:0"), (3,), weight.to("cuda:0"))
+
+
 def test_what_is_copied_to_the_host_is_late(gpu):
     there = torch.ones(3, device="cuda:0").to("cpu", non_blocking=True)
     copied, later = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
