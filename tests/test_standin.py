@@ -33,7 +33,7 @@ BLOCKING = {
     "not pinned": lambda x: torch.ones(3).to(x.device, non_blocking=True),
     "waits": lambda x: torch.ones(3).pin_memory().to(x.device),
     "index": lambda x: x[torch.tensor([0])],
-    "number": lambda x: x.__setitem__(x.long(), 1.0),
+    "value": lambda x: x.index_put_([x.long()], torch.tensor(1.0)),
 }
 NEITHER = {
     "kernels": lambda x: (x * 2 + 1).softmax(0)[1:].sum(),
