@@ -10,8 +10,8 @@ All numbers are those of a CPU. What a GPU would do is noted:
 * a read, where the host waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
 * a blocking copy, to the device from memory that is not pinned or without `non_blocking`.
 
-Tensors of both devices in one operation raise RuntimeError, as on a GPU, and so do types that CUDA does not take (an
-operation is traced first where its shapes do not depend on values), and a read while a graph is captured.
+Tensors of both devices in one operation raise RuntimeError, as on a GPU, and so do a norm's weights of another type than
+its input, and a read while a graph is captured.
 What a non-blocking copy brings to the host is there once an event recorded after it is past, and rubbish before. A
 graph is the list of its operations, run again. Everything is undone at the end, but that models stay where they are:
 give a copy of shared ones.
@@ -32,7 +32,6 @@ from unittest import mock
 import torch
 from timeline import Event, Graph, Pool, Stream, Timeline
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -41,8 +40,8 @@ ROOT = Path(__file__).parent.parent
 OURS = tuple(f"{ROOT / package}/" for package in ("cspd", "mar"))
 RUBBISH = 0x7F  # in every byte
 ATTENTION = functional.scaled_dot_product_attention
-TRACING, TRACED = FakeTensorMode(), set[str]()  # operations with types and shapes that CUDA takes
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
+NORMS = {"native_layer_norm", "native_group_norm"}  # with weights; a CPU has kernels for float32 ones of bfloat16
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 NOTHING = (
     "_lazy_init current_device max_memory_allocated memory_allocated memory_reserved reset_peak_memory_stats".split()
@@ -180,7 +179,6 @@ class StandIn(TorchDispatchMode):
     def _launch(self, name: str, operation: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs an operation on the device."""
         self.count(name)
-        self._trace(operation, args, kwargs)
         own_args, own_kwargs = _held(args), _held(kwargs)
         results = operation(*own_args, **own_kwargs)
         if self._graph is not None:
@@ -189,17 +187,6 @@ class StandIn(TorchDispatchMode):
         given: dict[int, Tensor] = {}
         _each((args, kwargs), lambda tensor: given.update({id(_held(tensor)): tensor}))
         return _each(results, lambda result: given[id(result)] if id(result) in given else OnDevice(result))
-
-    def _trace(self, operation: Callable, args: tuple, kwargs: dict) -> None:
-        """Raises RuntimeError where CUDA does not take the types of an operation's tensors."""
-        like = f"{operation} {_each((args, kwargs), lambda x: (type(x), x.dtype, x.shape, x.stride()))}"
-        if like in TRACED:
-            return
-        with _disable_current_modes(), TRACING:
-            args, kwargs = _each((args, kwargs), _without_values)
-            with contextlib.suppress(DataDependentOutputException, DynamicOutputShapeException):
-                operation(*args, **kwargs)
-        TRACED.add(like)
 
     def attention(self, query: Tensor, *others: Tensor, **settings: Any) -> Tensor:
         """As scaled_dot_product_attention, which torch takes apart for a device without kernels of it."""
@@ -211,7 +198,10 @@ class StandIn(TorchDispatchMode):
             return self._launch("attention", ATTENTION, (query, *others), settings)
 
     def _look_out(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        """Notes a read, and raises RuntimeError where tensors of both devices meet that may not."""
+        """Notes a read, and raises RuntimeError where tensors of both devices meet that may not, or of two types."""
+        types = {tensor.dtype for tensor in tensors}
+        if name in NORMS and len(types) > 1:
+            raise RuntimeError(f"{name}: tensors are of types {types}")
         if name in READS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self.wait(self.reads, "item" if name == "_local_scalar_dense" else name)
         on_host = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]
@@ -266,11 +256,6 @@ def _each(values: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def _held(values: Any) -> Any:
     return _each(values, lambda tensor: getattr(tensor, "held", tensor))
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    """Like a tensor, on the device that it says that it is on."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 @functools.cache

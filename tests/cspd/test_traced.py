@@ -28,6 +28,7 @@ from mar.cached import Counts, Kept, lazy, refresh
 from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
 
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch traces nothing for CUDA")
 DEVICE = torch.device("cuda:1")  # what is made on the current device, which is 0, is on the wrong one
 ROWS, NUM_STEPS, WINDOW = 3, 4, 2
 
