@@ -2,13 +2,19 @@
 #   `calibrated`, and of texts.
 # make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores.
 # make test-all: the same with the slow tests, which sample the trained models at length or draw 200,000 sequences.
+# make fast: the tests of `make test` alone.
 # make bench: time the methods on the digits' models.
+# make lock: write the newest versions that fit into constraints.txt, with torch as below.
 # make clean: remove the environment and what `make demo` made.
+# Versions are those of constraints.txt, the newest with CONSTRAINTS=, the oldest with CONSTRAINTS=oldest.txt.
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+TORCH := torch==2.14.1 torchvision==0.29.1
 VENV := .venv
 BIN := $(VENV)/bin
+COMPILE := $(BIN)/uv pip compile --extra test --python-version 3.10 --upgrade --no-annotate --quiet
 
-.PHONY: demo check test test-all bench clean
+.PHONY: demo check test fast test-all bench lock clean
 
 demo: $(VENV)/ready
 	$(BIN)/cspd compare --methods ar,speculative --labels 0-9 --num 20 --num-iter 64 --cfg 3 --max-batch 1 --out samples --overwrite
@@ -20,8 +26,10 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+test: check fast
+
 # two processes of one thread each, that share the work evenly: a fixture made twice costs less than one that waits
-test: check
+fast: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: check
@@ -31,10 +39,20 @@ bench: $(VENV)/ready
 	$(BIN)/cspd bench --num-iter 64,16 --cfg 1,3 --batch 1,8
 	$(BIN)/cspd bench --vq --batch 1,8
 
-$(VENV)/ready: setup.cfg pyproject.toml
+lock: $(BIN)/uv
+	printf '%s\n' $(TORCH) | $(COMPILE) setup.cfg - --universal --custom-compile-command 'make lock' --output-file constraints.txt
+
+oldest.txt: setup.cfg $(BIN)/uv
+	$(COMPILE) setup.cfg --resolution lowest-direct --output-file $@
+
+$(VENV)/ready: setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable '.[test]'
 	touch $@
+
+$(BIN)/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet uv
 
 clean:
 	rm -rf $(VENV) samples samples_emoji samples_text

@@ -54,7 +54,9 @@ class ResBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        h = self.mlp(torch.addcmul(shift, self.in_ln(x), scale))
+        # weights stay in float32; a CPU normalises bfloat16 by them as it is, CUDA wants one type
+        normed = self.in_ln(x if x.device.type == "cpu" else x.to(self.in_ln.weight.dtype))
+        h = self.mlp(torch.addcmul(shift, normed, scale))
         return torch.addcmul(x, gate, h)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,11 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
     try:
         content = _read(path)
     except Exception as error:  # a damaged file can fail anywhere in the readers
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):  # whole: what is last is there
+            raise CheckpointError(
+                f"{path}: holds something other than dense tensors, and no code in it is run; save the weights as"
+                " ordinary dense tensors"
+            ) from error
         raise CheckpointError(
             f"{path}: cannot be read as weights ({_reason(error)}); it has {path.stat().st_size:,} bytes{_text(start)}"
             " and is likely truncated or another kind of file: fetch it again and compare its size with the source"

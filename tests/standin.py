@@ -10,7 +10,8 @@ All numbers are those of a CPU. What a GPU would do is noted:
 * a read, where the host waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
 * a blocking copy, to the device from memory that is not pinned or without `non_blocking`.
 
-Tensors of both devices in one operation raise RuntimeError, as on a GPU, and so does a read while a graph is captured.
+Tensors of both devices in one operation raise RuntimeError, as on a GPU, and so do a norm's weights of another type than
+its input, and a read while a graph is captured.
 What a non-blocking copy brings to the host is there once an event recorded after it is past, and rubbish before. A
 graph is the list of its operations, run again. Everything is undone at the end, but that models stay where they are:
 give a copy of shared ones.
@@ -40,6 +41,7 @@ OURS = tuple(f"{ROOT / package}/" for package in ("cspd", "mar"))
 RUBBISH = 0x7F  # in every byte
 ATTENTION = functional.scaled_dot_product_attention
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
+NORMS = {"native_layer_norm", "native_group_norm"}  # with weights; a CPU has kernels for float32 ones of bfloat16
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 NOTHING = (
     "_lazy_init current_device max_memory_allocated memory_allocated memory_reserved reset_peak_memory_stats".split()
@@ -196,7 +198,10 @@ class StandIn(TorchDispatchMode):
             return self._launch("attention", ATTENTION, (query, *others), settings)
 
     def _look_out(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        """Notes a read, and raises RuntimeError where tensors of both devices meet that may not."""
+        """Notes a read, and raises RuntimeError where tensors of both devices meet that may not, or of two types."""
+        types = {tensor.dtype for tensor in tensors}
+        if name in NORMS and len(types) > 1:
+            raise RuntimeError(f"{name}: tensors are of types {types}")
         if name in READS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self.wait(self.reads, "item" if name == "_local_scalar_dense" else name)
         on_host = [tensor for tensor in tensors if not isinstance(tensor, OnDevice) and tensor.dim()]

@@ -33,7 +33,7 @@ BLOCKING = {
     "not pinned": lambda x: torch.ones(3).to(x.device, non_blocking=True),
     "waits": lambda x: torch.ones(3).pin_memory().to(x.device),
     "index": lambda x: x[torch.tensor([0])],
-    "number": lambda x: x.__setitem__(x.long(), 1.0),
+    "value": lambda x: x.index_put_([x.long()], torch.tensor(1.0)),
 }
 NEITHER = {
     "kernels": lambda x: (x * 2 + 1).softmax(0)[1:].sum(),
@@ -72,6 +72,13 @@ def test_devices_do_not_mix(gpu):
     with pytest.raises(RuntimeError, match=r"add: tensors of shapes \[\(3,\)\] are on the CPU and others on cuda:0"):
         x + torch.ones(3)
     assert (x + torch.tensor(1.0)).device == x.device  # a number, as torch sees it
+
+
+def test_types_that_cuda_does_not_take_are_refused(gpu):
+    x, weight = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3)
+    torch.nn.functional.layer_norm(x, (3,), weight)  # a CPU takes them
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.layer_norm(x.to("cuda:0"), (3,), weight.to("cuda:0"))
 
 
 def test_what_is_copied_to_the_host_is_late(gpu):

@@ -129,6 +129,7 @@ def after_calls(dtype):
 
 
 LARGEST_REGISTERS = 128  # a thread: with more, a program of 16 warps does not fit on a multiprocessor
+SPILLED = 8  # bytes of stack: two numbers that a loop reads, with which two programs fit on a multiprocessor, not one
 ANGLES = 32  # bytes of stack that cosine and sine would use for angles above 100,000, which no draw has
 WORK = {
     "draws": every_draw,
@@ -147,7 +148,7 @@ WORK = {
 @pytest.mark.slow  # compiles for a minute
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", WORK)
-def test_kernels_compile_without_spills(name, dtype):
+def test_kernels_keep_to_their_registers(name, dtype):
     knobs = pytest.importorskip("triton.knobs", reason="this Triton does not say where its tools are")
     try:
         cuobjdump = knobs.nvidia.cuobjdump.path
@@ -162,6 +163,6 @@ def test_kernels_compile_without_spills(name, dtype):
         print(name, dtype, launch.name, launch.constants.get("KIND", ""), f"{compiled.metadata.num_warps} warps", used)
         assert used["REG"] <= LARGEST_REGISTERS and used["LOCAL"] == 0, used
         has_angles = launch.constants.get("KIND") == "normal" or launch.name == "_chain_kernel"
-        assert used["STACK"] <= (ANGLES if has_angles else 0), used
+        assert used["STACK"] <= (ANGLES if has_angles else SPILLED), used
         if not has_angles:  # whether a draft is accepted depends on rounding
             assert "fma.rn.f32" not in compiled.asm["ptx"]

@@ -59,6 +59,7 @@ CASES = {  # by family and method
     "VQ lantern": Case(VQ | {"gamma": 2, "k": 3}, 655, 55, LATE_READ),
 }
 QUICK = [("MAR ar", False), ("MAR ar", True), ("VQ ar", False)]
+QUICK_IN_BFLOAT16 = ["MAR ar", "MAR lazymar", "VQ ar"]
 
 
 def models(family: str) -> MARModels | VQModels:
@@ -104,6 +105,27 @@ def test_rounds(case, graphs):
         by_function[read.function] += times
     assert all(times / rounds <= known.reads.get(function, 0) for function, times in by_function.items()), reads
     assert not gpu.blocking
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK_IN_BFLOAT16 else pytest.mark.slow) for case in CASES]
+)
+def test_rounds_in_bfloat16(case):
+    """CUDA takes the types of all that meets, where no kernels of ours run."""
+    requests = requests_of(case)
+    with standin.cuda():
+        engine = Engine(models(case.split()[0]), max_batch=2, device="cuda:0", precision="bf16", graphs=False)
+        outputs = engine.generate(requests)  # raises FloatingPointError where one is not finite
+    assert len(outputs) == len(requests)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_published_sampler(precision):
+    settings = {"num_iter": 3, "cfg": 2.0, "num_sampling_steps": 5}
+    with standin.cuda():
+        host = Engine(models("MAR"), max_batch=1, device="cuda:0", precision=precision, graphs=False).host
+        tokens = host.published(torch.tensor([1, 2], device="cuda:0"), settings)
+        assert tokens.cpu().isfinite().all()
 
 
 def between_head_calls(request: Request) -> tuple[int, int]:
