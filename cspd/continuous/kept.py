@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cspd.items import DIGEST, digest_of
 from cspd.keeping import remember
 from cspd.records import publishing
+
+ABOUT = "cspd"  # in a file's metadata; of several entries the order would not be the same in every file
 
 
 class Arrays(Protocol):
@@ -62,14 +65,17 @@ class Kept:
         return made
 
     def _read(self, kind: type[Kind], text: str) -> Kind | None:
+        settings = json.loads(text)
         for folder in self.folders:
             # absent or damaged: it is looked for elsewhere, or made again
             with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
                 with safe_open(folder / _file_name(kind, text), "np") as file:
-                    if file.metadata()["settings"] == text:
-                        read = kind(**{field.name: file.get_tensor(field.name) for field in dataclasses.fields(kind)})
-                        read.check(json.loads(text)["num_sampling_steps"])
-                        return read
+                    arrays = {field.name: file.get_tensor(field.name) for field in dataclasses.fields(kind)}
+                    about = json.loads(file.metadata()[ABOUT])
+                if about == _about(arrays, settings):
+                    read = kind(**arrays)
+                    read.check(settings["num_sampling_steps"])
+                    return read
         return None
 
     def _write(self, made: Arrays, text: str) -> bool:
@@ -78,11 +84,17 @@ class Kept:
             with contextlib.suppress(OSError, SafetensorError):
                 folder.mkdir(parents=True, exist_ok=True)
                 with publishing(folder / _file_name(type(made), text)) as temporary:
-                    save_file(vars(made), temporary, metadata={"settings": text})
+                    about = json.dumps(_about(vars(made), json.loads(text)))
+                    save_file(vars(made), temporary, metadata={ABOUT: about})
                     temporary.chmod(0o644)
                 return True
         return False
 
 
+def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
+    """What a file says of itself: what it was made for, and a digest of that and of all in it."""
+    return {"settings": settings, DIGEST: digest_of(arrays, settings)}
+
+
 def _file_name(kind: type, text: str) -> str:
-    return f"{kind.__name__.lower()}-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}.safetensors"
+    return f"{kind.__name__.lower()}-{digest_of({}, json.loads(text))[:20]}.safetensors"

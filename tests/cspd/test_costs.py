@@ -17,6 +17,7 @@ from cspd.continuous import tuning
 from cspd.continuous.calibration import WINDOWS
 from cspd.continuous.costs import GAIN, Costs, measure
 from cspd.continuous.tuning import measured_costs
+from cspd.items import digest_of
 from cspd.precision import Precision
 
 ROWS = (1, 4, 16, 64)
@@ -101,18 +102,31 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
     assert get(again=True) == get() == costs(6e-3, 1e-6) and get(policy="bf16") == others[1]
     (file,) = (tmp_path / "kept").iterdir()
     assert file.name == "costs.json"
-    of_other_make = [{"key": entry["key"], "costs": {"rows": [1]}} for entry in json.loads(file.read_text())]
-    whole = json.loads(file.read_text())
+    written = file.read_text()
+    changed = json.loads(written)
+    changed[0]["costs"]["round"][1] *= 2
+    of_older_version = [{name: entry[name] for name in ("key", "costs")} for entry in json.loads(written)]
+    for entries in (changed, of_older_version):  # as right as the others to look at
+        file.write_text(json.dumps(entries))
+        count = len(measured)
+        assert get(guided=False) == costs(1e-3 * len(measured), 1e-6) and len(measured) == count + 1
+    file.write_text(written)
+    whole = json.loads(written)
+
+    def holding(change):
+        """The entries as they would have been written with other costs."""
+        entries = [{"key": entry["key"], "costs": change(entry["costs"])} for entry in whole]
+        return json.dumps([entry | {"digest": digest_of({}, entry)} for entry in entries])
 
     def spoilt(name, value):
-        return json.dumps([{"key": entry["key"], "costs": entry["costs"] | {name: value}} for entry in whole])
+        return holding(lambda own: own | {name: value})
 
     values = (math.nan, math.inf, -1.0, 1e300, "1", None, True, [])
     wrong = [spoilt("round", [value, 1.0, 1.0, 1.0]) for value in values]
     wrong += [spoilt("rows", [0, 1, 2, 3]), spoilt("rows", [4, 3, 2, 1]), spoilt("rows", 5), spoilt("table_size", -1)]
     wrong += [spoilt(name, [1.0] * 10**5) for name in ("ancestral", "start")] + [spoilt("start", []), "[" * 10**5]
-    wrong += [json.dumps([{"key": entry["key"], "costs": value} for entry in whole]) for value in (None, [], "x", 1)]
-    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', json.dumps(of_other_make), *wrong):
+    wrong += [holding(lambda own, value=value: value) for value in (None, [], "x", 1, {"rows": [1]})]
+    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', *wrong):
         file.write_text(content)
         count = len(measured)
         assert get() == get() and len(measured) == count + 1

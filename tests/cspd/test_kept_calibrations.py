@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from toys import CPU
 from cspd import Request, keeping
 from cspd.continuous import tuning
 from cspd.continuous.calibration import Calibration, fit
+from cspd.continuous.kept import ABOUT
 from cspd.continuous.tracing import trace
 from cspd.continuous.tuning import Calibrations
+from cspd.items import DIGEST, digest_of
 from cspd.keeping import content_hash, user_cache
 from cspd.precision import Precision
 from mar.diffusion import schedule
@@ -159,16 +162,50 @@ WRONG = {  # of the right settings
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_calibration_that_is_no_draft_is_made_again(wrong, calibrations, made, tmp_path):
-    ours = calibrations().get(REQUEST)
-    (file,) = (tmp_path / "kept").iterdir()
+def spoil(file: Path, change) -> None:
+    """Changes the arrays of a file and leaves its metadata."""
     with safe_open(file, "np") as kept:
         arrays, metadata = {name: kept.get_tensor(name) for name in kept.keys()}, kept.metadata()
-    WRONG[wrong](arrays)
+    change(arrays, metadata)
     save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, file, metadata)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_calibration_that_is_no_draft_is_made_again(wrong, calibrations, made, tmp_path):
+    """Even if its digest says that it was written so, as that of a folder of somebody else may."""
+    ours = calibrations().get(REQUEST)
+    (file,) = (tmp_path / "kept").iterdir()
+
+    def change(arrays, metadata):
+        WRONG[wrong](arrays)
+        about = json.loads(metadata[ABOUT])
+        metadata[ABOUT] = json.dumps(about | {DIGEST: digest_of(arrays, about["settings"])})
+
+    spoil(file, change)
     assert same(calibrations().get(REQUEST), ours) and len(made) == 2
     assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+
+
+def flip(arrays, metadata):
+    """The sign of one number that is not 0."""
+    place = tuple(np.argwhere(arrays["coefficients"])[-1])
+    arrays["coefficients"][place] *= -1
+
+
+def age(arrays, metadata):
+    """To metadata as older versions wrote it, without a digest."""
+    settings = json.loads(metadata.pop(ABOUT))["settings"]
+    metadata["settings"] = json.dumps(settings, sort_keys=True)
+
+
+@pytest.mark.parametrize("change", [flip, age])
+def test_what_a_file_cannot_vouch_for_is_made_again(change, calibrations, made, tmp_path):
+    ours = calibrations().get(REQUEST)
+    (file,) = (tmp_path / "kept").iterdir()
+    written = file.read_bytes()
+    spoil(file, change)
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+    assert file.read_bytes() == written
 
 
 def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
