@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 import platform
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -19,7 +20,10 @@ from cspd.items import DIGEST, digest_of
 from cspd.records import misfit, read_json, write_json
 from cspd.telling import telling
 
-COSTS = "costs.json"  # in the user's cache folder
+# where embedded checkpoints are: inside the package when installed, beside it in a source tree
+EMBEDDED = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
+CALIBRATION = "calibration"  # the folder beside a checkpoint
+COSTS = "costs.json"  # in the user's cache folder, or beside a checkpoint
 ENTRY = {"key": dict, "costs": dict, DIGEST: str}  # of it, see `misfit`
 REMEMBERED = 64  # entries in memory
 
@@ -39,6 +43,11 @@ Kind = TypeVar("Kind", bound=Measured)
 def user_cache() -> Path:
     """The user's cache folder for cspd: on Linux $XDG_CACHE_HOME/cspd, or ~/.cache/cspd."""
     return platformdirs.user_cache_path("cspd")
+
+
+def is_embedded(folder: Path) -> bool:
+    """Whether a folder belongs to an embedded checkpoint. What came with it is read, and nothing else is kept there."""
+    return any(root.resolve() in folder.resolve().parents for root in EMBEDDED)
 
 
 def identity_of(folder: Path) -> str:
@@ -82,20 +91,32 @@ def measured_once(
     Args:
         kind: what `measure` gives. what: is being done, for people, where it takes its time.
     """
-    path = folder / COSTS
-    for entry in [] if again else _entries(path):
+    found = None if again else measured_before(kind, key, [folder])
+    if found is None:
+        with telling(what):
+            found = measure()
+        keep(key, found, folder)
+    return found
+
+
+def measured_before(kind: type[Kind], key: Mapping, folders: Sequence[Path]) -> Kind | None:
+    """What was measured under a key, from the first folder whose `COSTS` has it; None if none has."""
+    for entry in itertools.chain.from_iterable(_entries(folder / COSTS) for folder in folders):
         if entry["key"] == key:
-            with contextlib.suppress(TypeError, ValueError):  # not what this version measures: measured again
+            with contextlib.suppress(TypeError, ValueError):  # not what this version measures
                 found = kind(**entry["costs"])
                 found.check()
                 return found
-    with telling(what):
-        found = measure()
+    return None
+
+
+def keep(key: Mapping, found: Measured, folder: Path) -> None:
+    """Writes what was measured under a key to a folder's `COSTS`."""
+    path = folder / COSTS
     others = [entry for entry in _entries(path) if entry["key"] != key]  # as they are by now
     with contextlib.suppress(OSError):  # read-only: measured again next time
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, [*others, _entry(key, dataclasses.asdict(found))])  # type: ignore[call-overload]
-    return found
 
 
 def _entry(key: Mapping, costs: Mapping) -> dict:

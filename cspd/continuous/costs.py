@@ -140,7 +140,7 @@ def measure(
     runner = Graphs(device, graphs)
     measured = {"ancestral": [], "start": [], "round": []}
     rows, limit = [], table_size(head, copies, precision)
-    for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5):
+    for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5, disable=None):
         if rows and size * STEPS > limit:
             break
         z = torch.randn(copies, size, head.cond_embed.in_features, generator=generator).to(device)

@@ -1,15 +1,17 @@
 """What speculation in the head is tuned by: drafts fitted to the models, and the costs of this device.
 
 Both are made on first use and kept on disk: calibrations beside the checkpoint, or else in the user's cache folder, and
-costs in the user's cache folder. What is kept is found again by all that it depends on.
+costs in the user's cache folder. What is kept is found again by all that it depends on. The embedded checkpoints come
+with calibrations for their usual settings (scripts/bundle_calibrations.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,13 +20,16 @@ from cspd.continuous.costs import Costs, measure
 from cspd.continuous.kept import Kept
 from cspd.continuous.plan import Plan, Predictor, Window, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
-from cspd.continuous.tracing import TRACE_SEED, Trace, num_traced, trace
+from cspd.continuous.tracing import TRACE_SEED, Trace, trace
 from cspd.keeping import content_hash, measured_once, of_device, remember, user_cache
 from cspd.precision import Precision
 from cspd.sequence import Request
+from cspd.telling import counting, no_advance
 from mar.head import Head
 from mar.model import MAR
 
+# what a fit takes beside its traces, of which each takes 1: measured with `digits32`
+WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
 COSTS_SCHEMA = "cspd.costs/2"
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
 
@@ -118,7 +123,27 @@ class Calibrations:
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
         self._windows: dict[str, list[Window]] = {}
-        self._traces: dict[object, Any] = {}  # of the settings last asked for
+        self._traces: tuple[dict, dict[bool, Trace]] = {}, {}  # the settings last asked for, and theirs
+        self._advance = no_advance  # of the fit that is told of
+
+    @contextlib.contextmanager
+    def fitting(self, request: Request, *kinds: type) -> Iterator[None]:
+        """Tells of fits of these kinds, if any is to be made within it: as of one, with the time for all."""
+        if self._advance is not no_advance:  # a part of what is told of
+            yield
+            return
+        missing = [kind for kind in kinds if self._kept.find(kind, self._settings(request, kind)) is None]
+        traces = {held_out for kind in missing for held_out in (False, kind is not Calibration)}
+        work = len(traces - self._remembered(request).keys()) + sum(WORK[kind] for kind in missing)
+        settings = f"cfg={request.cfg:g}, temperature={request.temperature:g}, {request.num_sampling_steps} steps"
+        how = f"{settings}, {self.precision.policy}"
+        place = next(iter(self._kept.writable), "memory")
+        told = f"fitting the calibration of `{request.method}` to this model, for the first time with {how}"
+        with counting(f"{told} (kept in {place})", work) as self._advance:
+            try:
+                yield
+            finally:
+                self._advance = no_advance
 
     def get(self, request: Request) -> Calibration:
         """The calibration for a resolved request's guidance, temperature, T and draft."""
@@ -163,8 +188,7 @@ class Calibrations:
         """All that chains depend on."""
         if self._weights is None:
             self._weights = content_hash(self.model)
-        num_images = num_traced(self.model.config.seq_len, self.device)
-        return ({} if num_images > 1 else {"images": num_images}) | {
+        return {
             "weights": self._weights,
             "cfg": float(request.cfg),
             "cfg_schedule": request.cfg_schedule if request.guided else None,
@@ -176,28 +200,42 @@ class Calibrations:
 
     @torch.inference_mode()
     def _fit(self, request: Request) -> Calibration:
-        chains = self._trace(request, held_out=False).chains
-        return fit(*chains, request.temperature, request.draft == "frozen")
+        with self.fitting(request, Calibration):
+            chains = self._trace(request, held_out=False).chains
+            made = fit(*chains, request.temperature, request.draft == "frozen")
+            self._advance(WORK[Calibration])
+        return made
 
     @torch.inference_mode()
     def _fit_predictor(self, request: Request) -> Predictor:
-        seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
-        return fit_predictor(seen, held_out, request.temperature)
+        with self.fitting(request, Predictor):
+            seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
+            made = fit_predictor(seen, held_out, request.temperature)
+            self._advance(WORK[Predictor])
+        return made
 
     @torch.inference_mode()
     def _fit_shortcut(self, request: Request) -> Shortcut:
-        predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
-        seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
-        return fit_shortcut(self.model.head, seen, held_out, predictor, steps, request.null_every, self.precision)
+        with self.fitting(request, Predictor, Shortcut):
+            predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
+            seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
+            advance = lambda share: self._advance(share * WORK[Shortcut])  # noqa: E731
+            given = seen, held_out, predictor, steps, request.null_every, self.precision
+            return fit_shortcut(self.model.head, *given, advance)
 
     def _trace(self, request: Request, held_out: bool) -> Trace:
         """Chains of the sampler's own; the last ones are remembered, since several fits take the same."""
+        traces = self._remembered(request)
+        if held_out not in traces:
+            traces[held_out] = trace(self.model, request, self.device, self.precision, held_out, self._advance)
+        return traces[held_out]
+
+    def _remembered(self, request: Request) -> dict[bool, Trace]:
+        """The traces of a request's settings that are remembered, by whether they are held out."""
         settings = self._of_chains(request)
-        if self._traces.get("of") != settings:
-            self._traces = {"of": settings}
-        if held_out not in self._traces:
-            self._traces[held_out] = trace(self.model, request, self.device, self.precision, held_out)
-        return self._traces[held_out]
+        if self._traces[0] != settings:
+            self._traces = settings, {}
+        return self._traces[1]
 
 
 def measured_costs(

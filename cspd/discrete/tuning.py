@@ -2,8 +2,8 @@
 
 What a round takes depends on the machine, on the shapes of the models and of the batch, and on how much is drafted; how
 many codes it commits, on the weights and the sampling settings. Both are measured on first use, with random and with
-real codes, and kept in the user's cache folder. All ways make the images of `ar`: the choice decides how long they take
-and nothing else.
+real codes, and kept in the user's cache folder; of the embedded models, codes at their usual settings come with them.
+All ways make the images of `ar`: the choice decides how long they take and nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,11 @@ from cspd.discrete.host import VQHost
 from cspd.discrete.memory import bytes_per_slot
 from cspd.discrete.speculative import DECIDED, METHOD, run_round
 from cspd.graphs import Graphs
-from cspd.keeping import content_hash, measured_once, of_device, remember, user_cache
+from cspd.keeping import content_hash, keep, measured_before, measured_once, of_device, remember, user_cache
 from cspd.machine import free_bytes
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.telling import Advance, counting, no_advance
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.text import TextEncoder
@@ -115,6 +117,7 @@ class Tuning:
 
     Args:
         target, eagle, text_encoder: the models. device, precision, compiled, graphs: how they run.
+        calibrations: a folder where counts of codes are looked for before the user's cache folder.
     """
 
     def __init__(
@@ -126,9 +129,11 @@ class Tuning:
         compiled: bool,
         graphs: bool,
         text_encoder: TextEncoder | None = None,
+        calibrations: Path | None = None,
     ) -> None:
         self.target, self.eagle, self.text_encoder = target, eagle, text_encoder
         self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
+        self._calibrations = calibrations
         self._choices: dict[tuple[Request, int], Choice] = {}
         self._hashes: dict[str, str] = {}
 
@@ -171,7 +176,7 @@ class Tuning:
         promising = [
             name for name, way in by_name.items() if way is not PLAIN and seconds[name] < GAIN * plain * farthest(way)
         ]
-        codes = {name: self.codes(request, by_name[name]) for name in promising}
+        codes = self.codes(request, [by_name[name] for name in promising])
         best, gains = fastest(seconds, codes)
         return Choice(by_name[best], gains)
 
@@ -180,7 +185,9 @@ class Tuning:
         key = {
             "schema": SCHEMA,
             **of_device(self.device),
-            **self._how(),
+            "precision": self.precision.policy,
+            "compiled": self.compiled,
+            "graphs": self.graphs,
             "models": [str(model and model.config) for model in (self.target, self.eagle)],
             "slots": num_slots,
             "text": self._text_length(request),
@@ -197,26 +204,34 @@ class Tuning:
 
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
 
-    def codes(self, request: Request, way: Way) -> float:
-        """Codes that a round commits on the average, of whole images by settings near a request's."""
+    def codes(self, request: Request, some: list[Way]) -> dict[str, float]:
+        """Codes that a round commits on the average by some ways, of whole images by settings near a request's."""
         request = on_grid(request)
+        keys = {name_of(way): self._key(request, way) for way in some}
+        folders = [folder for folder in (self._calibrations, user_cache()) if folder]
+        known = {name: measured_before(Rounds, key, folders) for name, key in keys.items()}
+        missing = [way for way in some if known[name_of(way)] is None]
+        settings = ", ".join(f"{name}={getattr(request, name):g}" for name in SETTINGS)
+        told = f"counting the codes that a round of this model commits, for the first time with {settings}"
+        work = IMAGES * self.target.config.block_size * len(missing)
+        with counting(f"{told} (kept in {user_cache()})", work) as advance:
+            for way in missing:
+                name = name_of(way)
+                found = Rounds({"codes": codes_a_round(self._host(IMAGES), request.but(**way), advance)})
+                keep(keys[name], found, user_cache())
+                known[name] = found
+        return {name: found.values["codes"] for name, found in known.items() if found is not None}
+
+    def _key(self, request: Request, way: Way) -> dict:
+        """All that codes of rounds depend on. What else a device changes is rounding."""
         models = ["target", *sorted(METHOD.uses(request.but(**way)))]
-        key = {
+        return {
             "schema": SCHEMA,
-            **self._how(),
+            "precision": self.precision.policy,
             "weights": [self._hash(model) for model in models],
             **{name: getattr(request, name) for name in SETTINGS},
             "codes of": name_of(way),
         }
-
-        def measure() -> Rounds:
-            return Rounds({"codes": codes_a_round(self._host(IMAGES), request.but(**way))})
-
-        what = f"counting the codes of rounds, once ({name_of(way)})"
-        return measured_once(Rounds, key, measure, what, user_cache()).values["codes"]
-
-    def _how(self) -> dict:
-        return {"precision": self.precision.policy, "compiled": self.compiled, "graphs": self.graphs}
 
     def _host(self, num_slots: int) -> VQHost:
         """A host of its own, beside whatever runs. Raises ValueError where it does not fit into memory."""
@@ -271,12 +286,18 @@ def _seconds_half_way(host: VQHost, sequences: list[Sequence], clock: Callable[[
 
 
 @torch.inference_mode()
-def codes_a_round(host: VQHost, request: Request) -> float:
-    """Codes that a round commits, the mean of whole images in all slots, of different seeds and classes."""
+def codes_a_round(host: VQHost, request: Request, advance: Advance = no_advance) -> float:
+    """Codes that a round commits, the mean of whole images in all slots, of different seeds and classes.
+
+    `advance` is told how many more are committed.
+    """
     sequences = _begun(host, request)
     running = list(sequences)
+    num_known = 0
     while running:
         finished = set(run_round(host, running, Stopwatch(host.device)))
+        before, num_known = num_known, sum(min(host.seq_len, sequence.num_known) for sequence in sequences)
+        advance(num_known - before)
         running = [sequence for sequence in running if sequence not in finished]
     return statistics.mean(host.seq_len / sequence.stats.backbone_calls for sequence in sequences)
 

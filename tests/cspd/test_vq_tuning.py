@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from texts import PROMPTS, text_models
 from toys import draw, host_of, request_of, toy_models
 
 import cspd
-from cspd import Engine, Request, VQModels
+from cspd import Engine, Request, VQModels, telling
 from cspd.cli import main
 from cspd.commands.sample_folder import sample_to_folder
 from cspd.discrete import tuning
@@ -151,6 +152,32 @@ def test_near_settings_share_a_count(engine, monkeypatch):
         engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
         with pytest.raises(TypeError):  # it would count
             engine.resolve(asked.but(cfg=3.0))
+
+
+@pytest.mark.parametrize("name, asked", [("digits32_vq", Request(0)), ("emoji64_text", Request(prompt="a red heart"))])
+def test_codes_of_the_embedded_models_are_counted(name, asked, monkeypatch):
+    """At their usual settings, for every device."""
+    engine = cspd.load(name, device="cpu", max_batch=1)
+    own = engine.host.tuning
+    some = [*JACOBI, *(TREES if own.eagle else [])]
+    monkeypatch.setattr(tuning, "codes_a_round", None)
+    request = engine.check(asked)
+    monkeypatch.setattr(own, "graphs", True)  # as on a GPU
+    codes = own.codes(request, some)
+    assert codes.keys() == {name_of(way) for way in some} and all(1 < count < 6 for count in codes.values())
+    monkeypatch.setattr(own, "graphs", False)
+    monkeypatch.setattr(own, "_calibrations", None)
+    with pytest.raises(TypeError):  # it would count
+        own.codes(request, some[:1])
+
+
+def test_what_is_counted_is_told_once(engine, monkeypatch, capsys):
+    own, request = engine.hosts["VQ"].tuning, engine.check(Request(0, cfg=2.0))
+    own.codes(request, JACOBI[3:4])
+    monkeypatch.setattr(telling, "PATIENCE", 0.0)
+    own.codes(request, JACOBI[:3])
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "cfg=2" in told and re.search(r": about \d+ s\n", told)
 
 
 def test_what_does_not_fit_beside_the_engine_is_told(engine, monkeypatch):
