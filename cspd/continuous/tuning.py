@@ -8,13 +8,14 @@ with calibrations for their usual settings (scripts/bundle_calibrations.py).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import torch
 
+from cspd.choosing import PLAIN, Choice, Chooser
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
 from cspd.continuous.kept import Kept
@@ -34,8 +35,8 @@ COSTS_SCHEMA = "cspd.costs/2"
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
 
 
-class Tuning:
-    """Calibrations and costs, each made on first use.
+class Tuning(Chooser):
+    """Calibrations and costs, each made on first use, and the windows that are chosen by them.
 
     Args:
         target, draft: the models. device, precision, compiled, graphs: how they run.
@@ -52,6 +53,7 @@ class Tuning:
         graphs: bool,
         cache: Path | None,
     ) -> None:
+        super().__init__()
         self.target, self.device, self.precision = target, device, precision
         self.compiled, self.graphs = compiled, graphs
         folders = [folder for folder in (cache, user_cache()) if folder]
@@ -61,7 +63,6 @@ class Tuning:
             if model is not None
         }
         self._costs: dict[bool, Costs] = {}
-        self._windows: dict[tuple[Request, int], int] = {}
 
     def costs(self, guided: bool, again: bool = False) -> Costs:
         """The head's costs on this device, measured on first use or `again`; kept in the user's cache folder."""
@@ -71,42 +72,22 @@ class Tuning:
             )
         return self._costs[guided]
 
-    def window(self, request: Request, num_slots: int) -> int:
-        """The fastest window for what is known of the request and the engine, whatever else is in flight."""
+    def _kind(self, request: Request, num_slots: int) -> Hashable:
+        return *super()._kind(request, num_slots), request.num_made(self.target.config.seq_len)
+
+    def _choose(self, request: Request, num_slots: int) -> Choice:
+        """The window that is fastest on this device, and why."""
+        num_steps, temperature = request.num_sampling_steps, request.temperature
+        if temperature == 0 or num_steps < 3:
+            settings = f"temperature={temperature}, num_sampling_steps={num_steps}"
+            return Choice(PLAIN, f"{settings}: there is nothing to draft")
         num_made = request.num_made(self.target.config.seq_len)
-        kind = dataclasses.replace(request, label=0, seed=0, known=None), num_made, num_slots
-        if kind not in self._windows:
-            remember(self._windows, kind, self._window(request, num_slots))
-        return self._windows[kind]
-
-    def _window(self, request: Request, num_slots: int) -> int:
-        if request.temperature == 0 or request.num_sampling_steps < 3:  # no densities, or nothing to draft
-            return 0
-        costs, rows = self.costs(request.guided), self._rows(request, num_slots)
-        if not costs.may_gain(request.num_sampling_steps, rows):
-            return 0
-        calibration = self.calibrations["target"].get(request)
-        return costs.window(request.num_sampling_steps, rows, calibration)
-
-    def _rows(self, request: Request, num_slots: int) -> float:
-        """Tokens that are denoised at once: those of an iteration, of all slots."""
-        num_made = request.num_made(self.target.config.seq_len)
-        return num_slots * (request.gamma or num_made / request.num_iter)
-
-    def why(self, asked: Request, window: int, num_slots: int) -> str:
-        """What to tell of the window that a checked request runs with, and why it is 0."""
-        if window:
-            return f"--window {window} gives these images on any machine"
-        if asked.window == 0:
-            return "as asked for, so nothing was drafted"
-        return f"nothing was drafted: {self._why_none(asked, num_slots)}"
-
-    def _why_none(self, request: Request, num_slots: int) -> str:
-        num_steps = request.num_sampling_steps
-        if request.temperature == 0 or num_steps < 3:
-            return f"temperature={request.temperature}, num_sampling_steps={num_steps}: there is nothing to draft"
-        rows = self._rows(request, num_slots)
-        return f"with {rows:.0f} tokens at once ({num_slots} slots) drafting would not be faster on this device"
+        rows = num_slots * (request.gamma or num_made / request.num_iter)  # denoised at once: of all slots
+        calibrate = functools.partial(self.calibrations["target"].get, request)
+        choice = self.costs(request.guided).choose(num_steps, rows, calibrate)
+        if choice.way == PLAIN:
+            return choice
+        return Choice(choice.way, f"{choice.why}; --window {choice.way['window']} gives these images on any machine")
 
 
 class Calibrations:

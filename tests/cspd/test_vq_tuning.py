@@ -13,11 +13,12 @@ from toys import draw, host_of, request_of, toy_models
 
 import cspd
 from cspd import Engine, Request, VQModels, telling
+from cspd.choosing import GAIN, PLAIN, Choice
 from cspd.cli import main
 from cspd.commands.sample_folder import sample_to_folder
 from cspd.discrete import tuning
 from cspd.discrete.grid import on_grid
-from cspd.discrete.tuning import GAIN, JACOBI, PLAIN, TREES, Choice, Rounds, fastest, name_of, ways
+from cspd.discrete.tuning import JACOBI, TREES, Rounds, fastest, name_of, ways
 from cspd.keeping import COSTS, user_cache
 
 ALONE = name_of(PLAIN)
@@ -36,21 +37,27 @@ def engine(models, monkeypatch, tmp_path) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "seconds, codes, best",
+    "seconds, codes, best, told",
     [
-        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 3.0, "b": 4.0}, "a"),
-        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 2.0, "b": 5.0}, "b"),
-        ({ALONE: 1.0, "a": 1.5}, {"a": 1.5 / GAIN}, ALONE),  # as fast as it must be beaten by
-        ({ALONE: 1.0, "a": 1.5}, {"a": 1.51 / GAIN}, "a"),
-        ({ALONE: 1.0, "a": 9.0}, {}, ALONE),  # nothing is worth counting
-        ({"a": 9.0, "b": 8.0}, {"a": 1.0, "b": 1.0}, "b"),  # drafting was asked for
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 3.0, "b": 4.0}, "a", "a is predicted to be 2.00 times"),
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 2.0, "b": 5.0}, "b", "b is predicted to be 1.67 times"),
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.5 / GAIN}, ALONE, "1.43 times as fast, under the 1.43"),  # just that
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.51 / GAIN}, "a", "1.44 times"),
+        ({ALONE: 1.0, "a": 5.0}, {}, ALONE, "at its very best, is predicted to be 1.00 times"),  # nothing to count
+        ({"a": 9.0, "b": 8.0}, {"a": 1.0, "b": 1.0}, "b", "b is predicted"),  # drafting was asked for
     ],
 )
-def test_the_fastest_way(seconds, codes, best):
-    name, gains = fastest(seconds, codes)
-    assert name == best
-    if ALONE in seconds:
-        assert gains == pytest.approx({each: codes[each] / seconds[each] for each in codes})
+def test_the_fastest_way(seconds, codes, best, told):
+    by_name = {name: PLAIN if name == ALONE else {"window": 4} for name in seconds}
+    counted = []
+
+    def count(some):
+        counted.extend(some)
+        return codes
+
+    way, why = fastest(seconds, by_name, count, 8)
+    assert way is by_name[best] and told in why and "8 images" in why
+    assert len(counted) == len(codes)
 
 
 def test_what_is_given_is_not_chosen():
@@ -118,7 +125,7 @@ def test_a_choice_is_kept_where_a_run_goes_on(engine, monkeypatch, tmp_path):
     chosen = []
     for way in ({"draft": "jacobi", "window": 4}, {"window": 0}):  # this machine changes its mind
         own = engine.hosts["VQ"].tuning
-        monkeypatch.setattr(own, "_choose", lambda request, slots, way=way: Choice(own_way(request, way), {}))
+        monkeypatch.setattr(own, "_choose", lambda request, slots, way=way: Choice(own_way(request, way), ""))
         own._choices.clear()
         record = sample_to_folder(engine, requests[: 2 + len(chosen)], tmp_path / f"{len(chosen)}", {}, progress=False)
         chosen.append({(image["request"]["draft"], image["request"]["window"]) for image in record["images"]})
