@@ -27,9 +27,13 @@ def is_enough(gain: float) -> bool:
     return gain * GAIN > 1
 
 
-def judged(way: Way, gain: float, told: str) -> Choice:
-    """A way if its gain over plain sampling is enough, and plain sampling if not; `told` says of what the gain is."""
-    predicted = f"{told} is predicted to be {gain:.2f} times as fast"
+def judged(way: Way, gain: float, what: str, at_best: bool = False) -> Choice:
+    """A way if its gain over plain sampling is enough, and plain sampling if not.
+
+    Args:
+        what: has the gain. at_best: it has no more than that.
+    """
+    predicted = f"{what} is predicted to be {'at best ' if at_best else ''}{gain:.2f} times as fast"
     if is_enough(gain):
         return Choice(way, predicted)
     return Choice(PLAIN, f"{predicted}, under the {1 / GAIN:.2f} that are asked for")

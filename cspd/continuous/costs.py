@@ -94,7 +94,7 @@ class Costs:
         fewest = {window: np.array([1 + math.ceil((num_steps - 1) / window)]) for window in WINDOWS}
         window, gain = self._fastest(num_steps, rows, fewest)
         if not is_enough(gain):
-            return judged({"window": window}, gain, f"{at_once} the head, were every draft accepted,")
+            return judged({"window": window}, gain, f"{at_once} the head", at_best=True)
         window, gain = self._fastest(num_steps, rows, dict(zip(WINDOWS, calibrate().calls)))
         return judged({"window": window}, gain, f"{at_once} the head")
 

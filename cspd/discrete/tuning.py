@@ -110,7 +110,7 @@ def fastest(
     promising = [way for name, way in drafting.items() if is_enough(most[name])]
     if not promising:
         best = max(most, key=most.__getitem__)
-        return judged(by_name[best], most[best], f"{at_once} {best}, at its very best,")
+        return judged(by_name[best], most[best], f"{at_once} {best}", at_best=True)
     gains = {name: plain * codes / seconds[name] for name, codes in count(promising).items()}
     best = max(gains, key=gains.__getitem__)
     return judged(by_name[best], gains[best], f"{at_once} {best}")
