@@ -9,6 +9,7 @@ from pathlib import Path
 from cspd import hub
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
+from cspd.keeping import EMBEDDED
 from cspd.saving import DESCRIPTION
 from cspd.telling import telling
 from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
@@ -16,8 +17,6 @@ from cspd.vq.hosted.config import CHAMELEON_DECODER
 from mar.registry import suggestion
 from mar.tensors import CheckpointError
 
-# beside the package in a source tree, inside it when installed
-_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
 # file names looked for beside each other; * stands for any text
 _MAR_FILES = {
     "target": ("target.safetensors", "checkpoint-last.pth"),
@@ -51,7 +50,7 @@ _COMPANIONS = (
 
 def embedded() -> dict[str, Path]:
     """The embedded checkpoints by name; none where an installation has left them out."""
-    root = next((root for root in _ROOTS if root.is_dir()), None)
+    root = next((root for root in EMBEDDED if root.is_dir()), None)
     return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()} if root else {}
 
 

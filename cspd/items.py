@@ -19,7 +19,7 @@ SHOWN = 5  # files that a line names, at most
 
 def write_item(path: Path, arrays: Mapping[str, Any], made_of: Mapping) -> None:
     """Writes an .npz of `arrays` and a digest of them and of `made_of`, plain values. Raises OSError."""
-    arrays = {**arrays, DIGEST: np.array(_digest(arrays, made_of))}
+    arrays = {**arrays, DIGEST: np.array(digest_of(arrays, made_of))}
     with publishing(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
 
@@ -39,10 +39,11 @@ def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple
         array = arrays.get(name)
         if array is None or array.shape != shape or not np.issubdtype(array.dtype, kind):
             return None
-    return arrays if digest is None or str(digest) == _digest(arrays, made_of) else None
+    return arrays if digest is None or str(digest) == digest_of(arrays, made_of) else None
 
 
-def _digest(arrays: Mapping[str, Any], made_of: Mapping) -> str:
+def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
+    """SHA-256, in hexadecimal, of the names, types, shapes and values of arrays and of plain values."""
     digest = hashlib.sha256(_canonical(made_of).encode())
     for name in sorted(arrays):
         array = np.asarray(arrays[name])

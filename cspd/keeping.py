@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
+import itertools
 import os
 import platform
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import platformdirs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from cspd.records import publishing
+from cspd.items import DIGEST, digest_of
+from cspd.records import misfit, read_json, write_json
 from cspd.telling import telling
 
-COSTS = "costs.json"  # in the user's cache folder
+# where embedded checkpoints are: inside the package when installed, beside it in a source tree
+EMBEDDED = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
+CALIBRATION = "calibration"  # the folder beside a checkpoint
+COSTS = "costs.json"  # in the user's cache folder, or beside a checkpoint
+ENTRY = {"key": dict, "costs": dict, DIGEST: str}  # of it, see `misfit`
 REMEMBERED = 64  # entries in memory
 
 
@@ -38,6 +43,11 @@ Kind = TypeVar("Kind", bound=Measured)
 def user_cache() -> Path:
     """The user's cache folder for cspd: on Linux $XDG_CACHE_HOME/cspd, or ~/.cache/cspd."""
     return platformdirs.user_cache_path("cspd")
+
+
+def is_embedded(folder: Path) -> bool:
+    """Whether a folder belongs to an embedded checkpoint. What came with it is read, and nothing else is kept there."""
+    return any(root.resolve() in folder.resolve().parents for root in EMBEDDED)
 
 
 def identity_of(folder: Path) -> str:
@@ -81,39 +91,58 @@ def measured_once(
     Args:
         kind: what `measure` gives. what: is being done, for people, where it takes its time.
     """
-    path = folder / COSTS
-    entries = _entries(path)
-    for entry in [] if again else entries:
-        if entry["key"] == key:
-            with contextlib.suppress(TypeError, ValueError):  # damaged: measured again
-                found = kind(**entry["costs"])
-                found.check()
-                return found
-    with telling(what):
-        found = measure()
-    others = [entry for entry in _entries(path) if entry["key"] != key]  # as they are by now
-    entries = [*others, {"key": key, "costs": dataclasses.asdict(found)}]  # type: ignore[call-overload]
-    with contextlib.suppress(OSError):  # read-only: measured again next time
-        folder.mkdir(parents=True, exist_ok=True)
-        with publishing(path) as temporary:
-            temporary.write_text(json.dumps(entries, indent=1) + "\n")
+    found = None if again else measured_before(kind, key, [folder])
+    if found is None:
+        with telling(what):
+            found = measure()
+        keep(key, found, folder)
     return found
 
 
+def measured_before(kind: type[Kind], key: Mapping, folders: Sequence[Path]) -> Kind | None:
+    """What was measured under a key, from the first folder whose `COSTS` has it; None if none has."""
+    for entry in itertools.chain.from_iterable(_entries(folder / COSTS) for folder in folders):
+        if entry["key"] == key:
+            with contextlib.suppress(TypeError, ValueError):  # not what this version measures
+                found = kind(**entry["costs"])
+                found.check()
+                return found
+    return None
+
+
+def keep(key: Mapping, found: Measured, folder: Path) -> None:
+    """Writes what was measured under a key to a folder's `COSTS`."""
+    path = folder / COSTS
+    others = [entry for entry in _entries(path) if entry["key"] != key]  # as they are by now
+    with contextlib.suppress(OSError):  # read-only: measured again next time
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, [*others, _entry(key, dataclasses.asdict(found))])  # type: ignore[call-overload]
+
+
+def _entry(key: Mapping, costs: Mapping) -> dict:
+    """What is kept of a measurement."""
+    entry = {"key": key, "costs": costs}
+    return entry | {DIGEST: digest_of({}, entry)}
+
+
 def _entries(path: Path) -> list[dict]:
-    """The measurements in a file; none where it is absent or damaged."""
+    """The measurements in a file that are as they were written; none if it is absent or damaged."""
     try:
-        entries = json.loads(path.read_text())
-        return [entry for entry in entries if isinstance(entry, dict) and {"key", "costs"} <= entry.keys()]
-    except (OSError, ValueError, TypeError, RecursionError):
+        entries = read_json(path)
+    except (OSError, ValueError):
         return []
+    whole = [entry for entry in entries if misfit(entry, ENTRY) is None] if isinstance(entries, list) else []
+    return [entry for entry in whole if entry[DIGEST] == _entry(entry["key"], entry["costs"])[DIGEST]]
 
 
 def content_hash(model: nn.Module) -> str:
     """A hash of a model's weights, names and shapes."""
-    digest = hashlib.blake2b(digest_size=16)
     with telling("looking whether these weights have been calibrated"):
-        for name, tensor in sorted(model.state_dict().items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        digests = {name: _hash_of(tensor) for name, tensor in model.state_dict().items()}
+    return digest_of({}, digests)
+
+
+def _hash_of(tensor: Tensor) -> str:
+    """A hash of a tensor's type, shape and values; numpy does not know all types."""
+    values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return digest_of({"values": values}, {"type": str(tensor.dtype), "shape": list(tensor.shape)})

@@ -13,6 +13,7 @@ from cspd.discrete.hosted import hosted_models
 from cspd.discrete.models import VQModels
 from cspd.engine import Engine
 from cspd.finding import checkpoint_files, is_remote, path_of, patterns_of
+from cspd.keeping import CALIBRATION
 from cspd.machine import free_bytes, gibibytes, pick_device, room_told
 from cspd.method import Models
 from cspd.saving import described
@@ -73,7 +74,6 @@ def load(
     named = {"vae": vae, "draft": draft, "eagle": eagle, "text_encoder": text_encoder}
     given = {name: path_of(place, name) for name, place in named.items() if place is not None}
     models: list[Models] = []
-    cache = None
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)
         target = files["target"]
@@ -85,8 +85,6 @@ def load(
             models.append(hosted_models(target, given.get("draft"), drafter, decoder, device, precision, max_batch))
             continue
         models.append(_official_models(checkpoint, files, given, arch, pick_device(device)))
-        if models[-1].family == MARModels.family and not is_remote(checkpoint):
-            cache = target.parent / "calibration"
     return Engine(
         *models,
         max_batch=max_batch,
@@ -94,7 +92,6 @@ def load(
         precision=precision,
         compiled=compiled,
         graphs=graphs,
-        cache=cache,
     )
 
 
@@ -148,6 +145,8 @@ def _official_models(
             models = _mar_models(there, arch)
         else:
             models = _vq_models(there, arch, eagle_must_fit="eagle" in given)
+    if not is_remote(checkpoint):  # which lies in a folder of the hub's own client
+        models = dataclasses.replace(models, calibrations=there["target"].parent / CALIBRATION)
     if "text_encoder" in given and getattr(models, "text_encoder", None) is None:
         raise ValueError(f"{checkpoint} makes images of classes: leave text_encoder=... (--text-encoder) out")
     return models

@@ -53,7 +53,7 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
     _tell_cost(summary)
     asked = engine.check(request)
     if summary["window"] is not None and method_of(asked).resolve is not as_it_is:
-        why = engine.hosts[str(asked.family)].tuning.why(asked, summary["window"], engine.num_slots)
+        why = engine.hosts[str(asked.family)].tuning.why(asked, engine.num_slots)
         print(f"window {summary['window']}: {why}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:

@@ -19,7 +19,9 @@ from cspd.continuous import ancestral
 from cspd.continuous.buckets import by_row
 from cspd.continuous.denoiser import Denoised, Measured, denoiser
 from cspd.continuous.host import MARHost
+from cspd.continuous.plan import Predictor
 from cspd.continuous.rows import Rows
+from cspd.continuous.shortcut import Shortcut
 from cspd.continuous.windows import Audit, drawing
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
@@ -86,13 +88,16 @@ def resolve(request: Request, host: MARHost) -> Request:
     calls, most = request.head_calls, request.divergence
     if calls is None and most is None:
         calls = min(HEAD_CALLS, request.num_sampling_steps)
-    plan = host.tuning.calibrations["target"].plan(request, calls, most if calls is None else None)
-    if most is not None and plan.cost > most:
-        predicted = f"head_calls={calls} is predicted to diverge by {plan.cost:.3g} nats per token"
-        raise ValueError(f"{predicted}, more than divergence={most}: give one of the two")
-    request = request.but(head_calls=len(plan.steps))
-    for model in ("target", "draft") if request.chains else ("target",):  # as chains of CSpD, those of both models
-        host.tuning.calibrations[model].shortcut(request)  # so that no round has to wait for the fit
+    calibrations = host.tuning.calibrations["target"]
+    with calibrations.fitting(request.but(head_calls=calls), Predictor, Shortcut):
+        plan = calibrations.plan(request, calls, most if calls is None else None)
+        if most is not None and plan.cost > most:
+            predicted = f"head_calls={calls} is predicted to diverge by {plan.cost:.3g} nats per token"
+            raise ValueError(f"{predicted}, more than divergence={most}: give one of the two")
+        request = request.but(head_calls=len(plan.steps))
+        calibrations.shortcut(request)  # so that no round has to wait for the fit
+    if request.chains:  # of CSpD, those of both models
+        host.tuning.calibrations["draft"].shortcut(request)
     return request
 
 

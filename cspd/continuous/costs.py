@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cspd import noise
+from cspd.choosing import PLAIN, Choice, is_enough, judged
 from cspd.continuous.ancestral import drawing
 from cspd.continuous.calibration import WINDOWS, Calibration
 from cspd.continuous.chains import Chains
@@ -24,8 +25,6 @@ from cspd.precision import Precision
 from cspd.transfer import send
 from mar.head import Head
 
-GAIN = 0.7  # speculate only if the predicted time is below this share of the ancestral chain's; the margin covers what
-# the model leaves out: joins and uneven iterations took up to a quarter more where measured
 LARGEST = 1e18  # seconds, sizes or bytes
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS, WINDOW, ROUNDS = 128, 8, 12  # of what is timed: long enough that no chain ends in it
@@ -81,27 +80,37 @@ class Costs:
             seconds += chance * _interpolate(rows_left * window, self.inputs, self.round)
         return seconds
 
-    def may_gain(self, num_steps: int, rows: float) -> bool:
-        """Whether some window would be taken if every draft were right: if none, there is nothing to calibrate for."""
-        if rows * num_steps > self.table_size:
-            return False
-        windows = [window for window in WINDOWS if window <= num_steps]
-        fewest = [np.array([1 + math.ceil((num_steps - 1) / window)]) for window in windows]
-        least = min(self.head_seconds(num_steps, rows, window, calls) for window, calls in zip(windows, fewest))
-        return bool(least < GAIN * self.head_seconds(num_steps, rows, 0))
+    def choose(self, num_steps: int, rows: float, calibrate: Callable[[], Calibration]) -> Choice:
+        """The window that the head is fastest with for so many tokens at once, or none where that gains too little.
 
-    def window(self, num_steps: int, rows: float, calibration: Calibration) -> int:
-        """The window W with the least predicted time for so many tokens at once; 0 unless one gains 30%."""
-        if rows * num_steps > self.table_size:
-            return 0
-        predicted = {
-            window: self.head_seconds(num_steps, rows, window, calls)
-            for window, calls in zip(WINDOWS, calibration.calls)
-            if window <= calibration.coefficients.shape[1]
+        Args:
+            calibrate: gives the calibration; it is asked for only if some window may be worth it.
+        """
+        at_once = f"with {rows:.3g} token{'s' if rows > 1 else ''} at once"
+        too_large = rows * num_steps / max(1, self.table_size)
+        if too_large > 1:
+            table = f"{at_once} the head's table of {num_steps} steps"
+            return Choice(PLAIN, f"{table} needs {too_large:.2f} times the memory that it may take")
+        fewest = {window: np.array([1 + math.ceil((num_steps - 1) / window)]) for window in WINDOWS}
+        window, gain = self._fastest(num_steps, rows, fewest)
+        if not is_enough(gain):
+            return judged({"window": window}, gain, f"{at_once} the head", at_best=True)
+        window, gain = self._fastest(num_steps, rows, dict(zip(WINDOWS, calibrate().calls)))
+        return judged({"window": window}, gain, f"{at_once} the head")
+
+    def _fastest(self, num_steps: int, rows: float, calls: Mapping[int, np.ndarray]) -> tuple[int, float]:
+        """The window with the least predicted time, and how many times as fast as ancestral sampling that is.
+
+        Args:
+            calls: head calls of some tokens, by window.
+        """
+        seconds = {
+            window: self.head_seconds(num_steps, rows, window, own)
+            for window, own in calls.items()
+            if window <= num_steps
         }
-        best = min(predicted, key=predicted.get)
-        ancestral_seconds = self.head_seconds(num_steps, rows, 0)
-        return best if predicted[best] < GAIN * ancestral_seconds else 0
+        best = min(seconds, key=seconds.__getitem__)
+        return best, self.head_seconds(num_steps, rows, 0) / seconds[best]
 
 
 def _interpolate(size: float, sizes: list[int], seconds: list[float]) -> float:
@@ -140,7 +149,7 @@ def measure(
     runner = Graphs(device, graphs)
     measured = {"ancestral": [], "start": [], "round": []}
     rows, limit = [], table_size(head, copies, precision)
-    for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5):
+    for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5, disable=None):
         if rows and size * STEPS > limit:
             break
         z = torch.randn(copies, size, head.cond_embed.in_features, generator=generator).to(device)

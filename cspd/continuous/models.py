@@ -28,6 +28,7 @@ class MARModels:
         draft: a smaller model of the same tokens, for methods that draft.
         vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
         classes: the names of the target's classes.
+        calibrations: a folder of what was fitted to these models, as beside their checkpoint.
     """
 
     family: ClassVar[str] = MARHost.family
@@ -36,6 +37,7 @@ class MARModels:
     draft: MAR | None = None
     vae: AutoencoderKL | None = None
     classes: ClassNames = NO_NAMES
+    calibrations: Path | None = None
 
     def host(
         self,
@@ -51,17 +53,17 @@ class MARModels:
         """A host of these models, which are on the device already.
 
         Args:
-            compiled: run speculative rounds through torch.compile. cache: where calibrations are kept, before the
-                user's cache directory. Others as in `MARHost`.
+            compiled: run speculative rounds through torch.compile. cache: in place of `calibrations`: where
+                calibrations are kept, before the user's cache directory. Others as in `MARHost`.
 
         Raises:
             ValueError: too little memory.
         """
         copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
         check_memory(self.target, num_slots, usual_tokens(self.target), device, copies)
-        tuning = Tuning(
-            self.target, self.draft, device, precision, compiled, graphs is not None and graphs.enabled, cache
-        )
+        with_graphs = graphs is not None and graphs.enabled
+        beside = cache or self.calibrations
+        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside)
         return MARHost(
             self.target,
             num_slots,

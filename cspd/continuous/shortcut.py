@@ -15,6 +15,7 @@ from cspd.continuous.plan import Predictor, Window, windows
 from cspd.continuous.tracing import Trace
 from cspd.continuous.windows import Audit, Visit, sample, weighted
 from cspd.precision import Precision
+from cspd.telling import Advance, no_advance
 from mar.head import Head
 
 RIDGE = 1e-6  # of the mean diagonal
@@ -64,6 +65,7 @@ def fit_shortcut(
     steps: tuple[int, ...],
     null_every: int,
     precision: Precision,
+    advance: Advance = no_advance,
 ) -> Shortcut:
     """Corrects the windows of a plan on chains that really take them, and measures other tokens.
 
@@ -72,7 +74,8 @@ def fit_shortcut(
     kept where it brings other tokens nearer to the full chain's.
 
     Args:
-        seen, held_out: on the head's device. steps: S. The others are as in `plan.windows`.
+        seen, held_out: on the head's device. steps: S. advance: is told of its parts, 1 in all. The others are as in
+            `plan.windows`.
     """
     device = seen.x.device
     none = np.zeros((len(steps), 2), np.float32)
@@ -89,7 +92,7 @@ def fit_shortcut(
         steps=np.array(steps, np.int16),
         corrections=none if plan is plain else corrections,
         difference=np.float32([difference]),
-        divergence=np.float32([_divergence(head, held_out, plan, precision)]),
+        divergence=np.float32([_divergence(head, held_out, plan, precision, advance)]),
     )
 
 
@@ -100,13 +103,20 @@ def _difference(head: Head, chains: Trace, plan: list[Window], precision: Precis
     return (error / width).sqrt().item()
 
 
-def _divergence(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> float:
-    """See `Shortcut`."""
+def _divergence(
+    head: Head, chains: Trace, plan: list[Window], precision: Precision, advance: Advance = no_advance
+) -> float:
+    """See `Shortcut`; most of the work of a fit."""
     if not (chains.temperature > 0).all():
         return math.inf
     everywhere = torch.ones(len(chains.seed), len(chains.x), dtype=torch.bool, device=chains.x.device)
     audit = Audit(head, chains.z, chains.scale, chains.temperature, plan, precision, everywhere, rate=1.0)
-    _run(head, chains, plan, precision, audit)
+
+    def look(i: int, sources: Tensor, v: Tensor) -> None:
+        audit(i, sources, v)
+        advance(1 / len(plan))
+
+    _run(head, chains, plan, precision, look)
     return audit.total.mean().nan_to_num(math.inf, posinf=math.inf).item()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 
@@ -193,7 +192,7 @@ def resolve(request: Request, host: MARHost) -> Request:
     """The request with the window that is fastest for it on this device, where it leaves that open."""
     if request.window is not None:
         return request
-    return dataclasses.replace(request, window=host.tuning.window(request, host.num_slots))
+    return request.but(**host.tuning.choice(request, host.num_slots).way)
 
 
 @denoiser(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cspd.continuous import ancestral, ar
 from cspd.continuous.denoiser import Denoised
@@ -15,9 +15,9 @@ from cspd.continuous.host import MARHost
 from cspd.continuous.rows import Rows
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.telling import Advance, no_advance
 from mar.model import MAR
 
-DELAY = 0.5  # seconds until there is a bar
 TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what a fit sees: the sampler's own tokens
 
 
@@ -68,8 +68,18 @@ def num_traced(length: int, device: torch.device) -> int:
     return max(1 if device.type == "cpu" else 2, -(-TRACE_TOKENS // length))
 
 
-def trace(model: MAR, request: Request, device: torch.device, precision: Precision, held_out: bool = False) -> Trace:
-    """256 tokens of the sampler's own, labels and iterations mixed; `held_out`: others, of other labels and seeds."""
+def trace(
+    model: MAR,
+    request: Request,
+    device: torch.device,
+    precision: Precision,
+    held_out: bool = False,
+    advance: Advance = no_advance,
+) -> Trace:
+    """256 tokens of the sampler's own, labels and iterations mixed; `held_out`: others, of other labels and seeds.
+
+    `advance` is told of its parts, 1 in all.
+    """
     length, num_classes = model.config.seq_len, model.config.class_num
     num_images = num_traced(length, device)
     spread = max(1, num_classes // num_images)  # between the labels
@@ -83,20 +93,22 @@ def trace(model: MAR, request: Request, device: torch.device, precision: Precisi
     host, watch = MARHost(model, num_images, device, precision), Stopwatch(device)
     host.admit(batch)
     parts: list[Trace] = []
-    steps = common["num_iter"] * request.num_sampling_steps
-    with tqdm(total=steps, desc="calibrating", unit=" step", leave=False, delay=DELAY) as bar:
-        for _ in range(common["num_iter"]):
-            ar.run_round(host, batch, watch, denoise=functools.partial(_traced, parts, bar))
+    share = 1 / (common["num_iter"] * request.num_sampling_steps)
+    traced = functools.partial(_traced, parts, lambda: advance(share))
+    for _ in range(common["num_iter"]):
+        ar.run_round(host, batch, watch, denoise=traced)
     return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
 
 
-def _traced(parts: list[Trace], bar: tqdm, host: MARHost, model: str, rows: Rows, z: Tensor) -> Denoised:
-    """The ancestral chains of an iteration's rows, which are added to `parts`; the bar counts their steps."""
+def _traced(
+    parts: list[Trace], advance: Callable[[], None], host: MARHost, model: str, rows: Rows, z: Tensor
+) -> Denoised:
+    """The ancestral chains of an iteration's rows, which are added to `parts`; `advance` is told of each step."""
     steps: list[Tensor] = []
 
     def keep(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
         steps.append(torch.stack([x, eps, v]))
-        bar.update()
+        advance()
 
     made = ancestral.denoise(host, model, rows, z, trace=keep)
     steps.reverse()  # they ran from T - 1 down to 0

@@ -1,36 +1,42 @@
 """What speculation in the head is tuned by: drafts fitted to the models, and the costs of this device.
 
 Both are made on first use and kept on disk: calibrations beside the checkpoint, or else in the user's cache folder, and
-costs in the user's cache folder. What is kept is found again by all that it depends on.
+costs in the user's cache folder. What is kept is found again by all that it depends on. The embedded checkpoints come
+with calibrations for their usual settings (scripts/bundle_calibrations.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import json
+from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from cspd.choosing import PLAIN, Choice, Chooser
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
 from cspd.continuous.kept import Kept
 from cspd.continuous.plan import Plan, Predictor, Window, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
-from cspd.continuous.tracing import TRACE_SEED, Trace, num_traced, trace
+from cspd.continuous.tracing import TRACE_SEED, Trace, trace
 from cspd.keeping import content_hash, measured_once, of_device, remember, user_cache
 from cspd.precision import Precision
 from cspd.sequence import Request
+from cspd.telling import counting, no_advance
 from mar.head import Head
 from mar.model import MAR
 
+# what a fit takes beside its traces, of which each takes 1: measured with `digits32`
+WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
 COSTS_SCHEMA = "cspd.costs/2"
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
 
 
-class Tuning:
-    """Calibrations and costs, each made on first use.
+class Tuning(Chooser):
+    """Calibrations and costs, each made on first use, and the windows that are chosen by them.
 
     Args:
         target, draft: the models. device, precision, compiled, graphs: how they run.
@@ -47,6 +53,7 @@ class Tuning:
         graphs: bool,
         cache: Path | None,
     ) -> None:
+        super().__init__()
         self.target, self.device, self.precision = target, device, precision
         self.compiled, self.graphs = compiled, graphs
         folders = [folder for folder in (cache, user_cache()) if folder]
@@ -56,7 +63,6 @@ class Tuning:
             if model is not None
         }
         self._costs: dict[bool, Costs] = {}
-        self._windows: dict[tuple[Request, int], int] = {}
 
     def costs(self, guided: bool, again: bool = False) -> Costs:
         """The head's costs on this device, measured on first use or `again`; kept in the user's cache folder."""
@@ -66,42 +72,22 @@ class Tuning:
             )
         return self._costs[guided]
 
-    def window(self, request: Request, num_slots: int) -> int:
-        """The fastest window for what is known of the request and the engine, whatever else is in flight."""
+    def _kind(self, request: Request, num_slots: int) -> Hashable:
+        return *super()._kind(request, num_slots), request.num_made(self.target.config.seq_len)
+
+    def _choose(self, request: Request, num_slots: int) -> Choice:
+        """The window that is fastest on this device, and why."""
+        num_steps, temperature = request.num_sampling_steps, request.temperature
+        if temperature == 0 or num_steps < 3:
+            settings = f"temperature={temperature}, num_sampling_steps={num_steps}"
+            return Choice(PLAIN, f"{settings}: there is nothing to draft")
         num_made = request.num_made(self.target.config.seq_len)
-        kind = dataclasses.replace(request, label=0, seed=0, known=None), num_made, num_slots
-        if kind not in self._windows:
-            remember(self._windows, kind, self._window(request, num_slots))
-        return self._windows[kind]
-
-    def _window(self, request: Request, num_slots: int) -> int:
-        if request.temperature == 0 or request.num_sampling_steps < 3:  # no densities, or nothing to draft
-            return 0
-        costs, rows = self.costs(request.guided), self._rows(request, num_slots)
-        if not costs.may_gain(request.num_sampling_steps, rows):
-            return 0
-        calibration = self.calibrations["target"].get(request)
-        return costs.window(request.num_sampling_steps, rows, calibration)
-
-    def _rows(self, request: Request, num_slots: int) -> float:
-        """Tokens that are denoised at once: those of an iteration, of all slots."""
-        num_made = request.num_made(self.target.config.seq_len)
-        return num_slots * (request.gamma or num_made / request.num_iter)
-
-    def why(self, asked: Request, window: int, num_slots: int) -> str:
-        """What to tell of the window that a checked request runs with, and why it is 0."""
-        if window:
-            return f"--window {window} gives these images on any machine"
-        if asked.window == 0:
-            return "as asked for, so nothing was drafted"
-        return f"nothing was drafted: {self._why_none(asked, num_slots)}"
-
-    def _why_none(self, request: Request, num_slots: int) -> str:
-        num_steps = request.num_sampling_steps
-        if request.temperature == 0 or num_steps < 3:
-            return f"temperature={request.temperature}, num_sampling_steps={num_steps}: there is nothing to draft"
-        rows = self._rows(request, num_slots)
-        return f"with {rows:.0f} tokens at once ({num_slots} slots) drafting would not be faster on this device"
+        rows = num_slots * (request.gamma or num_made / request.num_iter)  # denoised at once: of all slots
+        calibrate = functools.partial(self.calibrations["target"].get, request)
+        choice = self.costs(request.guided).choose(num_steps, rows, calibrate)
+        if choice.way == PLAIN:
+            return choice
+        return Choice(choice.way, f"{choice.why}; --window {choice.way['window']} gives these images on any machine")
 
 
 class Calibrations:
@@ -118,7 +104,27 @@ class Calibrations:
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
         self._windows: dict[str, list[Window]] = {}
-        self._traces: dict[object, Any] = {}  # of the settings last asked for
+        self._traces: tuple[dict, dict[bool, Trace]] = {}, {}  # the settings last asked for, and theirs
+        self._advance = no_advance  # of the fit that is told of
+
+    @contextlib.contextmanager
+    def fitting(self, request: Request, *kinds: type) -> Iterator[None]:
+        """Tells of fits of these kinds, if any is to be made within it: as of one, with the time for all."""
+        if self._advance is not no_advance:  # a part of what is told of
+            yield
+            return
+        missing = [kind for kind in kinds if self._kept.find(kind, self._settings(request, kind)) is None]
+        traces = {held_out for kind in missing for held_out in (False, kind is not Calibration)}
+        work = len(traces - self._remembered(request).keys()) + sum(WORK[kind] for kind in missing)
+        settings = f"cfg={request.cfg:g}, temperature={request.temperature:g}, {request.num_sampling_steps} steps"
+        how = f"{settings}, {self.precision.policy}"
+        place = next(iter(self._kept.writable), "memory")
+        told = f"fitting the calibration of `{request.method}` to this model, for the first time with {how}"
+        with counting(f"{told} (kept in {place})", work) as self._advance:
+            try:
+                yield
+            finally:
+                self._advance = no_advance
 
     def get(self, request: Request) -> Calibration:
         """The calibration for a resolved request's guidance, temperature, T and draft."""
@@ -163,8 +169,7 @@ class Calibrations:
         """All that chains depend on."""
         if self._weights is None:
             self._weights = content_hash(self.model)
-        num_images = num_traced(self.model.config.seq_len, self.device)
-        return ({} if num_images > 1 else {"images": num_images}) | {
+        return {
             "weights": self._weights,
             "cfg": float(request.cfg),
             "cfg_schedule": request.cfg_schedule if request.guided else None,
@@ -176,28 +181,42 @@ class Calibrations:
 
     @torch.inference_mode()
     def _fit(self, request: Request) -> Calibration:
-        chains = self._trace(request, held_out=False).chains
-        return fit(*chains, request.temperature, request.draft == "frozen")
+        with self.fitting(request, Calibration):
+            chains = self._trace(request, held_out=False).chains
+            made = fit(*chains, request.temperature, request.draft == "frozen")
+            self._advance(WORK[Calibration])
+        return made
 
     @torch.inference_mode()
     def _fit_predictor(self, request: Request) -> Predictor:
-        seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
-        return fit_predictor(seen, held_out, request.temperature)
+        with self.fitting(request, Predictor):
+            seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
+            made = fit_predictor(seen, held_out, request.temperature)
+            self._advance(WORK[Predictor])
+        return made
 
     @torch.inference_mode()
     def _fit_shortcut(self, request: Request) -> Shortcut:
-        predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
-        seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
-        return fit_shortcut(self.model.head, seen, held_out, predictor, steps, request.null_every, self.precision)
+        with self.fitting(request, Predictor, Shortcut):
+            predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
+            seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
+            advance = lambda share: self._advance(share * WORK[Shortcut])  # noqa: E731
+            given = seen, held_out, predictor, steps, request.null_every, self.precision
+            return fit_shortcut(self.model.head, *given, advance)
 
     def _trace(self, request: Request, held_out: bool) -> Trace:
         """Chains of the sampler's own; the last ones are remembered, since several fits take the same."""
+        traces = self._remembered(request)
+        if held_out not in traces:
+            traces[held_out] = trace(self.model, request, self.device, self.precision, held_out, self._advance)
+        return traces[held_out]
+
+    def _remembered(self, request: Request) -> dict[bool, Trace]:
+        """The traces of a request's settings that are remembered, by whether they are held out."""
         settings = self._of_chains(request)
-        if self._traces.get("of") != settings:
-            self._traces = {"of": settings}
-        if held_out not in self._traces:
-            self._traces[held_out] = trace(self.model, request, self.device, self.precision, held_out)
-        return self._traces[held_out]
+        if self._traces[0] != settings:
+            self._traces = settings, {}
+        return self._traces[1]
 
 
 def measured_costs(

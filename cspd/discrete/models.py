@@ -44,6 +44,7 @@ class VQModels:
         draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
         tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
         classes: the names of the target's classes. text_encoder: of prompts, where it makes images of texts.
+        calibrations: a folder of what was counted of these models' rounds, as beside their checkpoint.
     """
 
     family: ClassVar[str] = VQHost.family
@@ -54,6 +55,7 @@ class VQModels:
     tokenizer: VQModel | None = None
     classes: ClassNames = NO_NAMES
     text_encoder: TextEncoder | None = None
+    calibrations: Path | None = None
 
     def host(
         self,
@@ -68,8 +70,8 @@ class VQModels:
     ) -> VQHost:
         """A host of these models, which are on the device already; arguments as in `VQHost`.
 
-        `cache` is of no use to VQ models. Raises ValueError where there is too little memory, or `compiled` is for
-        other layers than LlamaGen's.
+        `cache`, in place of `calibrations`, is read before the user's cache directory. Raises ValueError if there is
+        too little memory, or `compiled` is for other layers than LlamaGen's.
         """
         if compiled and not isinstance(self.target, GPT):
             raise ValueError("compiled=True, or --compile, is for LlamaGen's and MAR's layers: leave it out")
@@ -79,6 +81,8 @@ class VQModels:
         per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
         check_fits(per_slot, num_slots, " with its key-value caches", fix, device, copies + encoder)
         with_graphs = graphs is not None and graphs.enabled
+        how = device, precision, compiled, with_graphs
+        tuning = Tuning(self.target, self.eagle, *how, self.text_encoder, cache or self.calibrations)
         return VQHost(
             self.target,
             num_slots,
@@ -89,7 +93,7 @@ class VQModels:
             eagle=self.eagle,
             tokenizer=self.tokenizer,
             text_encoder=self.text_encoder,
-            tuning=Tuning(self.target, self.eagle, device, precision, compiled, with_graphs, self.text_encoder),
+            tuning=tuning,
             compiled=compiled,
             graphs=graphs,
         )

@@ -2,36 +2,38 @@
 
 What a round takes depends on the machine, on the shapes of the models and of the batch, and on how much is drafted; how
 many codes it commits, on the weights and the sampling settings. Both are measured on first use, with random and with
-real codes, and kept in the user's cache folder. All ways make the images of `ar`: the choice decides how long they take
-and nothing else.
+real codes, and kept in the user's cache folder; of the embedded models, codes at their usual settings come with them.
+All ways make the images of `ar`: the choice decides how long they take and nothing else.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
 
 import torch
 
+from cspd.choosing import PLAIN, Choice, Chooser, Way, is_enough, judged
 from cspd.discrete.grid import SETTINGS, on_grid
 from cspd.discrete.host import VQHost
 from cspd.discrete.memory import bytes_per_slot
 from cspd.discrete.speculative import DECIDED, METHOD, run_round
 from cspd.graphs import Graphs
-from cspd.keeping import content_hash, measured_once, of_device, remember, user_cache
+from cspd.keeping import content_hash, keep, measured_before, measured_once, of_device, user_cache
 from cspd.machine import free_bytes
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
+from cspd.telling import Advance, counting, no_advance
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT
 from cspd.vq.text import TextEncoder
 
 SCHEMA = "cspd.vq-costs/1"
-GAIN = 0.7  # drafts only if the predicted time is below this share of plain sampling's, as in MAR's head
 MOST_CODES = 6.0  # that a round may commit on the average: 4.3 was the most that was ever measured
 LARGEST = 1e9
 REPEATS = 12  # of a round that is timed
@@ -39,8 +41,6 @@ LONG = 0.1  # seconds of a round, of which once is enough
 IMAGES = 4  # whose rounds are counted
 TEXT_STEP = 32  # tokens of a text, between lengths that are timed apart
 
-Way = Mapping[str, Any]  # settings of a request: how it drafts
-PLAIN: Way = {"window": 0}
 JACOBI: list[Way] = [{"draft": "jacobi", "window": window} for window in (4, 8, 16, 32, 64)]
 TREES: list[Way] = [
     {"draft": "eagle-dynamic", "gamma": gamma, "window": window}
@@ -87,34 +87,41 @@ class Rounds:
             raise ValueError(f"values are no numbers in 0..{LARGEST:g}")
 
 
-class Choice(NamedTuple):
-    """The way that is taken, and how many times as fast as plain sampling each one is predicted to be, by its name."""
-
-    way: Way
-    gains: dict[str, float]
-
-
-def fastest(seconds: Mapping[str, float], codes: Mapping[str, float]) -> tuple[str, dict[str, float]]:
-    """The name of the way that is fastest, and the ways' gains over plain sampling.
+def fastest(
+    seconds: Mapping[str, float],
+    by_name: Mapping[str, Way],
+    count: Callable[[list[Way]], Mapping[str, float]],
+    num_slots: int,
+) -> Choice:
+    """The way that is fastest, or plain sampling if that is one of the ways and the others gain too little; and why.
 
     Args:
-        seconds: of a round of each way. codes: that it commits, of those that may be worth it; plain sampling, if that
-            is one of the ways, must be beaten by `GAIN`.
+        seconds: of a round of each way, by name. count: tells how many codes a round commits by some ways, by name; it
+            is asked only of those that may be worth it.
     """
-    per_code = {name: seconds[name] / codes[name] for name in codes}
+    at_once = f"with {num_slots} image{'s' if num_slots > 1 else ''} at once"
+    drafting = {name: way for name, way in by_name.items() if way is not PLAIN}
     plain = seconds.get(name_of(PLAIN))
-    gains = {name: plain / spent for name, spent in per_code.items()} if plain else {}
-    best = min(per_code, key=per_code.__getitem__) if per_code else name_of(PLAIN)
-    if plain and per_code and per_code[best] >= GAIN * plain:
-        best = name_of(PLAIN)
-    return best, gains
+    if plain is None:
+        codes = count(list(drafting.values()))
+        best = min(codes, key=lambda name: seconds[name] / codes[name])
+        return Choice(by_name[best], f"{at_once} {best} is predicted to be the fastest way to draft")
+    most = {name: plain * farthest(way) / seconds[name] for name, way in drafting.items()}
+    promising = [way for name, way in drafting.items() if is_enough(most[name])]
+    if not promising:
+        best = max(most, key=most.__getitem__)
+        return judged(by_name[best], most[best], f"{at_once} {best}", at_best=True)
+    gains = {name: plain * codes / seconds[name] for name, codes in count(promising).items()}
+    best = max(gains, key=gains.__getitem__)
+    return judged(by_name[best], gains[best], f"{at_once} {best}")
 
 
-class Tuning:
+class Tuning(Chooser):
     """Chooses, by measurements that are each made on first use.
 
     Args:
         target, eagle, text_encoder: the models. device, precision, compiled, graphs: how they run.
+        calibrations: a folder where counts of codes are looked for before the user's cache folder.
     """
 
     def __init__(
@@ -126,34 +133,16 @@ class Tuning:
         compiled: bool,
         graphs: bool,
         text_encoder: TextEncoder | None = None,
+        calibrations: Path | None = None,
     ) -> None:
+        super().__init__()
         self.target, self.eagle, self.text_encoder = target, eagle, text_encoder
         self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
-        self._choices: dict[tuple[Request, int], Choice] = {}
+        self._calibrations = calibrations
         self._hashes: dict[str, str] = {}
 
-    def choice(self, request: Request, num_slots: int) -> Choice:
-        """The fastest way for what is known of a checked request and the engine, whatever else is in flight."""
-        kind = self._kind(request, num_slots)
-        if kind not in self._choices:
-            remember(self._choices, kind, self._choose(request, num_slots))
-        return self._choices[kind]
-
-    def why(self, asked: Request, window: int, num_slots: int) -> str:
-        """What to tell of the window that a checked request runs with."""
-        choice = self._choices.get(self._kind(asked, num_slots))
-        if asked.window is not None or choice is None:
-            return "as asked for" if asked.window is not None else "as the run began that this one went on from"
-        best = max(choice.gains, key=choice.gains.__getitem__, default=None)
-        predicted = f"; {best}: {choice.gains[best]:.2f} times as fast is predicted" if best else ""
-        if window:
-            return f"the fastest here with {num_slots} slots{predicted}"
-        return f"nothing was drafted: on this device, with {num_slots} slots, it would hardly be faster{predicted}"
-
-    def _kind(self, request: Request, num_slots: int) -> tuple[Request, int, int]:
-        """What a choice depends on."""
-        alike = request.but(label=None, prompt=None, negative_prompt=None, seed=0, known=None)
-        return alike, num_slots, self._text_length(request)
+    def _kind(self, request: Request, num_slots: int) -> Hashable:
+        return *super()._kind(request, num_slots), self._text_length(request)
 
     def _text_length(self, request: Request) -> int:
         """Tokens of a request's longer text, in steps; 0 of a class."""
@@ -163,24 +152,21 @@ class Tuning:
         return -(-max(lengths, default=0) // TEXT_STEP) * TEXT_STEP
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
+        """The way that is fastest on this device, and why."""
         by_name = {name_of(way): way for way in ways(request, self.eagle is not None)}
         if len(by_name) == 1:
-            return Choice(*by_name.values(), {})
+            return Choice(*by_name.values(), "as asked for")
         seconds = self.seconds(request, num_slots, by_name)
-        plain = seconds.get(name_of(PLAIN), LARGEST)
-        promising = [
-            name for name, way in by_name.items() if way is not PLAIN and seconds[name] < GAIN * plain * farthest(way)
-        ]
-        codes = {name: self.codes(request, by_name[name]) for name in promising}
-        best, gains = fastest(seconds, codes)
-        return Choice(by_name[best], gains)
+        return fastest(seconds, by_name, functools.partial(self.codes, request), num_slots)
 
     def seconds(self, request: Request, num_slots: int, by_name: Mapping[str, Way]) -> dict[str, float]:
         """Of a round of so many sequences by each way, half-way through an image."""
         key = {
             "schema": SCHEMA,
             **of_device(self.device),
-            **self._how(),
+            "precision": self.precision.policy,
+            "compiled": self.compiled,
+            "graphs": self.graphs,
             "models": [str(model and model.config) for model in (self.target, self.eagle)],
             "slots": num_slots,
             "text": self._text_length(request),
@@ -197,26 +183,34 @@ class Tuning:
 
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
 
-    def codes(self, request: Request, way: Way) -> float:
-        """Codes that a round commits on the average, of whole images by settings near a request's."""
+    def codes(self, request: Request, some: list[Way]) -> dict[str, float]:
+        """Codes that a round commits on the average by some ways, of whole images by settings near a request's."""
         request = on_grid(request)
+        keys = {name_of(way): self._key(request, way) for way in some}
+        folders = [folder for folder in (self._calibrations, user_cache()) if folder]
+        known = {name: measured_before(Rounds, key, folders) for name, key in keys.items()}
+        missing = [way for way in some if known[name_of(way)] is None]
+        settings = ", ".join(f"{name}={getattr(request, name):g}" for name in SETTINGS)
+        told = f"counting the codes that a round of this model commits, for the first time with {settings}"
+        work = IMAGES * self.target.config.block_size * len(missing)
+        with counting(f"{told} (kept in {user_cache()})", work) as advance:
+            for way in missing:
+                name = name_of(way)
+                found = Rounds({"codes": codes_a_round(self._host(IMAGES), request.but(**way), advance)})
+                keep(keys[name], found, user_cache())
+                known[name] = found
+        return {name: found.values["codes"] for name, found in known.items() if found is not None}
+
+    def _key(self, request: Request, way: Way) -> dict:
+        """All that codes of rounds depend on. What else a device changes is rounding."""
         models = ["target", *sorted(METHOD.uses(request.but(**way)))]
-        key = {
+        return {
             "schema": SCHEMA,
-            **self._how(),
+            "precision": self.precision.policy,
             "weights": [self._hash(model) for model in models],
             **{name: getattr(request, name) for name in SETTINGS},
             "codes of": name_of(way),
         }
-
-        def measure() -> Rounds:
-            return Rounds({"codes": codes_a_round(self._host(IMAGES), request.but(**way))})
-
-        what = f"counting the codes of rounds, once ({name_of(way)})"
-        return measured_once(Rounds, key, measure, what, user_cache()).values["codes"]
-
-    def _how(self) -> dict:
-        return {"precision": self.precision.policy, "compiled": self.compiled, "graphs": self.graphs}
 
     def _host(self, num_slots: int) -> VQHost:
         """A host of its own, beside whatever runs. Raises ValueError where it does not fit into memory."""
@@ -271,12 +265,18 @@ def _seconds_half_way(host: VQHost, sequences: list[Sequence], clock: Callable[[
 
 
 @torch.inference_mode()
-def codes_a_round(host: VQHost, request: Request) -> float:
-    """Codes that a round commits, the mean of whole images in all slots, of different seeds and classes."""
+def codes_a_round(host: VQHost, request: Request, advance: Advance = no_advance) -> float:
+    """Codes that a round commits, the mean of whole images in all slots, of different seeds and classes.
+
+    `advance` is told how many more are committed.
+    """
     sequences = _begun(host, request)
     running = list(sequences)
+    num_known = 0
     while running:
         finished = set(run_round(host, running, Stopwatch(host.device)))
+        before, num_known = num_known, sum(min(host.seq_len, sequence.num_known) for sequence in sequences)
+        advance(num_known - before)
         running = [sequence for sequence in running if sequence not in finished]
     return statistics.mean(host.seq_len / sequence.stats.backbone_calls for sequence in sequences)
 

@@ -13,10 +13,12 @@ from heads import FP32, Case
 from mixtures import CASE, MIXTURE, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
+from cspd.choosing import GAIN, PLAIN
 from cspd.continuous import tuning
 from cspd.continuous.calibration import WINDOWS
-from cspd.continuous.costs import GAIN, Costs, measure
+from cspd.continuous.costs import Costs, measure
 from cspd.continuous.tuning import measured_costs
+from cspd.items import digest_of
 from cspd.precision import Precision
 
 ROWS = (1, 4, 16, 64)
@@ -28,17 +30,21 @@ def costs(call, row, table_size=10**9) -> Costs:
     return Costs([*ROWS], ancestral, [row / 10] * len(ROWS), [8 * r for r in ROWS], rounds, table_size)
 
 
+def window_of(model: Costs, num_steps: int, rows: float, calibration) -> int:
+    return model.choose(num_steps, rows, lambda: calibration).way["window"]
+
+
 def test_windows_follow_the_costs(mixture):
     calls_matter, inputs_matter = costs(1e-3, 1e-9), costs(1e-9, 1e-3)
-    assert calls_matter.window(60, 4, mixture) >= 16  # a call costs the same however large it is: few of them
-    assert inputs_matter.window(60, 4, mixture) == 0  # rounds evaluate more than ancestral steps
-    between = [costs(1e-3, row).window(60, 4, mixture) for row in (1e-9, 3e-5, 1e-4, 2e-4, 1e-3)]
+    assert window_of(calls_matter, 60, 4, mixture) >= 16  # a call costs the same however large it is: few of them
+    assert window_of(inputs_matter, 60, 4, mixture) == 0  # rounds evaluate more than ancestral steps
+    between = [window_of(costs(1e-3, row), 60, 4, mixture) for row in (1e-9, 3e-5, 1e-4, 2e-4, 1e-3)]
     assert between == sorted(between, reverse=True) and len(set(between)) >= 4
-    more_rows = [costs(1e-3, 3e-5).window(60, rows, mixture) for rows in (1, 4, 16, 64)]
+    more_rows = [window_of(costs(1e-3, 3e-5), 60, rows, mixture) for rows in (1, 4, 16, 64)]
     assert more_rows == sorted(more_rows, reverse=True) and more_rows[0] > more_rows[-1]
-    assert dataclasses.replace(calls_matter, round=[1.0] * 4).window(60, 4, mixture) == 0
-    assert costs(1e-3, 1e-9, table_size=4 * 60 - 1).window(60, 4, mixture) == 0
-    assert costs(1e-3, 1e-9, table_size=4 * 60).window(60, 4, mixture) > 0
+    assert window_of(dataclasses.replace(calls_matter, round=[1.0] * 4), 60, 4, mixture) == 0
+    assert window_of(costs(1e-3, 1e-9, table_size=4 * 60 - 1), 60, 4, mixture) == 0
+    assert window_of(costs(1e-3, 1e-9, table_size=4 * 60), 60, 4, mixture) > 0
 
 
 def test_a_window_is_the_best_prediction_and_gains():
@@ -48,17 +54,43 @@ def test_a_window_is_the_best_prediction_and_gains():
         call, row, rows = 10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-7, -4), 10 ** rng.uniform(0, 2.5)
         model = costs(call, row)
         seconds = {w: model.head_seconds(60, rows, w, calls) for w, calls in zip(WINDOWS, draft.calls)}
-        window, plain = model.window(60, rows, draft), model.head_seconds(60, rows, 0)
+        window, plain = window_of(model, 60, rows, draft), model.head_seconds(60, rows, 0)
         assert (min(seconds.values()) < GAIN * plain) == (window > 0)
         assert window == 0 or seconds[window] == min(seconds.values()) < GAIN * plain
         picked.append(window)
     assert 5 < picked.count(0) < 50 and len(set(picked)) > 3
 
 
+def test_the_reason_is_that_of_the_choice(mixture):
+    """One number decides and is told: the gain of the best window, or what it may gain at most, or the memory."""
+    calibrated = []
+
+    def choose(model):
+        calibrated.clear()
+        return model.choose(60, 4, lambda: calibrated.append(1) or mixture)
+
+    def gain_of(model, calls):
+        predicted = [model.head_seconds(60, 4, window, own) for window, own in calls.items()]
+        return f"{model.head_seconds(60, 4, 0) / min(predicted):.2f} times"
+
+    of_mixture = dict(zip(WINDOWS, mixture.calls))
+    best = {window: np.array([1 + math.ceil(59 / window)]) for window in WINDOWS}
+    kinds = set()
+    for row in np.geomspace(1e-9, 1e-3, 60):
+        model = costs(1e-3, row)
+        way, why = choose(model)
+        assert (way == PLAIN) == (f"under the {1 / GAIN:.2f}" in why)
+        assert gain_of(model, of_mixture if calibrated else best) in why
+        kinds.add((way == PLAIN, bool(calibrated)))
+    assert kinds == {(False, True), (True, True), (True, False)}
+    way, why = choose(costs(1e-3, 1e-9, table_size=4 * 30))
+    assert way == PLAIN and "2.00 times the memory" in why and not calibrated
+
+
 def test_windows_are_no_longer_than_the_lags():
     case = Case(MIXTURE, torch.zeros(1, 1, 3), 7)
     draft = case.calibration()
-    assert 0 < costs(1e-3, 1e-9).window(7, 1, draft) <= 7
+    assert 0 < window_of(costs(1e-3, 1e-9), 7, 1, draft) <= 7
 
 
 def test_head_seconds():
@@ -101,18 +133,31 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
     assert get(again=True) == get() == costs(6e-3, 1e-6) and get(policy="bf16") == others[1]
     (file,) = (tmp_path / "kept").iterdir()
     assert file.name == "costs.json"
-    of_other_make = [{"key": entry["key"], "costs": {"rows": [1]}} for entry in json.loads(file.read_text())]
-    whole = json.loads(file.read_text())
+    written = file.read_text()
+    changed = json.loads(written)
+    changed[0]["costs"]["round"][1] *= 2
+    of_older_version = [{name: entry[name] for name in ("key", "costs")} for entry in json.loads(written)]
+    for entries in (changed, of_older_version):  # as right as the others to look at
+        file.write_text(json.dumps(entries))
+        count = len(measured)
+        assert get(guided=False) == costs(1e-3 * len(measured), 1e-6) and len(measured) == count + 1
+    file.write_text(written)
+    whole = json.loads(written)
+
+    def holding(change):
+        """The entries as they would have been written with other costs."""
+        entries = [{"key": entry["key"], "costs": change(entry["costs"])} for entry in whole]
+        return json.dumps([entry | {"digest": digest_of({}, entry)} for entry in entries])
 
     def spoilt(name, value):
-        return json.dumps([{"key": entry["key"], "costs": entry["costs"] | {name: value}} for entry in whole])
+        return holding(lambda own: own | {name: value})
 
     values = (math.nan, math.inf, -1.0, 1e300, "1", None, True, [])
     wrong = [spoilt("round", [value, 1.0, 1.0, 1.0]) for value in values]
     wrong += [spoilt("rows", [0, 1, 2, 3]), spoilt("rows", [4, 3, 2, 1]), spoilt("rows", 5), spoilt("table_size", -1)]
     wrong += [spoilt(name, [1.0] * 10**5) for name in ("ancestral", "start")] + [spoilt("start", []), "[" * 10**5]
-    wrong += [json.dumps([{"key": entry["key"], "costs": value} for entry in whole]) for value in (None, [], "x", 1)]
-    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', json.dumps(of_other_make), *wrong):
+    wrong += [holding(lambda own, value=value: value) for value in (None, [], "x", 1, {"rows": [1]})]
+    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', *wrong):
         file.write_text(content)
         count = len(measured)
         assert get() == get() and len(measured) == count + 1

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +20,19 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from toys import CPU
 
-from cspd import Request, keeping
+import cspd
+from cspd import Request, keeping, telling
 from cspd.continuous import tuning
+from cspd.continuous.calibrated import HEAD_CALLS
 from cspd.continuous.calibration import Calibration, fit
+from cspd.continuous.kept import ABOUT
+from cspd.continuous.plan import Predictor
+from cspd.continuous.shortcut import Shortcut
 from cspd.continuous.tracing import trace
 from cspd.continuous.tuning import Calibrations
-from cspd.keeping import content_hash, user_cache
+from cspd.finding import embedded
+from cspd.items import DIGEST, digest_of
+from cspd.keeping import CALIBRATION, content_hash, user_cache
 from cspd.precision import Precision
 from mar.diffusion import schedule
 
@@ -159,16 +169,50 @@ WRONG = {  # of the right settings
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_calibration_that_is_no_draft_is_made_again(wrong, calibrations, made, tmp_path):
-    ours = calibrations().get(REQUEST)
-    (file,) = (tmp_path / "kept").iterdir()
+def spoil(file: Path, change) -> None:
+    """Changes the arrays of a file and leaves its metadata."""
     with safe_open(file, "np") as kept:
         arrays, metadata = {name: kept.get_tensor(name) for name in kept.keys()}, kept.metadata()
-    WRONG[wrong](arrays)
+    change(arrays, metadata)
     save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, file, metadata)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_calibration_that_is_no_draft_is_made_again(wrong, calibrations, made, tmp_path):
+    """Even if its digest says that it was written so, as that of a folder of somebody else may."""
+    ours = calibrations().get(REQUEST)
+    (file,) = (tmp_path / "kept").iterdir()
+
+    def change(arrays, metadata):
+        WRONG[wrong](arrays)
+        about = json.loads(metadata[ABOUT])
+        metadata[ABOUT] = json.dumps(about | {DIGEST: digest_of(arrays, about["settings"])})
+
+    spoil(file, change)
     assert same(calibrations().get(REQUEST), ours) and len(made) == 2
     assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+
+
+def flip(arrays, metadata):
+    """The sign of one number that is not 0."""
+    place = tuple(np.argwhere(arrays["coefficients"])[-1])
+    arrays["coefficients"][place] *= -1
+
+
+def age(arrays, metadata):
+    """To metadata as older versions wrote it, without a digest."""
+    settings = json.loads(metadata.pop(ABOUT))["settings"]
+    metadata["settings"] = json.dumps(settings, sort_keys=True)
+
+
+@pytest.mark.parametrize("change", [flip, age])
+def test_what_a_file_cannot_vouch_for_is_made_again(change, calibrations, made, tmp_path):
+    ours = calibrations().get(REQUEST)
+    (file,) = (tmp_path / "kept").iterdir()
+    written = file.read_bytes()
+    spoil(file, change)
+    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
+    assert file.read_bytes() == written
 
 
 def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
@@ -190,6 +234,59 @@ def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, t
         unkept = calibrations(folders[0])
         assert same(unkept.get(REQUEST), ours)
     assert unkept.get(REQUEST) is unkept.get(REQUEST) and len(made) == 2  # still only once
+
+
+def test_nothing_is_kept_with_embedded_checkpoints(calibrations, made, tmp_path, monkeypatch):
+    """What came with them is read; the user's cache has the fit that takes the place of what is damaged there."""
+    monkeypatch.setattr(keeping, "EMBEDDED", (tmp_path / "nowhere", tmp_path / "embedded"))
+    folders = bundled, cache = tmp_path / "embedded" / "model" / "calibration", tmp_path / "cache"
+    ours = calibrations(bundled.parent.parent.parent / "other").get(REQUEST)
+    shutil.copytree(tmp_path / "other", bundled)
+    assert same(calibrations(*folders).get(REQUEST), ours) and len(made) == 1
+    assert calibrations(*folders).folder_of(REQUEST) == bundled
+    (file,) = bundled.iterdir()
+    spoil(file, flip)
+    damaged = file.read_bytes()
+    assert same(calibrations(*folders).get(REQUEST), ours) and len(made) == 2
+    assert calibrations(*folders).folder_of(REQUEST) == cache
+    assert [*bundled.iterdir()] == [file] and file.read_bytes() == damaged
+    assert same(calibrations(*folders).get(REQUEST), ours) and len(made) == 2
+    with pytest.warns(UserWarning, match="no folder is writable"):
+        calibrations(bundled).get(REQUEST.but(cfg=1.0))
+    assert [*bundled.iterdir()] == [file]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["digits32", "emoji64"])
+def test_the_embedded_models_are_calibrated(name, device, monkeypatch):
+    """At their usual settings, and for every device: what was fitted on one is as right on another."""
+    monkeypatch.setattr(tuning, "trace", None)  # nothing is fitted
+    engine = cspd.load(name, device="cpu", max_batch=1)
+    precision = Precision("fp32", CPU)
+    ours = Calibrations(engine.host.target, torch.device(device), precision, [embedded()[name] / CALIBRATION])
+    speculative, calibrated = (engine.check(Request(0, method=method)) for method in ("speculative", "calibrated"))
+    assert ours.get(speculative).calls.mean() < 50
+    assert len(ours.plan(calibrated, HEAD_CALLS).steps) == HEAD_CALLS
+    assert ours.shortcut(calibrated.but(head_calls=HEAD_CALLS)).difference < 0.1
+    assert engine.resolve(calibrated).head_calls == HEAD_CALLS  # by `load`, too
+
+
+def test_a_fit_is_told_of_once(calibrations, monkeypatch, capsys):
+    """The predictions and the windows of `calibrated` are fits of their own, and one line has the time for both."""
+    own = calibrations()
+    assert own.folder_of(REQUEST) is None
+    monkeypatch.setattr(telling, "PATIENCE", 0.0)
+    request = REQUEST.but(method="calibrated", draft=None, window=None, null_every=1, head_calls=3)
+    with own.fitting(request, Predictor, Shortcut):
+        own.plan(request, 3)
+        own.shortcut(request)
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"cspd: [^\n]*`calibrated`[^\n]* cfg=2, [^\n]*: about \d+ s\n", told)
+    with own.fitting(request, Predictor, Shortcut):
+        own.shortcut(request)
+    own.get(REQUEST)  # of the same tokens
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "`speculative`" in told
 
 
 def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):

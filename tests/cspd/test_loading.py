@@ -1,6 +1,8 @@
 """`cspd.load` and its files: names, folders and paths that are not what they should be get one clear error."""
 
+import configparser
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,7 +88,7 @@ def test_the_autoencoder_of_the_other_family():
 
 def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
     own = small_checkpoint()
-    monkeypatch.setattr(finding, "_ROOTS", (tmp_path / "nowhere",))
+    monkeypatch.setattr(finding, "EMBEDDED", (tmp_path / "nowhere",))
     assert embedded() == {}
     assert cspd.load(own, device="cpu").host is not None
     with pytest.raises(CheckpointError, match="digits32: no checkpoint there"):
@@ -95,9 +97,22 @@ def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
         load_classifier("digits")
 
 
+def test_a_package_has_all_files_of_the_embedded_models():
+    root = Path(__file__).parents[2]
+    config = configparser.ConfigParser()
+    config.read(root / "setup.cfg")
+    packages = config["options"]["packages"].split()
+    there = {file for folder in embedded().values() for file in folder.rglob("*") if file.is_file()}
+    for package, patterns in config["options.package_data"].items():
+        if package in packages and package.startswith("cspd.checkpoints."):
+            folder = root / Path(*package.split(".")[1:])
+            there -= {file for pattern in patterns.split(", ") for file in folder.glob(pattern)}
+    assert not there
+
+
 def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
     (tmp_path / "digits32").mkdir()
-    monkeypatch.setattr(finding, "_ROOTS", (tmp_path,))
+    monkeypatch.setattr(finding, "EMBEDDED", (tmp_path,))
     file = tmp_path / "digits32" / "classifier.safetensors"
     shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
     with pytest.raises(CheckpointError, match=f"{file}: not the weights of Classifier: missing: stages.0.0.weight"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 from stores import small_checkpoint
 
 from cspd import telling
+from cspd.choosing import PLAIN
 from cspd.cli import main
 from cspd.continuous.calibration import WINDOWS
 from cspd.continuous.costs import Costs
@@ -26,15 +28,15 @@ def test_what_takes_long_is_told_and_nothing_else(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("rows, may", [(1, True), (64, False)])
+@pytest.mark.parametrize("rows, may", [(1, True), (64, False), (10**8, False)])
 def test_nothing_is_calibrated_where_no_window_could_be_taken(rows, may):
-    """A round costs as its inputs do beyond eight of them."""
+    """A round costs as its inputs do beyond eight of them; of very many rows there is no memory for it."""
     sizes = [1, 2, 4, 8, 16, 32, 64, 128]
     seconds = [1e-3 * max(1, size / 8) for size in sizes]
     inputs = [8 * size for size in sizes]
     costs = Costs(sizes, seconds, [1e-5] * 8, inputs, [1e-3 * max(1, size / 8) for size in inputs], 10**9)
-    assert costs.may_gain(100, rows) is may
-    assert not costs.may_gain(100, 10**8)  # there is no memory for it
+    with pytest.raises(ZeroDivisionError) if may else contextlib.nullcontext():
+        assert costs.choose(100, rows, lambda: 1 / 0).way == PLAIN
     assert WINDOWS[-1] < 100
 
 

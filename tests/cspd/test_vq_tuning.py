@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from texts import PROMPTS, text_models
 from toys import draw, host_of, request_of, toy_models
 
 import cspd
-from cspd import Engine, Request, VQModels
+from cspd import Engine, Request, VQModels, telling
+from cspd.choosing import GAIN, PLAIN, Choice
 from cspd.cli import main
 from cspd.commands.sample_folder import sample_to_folder
 from cspd.discrete import tuning
 from cspd.discrete.grid import on_grid
-from cspd.discrete.tuning import GAIN, JACOBI, PLAIN, TREES, Choice, Rounds, fastest, name_of, ways
+from cspd.discrete.tuning import JACOBI, TREES, Rounds, fastest, name_of, ways
 from cspd.keeping import COSTS, user_cache
 
 ALONE = name_of(PLAIN)
@@ -35,21 +37,27 @@ def engine(models, monkeypatch, tmp_path) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "seconds, codes, best",
+    "seconds, codes, best, told",
     [
-        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 3.0, "b": 4.0}, "a"),
-        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 2.0, "b": 5.0}, "b"),
-        ({ALONE: 1.0, "a": 1.5}, {"a": 1.5 / GAIN}, ALONE),  # as fast as it must be beaten by
-        ({ALONE: 1.0, "a": 1.5}, {"a": 1.51 / GAIN}, "a"),
-        ({ALONE: 1.0, "a": 9.0}, {}, ALONE),  # nothing is worth counting
-        ({"a": 9.0, "b": 8.0}, {"a": 1.0, "b": 1.0}, "b"),  # drafting was asked for
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 3.0, "b": 4.0}, "a", "a is predicted to be 2.00 times"),
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 2.0, "b": 5.0}, "b", "b is predicted to be 1.67 times"),
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.5 / GAIN}, ALONE, "1.43 times as fast, under the 1.43"),  # just that
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.51 / GAIN}, "a", "1.44 times"),
+        ({ALONE: 1.0, "a": 5.0}, {}, ALONE, "a is predicted to be at best 1.00 times"),  # nothing to count
+        ({"a": 9.0, "b": 8.0}, {"a": 1.0, "b": 1.0}, "b", "b is predicted"),  # drafting was asked for
     ],
 )
-def test_the_fastest_way(seconds, codes, best):
-    name, gains = fastest(seconds, codes)
-    assert name == best
-    if ALONE in seconds:
-        assert gains == pytest.approx({each: codes[each] / seconds[each] for each in codes})
+def test_the_fastest_way(seconds, codes, best, told):
+    by_name = {name: PLAIN if name == ALONE else {"window": 4} for name in seconds}
+    counted = []
+
+    def count(some):
+        counted.extend(some)
+        return codes
+
+    way, why = fastest(seconds, by_name, count, 8)
+    assert way is by_name[best] and told in why and "8 images" in why
+    assert len(counted) == len(codes)
 
 
 def test_what_is_given_is_not_chosen():
@@ -117,7 +125,7 @@ def test_a_choice_is_kept_where_a_run_goes_on(engine, monkeypatch, tmp_path):
     chosen = []
     for way in ({"draft": "jacobi", "window": 4}, {"window": 0}):  # this machine changes its mind
         own = engine.hosts["VQ"].tuning
-        monkeypatch.setattr(own, "_choose", lambda request, slots, way=way: Choice(own_way(request, way), {}))
+        monkeypatch.setattr(own, "_choose", lambda request, slots, way=way: Choice(own_way(request, way), ""))
         own._choices.clear()
         record = sample_to_folder(engine, requests[: 2 + len(chosen)], tmp_path / f"{len(chosen)}", {}, progress=False)
         chosen.append({(image["request"]["draft"], image["request"]["window"]) for image in record["images"]})
@@ -151,6 +159,32 @@ def test_near_settings_share_a_count(engine, monkeypatch):
         engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
         with pytest.raises(TypeError):  # it would count
             engine.resolve(asked.but(cfg=3.0))
+
+
+@pytest.mark.parametrize("name, asked", [("digits32_vq", Request(0)), ("emoji64_text", Request(prompt="a red heart"))])
+def test_codes_of_the_embedded_models_are_counted(name, asked, monkeypatch):
+    """At their usual settings, for every device."""
+    engine = cspd.load(name, device="cpu", max_batch=1)
+    own = engine.host.tuning
+    some = [*JACOBI, *(TREES if own.eagle else [])]
+    monkeypatch.setattr(tuning, "codes_a_round", None)
+    request = engine.check(asked)
+    monkeypatch.setattr(own, "graphs", True)  # as on a GPU
+    codes = own.codes(request, some)
+    assert codes.keys() == {name_of(way) for way in some} and all(1 < count < 6 for count in codes.values())
+    monkeypatch.setattr(own, "graphs", False)
+    monkeypatch.setattr(own, "_calibrations", None)
+    with pytest.raises(TypeError):  # it would count
+        own.codes(request, some[:1])
+
+
+def test_what_is_counted_is_told_once(engine, monkeypatch, capsys):
+    own, request = engine.hosts["VQ"].tuning, engine.check(Request(0, cfg=2.0))
+    own.codes(request, JACOBI[3:4])
+    monkeypatch.setattr(telling, "PATIENCE", 0.0)
+    own.codes(request, JACOBI[:3])
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "cfg=2" in told and re.search(r": about \d+ s\n", told)
 
 
 def test_what_does_not_fit_beside_the_engine_is_told(engine, monkeypatch):
