@@ -128,13 +128,16 @@ def complete(
         _check_text(request)
     check_seed(request)
     shared = {option.name: option for option in common}
+    floats = {}
     for name, value in request.settings.items():
         option = shared.get(name) or method.option(name, request)
         if option is not None:
             option.check(value)
+            if option.kind is float:
+                floats[name] = float(value)
         elif not any(o.name == name and type(value) is type(o.off) and value == o.off for o in method.options):
             raise ValueError(_out_of_place(name, request, method))
-    return request
+    return request.but(**floats)
 
 
 def _check_class(request: Request, num_classes: int) -> None:

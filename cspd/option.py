@@ -19,7 +19,8 @@ from cspd.parsing import shortened
 
 LARGEST = 3e38  # that any number may be: float32 holds it
 LARGEST_INTEGER = 2**31 - 1  # that any whole number may be: arrays count with it
-_NAMES: set[str] = set()  # of all options there are, so that a request can tell a misspelt one
+LARGEST_EXACT = 2**53  # up to here, every whole number is a float
+_KINDS: dict[str, object] = {}  # of all options there are, by name, so that a request can tell a misspelt one
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Option:
     metavar: str | None = None
 
     def __post_init__(self) -> None:
-        _NAMES.add(self.name)
+        _KINDS[self.name] = self.kind  # of numbers the same, whoever has an option of this name
 
     def but(self, **changes: Any) -> Option:
         """The same option but for some attributes, such as its default."""
@@ -110,13 +111,27 @@ class Option:
 def option_names() -> Collection[str]:
     """The names of all options that methods and families of models have declared."""
     importlib.import_module("cspd.methods")  # where they are declared: who asks may have imported little yet
-    return _NAMES
+    return _KINDS
+
+
+def as_setting(name: str, value: object) -> Any:
+    """A setting as a request keeps it: as `plain` has it, but no number that arrays of floats cannot take.
+
+    Small whole numbers stay as they were typed, which names of configurations show. A checked request has floats.
+    """
+    value = plain(value)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if _KINDS[name] is float and is_whole and abs(value) > LARGEST_EXACT:
+        with contextlib.suppress(OverflowError):  # larger than any float: checking it says so
+            return float(value)
+    return value
 
 
 def plain(value: object) -> Any:
     """Python's own number of numpy's, torch's and others', and lists of their arrays; anything else as it is."""
     if hasattr(value, "tolist"):
-        value = value.tolist()
+        with contextlib.suppress(RuntimeError):  # a tensor that is sparse, or has no values: checking it says so
+            value = value.tolist()
     if isinstance(value, Number) and not isinstance(value, (bool, int, float)):  # a fraction, a decimal
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)  # type: ignore[arg-type]

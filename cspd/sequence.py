@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from cspd.known import Known
-from cspd.option import option_names, plain
+from cspd.option import as_setting, option_names, plain
 from cspd.parsing import choice, shortened
 from cspd.pixels import to_pil
 from cspd.records import png_of
@@ -80,7 +80,7 @@ class Request:
         own = {"label": label, "seed": seed, "method": method, "family": family}
         for name, value in own.items():
             object.__setattr__(self, name, plain(value))
-        settled = {name: plain(given[name]) for name in sorted(given) if given[name] is not None}
+        settled = {name: as_setting(name, given[name]) for name in sorted(given) if given[name] is not None}
         object.__setattr__(self, "settings", settled)
         object.__setattr__(self, "known", known)
         object.__setattr__(self, "prompt", prompt)

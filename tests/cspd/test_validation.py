@@ -22,6 +22,7 @@ from cspd.lookup import choose, find, method_names
 from cspd.machine import free_bytes, pick_device
 from cspd.parsing import shortened
 from cspd.precision import Precision
+from cspd.records import parse_json
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
@@ -163,6 +164,17 @@ def test_numbers_of_others_are_kept_as_pythons_own(field, value, kept):
     request = resolve(request_with(field, value), SPEC.config)
     assert getattr(request, field) == kept and type(getattr(request, field)) is type(kept)
     assert json.loads(json.dumps(request.to_dict()))[field] == kept
+
+
+@pytest.mark.parametrize("value", [3, 2**64, 10**38])
+def test_settings_that_are_floats_are_kept_as_floats(value):
+    """Whole numbers beyond 2^64 are none that arrays take, and records take none beyond 20 digits."""
+    given = Request(3, cfg=value)
+    checked = resolve(given, SPEC.config)
+    assert type(checked.cfg) is float and checked.cfg == float(value)
+    assert given == Request(3, cfg=float(value)) and hash(given) == hash(Request(3, cfg=float(value)))
+    for request in (given, checked):
+        assert parse_json(json.dumps(request.to_dict()))["cfg"] == checked.cfg
 
 
 @pytest.mark.parametrize("value", [np.ones(2), torch.ones(2), Fraction(10**400)], ids=["numpy", "torch", "fraction"])
