@@ -20,6 +20,7 @@ from cspd.lookup import choose, families_for, method_of
 from cspd.machine import describe, pick_device
 from cspd.method import Host, Method, Models, placed
 from cspd.option import plain
+from cspd.parsing import shortened
 from cspd.precision import Precision, precision_of
 from cspd.sequence import Label, Output, Request, RoundStats, Sequence, requests_of
 from cspd.streaming import Item, OnProgress, check_all, checked, forget_failures, from_threads, stream
@@ -137,7 +138,7 @@ class Engine:
 
     def _checked(self, request: Request) -> tuple[Request, Method]:
         if not isinstance(request, Request):
-            raise ValueError(f"{request!r} is no request: give cspd.Request(label, ...)")
+            raise ValueError(f"{shortened(request)} is no request: give cspd.Request(label, ...)")
         self._check_open()
         request, method = choose(request, families_for(request, self.hosts))
         if isinstance(request.label, str) and self.hosts[method.family].num_classes:
@@ -214,7 +215,8 @@ class Engine:
                 `preview()` is Pillow's image of what is known by then, and costs nothing where it is not called.
 
         Raises:
-            ValueError: at a bad request, when it is read; those read before are finished first.
+            ValueError: `every` is not an integer above 0; or at a bad request, when it is read: those read before are
+                finished first.
             FloatingPointError: after all others were yielded, where tokens or images were not finite.
             RuntimeError: a round failed that another thread ran.
         """
@@ -242,7 +244,8 @@ class Engine:
                 as slots become free.
             FloatingPointError: as in `stream`, which gives the other outputs too.
         """
-        requests = [requests] if isinstance(requests, Request) else requests
+        if isinstance(requests, Request) or not isinstance(requests, Iterable):  # which `check_all` says is no request
+            requests = [requests]
         if isinstance(requests, Sized):
             check_all(self.resolve, requests)
         outputs = dict(self.stream(requests, progress, on_progress, every))

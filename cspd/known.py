@@ -21,6 +21,7 @@ from cspd.parsing import shortened
 
 MASK = "what is white (True) in it is made anew, what is black is kept"
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")  # that are read: for some, Pillow runs other programs
+KINDS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}  # of arrays, as what they are read
 remembered = functools.lru_cache(maxsize=16)  # of pictures, which many requests have
 
 
@@ -45,6 +46,14 @@ class Known:
     image: Tensor
     mask: Tensor | float
     source: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError on what `Known.of` would have made something else of: rounds take it as it is."""
+        image, mask = self.image, self.mask
+        fits = isinstance(image, Tensor) and image.dtype == (torch.int64 if image.dim() == 1 else torch.float32)
+        fits_too = isinstance(mask, float) or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
+        if not fits or not fits_too:
+            raise ValueError("Known(image, mask) takes tensors of the right kinds only: call Known.of(image, mask)")
 
     @classmethod
     def of(cls, image: Any, mask: Any) -> Known:
@@ -244,14 +253,17 @@ def _image_of(source: Any) -> Tensor:
     pixels = _opened(source, "image", "RGB")
     if pixels is not None:
         return torch.from_numpy(pixels).permute(2, 0, 1).float().div(255)
-    image = _tensor(source)
-    if image is not None and image.dim() == 1 and not (image.is_floating_point() or image.dtype == torch.bool):
-        return image.long()
-    if image is not None and image.is_floating_point() and image.isfinite().all() and image.numel():
-        if image.dim() == 2 or (image.dim() == 3 and len(image) == 3 and image.min() >= 0 and image.max() <= 1):
-            return image.float()
+    image = _tensor(source, "image")
+    if image is not None and image.dim() == 1 and image.dtype == torch.int64:
+        return image
+    if image is not None and image.is_floating_point():
+        image = image.float()
+        is_picture = image.dim() == 3 and len(image) == 3
+        if image.numel() and image.isfinite().all():
+            if image.dim() == 2 or (is_picture and image.min() >= 0 and image.max() <= 1):
+                return image
     raise ValueError(
-        f"image={_shown(source)} does not fit: give a file, a PIL image, floats [3, H, W] in 0..1, or tokens"
+        f"image={_shown(source)} does not fit: give a file's name, a PIL image, floats [3, H, W] in 0..1, or tokens"
     )
 
 
@@ -264,20 +276,30 @@ def _mask_of(source: Any) -> Tensor | float:
         if 0 <= source <= 1:
             return float(source)
     else:
-        mask = _tensor(source)
-        if mask is not None and mask.dim() in (1, 2) and mask.numel() and not mask.is_complex():
+        mask = _tensor(source, "mask")
+        if mask is not None and mask.dim() in (1, 2) and mask.numel():
             if ((mask >= 0) & (mask <= 1)).all():
                 return mask >= 0.5 if mask.is_floating_point() else mask.bool()
     raise ValueError(
-        f"mask={_shown(source)} does not fit: give a file, a PIL image, a tensor of the image's size, or a share"
+        f"mask={_shown(source)} does not fit: give a file's name, a PIL image, a tensor of the image's size, or a share"
     )
 
 
-def _tensor(source: Any) -> Tensor | None:
-    """A tensor or array as a tensor on the CPU that is nobody else's; None of anything else."""
-    if isinstance(source, np.ndarray) and source.dtype.kind in "biuf":
-        return torch.from_numpy(source.copy())
-    return source.detach().cpu().clone() if isinstance(source, Tensor) else None
+def _tensor(source: Any, what: str) -> Tensor | None:
+    """A tensor or array as one on the CPU that is nobody else's: bool, int64 or float64; None of anything else.
+
+    Raises ValueError if it is a tensor that is sparse, or has no values.
+    """
+    if isinstance(source, np.ndarray) and source.dtype.kind in KINDS:
+        return torch.from_numpy(source.astype(KINDS[source.dtype.kind]))
+    if not isinstance(source, Tensor) or source.is_complex() or source.is_quantized:
+        return None
+    if source.is_meta:
+        raise ValueError(f"{what} is a tensor on the meta device, which has no values: give one that has")
+    if source.is_nested or source.layout != torch.strided:
+        raise ValueError(f"{what} is a sparse or nested tensor: give a dense one, such as {what}.to_dense()")
+    kind = torch.float64 if source.is_floating_point() else torch.int64
+    return source.detach().cpu().to(torch.bool if source.dtype == torch.bool else kind, copy=True)
 
 
 def _shown(source: Any) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cspd.classes import ClassNames
 from cspd.graphs import Graphs
-from cspd.option import Option, check_integer
+from cspd.option import Option, check_integer, check_seed
 from cspd.parsing import NO_CHARACTER, shortened
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
@@ -126,15 +126,18 @@ def complete(
         _check_class(request, num_classes)
     else:
         _check_text(request)
-    check_seed(request)
+    check_seed(request.seed)
     shared = {option.name: option for option in common}
+    floats = {}
     for name, value in request.settings.items():
         option = shared.get(name) or method.option(name, request)
         if option is not None:
             option.check(value)
+            if option.kind is float:
+                floats[name] = float(value)
         elif not any(o.name == name and type(value) is type(o.off) and value == o.off for o in method.options):
             raise ValueError(_out_of_place(name, request, method))
-    return request
+    return request.but(**floats)
 
 
 def _check_class(request: Request, num_classes: int) -> None:
@@ -170,11 +173,6 @@ def _check_text(request: Request) -> None:
         )
 
 
-def check_seed(request: Request) -> None:
-    """Raises ValueError where the seed is none."""
-    check_integer("seed", request.seed, 0, 2**63 - 1, "it keys a 64-bit generator")
-
-
 def with_tokens(request: Request, host: Host, shape: tuple[int, ...]) -> Request:
     """The request with what is known of its image as tokens of a host's model, of a shape.
 
@@ -182,7 +180,7 @@ def with_tokens(request: Request, host: Host, shape: tuple[int, ...]) -> Request
     """
     if request.known is None:
         return request
-    check_seed(request)
+    check_seed(request.seed)
     seed = torch.tensor([request.seed])
     order = host.noise.order(seed, shape[0])[0]
     return dataclasses.replace(

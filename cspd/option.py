@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
-from cspd.parsing import shortened
+from cspd.parsing import LARGEST_SEED, shortened
 
 LARGEST = 3e38  # that any number may be: float32 holds it
 LARGEST_INTEGER = 2**31 - 1  # that any whole number may be: arrays count with it
-_NAMES: set[str] = set()  # of all options there are, so that a request can tell a misspelt one
+LARGEST_EXACT = 2**53  # up to here, every whole number is a float
+_KINDS: dict[str, object] = {}  # of all options there are, by name, so that a request can tell a misspelt one
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Option:
     metavar: str | None = None
 
     def __post_init__(self) -> None:
-        _NAMES.add(self.name)
+        _KINDS[self.name] = self.kind  # of numbers the same, whoever has an option of this name
 
     def but(self, **changes: Any) -> Option:
         """The same option but for some attributes, such as its default."""
@@ -110,13 +111,31 @@ class Option:
 def option_names() -> Collection[str]:
     """The names of all options that methods and families of models have declared."""
     importlib.import_module("cspd.methods")  # where they are declared: who asks may have imported little yet
-    return _NAMES
+    return _KINDS
+
+
+def as_setting(name: str, value: object) -> Any:
+    """A setting as a request keeps it: as `plain` has it, but no number that arrays of floats cannot take.
+
+    Small whole numbers stay as they were typed, which names of configurations show. A checked request has floats.
+
+    Raises ValueError on a tensor that has no plain value.
+    """
+    value = plain(value)
+    if hasattr(value, "tolist"):
+        raise ValueError(f"{name}={shortened(value)} does not fit: give a plain number")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if _KINDS[name] is float and is_whole and abs(value) > LARGEST_EXACT:
+        with contextlib.suppress(OverflowError):  # larger than any float: checking it says so
+            return float(value)
+    return value
 
 
 def plain(value: object) -> Any:
     """Python's own number of numpy's, torch's and others', and lists of their arrays; anything else as it is."""
     if hasattr(value, "tolist"):
-        value = value.tolist()
+        with contextlib.suppress(RuntimeError):  # a tensor that is sparse, or on the meta device: it stays one
+            value = value.tolist()
     if isinstance(value, Number) and not isinstance(value, (bool, int, float)):  # a fraction, a decimal
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)  # type: ignore[arg-type]
@@ -127,3 +146,8 @@ def check_integer(name: str, value: object, low: int, high: int, why: str) -> No
     """Raises ValueError, with the range and the reason, where a value is no integer in low..high."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name}={shortened(value)} does not fit: give a whole number, {low}..{high} ({why})")
+
+
+def check_seed(seed: object) -> None:
+    """Raises ValueError if a seed is not an integer in 0..2**63 - 1."""
+    check_integer("seed", seed, 0, LARGEST_SEED, "it keys a 64-bit generator")

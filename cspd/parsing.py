@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import re
 import reprlib
@@ -179,14 +180,23 @@ def word(text: str) -> str:
 
 
 def place(text: str) -> Path:
-    """A file or folder."""
-    return Path(word(text))
+    """A file or folder, of a name that the file system can have."""
+    path = Path(word(text))
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f"{shortened(text)} is too long for the file system: give a shorter name")
+    return path
 
 
 def shortened(value: object) -> str:
-    """A value as an error shows it, in about 60 characters at most; long texts lose their middle."""
+    """A value as an error shows it, in one line of about 60 characters at most; long texts lose their middle."""
+    if type(value).__repr__ is object.__repr__:  # which shows an address
+        return f"an object of type {type(value).__name__}"
     try:
         shown = _SHORT.repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits
         shown = "a number of thousands of digits"
+    shown = re.sub(r"\s*\n\s*", " ", shown)  # of tensors and arrays
     return shown if len(shown) <= 80 else f"{shown[:80]}..."

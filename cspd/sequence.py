@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from cspd.known import Known
-from cspd.option import option_names, plain
+from cspd.option import as_setting, check_seed, option_names, plain
 from cspd.parsing import choice, shortened
 from cspd.pixels import to_pil
 from cspd.records import png_of
@@ -43,7 +43,7 @@ class Request:
     Settings are given as arguments and read as attributes: `Request(3, cfg=2.0).cfg`; one that was left out is None.
 
     Raises:
-        TypeError: a setting that nobody has.
+        TypeError: a setting that nobody has. ValueError: one that is a tensor without a plain value; or as `Known.of`.
     """
 
     label: Label = None
@@ -80,8 +80,10 @@ class Request:
         own = {"label": label, "seed": seed, "method": method, "family": family}
         for name, value in own.items():
             object.__setattr__(self, name, plain(value))
-        settled = {name: plain(given[name]) for name in sorted(given) if given[name] is not None}
+        settled = {name: as_setting(name, given[name]) for name in sorted(given) if given[name] is not None}
         object.__setattr__(self, "settings", settled)
+        if known is not None and not isinstance(known, Known):
+            raise TypeError(f"known={shortened(known)} is no cspd.known.Known: give image=... and mask=...")
         object.__setattr__(self, "known", known)
         object.__setattr__(self, "prompt", prompt)
         object.__setattr__(self, "negative_prompt", negative_prompt)
@@ -131,9 +133,14 @@ def requests_of(
     method: str | None,
     settings: Mapping[str, Any],
 ) -> list[Request]:
-    """A request of each label, or of each prompt where there are any, of seeds one after the other."""
+    """A request of each label, or of each prompt where there are any, of seeds one after the other.
+
+    Raises ValueError if the seed is not an integer in 0..2**63 - 1.
+    """
+    seed = plain(seed)
+    check_seed(seed)
     several: Any = plain(labels) if prompts is None else prompts
-    if several is None or isinstance(several, (int, str)):
+    if isinstance(several, (str, bytes, Tensor)) or not isinstance(several, Iterable):  # checking says what is wrong
         several = [several]
     requests = []
     for i, each in enumerate(several):

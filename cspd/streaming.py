@@ -13,6 +13,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from cspd.flight import Flight
+from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.sequence import Output, Request, Sequence
 
 NAMED = 3  # requests of one fault that are named one by one
@@ -34,7 +35,23 @@ def stream(
 
     Args:
         queue: checks a request and puts its sequence, of an inbox, in flight; raises ValueError on a bad one.
+
+    Raises ValueError at once if `every` is not an integer above 0.
     """
+    every = plain(every)
+    check_integer("every", every, 1, LARGEST_INTEGER, "rounds from one call of on_progress to the next")
+    return _stream(flight, queue, requests, progress, on_progress, every, stop)
+
+
+def _stream(
+    flight: Flight,
+    queue: Callable[[Request, deque], Sequence],
+    requests: Iterable[Request],
+    progress: bool,
+    on_progress: OnProgress | None,
+    every: int,
+    stop: threading.Event | None,
+) -> Iterator[Item]:
     source, bar = _Source(requests), _Bar(progress, len(requests) if isinstance(requests, Sized) else None)
     own: dict[Sequence, int] = {}
     inbox: deque = deque()

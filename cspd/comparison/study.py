@@ -124,7 +124,11 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
     """Plain sampling by a row's settings, named by what the common ones do not have."""
     request = row.plain()
     usual = common.engine.check(common.request)
-    other = {key: getattr(request, key) for key in REQUEST if getattr(request, key) != getattr(usual, key)}
+    other = {}
+    for key in REQUEST:
+        value, typed = getattr(request, key), getattr(row.request, key)
+        if value != getattr(usual, key):
+            other[key] = typed if typed == value else value  # 4, and not 4.0
     other |= {key: row.models.get(key) for key in TARGET if row.models.get(key) != common.models.get(key)}
     shown = {key: value for key, value in other.items() if value is not None and key != "family"}
     return dataclasses.replace(row, name=row_name("ar", shown or other), request=request, seed=None)

@@ -233,10 +233,10 @@ class Chains:
             if left >= chain.left and not waiting:
                 raise RuntimeError("a round decided no step of a chain: its draft's table is damaged")
             chain.left = left
-            if waiting:
-                (unresolved if waiting < 2 * self.num_steps else searching).append(chain)
-            elif left == 0:
+            if left == 0:  # though it may wait: step 0 is rejected where its log-ratio is -inf, as its uniform draw
                 ended.append((chain, tries, fallbacks))
+            elif waiting:
+                (unresolved if waiting < 2 * self.num_steps else searching).append(chain)
         if unresolved:
             self._resolve(unresolved)
         if searching:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous import ar, denoisers  # noqa: F401 - names the denoisers
+from cspd.continuous import ancestral, ar, denoisers  # noqa: F401 - names the denoisers
 from cspd.continuous.cspd_ratio import SIGMA, Paths, log_ratio
 from cspd.continuous.denoiser import DENOISERS, Denoised
 from cspd.continuous.gaussian import first_kept
@@ -249,6 +249,8 @@ def check(request: Request, host: MARHost) -> None:
     check_integer("gamma", request.gamma, 1, host.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
         raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
+    if request.prefill:
+        ancestral.check(request, host)  # whose chains make the prefill
     DENOISERS[request.chains].check(request, host)
 
 

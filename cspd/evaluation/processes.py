@@ -6,7 +6,9 @@ images ends alone, with its own message, and torchrun stops the others.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,6 +16,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from cspd.parsing import shortened
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
@@ -37,6 +41,8 @@ class Processes:
         missing = [name for name in VARIABLES if name not in os.environ]
         if self.size > 1 and missing:
             raise ValueError(f"WORLD_SIZE={self.size} without {', '.join(missing)}: {REMEDY}")
+        if self.size > 1:
+            _number("MASTER_PORT", 0, high=65535)
 
     def __enter__(self) -> Processes:
         if self.size > 1:
@@ -99,10 +105,11 @@ class Processes:
         barrier.wait()  # raises its errors
 
 
-def _number(name: str, default: int, low: int = 0, high: int | None = None) -> int:
+def _number(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
     """The launcher's variable of this name."""
     text = os.environ.get(name, str(default))
-    if not (text.isdecimal() and low <= int(text) and (high is None or int(text) <= high)):
-        to = "on" if high is None else f"to {high} (WORLD_SIZE - 1)"
-        raise ValueError(f"{name}={text} is not a whole number from {low} {to}: {REMEDY}")
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not low <= int(text) <= high:
+        to = "on" if high == math.inf else f"to {high}"
+        why = " (WORLD_SIZE - 1)" if name == "RANK" else ""
+        raise ValueError(f"{name}={shortened(text)} is not a whole number from {low} {to}{why}: {REMEDY}")
     return int(text)

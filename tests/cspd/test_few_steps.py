@@ -274,6 +274,11 @@ def test_densities_are_the_ancestral_chains(name, order, engine):
         ("ddim", {"head_calls": 20, "first_timestep": 18}, r"first_timestep=18 does not fit: .* 19\.\.999"),
         ("dpm-solver++", {"head_calls": 960}, r"first_timestep=950 does not fit: give a whole number, 959\.\.999"),
         ("dpm-solver++", {"first_timestep": 1000}, "first_timestep=1000 does not fit"),
+        (  # the prefill is by whole chains, from the same timestep
+            "cspd",
+            {"chains": "ddim", "head_calls": 2, "first_timestep": 3, "num_sampling_steps": 12},
+            r"first_timestep=3 does not fit: give a whole number, 11\.\.999",
+        ),
     ],
 )
 def test_bad_settings_are_named(method, settings, message, engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import warnings
@@ -47,6 +48,25 @@ def test_requests_compare_and_are_written_down():
     assert Request(**Request(3).to_dict()) == Request(3)
 
 
+def test_numbers_of_every_kind_are_read():
+    """Also those that PyTorch does not compute with."""
+    small, mask = torch.full((3, 12, 8), 0.25), MASK.numpy()
+    wanted = Known.of(small, MASK)
+    images = [small.to(kind) for kind in (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float64)]
+    images += [small.numpy().astype(kind) for kind in (np.longdouble, ">f4", np.float16)]
+    masks = [MASK.to(kind) for kind in (torch.uint16, torch.uint64, torch.bfloat16)]
+    masks += [mask.astype(kind) for kind in (np.uint16, ">i8", np.longdouble)]
+    assert {Known.of(image, MASK) for image in images} == {Known.of(small, each) for each in masks} == {wanted}
+
+
+@pytest.mark.parametrize("image, mask", [(PICTURE.double(), MASK), (PICTURE, MASK.int()), (PICTURE, 1), (None, MASK)])
+def test_what_rounds_take_as_it_is_has_the_right_kinds(image, mask):
+    with pytest.raises(ValueError, match=r"Known\.of"):
+        Known(image, mask)
+    with pytest.raises(TypeError, match="known='x'"):
+        Request(3, known="x")
+
+
 def test_tensors_are_copied():
     picture, mask = PICTURE.clone(), MASK.clone()
     known = Known.of(picture, mask)
@@ -72,6 +92,16 @@ def test_tensors_are_copied():
         (PICTURE, True, "mask=True"),
         (PICTURE, float("nan"), "mask=nan"),
         (PICTURE, np.array(["a"]), "does not fit"),
+        (PICTURE.to_sparse(), MASK, r"image\.to_dense"),
+        (PICTURE, MASK.float().to_sparse(), r"mask\.to_dense"),
+        (PICTURE, MASK.float().to_sparse_csr(), r"mask\.to_dense"),
+        (torch.nested.nested_tensor([PICTURE]), MASK, r"image\.to_dense"),
+        (PICTURE.to("meta"), MASK, "image is a tensor on the meta device"),
+        (PICTURE, MASK.to("meta"), "mask is a tensor on the meta device"),
+        (PICTURE.to(torch.complex64), MASK, "image=<torch.complex64"),
+        (torch.full((4, 3), 1e300, dtype=torch.float64), 0.5, "image=<torch.float64"),  # infinite as float32
+        (io.BytesIO(), MASK, "image=an object of type BytesIO does not fit"),
+        (PICTURE, object(), "mask=an object of type object does not fit"),
     ],
 )
 def test_what_is_refused(image, mask, advice):

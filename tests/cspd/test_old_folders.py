@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 from conftest import GOLDEN
@@ -67,6 +68,20 @@ def test_comparisons(tmp_path):
     now = json.loads(record.read_text())
     assert "chunks/02-00001.npz" in now.pop("files") and now.pop("windows").keys() == earlier.pop("windows").keys()
     assert now == earlier
+
+
+def test_whole_numbers_are_floats_now(tmp_path):
+    """In a record as 0.1.0 wrote it of `cfg=2`: the names are the same, and so are the images."""
+    methods = ["--methods", "speculative:cfg=2:draft=frozen:window=3", "--max-batch", "2", "--num", "2"]
+    run("compare", tmp_path, *methods)
+    record, stamps = tmp_path / "run.json", {}
+    as_before = re.sub(r"\b2\.0\b", "2", record.read_text())
+    assert json.loads(as_before)["settings"]["order"] == ["ar", "ar:num_iter=64", "ar:cfg=2", methods[1]]
+    record.write_text(as_before)
+    for path in (tmp_path / "chunks").iterdir():
+        stamps[path] = path.stat().st_mtime_ns
+    run("compare", tmp_path, *methods)
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tmp_path / "chunks").iterdir()}
 
 
 def test_evaluations(tmp_path):

@@ -42,6 +42,18 @@ def sample(engine, out, num=NUM, **more):
     return sample_to_folder(engine, requests, out, {"of": "tests"}, progress=False, **more)
 
 
+def test_whole_numbers_of_python_go_on(engine, tmp_path):
+    """A record has floats where cfg=3 was given. One of an older version, which has 3, is of the same images."""
+    requests = [cspd.Request(1, seed, **QUICK | {"cfg": 3}) for seed in range(2)]
+    sample_to_folder(engine, requests, tmp_path, {}, progress=False)
+    record = json.loads((tmp_path / RECORD).read_text())
+    for image in record["images"]:
+        assert type(image["request"]["cfg"]) is float
+        image["request"]["cfg"] = 3
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    assert sample_to_folder(engine, requests, tmp_path, {}, progress=False)["summary"]["images_made"] == 0
+
+
 def pictures(out):
     return {path.name: path.read_bytes() for path in sorted(out.glob("0*.png"))}
 

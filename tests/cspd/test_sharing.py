@@ -100,6 +100,36 @@ def test_a_round_that_fails_keeps_what_was_finished_before(models, monkeypatch):
         assert engine.step().keys() == {ticket} and engine.step() == {}
 
 
+EXTREME = [
+    ("MAR", {"method": "ar", "cfg": 3 * 10**38}),
+    ("MAR", {**SPECULATIVE, "temperature": 1e-20}),
+    ("MAR", {**SPECULATIVE, "temperature": 3 * 10**38}),
+    ("MAR", {"method": "cspd", "ratio_temperature": 10**25}),
+    ("VQ", {"method": "uniform-rsd", "delta": 10**25}),
+    ("VQ", {"method": "lantern++", "lam": 10**25}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:a chain of")
+@pytest.mark.parametrize("family, settings", EXTREME, ids=str)
+def test_numbers_at_the_ends_of_their_ranges_harm_nobody_else(family, settings):
+    """Their own image may be lost. One in flight beside it is as if it were alone."""
+    if family == "MAR":
+        own, quick = MARModels(toy_mar(), toy_mar()), QUICK
+        settings = {"num_iter": 2, "num_sampling_steps": 12} | settings
+    else:
+        own, quick = VQModels(**toy_models(length=16)), {"method": "ar"}
+    engine = Engine(own, max_batch=2, device="cpu")
+    good, extreme = Request(1, seed=5, **quick), Request(2, seed=6, **settings)
+    tickets = [engine.add_request(request) for request in (good, extreme)]
+    outputs = {}
+    while len(engine.scheduler):
+        outputs |= engine.step()
+    (expected,) = Engine(own, max_batch=1, device="cpu").generate([good])
+    assert torch.allclose(outputs[tickets[0]].tokens.float(), expected.tokens.float(), atol=CLOSE)
+    assert outputs.keys() == {*tickets} and outputs[tickets[0]].error is None
+
+
 def test_turns_are_taken_in_order_and_again():
     turns, order = Turns(), []
 

@@ -143,16 +143,20 @@ def test_a_closed_pipe_ends_a_command_quietly(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "changes, told",
     [
-        ({"RANK": "x"}, "RANK=x is not a whole number from 0 to 1"),
-        ({"RANK": "2"}, "RANK=2 is not a whole number from 0 to 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not a whole number from 1 on"),
-        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE=-1 is not a whole number from 1 on"),
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc is not a whole number from 1 on"),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK= is not a whole number from 0 on"),
+        ({"RANK": "x"}, "RANK='x' is not a whole number from 0 to 1"),
+        ({"RANK": "2"}, "RANK='2' is not a whole number from 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number from 1 on"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1' is not a whole number from 1 on"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' is not a whole number from 1 on"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK='' is not a whole number from 0 on"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999"),
+        ({"RANK": "9" * 5000}, "RANK='999"),
+        ({"LOCAL_RANK": "9" * 5000}, "LOCAL_RANK='999"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc' is not a whole number from 0 to 65535"),
         ({"LOCAL_RANK": None}, "WORLD_SIZE=2 without LOCAL_RANK"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT"),
-        ({"MASTER_PORT": "70000"}, "70000"),
-        ({"WORLD_SIZE": None, "RANK": "1"}, "RANK=1 is not a whole number from 0 to 0"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
+        ({"WORLD_SIZE": None, "RANK": "1"}, "RANK='1' is not a whole number from 0 to 0"),
     ],
 )
 def test_what_the_launcher_sets_is_checked(changes, told, monkeypatch, tmp_path, capsys):
@@ -160,7 +164,7 @@ def test_what_the_launcher_sets_is_checked(changes, told, monkeypatch, tmp_path,
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     assert main(arguments("evaluate", tmp_path / "out")) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert told in error and error.count("\n") == 1 and len(error) < 300 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

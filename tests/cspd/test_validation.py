@@ -22,6 +22,7 @@ from cspd.lookup import choose, find, method_names
 from cspd.machine import free_bytes, pick_device
 from cspd.parsing import shortened
 from cspd.precision import Precision
+from cspd.records import parse_json
 from mar.model import MAR, MARConfig
 from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
@@ -165,6 +166,17 @@ def test_numbers_of_others_are_kept_as_pythons_own(field, value, kept):
     assert json.loads(json.dumps(request.to_dict()))[field] == kept
 
 
+@pytest.mark.parametrize("value", [3, 2**64, 10**38])
+def test_settings_that_are_floats_are_kept_as_floats(value):
+    """Whole numbers beyond 2^64 are none that arrays take, and records take none beyond 20 digits."""
+    given = Request(3, cfg=value)
+    checked = resolve(given, SPEC.config)
+    assert type(checked.cfg) is float and checked.cfg == float(value)
+    assert given == Request(3, cfg=float(value)) and hash(given) == hash(Request(3, cfg=float(value)))
+    for request in (given, checked):
+        assert parse_json(json.dumps(request.to_dict()))["cfg"] == checked.cfg
+
+
 @pytest.mark.parametrize("value", [np.ones(2), torch.ones(2), Fraction(10**400)], ids=["numpy", "torch", "fraction"])
 def test_no_number_of_others(value):
     with pytest.raises(ValueError, match=r"^cfg=.* does not fit: give a number, 0 or more"):
@@ -204,13 +216,54 @@ def test_one_fault_of_many_requests_is_said_once(engine):
     assert second.startswith(" 12: cfg=-1 does not fit") and str(caught.value).count("label") == 1
 
 
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor(1, device="meta"), torch.tensor([1]).to_sparse()], ids=["meta", "sparse"]
+)
+def test_tensors_without_plain_values_are_refused_in_one_line(tensor, engine):
+    for name, call in (
+        ("label", lambda: engine.sample(tensor, **QUICK)),
+        ("seed", lambda: engine.sample(1, seed=tensor, **QUICK)),
+        ("label", lambda: engine.generate(Request(tensor))),
+        ("cfg", lambda: engine.generate(Request(1, cfg=tensor))),
+        ("max_batch", lambda: engine.with_slots(tensor)),
+    ):
+        with pytest.raises(ValueError, match=f"{name}=tensor") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", ["1", None, 1.0, [1], True, -1])
+def test_the_seed_of_many_is_checked_first(seed, engine):
+    with pytest.raises(ValueError, match=rf"^seed={re.escape(repr(seed))} does not fit: give a whole number, 0\.\."):
+        engine.sample([1, 2], seed=seed, **QUICK)
+
+
+@pytest.mark.parametrize(
+    "label", [np.float32(3), 3.0, np.array([3.0]), object(), b"3"], ids=lambda label: type(label).__name__
+)
+def test_a_label_that_is_no_integer_is_refused(label, engine):
+    """As numpy refuses floats as indices, 3.0 too."""
+    with pytest.raises(ValueError, match=r"^request 0: label=.* does not fit: give a whole number, 0\.\.9"):
+        engine.sample(label, **QUICK)
+
+
+@pytest.mark.parametrize("every", [0, -1, 0.5, "1", None, True])
+def test_every_is_a_count(every, engine):
+    request = Request(0, **QUICK)
+    for call in (engine.stream, engine.generate):
+        with pytest.raises(ValueError, match=rf"^every={every!r} does not fit: give a whole number, 1\.\."):
+            call([request], on_progress=lambda *_: None, every=every)
+    assert len(engine.generate(request, on_progress=lambda *_: None, every=np.int64(2))) == 1
+
+
 @pytest.mark.parametrize("wrong", [{}, None, 5, "ar"], ids=str)
 def test_no_request(wrong, engine):
     message = f"^request 0: {re.escape(repr(wrong))} is no request: give cspd.Request"
     with pytest.raises(ValueError, match=message):
         engine.generate([wrong])
-    with pytest.raises(ValueError, match="is no request"):
-        engine.add_request(wrong)
+    for call in (engine.add_request, engine.generate) if wrong in (None, 5) else (engine.add_request,):
+        with pytest.raises(ValueError, match="is no request"):
+            call(wrong)
     assert len(engine.generate(Request(0, **QUICK))) == 1
 
 
