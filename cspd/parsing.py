@@ -186,7 +186,9 @@ def place(text: str) -> Path:
         path.lstat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise argparse.ArgumentTypeError(f"{shortened(text)} is too long for the file system: give a shorter name")
+            raise argparse.ArgumentTypeError(
+                f"{shortened(text)} is too long for the file system: give a shorter name"
+            ) from None
     return path
 
 
