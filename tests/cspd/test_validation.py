@@ -40,7 +40,7 @@ BAD = [  # field, value, what the message advises
     *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),
     *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True, [], 1j)),
     *(("cfg", value, "0 or more and at most 3e+38") for value in (1e39, 10**400)),
-    *(("temperature", value, "1 is the model's own") for value in (-1, nan, inf, "1")),
+    *(("temperature", value, "temperature=") for value in (-1, nan, inf, "1")),
     *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in ("magic", "", 3, [], {})),
     *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(set(method_names()) - set(OF_MAR))),
     *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
