@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from cspd.method import Host
 from cspd.precision import Stopwatch
 from cspd.sequence import Output, Sequence
 
+AT_ONCE = 3  # images that a CPU decodes between two looks at the bar: a large one takes seconds
 AHEAD = 4  # batches of images that may be under way, before a round waits for the oldest
 
 
@@ -55,8 +58,11 @@ class Finisher:
         """Sequences are charged the seconds of a round, when it is past."""
         self._work.append(_Work(sequences, watch))
 
-    def add(self, host: Host, sequences: list[Sequence]) -> None:
-        """Begins to decode sequences, whose slots are free afterwards."""
+    def add(self, host: Host, sequences: list[Sequence], on_decoded: Callable[[int], object]) -> None:
+        """Begins to decode sequences, whose slots are free afterwards.
+
+        On a CPU `on_decoded` is called with a number of images that are there.
+        """
         results = host.results(sequences)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -65,7 +71,7 @@ class Finisher:
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             watch = Stopwatch(self.device)
             watch.start("decode")
-            images = host.decode(results[0])
+            images = host.decode(results[0]) if self._stream else _decoded(host, results[0], on_decoded)
             made = _Made(*(None if each is None else each.to("cpu", non_blocking=True) for each in (*results, images)))
             watch.stop()
         self._work.append(_Work(sequences, watch, made))
@@ -92,6 +98,18 @@ class Finisher:
 
     def _num_batches(self) -> int:
         return sum(1 for work in self._work if work.made)
+
+
+def _decoded(host: Host, tokens: Tensor, on_decoded: Callable[[int], object]) -> Tensor | None:
+    """Images of tokens [B, ...], some at a time; never one of several alone, which takes as long as two."""
+    parts = []
+    for part in tokens.tensor_split(math.ceil(len(tokens) / AT_ONCE)):
+        images = host.decode(part)
+        if images is None:
+            return None
+        parts.append(images)
+        on_decoded(len(part))
+    return torch.cat(parts)
 
 
 def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:

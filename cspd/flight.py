@@ -7,7 +7,7 @@ failed, or None where it was cancelled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from PIL import Image
@@ -43,8 +43,8 @@ class Flight:
         self.scheduler.add(sequence)
 
     @torch.inference_mode()
-    def run_round(self) -> None:
-        """Runs one round of one kind of request; what is finished goes to inboxes.
+    def run_round(self, on_decoded: Callable[[int], object] = lambda count: None) -> None:
+        """Runs one round of one kind of request; what is finished goes to inboxes. `on_decoded`: as of `Finisher.add`.
 
         An error or interruption drops everything in flight.
         """
@@ -56,14 +56,14 @@ class Flight:
                 host.admit([sequence for sequence in admitted if sequence.request.family == family])
             batch = self.scheduler.next()
             if batch:
-                self._run(batch, watch)
+                self._run(batch, watch, on_decoded)
             for sequence, output in self.finisher.ready(wait=not len(self.scheduler)):
                 sequence.inbox.append((sequence, output))
         except BaseException as error:  # cut off in the middle of a round, its state is no one's any more
             self.drop(error)
             raise
 
-    def _run(self, batch: list[Sequence], watch: Stopwatch) -> None:
+    def _run(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
         method, key = method_of(batch[0].request), batch[0].key
         host = self.hosts[method.family]
         finished = method.run_round(host, batch, watch)
@@ -77,7 +77,7 @@ class Flight:
             host.forget(key)
         # one whose chains were under way as it was cancelled can end its last iteration nevertheless
         if wanted := [sequence for sequence in finished if sequence not in self._cancelled]:
-            self.finisher.add(host, wanted)
+            self.finisher.add(host, wanted, on_decoded)
 
     def cancel(self, sequences: Collection[Sequence]) -> None:
         """Takes sequences out that are not finished. Slots that work under way will write to are free a round later."""

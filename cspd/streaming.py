@@ -16,6 +16,7 @@ from cspd.flight import Flight
 from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.sequence import Output, Request, Sequence
 
+DECODING = 0.1  # of an image, in the bar: its tokens are the rest
 NAMED = 3  # requests of one fault that are named one by one
 Item = tuple[int, Output]  # the index of a request, and what became of it
 # told of a request of one's own, the share of its tokens that are known, and how to see them
@@ -70,9 +71,10 @@ def _stream(
                 if not rounds:
                     bar.show(0, own, flight)
                 if not inbox:
-                    flight.run_round()
+                    flight.run_round(bar.add_decoded)
             rounds += 1
-            bar.show(finished, own, flight)
+            decoded = {sequence for sequence, _ in inbox}
+            bar.show(finished + len(decoded), own.keys() - decoded, flight)
             while inbox:
                 sequence, output = checked(*inbox.popleft())
                 index = own.pop(sequence)
@@ -155,9 +157,9 @@ class _Bar:
         """So many images are finished, and some are under way."""
         if not self._shown or not (own or self._bar):
             return
-        done = finished + sum(map(flight.share, own))
+        done = finished + sum(map(flight.share, own)) * (1 if self._total == 1 else 1 - DECODING)
         if self._total == 1:
-            length = next((flight.seq_len(sequence) for sequence in own), 1)
+            length = self._bar.total if self._bar else next(map(flight.seq_len, own))
             self._count(done * length, length, "token", "{n:.0f}/{total}")
         else:
             self._count(done, self._total, "image", "{n:.1f}/{total}" if self._total else "{n:.1f}")
@@ -169,6 +171,11 @@ class _Bar:
             self._bar = tqdm(total=total, unit=f" {unit}", bar_format=form)
         self._bar.n = done
         self._bar.update(0)
+
+    def add_decoded(self, count: int) -> None:
+        """So many images more are decoded, in the middle of a round."""
+        if self._bar is not None and self._total != 1:
+            self._bar.update(DECODING * count)
 
     def close(self) -> None:
         """The last that was shown stays."""

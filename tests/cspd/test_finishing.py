@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import standin
 import timeline
 import torch
 
-from cspd import Engine, MARModels, Request
+from cspd import Engine, MARModels, Request, streaming
 from cspd.finishing import AHEAD
 from cspd.precision import Stopwatch
 from mar.registry import create_vae
@@ -149,3 +150,29 @@ def test_a_stopwatch_waits_for_the_stream_it_was_made_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     assert not watch.is_past()
     assert watch.seconds()["decode"] == 2.0 and side.reached and not main.reached
+
+
+class Watched(streaming.tqdm):
+    """A bar that keeps what it showed."""
+
+    shown: ClassVar[list[float]] = []
+
+    def update(self, n=1):
+        super().update(n)
+        self.shown.append(self.n)
+
+
+@pytest.mark.parametrize("num", [1, 7])
+def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
+    """All finish in one round, and a CPU decodes a few of them at a time."""
+    engine = Engine(MARModels(small_mar, vae=create_vae("kl_digits32")), max_batch=num, device="cpu")
+    monkeypatch.setattr(streaming, "tqdm", Watched)
+    monkeypatch.setattr(Watched, "shown", [])
+    engine.generate([Request(1, i, "ar", num_iter=2, num_sampling_steps=2) for i in range(num)], progress=True)
+    shown = Watched.shown
+    assert shown == sorted(shown)
+    if num == 1:
+        assert shown[-1] == engine.host.seq_len  # tokens
+    else:
+        steps = [after - before for before, after in zip(shown, shown[1:])]
+        assert steps.count(pytest.approx(2 * streaming.DECODING)) == 2 and shown[-1] == num  # 3, 2 and 2 images
