@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import ClassVar
 
 import pytest
@@ -174,5 +175,5 @@ def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
     if num == 1:
         assert shown[-1] == engine.host.seq_len  # tokens
     else:
-        steps = [after - before for before, after in zip(shown, shown[1:])]
+        steps = [after - before for before, after in itertools.pairwise(shown)]
         assert steps.count(pytest.approx(2 * streaming.DECODING)) == 2 and shown[-1] == num  # 3, 2 and 2 images
