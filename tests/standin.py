@@ -10,8 +10,8 @@ All numbers are those of a CPU. What a GPU would do is noted:
 * a read, where the host waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
 * a blocking copy, to the device from memory that is not pinned or without `non_blocking`.
 
-Tensors of both devices in one operation raise RuntimeError, as on a GPU, and so do a norm's weights of another type
-than its input, and a read while a graph is captured. What a non-blocking copy brings to the host is there once an event
+Tensors of both devices in one operation raise RuntimeError, as on a GPU. So do a norm's weights of another type than
+its input, and a read while a graph is captured. What a non-blocking copy brings to the host is there once an event
 recorded after it is past, and rubbish before. A graph is the list of its operations, run again. Everything is undone at
 the end, but that models stay where they are: give a copy of shared ones.
 """
