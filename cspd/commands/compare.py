@@ -42,8 +42,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     """Declares the command."""
     text = (
         "Generates the same seeds by several configurations, in turn, and writes what each costs and gives: a table,"
-        " a plot, a picture, and a report of all of it (report.html). Plain sampling (ar) by the same settings, and"
-        " with MAR's usual 64 iterations, is always among them. A run that was cut off goes on where it was."
+        " a plot, a picture, and a report of all of it (report.html). Plain sampling (ar) by the settings of each is"
+        " always among them, and also with MAR's usual 64 iterations unless you list ar. A run that was cut off goes on"
+        " where it was."
     )
     comparison = commands.add_parser(
         "compare",
