@@ -107,7 +107,7 @@ def configurations(
 
 
 def _with_baselines(rows: list[Configuration], plain: Configuration) -> list[Configuration]:
-    """The rows after those baselines of `configurations` that are not among them; the first is what speed is told by."""
+    """The rows after those baselines of `configurations` that are not among them; first what speed is told against."""
     baselines = [_plain(row, plain) for row in rows]
     listed = [row for row in rows if _is_baseline(row) and _differs_in_settings_only(row, plain)]
     if not listed:
