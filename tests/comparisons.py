@@ -14,8 +14,8 @@ from cspd.evaluation.classifier import load_classifier
 
 K4 = {"num_iter": 4, "num_sampling_steps": 6, "cfg": 1.0}
 QUICK = ["--num-iter", "4", "--num-sampling-steps", "6", "--cfg", "1"]
-METHOD_NAMES = "ar:num_iter=2,speculative:window=3,cspd:gamma=32:prefill=0.7"
-NAMES = ["ar", "ar:num_iter=64", *METHOD_NAMES.split(",")]
+METHOD_NAMES = "ar:num_iter=64,ar:num_iter=2,speculative:window=3,cspd:gamma=32:prefill=0.7"
+NAMES = ["ar", *METHOD_NAMES.split(",")]
 NUM, BATCH, SEED = 10, 4, 3
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from cspd.comparison.by_clip import judge_by_clip
 from cspd.comparison.jackknife import intervals, jackknife
-from cspd.comparison.runs import Chunk, settings_of, taking_turns
+from cspd.comparison.runs import TIMED, Chunk, settings_of, taking_turns
 from cspd.comparison.study import Configuration, baselines
 from cspd.evaluation import metrics
 from cspd.evaluation.intervals import around
@@ -69,7 +69,8 @@ def compare(
     Raises:
         ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
     """
-    with taking_turns(rows, subjects, [num], seed, store, overwrite=overwrite, progress=progress) as turns:
+    how = {"overwrite": overwrite, "timed": TIMED, "progress": progress}
+    with taking_turns(rows, subjects, [num], seed, store, **how) as turns:
         chunks = turns.make(num)
     judge = {"space": space, "weights": weights, "reference": reference, "clip": clip}
     report, images, _ = report_of(rows, turns.plans, chunks, subjects, seed, **judge, progress=progress)
@@ -137,8 +138,8 @@ def _pixel_difference(images: np.ndarray, others: np.ndarray) -> float:
 
 
 def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
-    """Speed, turn by turn with its spread, and cost; turns of fewer images than others do not count for speed."""
-    size = max(len(chunk.images) for chunk in chunks)
+    """Speed, turn by turn with its spread, and cost; turns of fewer or more images than most do not count for speed."""
+    size = min(row.engine.num_slots, max(len(chunk.images) for chunk in chunks))
     turns = [(own, base) for own, base in zip(chunks, base_chunks) if len(own.images) == size]
     guarantee = guarantee_of(plan)
     costs = [cost for chunk in chunks for cost in chunk.costs]
@@ -171,7 +172,7 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "bound_ci95": bound_interval,
         **near,
         "audit_ci95": None if audit_error is None else around("audit", near["audit"], audit_error),
-        "peak_bytes": max(chunk.peak_bytes for chunk in chunks),
+        "peak_bytes": max(own.peak_bytes for own, _ in turns),
     }
 
 

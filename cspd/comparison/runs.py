@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from cspd.comparison.study import Configuration
+from cspd.engine import Engine
 from cspd.evaluation.subjects import Subject, asking_for, in_turn
 from cspd.items import read_item, tell_damaged, write_item
 from cspd.machine import peak_bytes, reset_peak
@@ -32,6 +33,9 @@ SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
 CHUNKS = "chunks"
 TUNE = "tune.json"  # of a search
+WARM_UP = 3  # rounds, before a row is timed on a CPU
+TIMED = 5  # turns of a comparison that speed is told by, as many as `cspd bench` has runs
+MANY = 16  # images at once in later turns, which are for quality
 BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 WRITTEN = ("report.html", "speed_quality.png", "comparison.png", "comparison.md", "comparison.csv", "comparison.json")
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
@@ -61,6 +65,7 @@ class Turns:
         bar: counts images, those that were there from its beginning on.
         failed: why rows gave no images, by their numbers; None: none may fail.
         made: the chunks that are there, by row and turn. warm: the rows that have run before.
+        wide: engines for turns of more images than an engine's slots, by that engine.
     """
 
     rows: Sequence[Configuration]
@@ -72,6 +77,7 @@ class Turns:
     failed: dict[int, str] | None = None
     made: dict[tuple[int, int], Chunk] = field(default_factory=dict)
     warm: set[int] = field(default_factory=set)
+    wide: dict[Engine, Engine] = field(default_factory=dict)
 
     def make(self, num: int, chosen: Sequence[int] | None = None) -> list[list[Chunk]]:
         """The chunks of all rows, or the `chosen`, in order, up to `num` images, where a rung ends.
@@ -109,25 +115,49 @@ class Turns:
         return {"settings": self.settings, "configuration": self.rows[r].name, "requests": requests}
 
     def _make(self, r: int, i: int) -> None:
-        requests = self.parts[r][i]
-        if r not in self.warm:
-            warming = self._showing(f"{self.rows[r].name}: warming up", 0)
-            self.rows[r].engine.generate(requests, on_progress=warming)  # all: kernels are chosen for their shapes
+        row, requests = self.rows[r], self.parts[r][i]
+        if r not in self.warm and len(requests) <= row.engine.num_slots:  # as turns that speed is told by
+            self.bar.set_postfix_str(f"{row.name}: warming up")
+            self._warm_up(row.engine, requests)
             self.warm.add(r)
         for request in requests:
-            self.rows[r].engine.resolve(request)  # a text is encoded once, whichever row comes first
-        self.made[r, i] = _timed(self.rows[r], requests, self._showing(self.rows[r].name))
+            row.engine.resolve(request)  # a text is encoded once, whichever row comes first
+        self.made[r, i] = self._chunk(row, requests)
         _write(self.folder / _file(r, i), self.made[r, i], self._made_of(r, i))
 
-    def _showing(self, name: str, worth: float = 1) -> OnProgress:
-        """Moves the bar with the images of a turn, each `worth` so many."""
+    def _warm_up(self, engine: Engine, requests: list[Request]) -> None:
+        """Runs requests for the first time, which takes longer: all, if kernels are chosen or compiled for shapes."""
+        if engine.device.type == "cuda" or engine.compiled:
+            engine.generate(requests)
+            return
+        tickets = [engine.add_request(request) for request in requests]
+        for _ in range(WARM_UP):
+            engine.step()
+        for ticket in tickets:
+            engine.cancel(ticket)
+
+    def _chunk(self, row: Configuration, requests: list[Request]) -> Chunk:
+        """A row's chunk; one of more images than its engine has slots is made by an engine with more, if that fits."""
+        showing, own = self._showing(row.name), row.engine
+        if len(requests) <= own.num_slots:
+            return _timed(row, requests, showing)
+        try:
+            if own not in self.wide:
+                self.wide[own] = own.with_slots(len(requests))
+            return _timed(replace(row, engine=self.wide[own]), requests, showing)
+        except (ValueError, torch.OutOfMemoryError):  # too little memory
+            self.wide[own] = own
+            return _timed(row, requests, showing)
+
+    def _showing(self, name: str) -> OnProgress:
+        """Moves the bar with the images of a turn."""
         before, shares = self.bar.n, {}
 
         def show(request: Request, share: float, preview: object) -> None:
             shares[request] = share
             done = sum(shares.values())
-            self.bar.set_postfix_str(name if worth else f"{name} {done:.1f}", refresh=False)
-            self.bar.n = before + worth * done
+            self.bar.set_postfix_str(name, refresh=False)
+            self.bar.n = before + done
             self.bar.update(0)
 
         return show
@@ -144,13 +174,15 @@ def taking_turns(
     overwrite: bool = False,
     written: Sequence[str] = WRITTEN,
     may_fail: bool = False,
+    timed: int | None = None,
     progress: bool = True,
 ) -> Iterator[Turns]:
     """Claims a folder for what several configurations make, after all their requests are checked, and shows a bar.
 
     Image i has the i-th of the subjects, classes or texts, in turn, and as its seed the i-th from `seed` on, or from
-    the configuration's own. In turn r every one makes its images r B to r B + B - 1, B being its engine's slots, one
-    after the other; who begins changes every turn.
+    the configuration's own. In a turn every one makes its next B images, B being its engine's slots, one after the
+    other; who begins changes every turn. After `timed` turns, if that is given, turns have `MANY` images: they are for
+    quality, and what is told of speed is by the turns of B.
 
     Args:
         rungs: numbers of images, rising; turns begin anew after each, so that one may be the last for some rows.
@@ -175,9 +207,7 @@ def taking_turns(
     }
     settings |= {"order": [row.name for row in rows], "configurations": asked}
     record = {"schema": SCHEMA, "settings": settings, "windows": {}}
-    turns = [
-        slice(i, min(i + size, end)) for first, end in itertools.pairwise([0, *rungs]) for i in range(first, end, size)
-    ]
+    turns = _turns(rungs, size, timed)
     files = [_file(r, i) for r in range(len(rows)) for i in range(len(turns))]
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
@@ -219,6 +249,17 @@ def _failing(r: int, failed: dict[int, str] | None) -> Iterator[None]:
         if failed is None:
             raise
         failed[r] = " ".join(str(error).split())
+
+
+def _turns(rungs: Sequence[int], size: int, timed: int | None) -> list[slice]:
+    """Which images are made in each turn, see `taking_turns`."""
+    turns: list[slice] = []
+    for first, end in itertools.pairwise([0, *rungs]):
+        while first < end:
+            is_timed = timed is None or len(turns) < timed
+            turns.append(slice(first, min(end, first + (size if is_timed else max(size, MANY)))))
+            first = turns[-1].stop
+    return turns
 
 
 def store_of(out: Path) -> Store:

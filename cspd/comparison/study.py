@@ -61,8 +61,10 @@ def configurations(
 ) -> list[Configuration]:
     """The rows of a comparison: what the entries ask for, after the baselines that are not among them.
 
-    The baselines are plain sampling (`ar`): by the common settings, the same with MAR's usual 64 iterations, and by the
-    settings of each configuration. The first of them is the first row: speed is measured against it.
+    The baselines are plain sampling (`ar`) by the settings of each configuration. If no entry is plain sampling by the
+    common models and chain, they also are that by the common settings, and the same with MAR's usual 64 iterations.
+    The first row, which speed is measured against, is plain sampling by the common settings, or else by the first entry
+    that is.
 
     Args:
         common: settings of all, of `REQUEST` and `MODELS`; options that a configuration's method lacks do not matter.
@@ -105,19 +107,33 @@ def configurations(
 
 
 def _with_baselines(rows: list[Configuration], plain: Configuration) -> list[Configuration]:
-    """The rows after those baselines of `configurations` that are not among them; first `plain`, or what equals it."""
-    baselines = [plain, *(_plain(row, plain) for row in rows)]
-    if plain.engine.check(plain.request).num_iter is not None:  # several tokens an iteration
-        most = min(USUAL_ITERATIONS, plain.engine.host.seq_len)
-        slow = dataclasses.replace(plain, request=dataclasses.replace(plain.request, num_iter=most))
-        baselines.insert(1, _plain(slow, plain))
+    """The rows after those baselines of `configurations` that are not among them; first what speed is told against."""
+    baselines = [_plain(row, plain) for row in rows]
+    listed = [row for row in rows if _is_baseline(row) and _differs_in_settings_only(row, plain)]
+    if not listed:
+        baselines = [plain, *_usual(plain), *baselines]
     there = {row.key() for row in rows if _is_baseline(row)}
     missing: dict[tuple, Configuration] = {}
     for row in baselines:
         if row.key() not in there:
             missing.setdefault(row.key(), row)
-    first = plain.key()
+    known = {*there, *missing}
+    first = plain.key() if plain.key() in known else listed[0].key()
     return sorted([*missing.values(), *rows], key=lambda row: not _is_baseline(row) or row.key() != first)
+
+
+def _usual(plain: Configuration) -> list[Configuration]:
+    """Plain sampling with MAR's usual 64 iterations; none of models that make a token an iteration."""
+    if plain.engine.check(plain.request).num_iter is None:
+        return []
+    most = min(USUAL_ITERATIONS, plain.engine.host.seq_len)
+    return [_plain(dataclasses.replace(plain, request=dataclasses.replace(plain.request, num_iter=most)), plain)]
+
+
+def _differs_in_settings_only(row: Configuration, plain: Configuration) -> bool:
+    """Whether a row of plain sampling is of the same models as `plain`, and of the same chain."""
+    (own, files), (common, common_files) = row.key(), plain.key()
+    return files == common_files and all(getattr(own, name) == getattr(common, name) for name in CHAIN)
 
 
 def _plain(row: Configuration, common: Configuration) -> Configuration:

@@ -95,9 +95,6 @@ def _search(
     turns: Turns, labels: Sequence[int], numbers: Sequence[int], seed: int, limits: Mapping[str, float], judge: dict
 ) -> tuple[list[dict], dict, list[np.ndarray]]:
     """What every rung measured, and the report of the last one with the images of its rows."""
-    first = turns.rows[0].engine
-    if first.device.type == "cpu" and not first.compiled:
-        turns.warm.update(range(len(turns.rows)))  # there, a first turn takes no longer than the next
     going = [r for r in range(ALWAYS, len(turns.rows)) if turns.plans[r].window != 0]  # 0: it is plain sampling
     history: list[dict] = []
     before = 0

@@ -17,31 +17,86 @@ from comparisons import compare, images_of
 from stores import small_checkpoint
 
 import cspd
+from cspd.choosing import Choice
 from cspd.cli import main
+from cspd.comparison import compare as comparison
 from cspd.comparison import runs
 from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
 from cspd.store import differences
 
 
-def test_configurations_take_turns(digits, tmp_path, monkeypatch):
+def watch(monkeypatch) -> list[tuple]:
+    """What engines make: the guidance, the seeds, and how many slots there are."""
     order = []
     generate = cspd.Engine.generate
 
     def watched(self, requests, **how):
-        order.append((requests[0].cfg, [r.seed for r in requests]))
+        order.append((requests[0].cfg, [r.seed for r in requests], self.num_slots))
         return generate(self, requests, **how)
 
     monkeypatch.setattr(cspd.Engine, "generate", watched)
-    quick = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
+    return order
+
+
+QUICK = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
+
+
+def test_configurations_take_turns(digits, tmp_path, monkeypatch):
+    """Each after a few rounds that warm up, and not a whole turn."""
+    order, added = watch(monkeypatch), []
+    step = cspd.Engine.step
+    monkeypatch.setattr(cspd.Engine, "step", lambda self: added.append(len(self.scheduler)) or step(self))
     small = digits.with_slots(2)
-    rows = [Configuration(str(cfg), cspd.Request(0, cfg=cfg, **quick), small) for cfg in (1.0, 2.0, 3.0)]
+    rows = [Configuration(str(cfg), cspd.Request(0, cfg=cfg, **QUICK), small) for cfg in (1.0, 2.0, 3.0)]
     compare(rows, [1], 5, tmp_path, progress=False)
     assert order == [
-        *[(cfg, [0, 1]) for cfg in (1.0, 2.0, 3.0) for _ in ("to warm up", "timed")],
-        *[(cfg, [2, 3]) for cfg in (2.0, 3.0, 1.0)],
-        *[(cfg, [4]) for cfg in (3.0, 1.0, 2.0)],
+        *[(cfg, [0, 1], 2) for cfg in (1.0, 2.0, 3.0)],
+        *[(cfg, [2, 3], 2) for cfg in (2.0, 3.0, 1.0)],
+        *[(cfg, [4], 2) for cfg in (3.0, 1.0, 2.0)],
     ]
+    assert added == [2, 0, 0] * 3 and not len(small.scheduler)
+
+
+def test_nothing_of_a_warm_up_stays_in_the_engine(digits, tmp_path):
+    """Sequences that are cut off in the middle are gone, and the images are those of their seeds."""
+    small = digits.with_slots(1)
+    request = cspd.Request(1, method="speculative", window=3, draft="frozen", num_iter=8, num_sampling_steps=6)
+    _, (images,) = compare([Configuration("a", request, small)], [1], 1, tmp_path, progress=False)
+    expected = (small.generate(request)[0].image.permute(1, 2, 0).numpy() * 255).round()
+    assert np.abs(images[0] - expected).max() <= 1
+    assert not len(small.scheduler) and not small.host.kept
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_images_for_quality_are_made_many_at_once(fits, digits, tmp_path, monkeypatch):
+    """After the turns that speed is told by; if there is memory for so many."""
+    order, with_slots = watch(monkeypatch), cspd.Engine.with_slots
+
+    def more(self, max_batch):
+        if not fits:
+            raise ValueError("too little memory")
+        return with_slots(self, max_batch)
+
+    small = digits.with_slots(1)
+    monkeypatch.setattr(cspd.Engine, "with_slots", more)
+    monkeypatch.setattr(runs, "TIMED", 2)
+    monkeypatch.setattr(comparison, "TIMED", 2)
+    monkeypatch.setattr(runs, "MANY", 3)
+    rows = [Configuration(str(cfg), cspd.Request(0, cfg=cfg, **QUICK), small) for cfg in (1.0, 2.0)]
+    report, images = compare(rows, [1], 7, tmp_path, progress=False)
+    slots = 3 if fits else 1
+    assert [(seeds, num) for cfg, seeds, num in order if cfg == 1.0] == [
+        ([0], 1),
+        ([1], 1),
+        ([2, 3, 4], slots),
+        ([5, 6], slots),
+    ]
+    for row in report["rows"]:
+        assert len(row["seconds"]) == 2  # of turns of one image
+    expected = small.generate([rows[1].request.but(label=1, seed=seed) for seed in range(7)])
+    for made, output in zip(images[1], expected):
+        assert np.abs(made - (output.image.permute(1, 2, 0).numpy() * 255).round()).max() <= 1
 
 
 @pytest.mark.slow
@@ -112,10 +167,9 @@ def test_half_a_chunk_is_none(digits, tmp_path, monkeypatch):
         assert str(os.getpid()) in file.name  # no other process writes it
         raise OSError(28, "No space left on device")
 
-    quick = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
     monkeypatch.setattr(np, "savez", full_disk)
     with pytest.raises(OSError, match=r"00-00000.npz cannot be written \(No space left.*make room"):
-        compare([Configuration("ar", cspd.Request(0, **quick), digits)], [0], 2, tmp_path, progress=False)
+        compare([Configuration("ar", cspd.Request(0, **QUICK), digits)], [0], 2, tmp_path, progress=False)
     assert not list(tmp_path.glob("chunks/*"))
 
 
@@ -218,7 +272,8 @@ def test_an_open_window_is_chosen_once(digits, tmp_path, monkeypatch):
     quick = {"method": "speculative", "num_iter": 2, "num_sampling_steps": 5}
     row = Configuration("speculative", cspd.Request(0, **quick), digits)
     for window in (3, 2):  # this machine changes its mind
-        monkeypatch.setattr(digits.hosts["MAR"].tuning, "window", lambda *args, window=window: window)
+        chosen = Choice({"window": window}, "")
+        monkeypatch.setattr(digits.hosts["MAR"].tuning, "choice", lambda *args, chosen=chosen: chosen)
         report, _ = compare([row], [0], 8 * window, tmp_path, progress=False)
         assert report["rows"][0]["settings"]["window"] == 3
 

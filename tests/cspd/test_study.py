@@ -31,7 +31,12 @@ def rows_of(text, digits, **common):
         ("cspd,ar", {"num_iter": 64}, ["ar", "cspd"]),
         ("speculative,ar:num_iter=64", {"num_iter": 8}, ["ar", "speculative", "ar:num_iter=64"]),
         ("speculative:seed=9,ar:seed=9", {}, ["ar", "speculative:seed=9", "ar:seed=9"]),  # seeds change no distribution
-        ("ar:cfg=4,speculative:cfg=4", {}, ["ar", "ar:cfg=4", "speculative:cfg=4"]),
+        ("ar:cfg=4,speculative:cfg=4", {}, ["ar:cfg=4", "speculative:cfg=4"]),  # and no other that takes its time
+        ("ar:num_iter=16,speculative:num_iter=16", {}, ["ar:num_iter=16", "speculative:num_iter=16"]),
+        ("calibrated,ar:num_iter=16,ar", {"num_iter": 8}, ["ar", "calibrated", "ar:num_iter=16"]),
+        ("speculative", {"num_iter": 8}, ["ar", "ar:num_iter=64", "speculative"]),
+        ("ar,speculative", {"num_iter": 8}, ["ar", "speculative"]),
+        ("ar:num_iter=16,speculative", {}, ["ar", "ar:num_iter=16", "speculative"]),  # which has K = 64
         (
             "speculative:num_iter=16,cspd:temperature=0.9:num_iter=16",
             {},
@@ -56,6 +61,12 @@ def test_plain_sampling_is_added_for_all_settings(asked, common, names, digits):
             assert base.request.method == "ar" and base is not row
             for field in ("num_iter", "cfg", "temperature", "num_sampling_steps"):
                 assert getattr(settings[0], field) == getattr(settings[1], field)
+
+
+def test_plain_sampling_of_another_chain_or_seed_stands_for_no_other(digits):
+    asked = ["speculative", "ar:num_sampling_steps=25", "ar:seed=9"]
+    rows = rows_of(",".join(asked), digits, num_iter=8)
+    assert [row.name for row in rows] == ["ar", "ar:num_iter=64", *asked]
 
 
 def test_rows_are_compared_with_plain_sampling_of_the_same_seeds_and_of_others(digits):
