@@ -10,6 +10,7 @@ from cspd import hub
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
 from cspd.keeping import EMBEDDED
+from cspd.parsing import is_too_long, shortened
 from cspd.saving import DESCRIPTION
 from cspd.telling import telling
 from cspd.vq.hosted.checkpoint import CONFIG, is_hosted
@@ -63,12 +64,15 @@ def embedded_folder(name: str) -> Path:
 
 
 def path_of(place: str | Path, what: str) -> Path:
-    """A place as a path; `what` is its name in errors. Raises TypeError if it is none, ValueError if it is empty."""
+    """A place as a path; `what` is its name in errors. Raises TypeError if it is none, ValueError if none can be."""
     if not isinstance(place, (str, os.PathLike)):
         raise TypeError(f"{what} must be a name or a path, not {place!r}")
     if not os.fspath(place):
         raise ValueError(f"{what} is empty: give a file, or leave it out")
-    return Path(place)
+    path = Path(place)
+    if is_too_long(path):
+        raise ValueError(f"{what} {shortened(str(path))} is too long for the file system: give a shorter name")
+    return path
 
 
 def is_remote(checkpoint: str | Path) -> bool:

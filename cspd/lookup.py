@@ -133,7 +133,9 @@ def parse_method(
         option, equals, value = part.partition("=")
         if option in settings:
             raise ValueError(f"{text!r} has {option} twice: give it once")
-        if option not in options or not equals:
+        if option in options and not equals:
+            raise ValueError(f"{option} in {text!r} has no value: write it like {name}:{option}=VALUE")
+        if option not in options:
             hint = f"write it like delta=1.5; {choice(option, sorted(options))}"
             raise ValueError(f"{part!r} in {text!r} is no option: {hint}")
         settings[option] = value_of(value)

@@ -182,14 +182,20 @@ def word(text: str) -> str:
 def place(text: str) -> Path:
     """A file or folder, of a name that the file system can have."""
     path = Path(word(text))
+    if is_too_long(path):
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is too long for the file system: give a shorter name")
+    return path
+
+
+def is_too_long(path: Path) -> bool:
+    """Whether the file system can have no such name."""
     try:
         path.lstat()
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise argparse.ArgumentTypeError(
-                f"{shortened(text)} is too long for the file system: give a shorter name"
-            ) from None
-    return path
+        return error.errno == errno.ENAMETOOLONG
+    except ValueError:  # a null character, which no file's name has
+        pass
+    return False
 
 
 def shortened(value: object) -> str:

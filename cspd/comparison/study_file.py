@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,20 +62,38 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
         raise ValueError(f"{path}: {lists[0]} is a list at the top: lists of values belong to configurations")
     if all(key in common for key in SUBJECTS):
         raise ValueError(f"{path}: labels and prompts: give one of them")
-    if "labels" in common:  # a list, or as --labels has them
-        labels = common["labels"]
-        try:
-            common["labels"] = label_list(",".join(map(str, labels if isinstance(labels, list) else [labels])))
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"{path}: labels: {error}") from None
+    if "labels" in common:
+        common["labels"] = _labels(path, common["labels"])
     for key, least, most in (("num", 1, MOST), ("seed", 0, LARGEST_SEED), ("max_batch", 1, MOST)):
         if key in common:
             check_integer(f"{path}: {key}", common[key], least, most, "see `cspd compare --help`")
     return common, entries
 
 
+def _labels(path: Path, labels: object) -> list[int | str | None]:
+    """The classes of a study: a list of numbers and names, or one, or as --labels has them. Raises ValueError."""
+    several = labels if isinstance(labels, list) else [labels]
+    for each in several:
+        if isinstance(each, bool) or not isinstance(each, (int, str)):
+            shown = "null" if each is None else shortened(each)
+            raise ValueError(f"{path}: labels: {shown} is no class: give numbers or names, or leave labels out")
+    try:
+        return label_list(",".join(map(str, several)))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{path}: labels: {error}") from None
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads YAML; a key that is there twice is an error, where other readers let the last one win without a word."""
+    """Reads YAML 1.1 without its surprises.
+
+    A key that is there twice is an error, where other readers let the last one win without a word. 1:30 and 010, which
+    are 90 and 8 in YAML 1.1, are texts, so that errors show them as they were typed. 1e3 is a number, as in YAML 1.2.
+    """
+
+    def construct_number(self, node: yaml.ScalarNode) -> object:
+        if ":" in node.value or re.fullmatch(r"[-+]?0[0-7_]+", node.value):
+            return node.value
+        return self.construct_yaml_float(node) if node.tag.endswith("float") else self.construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -83,6 +102,11 @@ class _Loader(yaml.SafeLoader):
                 raise ValueError(f"line {key.start_mark.line + 1}: {shortened(key.value)} is there twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+e[-+]?\d+", re.I), [*"-+0123456789"])
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
 
 
 def _check(where: str, settings: Mapping, known: Sequence[str]) -> None:
@@ -94,7 +118,7 @@ def _check(where: str, settings: Mapping, known: Sequence[str]) -> None:
         if not values or not all(_fits(key, each) for each in values):
             text = f"text in quotes, in one line of 1..{_most(key)} letters"
             kind = text if key in TEXTS else "number, text or list of them"
-            raise ValueError(f"{where}: {key}: {shortened(value)} is no {kind}")
+            raise ValueError(f"{where}: {key}: {shortened(value)} is no {kind}: give one, or leave {key} out")
 
 
 def _fits(key: str, value: object) -> bool:

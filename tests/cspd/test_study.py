@@ -216,6 +216,15 @@ def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
         ("configurations: [{method: ar, seed: 2024-01-01}]", "seed: datetime.date(2024, 1, 1) is no number"),
         ("cfg: {a: 1}\nconfigurations: [{method: ar}]", "cfg: {'a': 1} is no number"),
         ("labels: a-b\nconfigurations: [{method: ar}]", "label='a-b' is the name of no class"),
+        ("labels: null\nconfigurations: [{method: ar}]", "labels: null is no class: give numbers or names, or leave"),
+        ("labels: [1, null]\nconfigurations: [{method: ar}]", "labels: null is no class: give numbers or names"),
+        ("labels: [1, 2.5]\nconfigurations: [{method: ar}]", "labels: 2.5 is no class"),
+        ("labels: [true]\nconfigurations: [{method: ar}]", "labels: True is no class"),
+        ("labels: []\nconfigurations: [{method: ar}]", "labels: [] is no number, text or list of them: give one, or"),
+        ("labels: 1:30\nconfigurations: [{method: ar}]", "label='1:30' is the name of no class"),
+        ("configurations: [{method: ar, cfg: 1:30}]", "ar:cfg=1:30: cfg='1:30' does not fit: give a number"),
+        ("configurations: [{method: ar, cfg: 1:30.5}]", "cfg='1:30.5' does not fit: give a number"),
+        ("configurations: [{method: ar, seed: 010}]", "seed='010' does not fit: give a whole number"),
         ("num: 0\nconfigurations: [{method: ar}]", "num=0 does not fit: give a whole number, 1.."),
         ("num: many\nconfigurations: [{method: ar}]", "num='many' does not fit: give a whole number"),
         ("configurations: [{gamma: 3}]", "method=None is unknown: choose one of ar, speculative"),
@@ -252,6 +261,10 @@ def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
         (f"configurations: [{{method: ar, cfg: {[*range(40)]}, temperature: {[*range(40)]}}}]", "more than 1000"),
         ("configurations: [{method: cspd}, {method: cspd}]", "two configurations are called 'cspd'"),
         ("configurations: [{method: ar, checkpoint: nowhere}]", "nowhere: no checkpoint there"),
+        (
+            f"configurations: [{{method: ar, checkpoint: {'x' * 300}}}]",
+            "is too long for the file system: give a shorter",
+        ),
     ],
 )
 def test_bad_studies_are_refused_in_one_line(text, hint, tmp_path, capsys):
@@ -260,6 +273,13 @@ def test_bad_studies_are_refused_in_one_line(text, hint, tmp_path, capsys):
     error = capsys.readouterr().err
     assert hint in error and error.startswith("cspd: ") and error.count("\n") == 1 and not out.exists()
     assert len(error) < 1000
+
+
+def test_numbers_are_read_as_they_are_meant(tmp_path):
+    text = "configurations: [{method: ar, cfg: [3, 1e1, 2E-1, 1.5e+2, 0x1F, 1_000, -0, 1:30, 010]}]"
+    values = read_study(study(tmp_path, text))[1][0]["cfg"]
+    assert values == [3, 10.0, 0.2, 150.0, 31, 1000, 0, "1:30", "010"]
+    assert [type(value) for value in values[:3]] == [int, float, float]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
@@ -275,7 +295,9 @@ def test_a_study_may_be_in_any_unicode(encoding, tmp_path):
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--config", "."], ".: Is a directory: give a study's file"),
         (["--config", "x.yaml", "--methods", "ar"], "give one of them"),
-        (["--methods", "ar:gamma"], "write it like delta=1.5"),
+        (["--methods", "ar:gamma"], "gamma in 'ar:gamma' has no value: write it like ar:gamma=VALUE"),
+        (["--methods", "ar:cfg,cspd"], "cfg in 'ar:cfg' has no value"),
+        (["--methods", "ar:gama=3"], "'gama=3' in 'ar:gama=3' is no option: write it like delta=1.5"),
         (["--methods", "ar:cfg=1:cfg=2"], "has cfg twice"),
         (["--methods", "ar,ar:seed=10"], "'ar:seed=10': its seeds 10..29 overlap those of 'ar', 0..19"),
         (["--methods", "ar:label=3"], "'label=3' in 'ar:label=3' is no option"),
