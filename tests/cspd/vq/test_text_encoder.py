@@ -182,7 +182,7 @@ def test_captions_are_cleaned(caption, expected):
     assert cleaned(caption) == expected
 
 
-@pytest.mark.parametrize("part", ["a.", "-a", "1", "a1", " ", "https"])
+@pytest.mark.parametrize("part", ["a.", "-a", "1", " ", "https"])
 def test_odd_captions_are_cleaned_in_time(part):
     """Backtracking would take minutes, and nothing else runs in Python meanwhile."""
     began = time.monotonic()
