@@ -9,7 +9,7 @@ from pathlib import Path
 from cspd import hub
 from cspd.continuous.models import MARModels
 from cspd.discrete.models import VQModels
-from cspd.keeping import EMBEDDED
+from cspd.keeping import EMBEDDED_ROOTS
 from cspd.parsing import is_too_long, shortened
 from cspd.saving import DESCRIPTION
 from cspd.telling import telling
@@ -51,7 +51,7 @@ _COMPANIONS = (
 
 def embedded() -> dict[str, Path]:
     """The embedded checkpoints by name; none where an installation has left them out."""
-    root = next((root for root in EMBEDDED if root.is_dir()), None)
+    root = next((root for root in EMBEDDED_ROOTS if root.is_dir()), None)
     return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()} if root else {}
 
 

@@ -21,7 +21,7 @@ from cspd.records import misfit, read_json, write_json
 from cspd.telling import telling
 
 # where embedded checkpoints are: inside the package when installed, beside it in a source tree
-EMBEDDED = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
+EMBEDDED_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
 CALIBRATION = "calibration"  # the folder beside a checkpoint
 COSTS = "costs.json"  # in the user's cache folder, or beside a checkpoint
 ENTRY = {"key": dict, "costs": dict, DIGEST: str}  # of it, see `misfit`
@@ -47,7 +47,7 @@ def user_cache() -> Path:
 
 def is_embedded(folder: Path) -> bool:
     """Whether a folder belongs to an embedded checkpoint. What came with it is read, and nothing else is kept there."""
-    return any(root.resolve() in folder.resolve().parents for root in EMBEDDED)
+    return any(root.resolve() in folder.resolve().parents for root in EMBEDDED_ROOTS)
 
 
 def identity_of(folder: Path) -> str:

@@ -60,7 +60,7 @@ def _named(name: str, families: Sequence[str], candidates: Sequence[Method]) -> 
             return method
     owners = [method for method in methods.METHODS if method.name == name]
     if not owners:
-        raise ValueError(f"method={name!r} is unknown: {choice(name, method_names(families))}")
+        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, method_names(families))}")
     raise ValueError(
         f"method={name!r} does not decode {' or '.join(families)} models: choose one of"
         f" {', '.join(method_names(families))}{_other_models(owners)}"
@@ -83,7 +83,7 @@ def _default(request: Request, families: Sequence[str]) -> Method:
 def _check_options(request: Request, method: Method) -> None:
     """Raises ValueError, which says whose it is, on a setting that a method does not have."""
     for name in sorted(request.settings.keys() - _options_of(method)):
-        given = f"{name}={getattr(request, name)!r}"
+        given = f"{name}={shortened(getattr(request, name))}"
         owners = [other for other in methods.METHODS if name in _options_of(other)]
         related = [other.name for other in owners if other.family == method.family]
         if not related:
@@ -103,7 +103,7 @@ def with_method(request: Request, name: str) -> Request:
     """
     same = [m for m in methods.METHODS if m.name == name and request.family in (None, m.family)]
     if not same:
-        raise ValueError(f"method={name!r} is unknown: {choice(name, method_names())}")
+        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, method_names())}")
     request = dataclasses.replace(request, method=name)
     common = tuple(option for options in COMMON.values() for option in options)
     kept = [each.without_foreign(each.fill(request), common).settings for each in same]
@@ -132,12 +132,12 @@ def parse_method(
     for part in parts:
         option, equals, value = part.partition("=")
         if option in settings:
-            raise ValueError(f"{text!r} has {option} twice: give it once")
+            raise ValueError(f"{shortened(text)} has {option} twice: give it once")
         if option in options and not equals:
-            raise ValueError(f"{option} in {text!r} has no value: write it like {name}:{option}=VALUE")
+            raise ValueError(f"{option} in {shortened(text)} has no value: write it like {name}:{option}=VALUE")
         if option not in options:
             hint = f"write it like delta=1.5; {choice(option, sorted(options))}"
-            raise ValueError(f"{part!r} in {text!r} is no option: {hint}")
+            raise ValueError(f"{shortened(part)} in {shortened(text)} is no option: {hint}")
         settings[option] = value_of(value)
     return name, settings
 

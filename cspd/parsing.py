@@ -24,7 +24,10 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 def closest(word: object, known: Collection[str]) -> str | None:
     """The one of the words that are known which was perhaps meant."""
-    return next(iter(difflib.get_close_matches(str(word), known, n=1)), None)
+    text = str(word)
+    if len(text) > 3 * max(map(len, known), default=0):  # like none of them, and difflib is slow at long words
+        return None
+    return next(iter(difflib.get_close_matches(text, known, n=1)), None)
 
 
 def choice(word: object, known: Collection[str]) -> str:
@@ -48,22 +51,27 @@ def number_list(text: str) -> list[int]:
 
 
 def label_list(text: str) -> list[int | str | None]:
-    """ "0-2,golden retriever,none" to [0, 1, 2, "golden retriever", None]: classes by number or name, or no class."""
+    """ "0-2,golden retriever,none" to [0, 1, 2, "golden retriever", None]: classes by number or name, or no class.
+
+    Raises:
+        ArgumentTypeError: a part is neither a name nor a list of numbers, or there are more than `MOST_LISTED` classes.
+    """
     labels: list[int | str | None] = []
     for part in text.split(","):
         if re.fullmatch(r"[\s\d-]*", part):
             labels += number_list(part)
         else:
             labels.append(None if part.strip() == "none" else part.strip())
+        if len(labels) > MOST_LISTED:
+            raise argparse.ArgumentTypeError(f"{shortened(text)} lists too many classes: give at most {MOST_LISTED:,}")
     return labels
 
 
 def label_of(text: str) -> int | str | None:
-    """One class, as `label_list` has them."""
-    labels = label_list(text)
-    if len(labels) != 1:
-        raise argparse.ArgumentTypeError(f"{shortened(text)} are {len(labels)} classes: give one")
-    return labels[0]
+    """One class, by number or name, or None for "none". Raises ArgumentTypeError on a list, which is not expanded."""
+    if "," in text or re.fullmatch(r"[\s\d]+-[\s\d-]*", text):
+        raise argparse.ArgumentTypeError(f"{shortened(text)} lists several classes: give one")
+    return label_list(text)[0]
 
 
 def value_of(text: str) -> object:

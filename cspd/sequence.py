@@ -76,7 +76,7 @@ class Request:
         names = option_names()
         for name in given:
             if name not in names:
-                raise TypeError(f"a request has no setting {name!r}: {choice(name, sorted(names))}")
+                raise TypeError(f"a request has no setting {shortened(name)}: {choice(name, sorted(names))}")
         own = {"label": label, "seed": seed, "method": method, "family": family}
         for name, value in own.items():
             object.__setattr__(self, name, plain(value))

@@ -238,7 +238,7 @@ def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, t
 
 def test_nothing_is_kept_with_embedded_checkpoints(calibrations, made, tmp_path, monkeypatch):
     """What came with them is read; the user's cache has the fit that takes the place of what is damaged there."""
-    monkeypatch.setattr(keeping, "EMBEDDED", (tmp_path / "nowhere", tmp_path / "embedded"))
+    monkeypatch.setattr(keeping, "EMBEDDED_ROOTS", (tmp_path / "nowhere", tmp_path / "embedded"))
     folders = bundled, cache = tmp_path / "embedded" / "model" / "calibration", tmp_path / "cache"
     ours = calibrations(bundled.parent.parent.parent / "other").get(REQUEST)
     shutil.copytree(tmp_path / "other", bundled)

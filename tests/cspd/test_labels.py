@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import time
+import tracemalloc
+
 import pytest
 
 from cspd.cli import main
 from cspd.comparison.study_file import read_study
 from cspd.evaluation.shards import Shards
+from cspd.parsing import MOST_LISTED, choice, label_list, label_of
 
 QUICK = ["--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1", "--device", "cpu"]
 PLAIN = [*QUICK, "--first-timestep", "950"]
@@ -48,3 +53,41 @@ def test_an_evaluation_that_began_with_numbers_goes_on_with_names(tmp_path):
 def test_a_study_names_classes(tmp_path):
     (tmp_path / "study.yaml").write_text("labels: [seven, 3, 8-9]\nconfigurations: [{method: ar}]\n")
     assert read_study(tmp_path / "study.yaml")[0]["labels"] == ["seven", 3, 8, 9]
+
+
+def test_all_parts_of_a_list_count():
+    tracemalloc.start()
+    try:
+        for text in ("0-99999," * 600 + "1", "0-99998,1,two", "a," * MOST_LISTED):
+            with pytest.raises(argparse.ArgumentTypeError):
+                label_list(text)
+        assert tracemalloc.get_traced_memory()[1] < 50 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert len(label_list("0-99998,two")) == MOST_LISTED
+
+
+@pytest.mark.parametrize(
+    "text, label", [(" 3 ", 3), ("007", 7), ("none", None), (" golden retriever", "golden retriever")]
+)
+def test_one_class(text, label):
+    assert label_of(text) == label
+
+
+@pytest.mark.parametrize("text", ["0-99999", "3-", "1,2", "three,", "0-99999," * 600 + "1", "", "-", "\u0663"])
+def test_lists_are_not_one_class(text):
+    tracemalloc.start()
+    try:
+        with pytest.raises(argparse.ArgumentTypeError):
+            label_of(text)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_words_are_like_none():
+    known = ["golden retriever", "otter"]
+    assert choice("golden retriver", known) == "did you mean golden retriever?"
+    began = time.monotonic()
+    assert "otter" in choice("otter" * 2_000_000, known)
+    assert time.monotonic() - began < 1

@@ -88,7 +88,7 @@ def test_the_autoencoder_of_the_other_family():
 
 def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
     own = small_checkpoint()
-    monkeypatch.setattr(finding, "EMBEDDED", (tmp_path / "nowhere",))
+    monkeypatch.setattr(finding, "EMBEDDED_ROOTS", (tmp_path / "nowhere",))
     assert embedded() == {}
     assert cspd.load(own, device="cpu").host is not None
     with pytest.raises(CheckpointError, match="digits32: no checkpoint there"):
@@ -112,7 +112,7 @@ def test_a_package_has_all_files_of_the_embedded_models():
 
 def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
     (tmp_path / "digits32").mkdir()
-    monkeypatch.setattr(finding, "EMBEDDED", (tmp_path,))
+    monkeypatch.setattr(finding, "EMBEDDED_ROOTS", (tmp_path,))
     file = tmp_path / "digits32" / "classifier.safetensors"
     shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
     with pytest.raises(CheckpointError, match=f"{file}: not the weights of Classifier: missing: stages.0.0.weight"):

@@ -45,7 +45,7 @@ def toy(tmp_path_factory):
     save_file(create_mar("mar_digits32_draft", seq_len=16).state_dict(), folder / "target.safetensors")
     save_file(Classifier(sizes).state_dict(), folder / "classifier.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finding, "EMBEDDED", (folder.parent,))
+        patch.setattr(finding, "EMBEDDED_ROOTS", (folder.parent,))
         patch.setitem(SPACES, "toy", Space(sizes, ("toy16",)))
         assert write_reference(ImageList(torch.rand(30, 3, SIDE, SIDE)), SPACES["toy"].reference, 25, "toy") == 25
         yield

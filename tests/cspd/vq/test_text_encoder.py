@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import warnings
 
 import pytest
@@ -165,9 +166,31 @@ CAPTIONS = {  # by hand, from the rules
     "a%20fox+runs": "a fox runs",
     "wait... what | now": "wait what now",
     "": "",
+    "see-https://fox.com/a?b a fox": "see-?b a fox",
+    "_a.fox.com, x@fox.com, fox.community": "a, x",
+    "fox.com.-www:a.b a fox": ".-. b a fox",
+    "fox.coma fox.com/a/ fox.com@a fox.co-b": "fox. com",
+    "a.fox.jpg.png.b c .png": ".b c .",
+    "a 3.5x4.25 12x7.a 1111x": "a 3 25 a 1111x",
+    "fox1a1b22 a1b1c_ d": "a1b1c_ d",
+    "a  . fox . . red  ": "a fox red",
 }
 
 
 @pytest.mark.parametrize("caption, expected", CAPTIONS.items())
 def test_captions_are_cleaned(caption, expected):
     assert cleaned(caption) == expected
+
+
+@pytest.mark.parametrize("part", ["a.", "-a", "1", " ", "https"])
+def test_odd_captions_are_cleaned_in_time(part):
+    """Backtracking would take minutes, and nothing else runs in Python meanwhile."""
+    began = time.monotonic()
+    many = part * (60_000 // len(part))
+    for caption in (f"a1a{many}_", f"a{many}@"):
+        cleaned(caption)
+    assert time.monotonic() - began < 10
+
+
+def test_damaged_html_is_a_caption():
+    assert cleaned("a fox <![ x").startswith("a fox")
