@@ -1,5 +1,5 @@
-# make demo: set up, sample digits by plain MAR and by `speculative`, which are compared, and emojis: of classes by
-#   `calibrated`, and of texts.
+# make demo: set up, sample a digit, compare `speculative` with baseline sampling, and sample emojis from classes and from
+#   prompts; two minutes after the installation, into samples/.
 # make test: set up, check style and types, run the tests but the slow ones; a few minutes on two cores.
 # make test-all: the same with the slow tests, which sample the trained models at length or draw 200,000 sequences.
 # make fast: the tests of `make test` alone.
@@ -17,9 +17,11 @@ COMPILE := $(BIN)/uv pip compile --extra test --python-version 3.10 --upgrade --
 .PHONY: demo check test fast test-all bench lock clean
 
 demo: $(VENV)/ready
-	$(BIN)/cspd compare --methods ar,speculative --labels 0-9 --num 20 --num-iter 64 --cfg 3 --max-batch 1 --out samples --overwrite
-	$(BIN)/cspd sample --checkpoint emoji64 --method calibrated --labels 0-9 --num 20 --num-iter 64 --max-batch 20 --out samples_emoji --overwrite
-	$(BIN)/cspd sample --checkpoint emoji64_text --prompts checkpoints/emoji64_text/prompts.json --num 20 --max-batch 20 --out samples_text --overwrite
+	$(BIN)/cspd sample --labels 3 --out samples/three --overwrite
+	$(BIN)/cspd compare --methods ar,speculative --labels 0-9 --num 10 --num-iter 64 --cfg 3 --max-batch 1 --out samples/compared --overwrite
+	$(BIN)/cspd sample --checkpoint emoji64 --method calibrated --labels 0-9 --num 10 --max-batch 10 --out samples/emoji --overwrite
+	$(BIN)/cspd sample --checkpoint emoji64_text --prompts checkpoints/emoji64_text/prompts.json --num 8 --out samples/text --overwrite
+	@echo "look at samples/three/grid.png, samples/compared/report.html, samples/emoji/grid.png and samples/text/grid.png"
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -55,4 +57,4 @@ $(BIN)/uv:
 	$(BIN)/pip install --quiet uv
 
 clean:
-	rm -rf $(VENV) samples samples_emoji samples_text
+	rm -rf $(VENV) samples
