@@ -71,7 +71,7 @@ class Flight:
         self.finisher.add_round(batch, watch)
         for sequence in batch:
             if len(sequence.reached) < sequence.iteration:
-                sequence.reached.append(sequence.num_known)
+                sequence.reached.append(sequence.num_started)
         self.scheduler.release(finished)
         if len(finished) == len(batch):
             host.forget(key)
@@ -93,7 +93,7 @@ class Flight:
                 self.hosts[str(batch[0].request.family)].forget(key)
                 self.scheduler.release(list(batch))
         for sequence in list(self._cancelled):
-            if sequence in self.scheduler and not sequence.is_busy():
+            if sequence in self.scheduler and not sequence.num_under_way:
                 self.scheduler.cancel(sequence)
             if sequence not in self.scheduler:
                 self._cancelled.remove(sequence)
@@ -118,11 +118,11 @@ class Flight:
         return self._lengths[str(sequence.request.family)]
 
     def share(self, sequence: Sequence) -> float:
-        """How many of them are known, in 0..1."""
+        """The share of those that it makes that is committed, in 0..1."""
         return sequence.share_made(self.seq_len(sequence))
 
     def preview(self, sequence: Sequence) -> Image.Image | None:
-        """A picture of the tokens that are known of a running sequence; None where it does not run, or has no image."""
+        """A picture of a running sequence's committed tokens; None if it does not run, or has no image."""
         with self.turns.take():
             if sequence not in self.scheduler.in_flight():
                 return None
@@ -132,7 +132,7 @@ class Flight:
 
 @torch.inference_mode()
 def so_far(host: Host, sequences: list[Sequence]) -> list[Output]:
-    """What is known by now of running sequences of a host, as outputs; for who has the turn.
+    """What is committed by now of running sequences of a host, as outputs; for who has the turn.
 
     Heat is NaN where a token is yet to be made. On a GPU some statistics are a few rounds late.
     """

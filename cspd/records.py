@@ -6,10 +6,11 @@ import base64
 import contextlib
 import errno
 import io
+import itertools
 import json
 import math
 import os
-import tempfile
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -17,6 +18,7 @@ from typing import Any
 
 from PIL import Image
 
+TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")  # of the name of a file that is being written
 LARGEST = 2**31  # bytes of a file that is read: a record of a million images is smaller
 LONGEST = 20  # digits of its whole numbers: seeds have 19
 NUMBER = (int, float)
@@ -36,18 +38,39 @@ def explained(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def publishing(path: Path) -> Iterator[Path]:
-    """A temporary file of this process alone. It becomes `path` once it is whole, and is gone if writing it fails.
+    """A temporary file, empty, of this call alone. It becomes `path` once it is whole, and is gone if writing it fails.
+
+    A process that is killed leaves it. In the folder of a run the next one removes it (`cspd.store`).
 
     Raises OSError where it cannot be written; the message says what to do.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with explained(path):
+        temporary = _new_file_beside(path)
     try:
         with explained(path):
             yield temporary
             os.replace(temporary, path)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):  # of a folder that cannot be written: said above
             temporary.unlink(missing_ok=True)
+        raise
+
+
+def _new_file_beside(path: Path) -> Path:
+    """An empty file by the first of `temporary_names` that is free: what is there already may be anybody's."""
+    names = temporary_names(path.name)
+    while True:
+        temporary = path.with_name(next(names))
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            return temporary
+
+
+def temporary_names(name: str) -> Iterator[str]:
+    """The names that a file may have while it is written, without end; see `TEMPORARY`."""
+    yield f"{name}.tmp"
+    for number in itertools.count(1):
+        yield f"{name}.{number}.tmp"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -89,7 +112,7 @@ def check_file(path: Path, option: str) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give {option} a file in it")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        _new_file_beside(path).unlink()
     except OSError as error:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another {option}") from error
 

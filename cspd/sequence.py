@@ -216,14 +216,17 @@ class RoundStats:
 
 @dataclass(eq=False)
 class Sequence:
-    """A running request: its slot and how far it is. `num_known` tokens of its order are committed.
+    """A running request: its slot and how far it is.
 
-    Sequences of equal `key` can share a round, whatever else differs. `reached` has `num_known` after each iteration.
-    `uses` names the models that its method needs beside the target, see `cspd.method.Method`.
-    `complete_stats` is called before they are handed out: what it reads from the device is there by then. `is_busy`
-    tells whether work is under way between rounds that will write to the slot. `refresh` writes heat to it that would
-    be there at the end only, for who looks before. `asked` is the request as it was given; what becomes of it goes to
-    the `inbox` of who gave it (`cspd.flight`).
+    `num_committed` tokens have their final value, those that were known from the start too. The chains of
+    `num_under_way` more have begun and not ended between rounds, in any order; `num_started` counts both, which are the
+    first ones of the sequence's order. `reached` has `num_started` after each iteration.
+
+    Sequences of equal `key` can share a round, whatever else differs. `uses` names the models that its method needs
+    beside the target, see `cspd.method.Method`. `complete_stats` is called before they are handed out: what it reads
+    from the device is there by then. `refresh` writes heat to the slot that would be there at the end only, for who
+    looks before. `asked` is the request as it was given; what becomes of it goes to the `inbox` of who gave it
+    (`cspd.flight`).
     """
 
     request: Request
@@ -235,17 +238,22 @@ class Sequence:
     asked: Request | None = None
     inbox: deque = field(default_factory=deque)
     iteration: int = 0
-    num_known: int = 0
+    num_committed: int = 0
+    num_under_way: int = 0
     reached: list[int] = field(default_factory=list)
     stats: RoundStats = field(default_factory=RoundStats)
     complete_stats: Callable[[], None] = lambda: None
-    is_busy: Callable[[], bool] = lambda: False
     refresh: Callable[[], None] = lambda: None
+
+    @property
+    def num_started(self) -> int:
+        """How many tokens are committed or under way."""
+        return self.num_committed + self.num_under_way
 
     def share_made(self, seq_len: int) -> float:
         """The share of the tokens it makes, of an image's so many, that is committed."""
         num_made = self.request.num_made(seq_len)
-        return max(0, num_made - seq_len + self.num_known) / num_made
+        return max(0, num_made - seq_len + self.num_committed) / num_made
 
     def iteration_of(self, rank: int) -> int:
         """The iteration, from 1, that committed the token of a rank, from 0, in the generation order."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cspd.lock import LOCK, locked
-from cspd.records import make_folder, misfit, read_json, write_json
+from cspd.records import TEMPORARY, make_folder, misfit, read_json, temporary_names, write_json
 
 DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}  # what a method decides where it is left open
 REMEDY = "give another --out"
@@ -24,13 +24,14 @@ class Store:
     """The folder of one run: a record of its settings, which lists all files that the run will write.
 
     A run that was cut off is known by its record, and goes on if its settings are the same. No files but the record
-    and those that it lists are ever replaced or removed. As a context manager, it ends the claim on the folder.
+    and those that it lists are ever replaced or removed. The temporary files of `publishing` are listed too, by names
+    that nobody has taken before. As a context manager, it ends the claim on the folder.
 
     Attributes:
         folder: where. name: of the record's file. schema: the version of the record.
         shape: what a record must have, see `misfit`. names: a pattern of all names that it may list.
         compared: the parts that are settings; None: all.
-        files: what the record lists, once the folder is claimed.
+        files, temporary: what the record lists, once the folder is claimed.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class Store:
     names: str
     compared: Collection[str] | None = None
     files: list[str] = field(default_factory=list, init=False)
+    temporary: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._held = contextlib.ExitStack()
@@ -69,11 +71,13 @@ class Store:
         if not (self.folder / LOCK).exists():
             self._examine(asked, files, overwrite)  # a folder that is refused is left as it was
         self._held.enter_context(locked(self.folder))
-        record, listed = self._examine(asked, files, overwrite)
+        record, listed, temporary = self._examine(asked, files, overwrite)
+        self._remove(temporary)  # which a killed run left
         self.files = list(files) if overwrite else list(dict.fromkeys([*listed, *files]))
+        written = [self.name, *self.files]
+        taken = self._entries(written)
+        self.temporary = [next(free for free in temporary_names(name) if free not in taken) for name in written]
         self._replaced = listed if overwrite else ()
-        if record is not None:
-            self._remove(self._halves([self.name, *listed]))
         return None if overwrite else record
 
     def begin(self, record: Mapping) -> None:
@@ -85,7 +89,11 @@ class Store:
 
     def save(self, record: Mapping) -> None:
         """Writes the record. Raises OSError as `publishing`."""
-        write_json(self.folder / self.name, {**record, "files": self.files})
+        write_json(self.folder / self.name, {**record, **self.lists()})
+
+    def lists(self) -> dict[str, list[str]]:
+        """What a record of this run lists, by the keys that it has there."""
+        return {"files": self.files, "temporary": self.temporary}
 
     def refuse(self, changes: Sequence[str]) -> None:
         """Raises ValueError, naming them, if the run in the folder differs from this one by `changes`."""
@@ -94,15 +102,17 @@ class Store:
             remedy = "another --out, or --overwrite to replace it"
             raise ValueError(f"{self.folder} holds another run ({named}): give its settings, {remedy}")
 
-    def _examine(self, asked: Mapping, files: Sequence[str], overwrite: bool) -> tuple[dict | None, Sequence[str]]:
-        """The record that is there, and the files that are its own. Raises ValueError as `claim`."""
+    def _examine(
+        self, asked: Mapping, files: Sequence[str], overwrite: bool
+    ) -> tuple[dict | None, Sequence[str], Sequence[str]]:
+        """The record that is there, and the files and temporary files that it lists. Raises ValueError as `claim`."""
         record = self._record()
         if record is not None and not overwrite:
             plain = json.loads(json.dumps(asked))  # as reading the file gives it
             self.refuse(differences(self._settings(record), self._settings(plain)))
-        listed = self._listed(record, files, overwrite)
+        listed, temporary = self._listed(record, files, overwrite)
         entries, own = self._entries([*files, *listed]), set(listed)
-        folders = [name for name in dict.fromkeys([*files, *listed]) if entries.get(name)]
+        folders = [name for name in dict.fromkeys([*files, *listed, *temporary]) if entries.get(name)]
         if folders:
             raise ValueError(
                 f"{self.folder} holds {_several(folders)} as folders, where files are to be written: {REMEDY}, or move"
@@ -115,7 +125,7 @@ class Store:
                 f"{self.folder} holds {_several(foreign)}, {why}, so that this command may not write there:"
                 f" {REMEDY}, or move the files away"
             )
-        return record, listed
+        return record, listed, temporary
 
     def _record(self) -> dict | None:
         path = self.folder / self.name
@@ -132,7 +142,7 @@ class Store:
             ) from None
         if not isinstance(record, dict) or record.get("schema") != self.schema:
             raise ValueError(f"{path} is not a record of this version: {remedy}")
-        place = misfit(record, {**self.shape, "files?": [str]})
+        place = misfit(record, {**self.shape, **dict.fromkeys(("files?", "temporary?"), [str])})
         if place:
             raise ValueError(f"{path} is damaged ({place} is not as cspd writes it): {remedy}")
         return record
@@ -140,22 +150,29 @@ class Store:
     def _settings(self, record: Mapping) -> dict:
         """The compared part of a record."""
         parts = record if self.compared is None else self.compared
-        return {part: record[part] for part in record if part in parts and part != "files"}
+        return {part: record[part] for part in record if part in parts and part not in self.lists()}
 
-    def _listed(self, record: Mapping | None, files: Sequence[str], overwrite: bool) -> Sequence[str]:
-        """The files of the run that is there."""
+    def _listed(
+        self, record: Mapping | None, files: Sequence[str], overwrite: bool
+    ) -> tuple[Sequence[str], Sequence[str]]:
+        """The files and the temporary files of the run that is there."""
         if record is None:
-            return ()
+            return (), ()
         if "files" not in record and overwrite:
             raise ValueError(
                 f"{self.folder / self.name} is of an older version and does not list its files: {REMEDY}, or remove"
                 " the folder yourself"
             )
-        listed = record.get("files", files)
-        for name in listed:
-            if not re.fullmatch(self.names, name):  # such as ../precious.txt
-                raise ValueError(f"{self.folder / self.name} lists {_shown(name)}, which cspd never wrote: {REMEDY}")
-        return listed
+        listed, temporary = record.get("files", files), record.get("temporary", ())
+        foreign = [name for name in listed if not re.fullmatch(self.names, name)]  # such as ../precious.txt
+        written = {self.name, *listed}
+        for name in temporary:
+            match = TEMPORARY.fullmatch(name)
+            if match is None or match[1] not in written:
+                foreign.append(name)
+        if foreign:
+            raise ValueError(f"{self.folder / self.name} lists {_shown(foreign[0])}, which cspd never wrote: {REMEDY}")
+        return listed, temporary
 
     def _entries(self, names: Iterable[str]) -> dict[str, bool]:
         """All that is in the folders where `names` are, and whether it is a folder. Raises ValueError as `claim`."""
@@ -168,13 +185,6 @@ class Store:
                 for entry in entries:
                     found[os.path.join(parent, entry.name)] = entry.is_dir(follow_symlinks=False)
         return found
-
-    def _halves(self, names: Sequence[str]) -> list[str]:
-        """What killed processes left of files that `publishing` was to write."""
-        known = set(names)
-        suffix = re.compile(r"\.\d+\.tmp$")
-        entries = self._entries(names)
-        return [entry for entry in entries if suffix.search(entry) and suffix.sub("", entry) in known]
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -47,7 +47,7 @@ def test_training_sees_what_drafting_sees(architecture, rounds):
         inputs = inputs_of(host, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
         made = predict(target, models["eagle"], inputs, 0.0, torch.Generator())
     predicted, features = (each.unflatten(0, (2, 3)) for each in made)
-    assert max(sequence.num_known for sequence in started) > SIDE
+    assert max(sequence.num_committed for sequence in started) > SIDE
     check_fed_alike(started, (predicted, features), last, root, kept)
 
 

@@ -41,7 +41,7 @@ def test_training_sees_what_drafting_sees():
         inputs = inputs_of(host, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
         made = predict(models["target"], models["eagle"], inputs, 0.0, torch.Generator())
     predicted, features = (each.unflatten(0, (2, 3)) for each in made)
-    assert len({sequence.num_known for sequence in started}) == 3
+    assert len({sequence.num_committed for sequence in started}) == 3
     check_fed_alike(started, (predicted, features), last, root, kept)
 
 

@@ -183,7 +183,7 @@ def check_fed_alike(started, made, last, root, kept):
     """
     predicted, features = made
     for i, sequence in enumerate(started):
-        slot, known = sequence.slot, sequence.num_known
+        slot, known = sequence.slot, sequence.num_committed
         assert relative_error(features[:, i, known], last[:, slot]) < 1e-5
         assert relative_error(predicted[:, i, known], root[:, slot]) < 1e-5
         if known:

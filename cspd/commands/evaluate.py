@@ -95,7 +95,7 @@ def _measure_folder(args: argparse.Namespace) -> None:
     with Store(args.out, RECORD, SCHEMA, {}, re.escape(GRID), compared=()) as store:
         store.claim({}, [GRID])
         ran = what_ran(describe(pick_device(args.device)), command=args.line)
-        _report(args, images, subjects, how, {"folder": str(args.images), "ran": ran})
+        _report(args, images, subjects, how, {"folder": str(args.images), "ran": ran, **store.lists()})
 
 
 def _check_measuring(args: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ def run_round(
 ) -> list[Sequence]:
     """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3)."""
     advance(host, batch, host.next_rows(batch), watch, backbone, denoise)
-    return [s for s in batch if s.num_known == host.seq_len]
+    return [s for s in batch if s.num_committed == host.seq_len]
 
 
 def advance(
@@ -60,7 +60,7 @@ def advance(
         own = slice(first, first + count)
         first += count
         sequence.iteration += 1
-        sequence.num_known += count
+        sequence.num_committed += count
         num_made = sequence.request.num_made(host.seq_len)
         stats = sequence.stats
         stats.iterations += 1
@@ -70,7 +70,7 @@ def advance(
         stats.head_evaluations += made.evaluations[own].sum().item()
         if made.measured:
             stats.difference, stats.divergence = made.measured.difference, made.measured.divergence
-            if made.measured.audit is not None and sequence.num_known == host.seq_len:
+            if made.measured.audit is not None and sequence.num_committed == host.seq_len:
                 made_at = host.order[sequence.slot, -num_made:].sort().values
                 audit = host.audit[sequence.slot, made_at]
                 estimate = audit.mean().item(), (audit.std() / num_made**0.5).item()

@@ -82,7 +82,7 @@ class _Running:
         """Adds a round's decisions on a sequence's next tokens: bool [n], in their order."""
         by_lag = self.by_lag.setdefault(sequence, np.zeros((2, sequence.request.gamma), dtype=np.int64))
         by_rank = self.by_rank.setdefault(sequence, np.zeros((2, self.length), dtype=np.int64))
-        num, known = len(accepted), sequence.num_known
+        num, known = len(accepted), sequence.num_committed
         judged_and_accepted = np.stack([np.ones_like(accepted), accepted])
         by_lag[:, :num] += judged_and_accepted
         by_rank[:, known : known + num] += judged_and_accepted
@@ -102,7 +102,7 @@ def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopw
     for offset in range(max(counts)):
         index = [i for i, count in enumerate(counts) if count > offset]
         active = [batch[i] for i in index]
-        rows = host.rows(active, [sequence.num_known + offset for sequence in active], [1] * len(active))
+        rows = host.rows(active, [sequence.num_committed + offset for sequence in active], [1] * len(active))
         paths, made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
         host.commit(rows, paths.tokens)
         where = send_integers(index, host.device)
@@ -139,7 +139,7 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
     """Prefills sequences that are at their start; runs a round of Algorithm 1 for the others."""
     length = host.config.seq_len
     prefill = math.ceil(batch[0].request.prefill * length)
-    starting = [sequence for sequence in batch if sequence.num_known < prefill]
+    starting = [sequence for sequence in batch if sequence.num_committed < prefill]
     if starting:
         rows = host.next_rows(starting, limit=prefill)
         ar.advance(host, starting, rows, watch)
@@ -147,7 +147,7 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
     going = [sequence for sequence in batch if sequence not in starting]
     if going:
         _speculate(host, going, watch)
-    finished = [sequence for sequence in batch if sequence.num_known == length]
+    finished = [sequence for sequence in batch if sequence.num_committed == length]
     running = _running(host, batch[0])
     for sequence in finished:
         for name in ("by_lag", "by_rank"):
@@ -160,7 +160,7 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
 def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     """A round of Algorithm 1."""
     request, length = batch[0].request, host.seq_len
-    known = [sequence.num_known for sequence in batch]
+    known = [sequence.num_committed for sequence in batch]
     counts = [min(request.gamma, length - num_known) for num_known in known]
     rows = host.rows(batch, known, counts)
 
@@ -194,7 +194,7 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     _account(host, batch, rows, made, committed, accepted, tries)
     for sequence, count in zip(batch, committed):
         sequence.iteration += 1
-        sequence.num_known += count
+        sequence.num_committed += count
 
 
 def _target_conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:

@@ -66,4 +66,4 @@ def give(host: Any, sequences: list[Sequence]) -> None:
     host.order[slot] = order.gather(1, is_made.argsort(dim=1, stable=True))
     host.tokens[slot] = sent["tokens"].where(kept.unsqueeze(-1), 0)
     for sequence in own:
-        sequence.num_known = host.seq_len - sequence.request.num_made(host.seq_len)
+        sequence.num_committed = host.seq_len - sequence.request.num_made(host.seq_len)

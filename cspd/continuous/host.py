@@ -170,8 +170,8 @@ class MARHost:
         for sequence in batch:
             masked = timetable(sequence.request, length).masked
             known = length - int(masked[sequence.iteration])
-            counts.append(min(known, length if limit is None else limit) - sequence.num_known)
-        return self.rows(batch, [s.num_known for s in batch], counts)
+            counts.append(min(known, length if limit is None else limit) - sequence.num_committed)
+        return self.rows(batch, [s.num_committed for s in batch], counts)
 
     def rows(self, batch: list[Sequence], known: list[int], counts: list[int]) -> Rows:
         """The rows of the next counts[i] tokens of batch[i] after known[i]; a sequence may be there more than once."""
@@ -249,9 +249,10 @@ class MARHost:
         return tokens, heat, finite.gather(1, self.order[slots])
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """(tokens [1, L, d], heat [1, L]) of a running sequence, 0 and NaN where they are unknown."""
+        """(tokens [1, L, d], heat [1, L]) of a running sequence, 0 and NaN where they are not committed."""
         sequence.refresh()
         tokens, heat, _ = self.results([sequence])
+        tokens[:, self.order[sequence.slot, sequence.num_started :]] = 0  # drafts that were rejected
         return tokens, heat.masked_fill((tokens == 0).all(-1), torch.nan)
 
     def decode(self, tokens: Tensor) -> Tensor | None:

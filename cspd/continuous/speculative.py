@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 import numpy as np
 import torch
@@ -77,11 +76,10 @@ def _make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool)
 
 
 class _Running:
-    """What sequences of one kind share while they run: the chains, and what is left of each one's iteration."""
+    """What sequences of one kind share while they run: the chains of all of them, and what these cost."""
 
     def __init__(self, host: MARHost, sequence: Sequence) -> None:
         self.chains = chains_of(host, "target", sequence)
-        self.left: Counter[Sequence] = Counter()  # tokens still under way
         shape = (host.num_slots, host.config.seq_len, sequence.request.num_sampling_steps)
         self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
 
@@ -90,32 +88,26 @@ class _Running:
         owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
         row = rows.slot * host.seq_len + rows.position
         self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
-        self.left.update(owners)
         for sequence, count in zip(sequences, rows.counts):
-            sequence.is_busy = functools.partial(self.has, sequence)
             sequence.refresh = functools.partial(self.show, host, sequence.slot)
             sequence.iteration += 1
-            sequence.num_known += count
+            sequence.num_under_way = count
             sequence.stats.iterations += 1
             sequence.stats.backbone_calls += 1
             sequence.stats.head_calls += 1
             sequence.stats.head_evaluations += count * len(z)
 
-    def has(self, sequence: Sequence) -> bool:
-        """Whether chains of a sequence are under way."""
-        return sequence in self.left
-
     def show(self, host: MARHost, slot: int) -> None:
         """Writes the head calls of a slot's tokens; of those that are not made yet they mean nothing."""
         host.heat[slot] = (self.record[slot] != 0).sum(-1).float()
 
-    def advance(self, host: MARHost) -> None:
-        """A launch of all chains, of one head call or some; commits the tokens of those that end."""
-        copies = 2 if self.chains.owners[0].request.guided else 1
+    def advance(self, host: MARHost, sequences: list[Sequence]) -> None:
+        """A launch of all chains, which are these sequences', of one head call or some; commits those that end."""
+        copies = 2 if sequences[0].request.guided else 1
         rounds = self.chains.rounds
-        for sequence, count in self.left.items():
+        for sequence in sequences:
             sequence.stats.head_calls += rounds
-            sequence.stats.head_evaluations += rounds * count * self.chains.window * copies
+            sequence.stats.head_evaluations += rounds * sequence.num_under_way * self.chains.window * copies
         finished = self.chains.advance()
         if finished:
             host.tokens.view(-1, host.config.token_dim)[finished.row] = finished.tokens
@@ -123,7 +115,8 @@ class _Running:
             for sequence, tries, fallbacks in zip(finished.owners, finished.tries, finished.fallbacks):
                 sequence.stats.resample_tries += tries
                 sequence.stats.fallbacks += fallbacks
-            self.left = self.left - Counter(finished.owners)
+                sequence.num_under_way -= 1
+                sequence.num_committed += 1
 
 
 def run_round(
@@ -146,7 +139,7 @@ def run_round(
     if "running" not in kept:
         kept["running"] = _Running(host, batch[0])
     running = kept["running"]
-    idle = [s for s in batch if s not in running.left]
+    idle = [s for s in batch if not s.num_under_way]
     if idle:
         rows = host.next_rows(idle)
         watch.start("backbone")
@@ -154,10 +147,12 @@ def run_round(
         watch.start("head")
         running.begin(host, idle, rows, z)
     watch.start("head")
-    while 4 * len(running.left) > len(batch):
-        running.advance(host)
+    busy = [s for s in batch if s.num_under_way]
+    while 4 * len(busy) > len(batch):
+        running.advance(host, busy)
+        busy = [s for s in busy if s.num_under_way]
     watch.start("other")
-    finished = [s for s in batch if s.iteration == s.request.num_iter and s not in running.left]
+    finished = [s for s in batch if s.iteration == s.request.num_iter and not s.num_under_way]
     if finished:
         slots = send_integers([sequence.slot for sequence in finished], host.device)
         records = running.record[slots]

@@ -21,7 +21,7 @@ def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list
     launch(host, sequences, watch, _sample)
     for sequence in sequences:
         count_round(sequence, committed=1)
-    return [sequence for sequence in sequences if sequence.num_known == host.seq_len]
+    return [sequence for sequence in sequences if sequence.num_committed == host.seq_len]
 
 
 def _sample(host: VQHost, batch: Batch) -> Tensor:

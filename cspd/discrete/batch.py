@@ -114,7 +114,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     Returns:
         (their kind, int64 [7, B] on the host: whole numbers, and the bits of float64).
     """
-    known = [sequence.num_known for sequence in sequences]
+    known = [sequence.num_committed for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
     settings = [sequence.request.settings for sequence in sequences]
     cfg, temperature, top_k, top_p = ([own[name] for own in settings] for name in MIXED)

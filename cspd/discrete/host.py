@@ -284,7 +284,7 @@ class VQHost:
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(codes [1, L], heat [1, L]) of a running sequence, -1 and NaN where they are unknown."""
         codes, heat, _ = self.results([sequence])
-        unknown = steps(self.seq_len, self.device) >= sequence.num_known
+        unknown = steps(self.seq_len, self.device) >= sequence.num_committed
         return codes.masked_fill(unknown, -1), heat.masked_fill(unknown, torch.nan)
 
     def decode(self, codes: Tensor) -> Tensor | None:

@@ -98,4 +98,4 @@ def _prefill(host: Any, sequences: list[Sequence]) -> None:
     host.commit(batch, codes, torch.full_like(codes, torch.nan, dtype=torch.float32))
     host.known.index_fill_(0, batch.slot, count)
     for sequence in sequences:
-        sequence.num_known = count
+        sequence.num_committed = count

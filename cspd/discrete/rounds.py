@@ -62,7 +62,7 @@ def run(
         host.unread[key], now = now, before
     if now is not None:
         _count(host, now)
-    return [sequence for sequence in sequences if sequence.num_known == host.seq_len]
+    return [sequence for sequence in sequences if sequence.num_committed == host.seq_len]
 
 
 def launch(
@@ -103,7 +103,7 @@ def launch(
 def _count(host: VQHost, unread: Unread) -> None:
     """Counts a round of each sequence that was not finished before."""
     for sequence, (num_accepted, draft_calls, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
-        room = host.seq_len - sequence.num_known
+        room = host.seq_len - sequence.num_committed
         if room:
             count_round(sequence, min(int(num_accepted) + 1, room))
             _count_drafted(sequence.stats, int(draft_calls), bound, ahead)
@@ -112,7 +112,7 @@ def _count(host: VQHost, unread: Unread) -> None:
 def count_round(sequence: Sequence, committed: int) -> None:
     """Moves a sequence on by a round of one target forward that committed so many codes."""
     sequence.iteration += 1
-    sequence.num_known += committed
+    sequence.num_committed += committed
     stats = sequence.stats
     stats.iterations += 1
     stats.backbone_calls += 1

@@ -256,7 +256,7 @@ def _seconds_half_way(host: VQHost, sequences: list[Sequence], clock: Callable[[
     half = host.seq_len // 2
     host.known.fill_(half)
     for sequence in sequences:
-        sequence.num_known = half
+        sequence.num_committed = half
     _synchronize(host.device)
     start = clock()
     run_round(host, sequences, Stopwatch(host.device))

@@ -76,7 +76,7 @@ def batch_at(engine: Engine, request: Request, share: float) -> Batch:
                 slot=slot,
                 key=method.round_key(own),
                 iteration=iteration,
-                num_known=known,
+                num_committed=known,
                 stats=RoundStats(guarantee=method.guarantee_of(own)),
             )
         )
@@ -96,7 +96,7 @@ def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tup
     for share in SHARES:
         batch = batch_at(engine, request, share)
         everyone = list(batch.sequences)
-        known = everyone[0].num_known
+        known = everyone[0].num_committed
         for _ in range(settings.scale.warm_ups):
             batch.round()
         each = []
@@ -114,8 +114,8 @@ def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tup
 
 
 def _progress(sequences: list[Sequence]) -> np.ndarray:
-    """Iterations and tokens of all sequences, int64 [2]."""
-    return np.array([[s.iteration, s.num_known] for s in sequences]).sum(0)
+    """Iterations and tokens that all sequences have begun, int64 [2]."""
+    return np.array([[s.iteration, s.num_started] for s in sequences]).sum(0)
 
 
 def timed(settings: Settings, work: Callable[[], object]) -> float:

@@ -202,9 +202,9 @@ def test_sequences_begin_anywhere(settings):
     request = engine.resolve(mar_times.request_of(settings, "ar", num_iter=8))
     known = starts(request, 64)
     batch = batch_at(engine, request, 0.5)
-    assert [s.num_known for s in batch.sequences] == [known[6]] * 2 and known[5] < 32 <= known[6]
+    assert [s.num_committed for s in batch.sequences] == [known[6]] * 2 and known[5] < 32 <= known[6]
     batch.round()
-    assert [s.num_known for s in batch.sequences] == [known[7]] * 2
+    assert [s.num_committed for s in batch.sequences] == [known[7]] * 2
     for _ in range(2):
         batch.round()
     assert not batch.sequences

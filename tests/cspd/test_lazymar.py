@@ -24,7 +24,7 @@ def advance(host, batch, rows, z):
     host.commit(rows, z[0, :, : host.config.token_dim])
     for sequence, count in zip(batch, rows.counts):
         sequence.iteration += 1
-        sequence.num_known += count
+        sequence.num_committed += count
 
 
 def test_the_iterations_that_are_full():
@@ -66,7 +66,7 @@ def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
                 assert 1e-4 < error < 1 if name == "lazy" else error < 1e-4
             if "refresh" in kinds or "lazy" in kinds:
                 known = host.kept[KEY]["caches"].known
-                assert all(known[s.slot] == s.num_known for s, name in zip(batch, kinds) if name != "full")
+                assert all(known[s.slot] == s.num_committed for s, name in zip(batch, kinds) if name != "full")
             advance(host, batch, rows, full)
     assert kinds_together == {1, 2, 3}
 

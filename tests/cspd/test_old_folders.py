@@ -66,6 +66,7 @@ def test_comparisons(tmp_path):
     rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
     assert [row["window"] for row in rows] == [None, None, 5]
     now = json.loads(record.read_text())
+    assert "chunks/02-00001.npz.tmp" in now.pop("temporary")
     assert "chunks/02-00001.npz" in now.pop("files") and now.pop("windows").keys() == earlier.pop("windows").keys()
     assert now == earlier
 

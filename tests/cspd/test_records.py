@@ -92,8 +92,8 @@ def test_json_has_no_infinity():
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):
-    (tmp_path / "a.tmp").write_text("half")
-    (tmp_path / f"a.json.{os.getpid() + 1}.tmp").write_text("half")
+    for name in ("a.tmp", "a.json.tmp", f"a.json.{os.getpid()}.tmp", "a.png.tmp", "a.png.1.tmp"):
+        (tmp_path / name).write_text("somebody's")  # whose names are not taken
     write_json(tmp_path / "a.json", {"a": 1})
     with pytest.raises(TypeError):
         write_json(tmp_path / "a.json", {"a": {1}})
@@ -108,6 +108,6 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
             temporary.write_bytes(b"half")
             raise OSError(28, "No space left on device")
     assert Image.open(tmp_path / "a.png").size == (2, 2)
-    assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["half", "half"]
+    assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["somebody's"] * 5
     with pytest.raises(OSError, match=r"b\.txt cannot be written .*: give a place that can be written"):
         append_json(tmp_path / "absent" / "b.txt", {})

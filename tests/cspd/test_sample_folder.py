@@ -134,7 +134,7 @@ def test_a_run_that_ends_anywhere_loses_no_finished_picture(engine, whole, tmp_p
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in kept} == stamps
     assert pictures(tmp_path) == pictures(whole) and not (tmp_path / JOURNAL).exists()
     written = json.loads((tmp_path / RECORD).read_text())
-    assert JOURNAL in written.pop("files") and written == record
+    assert written.pop("temporary") and JOURNAL in written.pop("files") and written == record
     assert [image["index"] for image in record["images"]] == list(range(NUM))
 
 

@@ -186,7 +186,7 @@ def test_a_slot_is_not_given_away_while_chains_will_write_to_it(models):
     outputs, busy = {}, []
     while not busy:  # a round ends when three in four have ended their iteration
         outputs |= engine.step()
-        busy = [each.ticket for each in engine.scheduler.in_flight() if each.is_busy()]
+        busy = [each.ticket for each in engine.scheduler.in_flight() if each.num_under_way]
     assert len(engine.scheduler) == 4 and engine.cancel(busy[0])
     tickets.append(engine.add_request(last))
     while len(engine.scheduler):
@@ -206,7 +206,7 @@ def test_one_cancelled_in_its_last_iteration_gives_no_output(models):
     outputs, busy = {}, []
     while len(engine.scheduler) and len(busy) < 2:
         outputs |= engine.step()
-        busy = [each for each in engine.scheduler.in_flight() if each.is_busy() and each.iteration == last]
+        busy = [each for each in engine.scheduler.in_flight() if each.num_under_way and each.iteration == last]
     assert engine.cancel(busy[0].ticket) and busy[0] in engine.scheduler
     while len(engine.scheduler):
         outputs |= engine.step()
@@ -260,6 +260,34 @@ def test_progress_and_previews(family, models):
     assert all(torch.equal(output.tokens, other.tokens) for output, other in zip(outputs, plain))
 
 
+SLOWER = SPECULATIVE | {"num_iter": 8, "num_sampling_steps": 20}
+DRAFTING = {"method": "cspd", "gamma": 8, "verify": "sequential", "num_sampling_steps": 3, "first_timestep": 950}
+
+
+@pytest.mark.filterwarnings("ignore:a chain of")
+@pytest.mark.parametrize("settings", [QUICK, SLOWER, DRAFTING], ids=["ar", "speculative", "cspd"])
+def test_progress_is_what_is_committed(settings):
+    """Not what has begun, or was drafted and rejected: at every call it is the share of the tokens that stay."""
+    engine = Engine(MARModels(toy_mar(), toy_mar(depth=2)), max_batch=4, device="cpu")
+    requests = requests_of(0, 4, settings)
+    seen, under_way = [], 0
+
+    def watch(request, fraction, preview):
+        nonlocal under_way
+        for sequence in engine.scheduler.in_flight():
+            if sequence.asked is request:
+                (tokens,), _ = engine.host.so_far(sequence)
+                under_way += sequence.num_under_way
+                assert sequence.num_started - sequence.num_under_way == sequence.num_committed
+                seen.append((request.seed, fraction, tokens))
+
+    outputs = engine.generate(requests, on_progress=watch)
+    for seed, fraction, tokens in seen:
+        stays = (tokens == outputs[seed].tokens).all(-1)
+        assert fraction == stays.float().mean() and torch.equal(tokens.any(-1), stays)
+    assert len(seen) >= 12 and (under_way > 0) == (settings is SLOWER)
+
+
 def test_a_preview_has_what_is_known_and_nothing_else(models):
     """The slot held another image's codes before."""
     vq = toy_models(length=16)
@@ -270,7 +298,7 @@ def test_a_preview_has_what_is_known_and_nothing_else(models):
         engine.step()
     (sequence,) = engine.scheduler.in_flight()
     (codes,), (heat,) = engine.host.so_far(sequence)
-    assert sequence.num_known == 5 and (codes[:5] >= 0).all() and (codes[5:] == -1).all()
+    assert sequence.num_committed == 5 and (codes[:5] >= 0).all() and (codes[5:] == -1).all()
     assert heat[:5].isfinite().all() and heat[5:].isnan().all()
 
 

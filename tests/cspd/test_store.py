@@ -14,7 +14,7 @@ import pytest
 from folders import FILES, RECORD, begun, content, record_of, store_of
 
 from cspd.lock import LOCK
-from cspd.records import write_json
+from cspd.records import publishing, write_json
 from cspd.store import DECIDED, differences, kept_choices
 
 # whose a folder is
@@ -156,18 +156,20 @@ def test_a_file_that_no_record_lists_is_in_the_way(tmp_path, name, overwrite):
 
 def test_overwriting_removes_what_the_record_lists_and_nothing_else(tmp_path):
     begun(tmp_path, seed=0)
-    ours = [*FILES, "parts/1.npz.7.tmp"]
-    others = ["1.npz", "notes.npz", "other.md", "notes.txt.7.tmp", "7.tmp", "0.npz.tmp", "parts/0.npz", "1.npz.7.tmp"]
+    ours = [*FILES, "parts/1.npz.tmp"]
+    others = ["1.npz", "notes.npz", "other.md", "notes.txt.tmp", ".tmp", "0.npz.7.tmp", "parts/0.npz", "1.npz.tmp"]
     for name in (*ours, *others):
         (tmp_path / name).write_text(name)
     assert begun(tmp_path, overwrite=True, files=["0.npz"], seed=1) is None
     assert set(content(tmp_path)) == {*others, RECORD}
-    assert json.loads((tmp_path / RECORD).read_text()) == record_of(seed=1) | {"files": ["0.npz"]}
+    lists = {"files": ["0.npz"], "temporary": [f"{RECORD}.tmp", "0.npz.tmp"]}
+    assert json.loads((tmp_path / RECORD).read_text()) == record_of(seed=1) | lists
 
 
-def test_halves_of_ours_are_removed_once_the_folder_is_ours(tmp_path):
+def test_temporary_files_that_the_record_lists_are_removed_once_the_folder_is_ours(tmp_path):
     begun(tmp_path, seed=0)
-    ours, others = {"0.npz.7.tmp", f"{RECORD}.12.tmp", "parts/1.npz.7.tmp"}, {"notes.7.tmp", "1.npz.7.tmp"}
+    ours = {"0.npz.tmp", f"{RECORD}.tmp", "parts/1.npz.tmp"}
+    others = {"notes.tmp", "1.npz.tmp", "0.npz.1.tmp", f"{RECORD}.1234.tmp", "parts/1.npz.1234.tmp"}
     for name in ours | others:
         (tmp_path / name).write_text("half")
     with pytest.raises(ValueError, match="another run"):
@@ -175,6 +177,52 @@ def test_halves_of_ours_are_removed_once_the_folder_is_ours(tmp_path):
     assert ours | others <= set(content(tmp_path))
     begun(tmp_path, seed=0)
     assert set(content(tmp_path)) == {RECORD} | others
+
+
+def killed_while_writing(folder, name):
+    """A run that was killed while it wrote a file."""
+    child = os.fork()
+    if child == 0:
+        begun(folder, seed=0)
+        with publishing(folder / name) as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_what_killed_runs_left_does_not_pile_up(tmp_path):
+    for name in [*FILES, RECORD] * 2:
+        killed_while_writing(tmp_path, name)
+        assert [path for path in content(tmp_path) if path.endswith(".tmp")] == [f"{name}.tmp"]
+    begun(tmp_path, seed=0)
+    assert set(content(tmp_path)) == {RECORD}
+
+
+def test_others_files_with_the_names_of_temporary_ones_stay(tmp_path):
+    """The run takes other names, and what it leaves there when it is killed is removed."""
+    others = ["0.npz.tmp", f"{RECORD}.tmp", f"{RECORD}.1234.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("somebody's")
+    for overwrite in (False, False, True):
+        killed_while_writing(tmp_path, "0.npz")
+        begun(tmp_path, seed=0, overwrite=overwrite)
+        assert {(tmp_path / name).read_text() for name in others} == {"somebody's"}
+        assert set(content(tmp_path)) == {*others, RECORD}
+
+
+@pytest.mark.parametrize("name", ["precious.txt", "../precious.npz.tmp", "2.npz.tmp", "0.npz", ""])
+def test_a_record_cannot_make_us_remove_what_is_no_temporary_file_of_ours(tmp_path, name):
+    out, precious = tmp_path / "out", tmp_path / "precious.npz.tmp"
+    begun(out)
+    for path in (precious, out / "precious.txt", out / "2.npz.tmp", out / "0.npz"):
+        path.write_text("precious")
+    record = json.loads((out / RECORD).read_text())
+    (out / RECORD).write_text(json.dumps(record | {"temporary": [name]}))
+    before = content(tmp_path)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="which cspd never wrote"):
+            begun(out, overwrite=overwrite)
+    assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["../precious.npz", "/etc/passwd", "notes.txt", "0.npz/../../precious.npz", ""])

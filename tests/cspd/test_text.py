@@ -67,7 +67,7 @@ def test_a_ragged_batch(rounds, models):
         features = host.features(batch, host.last(batch, 1)[0])
         logits = guide(host.target.output(features), batch.scale)[:, 0]
     for sequence in started:
-        codes = host.codes[sequence.slot, : sequence.num_known]
+        codes = host.codes[sequence.slot, : sequence.num_committed]
         expected = plain_guided(models["target"], sequence.request, codes)[-1]
         assert relative_error(logits[sequence.slot], expected) < 1e-5
 
@@ -80,7 +80,7 @@ def test_eagles_drafter_sees_the_text(models):
         batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
         root = _eagle_root(host, batch, 3)
     for sequence in started:
-        codes = host.codes[sequence.slot, : sequence.num_known]
+        codes = host.codes[sequence.slot, : sequence.num_committed]
         for half, (features, present) in enumerate(conditions(target, sequence.request)):
             inputs = target.embed(features[present].unsqueeze(0), codes.unsqueeze(0))
             last = inputs.shape[1] - len(codes) - 1

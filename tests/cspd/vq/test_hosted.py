@@ -121,7 +121,7 @@ def test_logits_in_slots_are_those_without_a_cache(rounds, case):
         batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
         logits = guide(host.target.output(host.features(batch, host.last(batch, 1)[0])), batch.scale)[:, 0]
         for sequence in started:
-            codes, request = host.codes[sequence.slot, : sequence.num_known].unsqueeze(0), sequence.request
+            codes, request = host.codes[sequence.slot, : sequence.num_committed].unsqueeze(0), sequence.request
             expected = guided_logits(case.model, case.image, case.prompts(request), codes, request.cfg)[0]
             assert relative_error(logits[sequence.slot], expected) < 1e-5
     assert host.cache("target").tensor.shape[3] == 2  # of four heads of queries
