@@ -134,7 +134,7 @@ def complete(
         if option is not None:
             option.check(value)
             if option.kind is float:
-                floats[name] = float(value)
+                floats[name] = float(value)  # type: ignore[arg-type]
         elif not any(o.name == name and type(value) is type(o.off) and value == o.off for o in method.options):
             raise ValueError(_out_of_place(name, request, method))
     return request.but(**floats)

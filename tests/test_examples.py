@@ -92,7 +92,7 @@ def test_the_command_line_has_it(added, tmp_path, capsys):
 
 def test_help_names_its_flag(added, capsys):
     with pytest.raises(SystemExit):
-        main(["sample", "--plugin", str(EXAMPLES / "own_denoiser.py"), "--help"])
+        main(["sample", "--plugin", str(EXAMPLES / "own_denoiser.py"), "--help", "early-guidance"])
     shown = capsys.readouterr().out
     assert "--guided-share" in shown and "early-guidance" in shown
 

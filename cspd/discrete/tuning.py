@@ -275,7 +275,7 @@ def codes_a_round(host: VQHost, request: Request, advance: Advance = no_advance)
     num_known = 0
     while running:
         finished = set(run_round(host, running, Stopwatch(host.device)))
-        before, num_known = num_known, sum(min(host.seq_len, sequence.num_known) for sequence in sequences)
+        before, num_known = num_known, sum(min(host.seq_len, sequence.num_committed) for sequence in sequences)
         advance(num_known - before)
         running = [sequence for sequence in running if sequence not in finished]
     return statistics.mean(host.seq_len / sequence.stats.backbone_calls for sequence in sequences)

@@ -86,7 +86,7 @@ def test_shards_keep_it(tmp_path):
 def test_chunks_of_a_comparison_keep_it(digits, tmp_path):
     made = outputs()
     made[0].stats.lazy_backbone_calls = NUM
-    row = Configuration("made up", made[0].request, digits)
+    row = Configuration("made up", made[0].request, digits.with_slots(NUM))
     images, made_of = np.zeros((NUM, 4, 4, 3), np.uint8), {"requests": [{}] * NUM}
     runs._write(tmp_path / "chunk.npz", runs.Chunk(images, 1.0, 7, [runs._cost(output) for output in made]), made_of)
     chunk = runs._read(tmp_path / "chunk.npz", made_of, 4)
