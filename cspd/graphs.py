@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -60,6 +61,7 @@ class Graphs:
 
     Attributes:
         lasting: what graphs read and is no weight, by what it is: it stays whatever sequences come and go.
+        seconds: that captures have taken.
 
     Raises:
         ValueError: there are no graphs of this device.
@@ -75,6 +77,7 @@ class Graphs:
         self._recorded: dict[Hashable, _Recorded | None] = {}
         self._retired: list[Replay] = []
         self.lasting: dict[Hashable, Any] = {}
+        self.seconds = 0.0
 
     def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
         """function(*inputs).
@@ -122,6 +125,7 @@ class Graphs:
         """The function captured; None, with a warning, where it cannot be."""
         if len(self._recorded) + len(self._retired) >= MOST_GRAPHS:
             self._drop()
+        start = time.perf_counter()
         static = tuple(tensor.clone() for tensor in inputs)
         before = [tensor.clone() for tensor in state]
         reads = _Reads()
@@ -145,6 +149,7 @@ class Graphs:
             return None
         finally:
             restore()
+            self.seconds += time.perf_counter() - start
         recorded = _Recorded(static, results, replay)
         recorded.watch([storage for storage in (seen() for seen in reads.seen) if storage is not None])
         return recorded

@@ -111,6 +111,14 @@ def with_method(request: Request, name: str) -> Request:
     return dataclasses.replace(request, settings=settings)
 
 
+def plain_of(request: Request) -> Request:
+    """Plain sampling by a checked request's settings, those that all methods of its family have; what is so stays."""
+    if request.method == "ar":
+        return request
+    common = {option.name for option in methods.COMMON[str(request.family)]}
+    return request.but(method="ar", **dict.fromkeys(request.settings.keys() - common))
+
+
 def parse_method(
     text: str, options: Collection[str] | None = None, more: Sequence[str] = ()
 ) -> tuple[str, dict[str, object]]:

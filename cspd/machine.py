@@ -6,7 +6,8 @@ import contextlib
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +38,17 @@ def pick_device(device: str | torch.device) -> torch.device:
     if picked.type == "cuda" and picked.index is None:  # the current one, which may be another later
         picked = torch.device("cuda", torch.cuda.current_device())
     return picked
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until a device has done some work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def free_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from cspd.sequence import PHASES
 
 COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
 MEASURED = ("difference", "divergence", "audit", "audit_error")  # of a "measured" sampler
+WORTH = 1.05  # a run that is fewer times as fast as plain sampling has no speed-up
 LAZY = "lazy_backbone_calls"
 MEASURES = {f"{name}?": MAYBE for name in MEASURED}  # older versions' files have none
 ADDED = MEASURES | {f"{LAZY}?": NUMBER}  # the same of images
@@ -78,3 +79,30 @@ def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
         meanings["audit"] = f"+- {summary['audit_error']:.3f} {meanings['audit']}, and its standard error"
     known = [name for name in meanings if summary.get(name) is not None]
     return [(name, f"{summary[name]:.3f}", meanings[name]) for name in known]
+
+
+def speed_line(summary: Mapping, at_once: int) -> str | None:
+    """What a summary says of a run's speed against plain sampling, for people; None if it says nothing."""
+    speedup = summary.get("speedup")
+    if speedup is None:
+        why = summary.get("speedup_unknown")
+        return why and f"the speed-up over plain sampling (ar) is not known: {why}"
+    faster = f"{speedup:.1f}x as fast as plain sampling (ar)"
+    if speedup >= WORTH:
+        return faster
+    images = "1 image" if at_once == 1 else f"{at_once} images"
+    told = f"no speed-up with {images} at once on this device"
+    if speedup < 1 / WORTH:
+        told = f"{faster}: {told}"
+    other = summary["alternative"]
+    if other is None:
+        return told
+    method = f"`--method {other['method']}`"
+    if other["difference"] is None:
+        return f"{told}; {method} may give one, once it is fitted for these settings (cspd calibrate)"
+    difference = f"at a difference of {other['difference']:.2g} s.d. per token"
+    if other["speedup"] is None:
+        return f"{told}; {method} may give one, {difference}"
+    if other["speedup"] < WORTH:
+        return f"{told}, nor by {method}"
+    return f"{told}; {method} is {other['speedup']:.1f}x, {difference}"

@@ -19,7 +19,7 @@ ROOMS = [  # a room may import from those below it, and within itself; rooms of 
     ["cspd.commands"],
     ["cspd.listing"],
     ["cspd.gpu_check"],
-    ["cspd.comparison", "cspd.bench", "cspd.serving"],
+    ["cspd.comparison", "cspd.bench", "cspd.serving", "cspd.speed"],
     ["cspd.evaluation"],
     ["cspd.loading"],
     ["cspd.finding"],

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     check_method(args)
     pictures = {name: getattr(args, name) for name in ("image", "mask") if getattr(args, name)}
     given = _given(args) if args.place is None else None  # a file that cannot be read is known before loading
-    engine = load_engine(args, args.max_batch)
+    engine = load_engine(args, min(args.max_batch, args.num))
     asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
     family = engine.check(asked).family
     size = engine.hosts[family].image_size
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
     finish = pasted if args.paste else attrgetter("image")
     with if_stopped(lambda: images_there(args.out, args.num)):
-        how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish}
+        how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish, "speed": True}
         record = sample_to_folder(engine, requests, args.out, settings, **how)
     made = first.known.num_made
     print(f"{made} of {engine.hosts[family].seq_len} tokens of the first picture were made anew")

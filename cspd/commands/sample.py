@@ -18,18 +18,19 @@ from cspd.lookup import method_of
 from cspd.method import as_it_is
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
-from cspd.summary import LAZY, measured_lines
+from cspd.summary import LAZY, measured_lines, speed_line
 
 
 def run(args: argparse.Namespace) -> None:
     asked = _asked(args)
     num = args.num or len(asked)
     check_method(args)
-    engine = load_engine(args, args.max_batch)
+    engine = load_engine(args, min(args.max_batch, num))  # the window is chosen for as many as really run at once
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     settings = run_settings(args, engine.check(requests[0]))
     with if_stopped(lambda: images_there(args.out, num)):
-        record = sample_to_folder(engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap)
+        how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "speed": True}
+        record = sample_to_folder(engine, requests, args.out, settings, **how)
     tell(engine, requests[0], record, args.out, args.heatmap)
 
 
@@ -64,6 +65,8 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
         print(f"wrote {out / 'heatmap.png'} (what each token cost)")
     pngs = f"{num} PNG{'s' if num > 1 else ''}"
     print(f"wrote {out / 'grid.png'} (all images), {out / RECORD} (settings, statistics), {pngs}")
+    if told := speed_line(summary, engine.num_slots):
+        print(told)
 
 
 def _tell_cost(summary: dict) -> None:

@@ -24,6 +24,7 @@ from cspd.pixels import to_pil
 from cspd.plots import grid, heat_grid
 from cspd.records import MAYBE, append_json, misfit, parse_json, png_of, read_json, read_text, write_bytes, write_png
 from cspd.sequence import Output, Request
+from cspd.speed import against_plain
 from cspd.store import Store, differences, kept_choices
 from cspd.summary import STATS, summary_of
 
@@ -52,6 +53,7 @@ def sample_to_folder(
     heatmap: bool = False,
     before: Sequence[tuple[str, Image.Image]] = (),
     finish: Callable[[Output], Tensor] = attrgetter("image"),
+    speed: bool = False,
 ) -> dict:
     """Generates `requests` into `out` and returns the record, which samples.json has with the names of all files.
 
@@ -63,6 +65,7 @@ def sample_to_folder(
         settings: what the images depend on beside the requests (checkpoint, precision); kept in the record.
         heatmap: also write heatmap.png; images kept from a run without it are blank there.
         before: captions and pictures that grid.png shows before the images. finish: an output's picture, [3, H, W].
+        speed: once all is written, also time how fast plain sampling would have been, see `cspd.speed`.
 
     Raises:
         ValueError: a bad request, or what `Store.claim` raises.
@@ -84,14 +87,21 @@ def sample_to_folder(
         (out / JOURNAL).unlink(missing_ok=True)  # the record has its images
 
         start = time.perf_counter()
-        made, totals = _sample(engine, requests, out, names, done, progress, heatmap, finish)
+        captured = engine.graphs.seconds
+        made, totals, outside = _sample(engine, requests, out, names, done, progress, heatmap, finish)
+        seconds = time.perf_counter() - start
         record["images"] = images = sorted([*kept, *made], key=lambda image: image["index"])
-        record["summary"] = summary_of([image["stats"] for image in images], len(made), time.perf_counter() - start)
+        record["summary"] = summary_of([image["stats"] for image in images], len(made), seconds)
         record["summary"]["window"] = requests[0].window
         record["summary"]["judged_and_accepted"] = totals  # of the images of this run
         store.save(record)
         (out / JOURNAL).unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, requests, heatmap, before)
+        if speed and made:  # nothing is lost if it is stopped here
+            seconds -= engine.graphs.seconds - captured  # once for all runs of these shapes, by plain sampling too
+            rounds = seconds - outside - _decoding(engine, made)
+            record["summary"] |= against_plain(engine, requests[0], len(made), seconds, rounds)
+            store.save(record)
     return record
 
 
@@ -170,15 +180,19 @@ def _sample(
     progress: bool,
     heatmap: bool,
     finish: Callable[[Output], Tensor],
-) -> tuple[list[dict], dict]:
-    """Makes the images that are not `done`; what the record says of them, and counts of all of them.
+) -> tuple[list[dict], dict, float]:
+    """Makes the images that are not `done`.
+
+    Returns what the record says of them, counts of all of them, and the seconds that were not the engine's.
 
     The journal has an image before its file is there: a file that no record knows would be made again.
     """
     todo = [i for i in range(len(requests)) if i not in done]
     made = []
     totals: dict[str, list] = {}
+    outside = 0.0
     for k, output in engine.stream([requests[i] for i in todo], progress):
+        start = time.perf_counter()
         index = todo[k]
         stats = output.stats.to_dict()
         for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
@@ -190,7 +204,14 @@ def _sample(
         made.append(entry | {"stats": stats})
         append_json(out / JOURNAL, made[-1])
         write_bytes(out / names[index], content)
-    return made, totals
+        outside += time.perf_counter() - start
+    return made, totals, outside
+
+
+def _decoding(engine: Engine, made: Sequence[dict]) -> float:
+    """Seconds that no round ran since images were decoded; those of a batch are charged the same seconds, each all."""
+    seconds = [image["stats"]["seconds"]["decode"] for image in made]
+    return seconds[-1] if engine.device.type == "cuda" else sum(set(seconds))  # there, beside the rounds of others
 
 
 def _write_overviews(

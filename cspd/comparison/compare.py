@@ -13,8 +13,9 @@ from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
 from cspd.comparison.by_clip import judge_by_clip
+from cspd.comparison.chunks import Chunk
 from cspd.comparison.jackknife import intervals, jackknife
-from cspd.comparison.runs import TIMED, Chunk, settings_of, taking_turns
+from cspd.comparison.runs import TIMED, settings_of, taking_turns
 from cspd.comparison.study import Configuration, baselines
 from cspd.evaluation import metrics
 from cspd.evaluation.intervals import around

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from cspd.comparison.chunks import Chunk, cost_of, read_chunk, write_chunk
 from cspd.comparison.study import Configuration
 from cspd.engine import Engine
 from cspd.evaluation.subjects import Subject, asking_for, in_turn
-from cspd.items import read_item, tell_damaged, write_item
+from cspd.items import tell_damaged
 from cspd.machine import peak_bytes, reset_peak
 from cspd.pixels import to_pil
-from cspd.records import MAYBE, NUMBER, misfit, parse_json
-from cspd.sequence import Output, Request
+from cspd.sequence import Request
 from cspd.store import DECIDED, Store, kept_choices
 from cspd.streaming import OnProgress
-from cspd.summary import ADDED, LAZY, MEASURED
 
 SCHEMA = "cspd.rounds/3"
 RECORD = "run.json"
@@ -38,21 +35,6 @@ TIMED = 5  # turns of a comparison that speed is told by, as many as `cspd bench
 MANY = 16  # images at once in later turns, which are for quality
 BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 WRITTEN = ("report.html", "speed_quality.png", "comparison.png", "comparison.md", "comparison.csv", "comparison.json")
-COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
-REST = {  # of a chunk, as JSON
-    "seconds": NUMBER,
-    "peak_bytes": int,
-    "costs": [dict.fromkeys(COSTS, NUMBER) | ADDED | {"step_compression": MAYBE, "judged": int, "accepted": int}],
-}
-
-
-class Chunk(NamedTuple):
-    """What a configuration made in a turn: images uint8 [n, H, W, 3], seconds, and what each image cost."""
-
-    images: np.ndarray
-    seconds: float
-    peak_bytes: int
-    costs: list[dict]
 
 
 @dataclass
@@ -103,7 +85,7 @@ class Turns:
     def _find(self, r: int, i: int) -> bool:
         """Whether an earlier run has made a row's chunk of a turn."""
         side = self.rows[r].engine.hosts[self.plans[r].family].image_size
-        chunk = _read(self.folder / _file(r, i), self._made_of(r, i), side)
+        chunk = read_chunk(self.folder / _file(r, i), self._made_of(r, i), side)
         if chunk is None:
             return False
         self.made[r, i] = chunk
@@ -123,7 +105,7 @@ class Turns:
         for request in requests:
             row.engine.resolve(request)  # a text is encoded once, whichever row comes first
         self.made[r, i] = self._chunk(row, requests)
-        _write(self.folder / _file(r, i), self.made[r, i], self._made_of(r, i))
+        write_chunk(self.folder / _file(r, i), self.made[r, i], self._made_of(r, i))
 
     def _warm_up(self, engine: Engine, requests: list[Request]) -> None:
         """Runs requests for the first time, which takes longer: all, if kernels are chosen or compiled for shapes."""
@@ -302,29 +284,4 @@ def _timed(row: Configuration, requests: list[Request], on_progress: OnProgress)
     if outputs[0].image is None:
         raise ValueError(f"{row.name}: an engine without autoencoder makes no images to compare")
     images = np.stack([np.asarray(to_pil(output.image)) for output in outputs])
-    return Chunk(images, seconds, peak, [_cost(output) for output in outputs])
-
-
-def _cost(output: Output) -> dict:
-    judged, accepted = map(sum, output.stats.by_lag)
-    costs = {name: getattr(output.stats, name) for name in (*COSTS, LAZY, *MEASURED)}
-    return costs | {"judged": judged, "accepted": accepted}
-
-
-def _write(path: Path, chunk: Chunk, made_of: dict) -> None:
-    """`arr_0` are the images, as ADM's evaluator reads them; `chunk` is the JSON of the rest."""
-    rest = json.dumps(chunk._asdict() | {"images": None})
-    write_item(path, {"arr_0": chunk.images, "chunk": np.frombuffer(rest.encode(), np.uint8)}, made_of)
-
-
-def _read(path: Path, made_of: dict, side: int) -> Chunk | None:
-    """A chunk of these requests' images; None where there is none, or another."""
-    num = len(made_of["requests"])
-    arrays = read_item(path, made_of, {"arr_0": (np.uint8, (num, side, side, 3))})
-    try:
-        rest = parse_json(arrays["chunk"].tobytes().decode()) if arrays else None
-    except (KeyError, ValueError):  # not a chunk's JSON
-        return None
-    if misfit(rest, REST) or len(rest["costs"]) != num:
-        return None
-    return Chunk(arrays["arr_0"], rest["seconds"], rest["peak_bytes"], rest["costs"])
+    return Chunk(images, seconds, peak, [cost_of(output) for output in outputs])

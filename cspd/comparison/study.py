@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from cspd.comparison.study_file import MODELS, REQUEST, TARGET, expand, row_name
 from cspd.engine import Engine
-from cspd.families import COMMON, EMBEDDED
-from cspd.lookup import method_names, with_method
+from cspd.families import EMBEDDED
+from cspd.lookup import method_names, plain_of, with_method
 from cspd.parsing import choice
 from cspd.sequence import Request
 
@@ -44,12 +44,7 @@ class Configuration:
 
     def plain(self) -> Request:
         """Plain sampling by its settings, those that all methods of its family have; what is plain is so already."""
-        request = self.engine.check(self.request)
-        if request.method == "ar":
-            return request
-        common = {option.name for option in COMMON[request.family]}
-        own = request.settings.keys() - common
-        return self.engine.check(request.but(method="ar", **dict.fromkeys(own)))
+        return self.engine.check(plain_of(self.engine.check(self.request)))
 
     def key(self) -> tuple:
         """Equal for configurations that approximate the same plain sampling, of the same files."""

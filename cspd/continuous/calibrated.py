@@ -101,6 +101,14 @@ def resolve(request: Request, host: MARHost) -> Request:
     return request
 
 
+def at_hand(request: Request, host: MARHost) -> tuple[Request, float] | None:
+    """A checked request with the usual number of head calls, and its `Shortcut.difference`; None if it needs a fit."""
+    calibrations = host.tuning.calibrations["target"]
+    usual = request.but(head_calls=min(HEAD_CALLS, request.num_sampling_steps))
+    shortcut = calibrations.find(usual, Shortcut) if calibrations.find(usual, Predictor) else None
+    return None if shortcut is None else (usual, shortcut.difference.item())
+
+
 class _Running:
     """What the sequences of one kind share while they run: a model's windows, and what is known of their tokens."""
 

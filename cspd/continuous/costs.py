@@ -21,6 +21,7 @@ from cspd.continuous.chains import Chains
 from cspd.continuous.draft_verify import draft_table
 from cspd.continuous.slots import table_size
 from cspd.graphs import Graphs
+from cspd.machine import seconds_of
 from cspd.precision import Precision
 from cspd.transfer import send
 from mar.head import Head
@@ -184,18 +185,8 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[
     for repeat in range(REPEATS):
         if repeat > 1 and time.perf_counter() - begun > ENOUGH:
             break
-        times["ancestral"].append(_seconds(run_ancestral, device) / ANCESTRAL_STEPS)
-        times["start"].append(_seconds(start, device) / STEPS)
-        launches = [_seconds(chains.advance, device) for _ in range(ROUNDS // chains.rounds)]
+        times["ancestral"].append(seconds_of(run_ancestral, device) / ANCESTRAL_STEPS)
+        times["start"].append(seconds_of(start, device) / STEPS)
+        launches = [seconds_of(chains.advance, device) for _ in range(ROUNDS // chains.rounds)]
         times["round"].append(statistics.median(launches) / chains.rounds)
     return times
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

@@ -18,7 +18,7 @@ import torch
 from cspd.choosing import PLAIN, Choice, Chooser
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
-from cspd.continuous.kept import Kept
+from cspd.continuous.kept import Kept, Kind
 from cspd.continuous.plan import Plan, Predictor, Window, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
 from cspd.continuous.tracing import TRACE_SEED, Trace, trace
@@ -113,7 +113,7 @@ class Calibrations:
         if self._advance is not no_advance:  # a part of what is told of
             yield
             return
-        missing = [kind for kind in kinds if self._kept.find(kind, self._settings(request, kind)) is None]
+        missing = [kind for kind in kinds if self.find(request, kind) is None]
         traces = {held_out for kind in missing for held_out in (False, kind is not Calibration)}
         work = len(traces - self._remembered(request).keys()) + sum(WORK[kind] for kind in missing)
         settings = f"cfg={request.cfg:g}, temperature={request.temperature:g}, {request.num_sampling_steps} steps"
@@ -133,6 +133,10 @@ class Calibrations:
     def predictor(self, request: Request) -> Predictor:
         """The predictor for a request's guidance, temperature and T."""
         return self._kept.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
+
+    def find(self, request: Request, kind: type[Kind]) -> Kind | None:
+        """What is kept of a request and a kind; None if it has not been fitted."""
+        return self._kept.find(kind, self._settings(request, kind))
 
     def plan(self, request: Request, head_calls: int | None, most: float | None = None) -> Plan:
         """The plan of so many head calls, or of a divergence, for a request's chains; arguments as in `plan_of`."""

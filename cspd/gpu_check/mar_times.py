@@ -17,11 +17,12 @@ from cspd.engine import Engine
 from cspd.families import COMMON
 from cspd.gpu_check import replay, work
 from cspd.gpu_check.models import embedded_calibration, engine_of, modes, random_mar
-from cspd.gpu_check.rounds import SHARES, iteration_at, seconds_a_round, starts, timed, times
+from cspd.gpu_check.rounds import SHARES, seconds_a_round, timed, times
 from cspd.gpu_check.settings import Cases, Setting, Settings
 from cspd.lookup import parse_method
 from cspd.machine import peak_bytes, reset_peak
 from cspd.sequence import Request
+from cspd.speed import iteration_at, starts
 
 ALPHA = 0.31  # the share of drafted tokens that `cspd` accepts of the embedded pair at gamma = 8: docs/benchmarks.md
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}  # of a number in matrix products

@@ -5,85 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from cspd.continuous.schedule import timetable
 from cspd.engine import Engine
 from cspd.gpu_check.settings import Settings
-from cspd.lookup import method_of
-from cspd.precision import Stopwatch
-from cspd.sequence import Request, RoundStats, Sequence
+from cspd.sequence import Request, Sequence
+from cspd.speed import batch_at
 
 SHARES = (0.0, 0.25, 0.5, 0.75)  # of an image's tokens that are known where rounds are timed
-
-
-@dataclass
-class Batch:
-    """Sequences that fill an engine's slots.
-
-    Attributes:
-        sequences: those that are not finished.
-    """
-
-    engine: Engine
-    sequences: list[Sequence]
-
-    @torch.inference_mode()
-    def round(self) -> None:
-        """A round, of which nothing is decoded; none where all are finished."""
-        if not self.sequences:
-            return
-        host, request = self.engine.host, self.sequences[0].request
-        finished = method_of(request).run_round(host, self.sequences, Stopwatch(self.engine.device))
-        self.sequences = [sequence for sequence in self.sequences if sequence not in finished]
-
-
-def starts(request: Request, seq_len: int, num: float | None = None) -> np.ndarray:
-    """Tokens known before each round of an image: by the request's timetable, or `num` more each time."""
-    if num is not None:
-        return np.arange(0, seq_len, num)
-    masked = timetable(request, seq_len).masked
-    return seq_len - np.concatenate([[seq_len], masked[:-1]])
-
-
-def iteration_at(before: np.ndarray, known: float) -> int:
-    """The first iteration, from 0, at whose start so many tokens are known, or the last."""
-    return min(int(np.searchsorted(before, known)), len(before) - 1)
-
-
-@torch.inference_mode()
-def batch_at(engine: Engine, request: Request, share: float) -> Batch:
-    """Every slot of the engine with a sequence that knows this share of its tokens, whatever these are."""
-    host = engine.host
-    method, iteration = method_of(request), 0
-    known = int(share * host.seq_len)
-    if host.family == "MAR":
-        before = starts(request, host.seq_len)
-        iteration = iteration_at(before, known)
-        known = int(before[iteration])
-    host.clear()
-    sequences = []
-    for slot in range(engine.num_slots):
-        own = request.but(label=slot % host.num_classes, seed=slot)
-        sequences.append(
-            Sequence(
-                own,
-                ticket=slot,
-                slot=slot,
-                key=method.round_key(own),
-                iteration=iteration,
-                num_committed=known,
-                stats=RoundStats(guarantee=method.guarantee_of(own)),
-            )
-        )
-    host.admit(sequences)
-    if host.family == "VQ":
-        host.known.fill_(known)
-    return Batch(engine, sequences)
 
 
 def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tuple[dict[int, float], float]:
@@ -94,7 +25,7 @@ def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tup
     """
     seconds, committed = {}, []
     for share in SHARES:
-        batch = batch_at(engine, request, share)
+        batch = batch_at(engine, request, int(share * engine.host.seq_len))
         everyone = list(batch.sequences)
         known = everyone[0].num_committed
         for _ in range(settings.scale.warm_ups):

@@ -9,9 +9,9 @@ from cspd.engine import Engine
 from cspd.gpu_check.correctness import requests
 from cspd.gpu_check.kernels import profiled, waits
 from cspd.gpu_check.models import embedded, modes
-from cspd.gpu_check.rounds import batch_at
 from cspd.gpu_check.settings import Cases, Settings
 from cspd.methods import METHODS
+from cspd.speed import batch_at
 
 SHARE = 0.25  # of the tokens that are known: no sequence begins or ends in these rounds
 
@@ -33,7 +33,7 @@ def cases(settings: Settings) -> Cases:
 
 
 def _round(settings: Settings, engine: Engine, family: str, name: str) -> dict[str, Any]:
-    batch = batch_at(engine, engine.resolve(requests(settings, family, name)[0]), SHARE)
+    batch = batch_at(engine, engine.resolve(requests(settings, family, name)[0]), int(SHARE * engine.host.seq_len))
     for _ in range(settings.scale.warm_ups):
         batch.round()
     with waits(settings) as lines:

@@ -9,9 +9,9 @@ from cspd.gpu_check import replay
 from cspd.gpu_check.kernels import profiled
 from cspd.gpu_check.mar_times import request_of
 from cspd.gpu_check.models import engine_of, random_mar
-from cspd.gpu_check.rounds import batch_at
 from cspd.gpu_check.settings import Cases, Settings
 from cspd.machine import peak_bytes, reset_peak
+from cspd.speed import batch_at
 
 MOST = 20
 BATCHES = (1, 64)
@@ -36,7 +36,8 @@ def _top(settings: Settings, name: str, batch: int) -> dict[str, Any]:
     noise = replay.head_calls([calls], device)
     engine = engine_of(settings, models, batch, device, "bf16", "eager", noise)
     num_iter = settings.scale.mar_settings[0].num_iter
-    rounds = batch_at(engine, engine.resolve(request_of(settings, name, num_iter)), SHARE)
+    request = engine.resolve(request_of(settings, name, num_iter))
+    rounds = batch_at(engine, request, int(SHARE * engine.host.seq_len))
     rounds.round()
     kernels = profiled(settings, rounds.round)
     total = sum(kernel.microseconds for kernel in kernels)

@@ -10,10 +10,11 @@ from cspd import noise as philox_noise
 from cspd.discrete.models import VQModels
 from cspd.gpu_check import replay, work
 from cspd.gpu_check.models import engine_of, modes, random_gpt
-from cspd.gpu_check.rounds import seconds_a_round, starts, times
+from cspd.gpu_check.rounds import seconds_a_round, times
 from cspd.gpu_check.settings import Cases, Settings
 from cspd.machine import peak_bytes, reset_peak
 from cspd.sequence import Request
+from cspd.speed import starts
 
 CODES = {"ar": None, "sd": 2.75, "sjd-pac": 4.25, "eagle2": 3.3}  # a round, of the embedded models: docs/benchmarks.md
 COINS = {"eagle2": {"coupling": "maximal"}}  # settings by which uniform draws decide, which are replayed

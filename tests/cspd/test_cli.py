@@ -130,7 +130,7 @@ def test_another_run_is_not_overwritten_unasked(tmp_path, capsys):
         (["--num-iter", "65"], "1..64"),
         (["--cfg", "nan"], "cfg=nan"),
         (["--checkpoint", "nowhere"], "digits32"),
-        (["--max-batch", "9999999"], "max_batch=9999999"),
+        (["--max-batch", "9999999", "--num", "9999999"], "max_batch=9999999"),
         (["--seed", f"{2**63 - 1}", "--num", "2"], f"seed={2**63} does not fit"),
         (["--cfg", "1e999"], "cfg=inf"),
         (["--vae", "two\nlines"], "two lines"),

@@ -17,7 +17,8 @@ from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, compare, fea
 import cspd
 from cspd import lookup, methods
 from cspd.cli import main
-from cspd.comparison import page, runs
+from cspd.comparison import page
+from cspd.comparison.chunks import COSTS, Chunk
 from cspd.comparison.compare import speed_of
 from cspd.comparison.jackknife import intervals, jackknife
 from cspd.comparison.study import Configuration, configurations
@@ -104,8 +105,8 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
     row = Configuration("made up", cspd.Request(0, method="cspd", window=None), digits)
 
     def chunk(*costs):
-        names = dict.fromkeys(runs.COSTS, 2.0) | {"head_calls_per_token": 0.0}  # VQ models have no head
-        return runs.Chunk(np.zeros((len(costs), 1, 1, 3)), 1.0, 7, [names | cost for cost in costs])
+        names = dict.fromkeys(COSTS, 2.0) | {"head_calls_per_token": 0.0}  # VQ models have no head
+        return Chunk(np.zeros((len(costs), 1, 1, 3)), 1.0, 7, [names | cost for cost in costs])
 
     made = [
         chunk({"judged": 100, "accepted": 90, "bound": 0.1}, {"judged": 0, "accepted": 0, "bound": 0.4}),

@@ -22,13 +22,14 @@ from cspd.gpu_check.distributions import normal_p
 from cspd.gpu_check.kernels import WAITS, waits
 from cspd.gpu_check.models import engine_of, random_gpt, random_mar
 from cspd.gpu_check.parts import PARTS, Part
-from cspd.gpu_check.rounds import batch_at, image_ms, starts
+from cspd.gpu_check.rounds import image_ms
 from cspd.gpu_check.run import NO_GRAPH, SCHEMA, failures, read_report, run
 from cspd.gpu_check.settings import TINY, Settings
 from cspd.gpu_check.tables import format_report
 from cspd.gpu_check.work import product
 from cspd.graphs import Graphs
 from cspd.sequence import Request
+from cspd.speed import batch_at, starts
 from mar import reference
 
 CPU = torch.device("cpu")
@@ -201,7 +202,7 @@ def test_sequences_begin_anywhere(settings):
     engine = engine_of(settings, random_mar(settings, TINY.mars["B"], CPU), 2, CPU)
     request = engine.resolve(mar_times.request_of(settings, "ar", num_iter=8))
     known = starts(request, 64)
-    batch = batch_at(engine, request, 0.5)
+    batch = batch_at(engine, request, 32)
     assert [s.num_committed for s in batch.sequences] == [known[6]] * 2 and known[5] < 32 <= known[6]
     batch.round()
     assert [s.num_committed for s in batch.sequences] == [known[7]] * 2
@@ -212,7 +213,7 @@ def test_sequences_begin_anywhere(settings):
 
 def test_sequences_of_codes_begin_anywhere(settings):
     engine = engine_of(settings, random_gpt(settings, TINY.gpts["B"], CPU), 2, CPU)
-    batch = batch_at(engine, engine.resolve(Request(0, method="sjd-pac", family="VQ")), 0.5)
+    batch = batch_at(engine, engine.resolve(Request(0, method="sjd-pac", family="VQ")), 32)
     engine.host.codes.fill_(-1)
     batch.round()
     codes = engine.host.codes[:, : engine.host.seq_len]

@@ -14,7 +14,7 @@ import cspd
 from cspd import bench
 from cspd.cli import main
 from cspd.commands.evaluate import SAMPLING
-from cspd.comparison import runs
+from cspd.comparison import chunks
 from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
 from cspd.evaluation.shards import SIZE, Shards, arrays_of
@@ -88,8 +88,9 @@ def test_chunks_of_a_comparison_keep_it(digits, tmp_path):
     made[0].stats.lazy_backbone_calls = NUM
     row = Configuration("made up", made[0].request, digits.with_slots(NUM))
     images, made_of = np.zeros((NUM, 4, 4, 3), np.uint8), {"requests": [{}] * NUM}
-    runs._write(tmp_path / "chunk.npz", runs.Chunk(images, 1.0, 7, [runs._cost(output) for output in made]), made_of)
-    chunk = runs._read(tmp_path / "chunk.npz", made_of, 4)
+    chunk = chunks.Chunk(images, 1.0, 7, [chunks.cost_of(output) for output in made])
+    chunks.write_chunk(tmp_path / "chunk.npz", chunk, made_of)
+    chunk = chunks.read_chunk(tmp_path / "chunk.npz", made_of, 4)
     told = speed_of(row, made[0].request, [chunk], [chunk])
     wanted = KNOWN | {"audit": 0.5, "lazy_backbone_calls": 1.0}
     assert {name: told[name] for name in wanted} == pytest.approx(wanted) and "audit_error" not in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from stores import small_checkpoint
 import cspd
 from cspd.choosing import Choice
 from cspd.cli import main
+from cspd.comparison import chunks, runs
 from cspd.comparison import compare as comparison
-from cspd.comparison import runs
 from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
 from cspd.store import differences
@@ -276,7 +277,7 @@ def test_an_open_window_is_chosen_once(digits, tmp_path, monkeypatch):
         assert report["rows"][0]["settings"]["window"] == 3
 
 
-COST = dict.fromkeys(runs.COSTS, 1.0) | {"step_compression": None, "judged": 3, "accepted": 2}
+COST = dict.fromkeys(chunks.COSTS, 1.0) | {"step_compression": None, "judged": 3, "accepted": 2}
 REST = {"images": None, "seconds": 0.5, "peak_bytes": 7, "costs": [COST, COST]}
 MADE_OF = {"settings": {"seed": 3}, "requests": [{"seed": 3}, {"seed": 4}]}
 
@@ -289,14 +290,14 @@ def write_old(path, images=None, **changes):
 
 def test_a_chunk_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "chunk.npz"
-    chunk = runs.Chunk(np.arange(384, dtype=np.uint8).reshape(2, 8, 8, 3), 0.5, 7, [COST, COST])
-    runs._write(path, chunk, MADE_OF)
-    found = runs._read(path, MADE_OF, 8)
+    chunk = chunks.Chunk(np.arange(384, dtype=np.uint8).reshape(2, 8, 8, 3), 0.5, 7, [COST, COST])
+    chunks.write_chunk(path, chunk, MADE_OF)
+    found = chunks.read_chunk(path, MADE_OF, 8)
     assert (found.images == chunk.images).all() and found[1:] == chunk[1:]
-    assert runs._read(path, MADE_OF | {"requests": [{"seed": 4}, {"seed": 5}]}, 8) is None
-    assert runs._read(path, MADE_OF | {"settings": {"seed": 4}}, 8) is None
+    assert chunks.read_chunk(path, MADE_OF | {"requests": [{"seed": 4}, {"seed": 5}]}, 8) is None
+    assert chunks.read_chunk(path, MADE_OF | {"settings": {"seed": 4}}, 8) is None
     write_old(path)
-    assert runs._read(path, MADE_OF, 8)[1:] == chunk[1:]
+    assert chunks.read_chunk(path, MADE_OF, 8)[1:] == chunk[1:]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +317,7 @@ def test_a_chunk_is_read_as_it_was_written(tmp_path):
 )
 def test_a_chunk_of_others_is_none(tmp_path, changes):
     write_old(tmp_path / "chunk.npz", **changes)
-    assert runs._read(tmp_path / "chunk.npz", MADE_OF, 8) is None
+    assert chunks.read_chunk(tmp_path / "chunk.npz", MADE_OF, 8) is None
 
 
 def test_turns_begin_anew_after_a_rung_for_those_that_go_on(digits, tmp_path):
