@@ -90,12 +90,12 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
                 slot=slot,
                 key=method.round_key(own),
                 uses=method.uses(own),
-                iteration=iteration,
-                num_committed=known,
                 stats=RoundStats(guarantee=method.guarantee_of(own)),
             )
         )
     host.admit(sequences)
+    for sequence in sequences:
+        sequence.iteration, sequence.num_committed = iteration, known
     if host.family == "VQ":
         host.known.fill_(known)
     return Batch(engine, sequences)

@@ -103,7 +103,13 @@ def test_images_for_quality_are_made_many_at_once(fits, digits, tmp_path, monkey
 def test_a_killed_run_goes_on(tmp_path):
     """What it ends with is what a run that nothing happened to has."""
     rows, num, seed = 3, 4, 3
-    arguments = ["compare", "--checkpoint", small_checkpoint(), "--methods", "ar,speculative:window=3:draft=frozen"]
+    arguments = [
+        "compare",
+        "--checkpoint",
+        small_checkpoint(),
+        "--methods",
+        "ar,ar:num_iter=64,speculative:window=3:draft=frozen",
+    ]
     arguments += ["--num-iter", "4", "--num-sampling-steps", "6", "--cfg", "1", "--seed", str(seed)]
     arguments += ["--num", str(num), "--max-batch", "2"]
     out, whole = tmp_path / "killed", tmp_path / "whole"

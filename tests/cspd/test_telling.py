@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import re
+import sys
 import threading
+import time
 
 import pytest
 from stores import small_checkpoint
@@ -26,6 +30,29 @@ def test_what_takes_long_is_told_and_nothing_else(monkeypatch, capsys):
     with telling.telling("counting sheep"):
         pass
     assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream, has_bar", [(io.StringIO, False), (Terminal, True)])
+def test_work_that_is_counted_says_once_how_long_it_takes(stream, has_bar, monkeypatch):
+    """From what the first part of it took; a bar follows on a terminal, and nothing is said of what is done at once."""
+    monkeypatch.setattr(sys, "stderr", err := stream())
+    with telling.counting("counting sheep", 40) as advance:
+        advance(40)
+    assert err.getvalue() == ""
+    monkeypatch.setattr(telling, "PATIENCE", 0.05)
+    with telling.counting("counting sheep", 40) as advance:
+        for _ in range(8):
+            time.sleep(0.1)
+            advance(1)
+    first, *rest = err.getvalue().split("\n")
+    told = re.fullmatch(r"cspd: counting sheep: about (\d+) s", first)
+    assert told and 4 <= int(told[1]) < 40
+    assert "".join(rest).count("%|") > 3 if has_bar else rest == [""]
 
 
 @pytest.mark.parametrize("rows, may", [(1, True), (64, False), (10**8, False)])
