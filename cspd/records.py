@@ -44,6 +44,8 @@ def publishing(path: Path) -> Iterator[Path]:
 
     Raises OSError where it cannot be written; the message says what to do.
     """
+    if _is_special(path):
+        raise OSError(f"{path} is no ordinary file, and would be replaced by one: give the name of a file")
     with explained(path):
         temporary = _new_file_beside(path)
     try:
@@ -54,6 +56,13 @@ def publishing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # of a folder that cannot be written: said above
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _is_special(path: Path) -> bool:
+    """Whether something is there that is no file, such as /dev/null or a folder."""
+    with contextlib.suppress(OSError):  # of a name that cannot be: writing says so
+        return path.exists() and not path.is_file()
+    return False
 
 
 def _new_file_beside(path: Path) -> Path:
@@ -109,8 +118,9 @@ def append_json(path: Path, entry: Mapping) -> None:
 
 def check_file(path: Path, option: str) -> None:
     """Raises ValueError or OSError where no file can be written: hours of work are not to end in that."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give {option} a file in it")
+    if _is_special(path):
+        folder, other = f"is a folder: give {option} a file in it", f"is no ordinary file: give another {option}"
+        raise ValueError(f"{path} {folder if path.is_dir() else other}")
     try:
         _new_file_beside(path).unlink()
     except OSError as error:

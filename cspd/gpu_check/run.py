@@ -134,6 +134,8 @@ def read_report(path: Path, remedy: str = "give another file") -> dict[str, Any]
         place = misfit(report, SHAPE) or _untimely(report["parts"])
     except ValueError as error:
         raise ValueError(f"{path} is no report of gpu-check ({error}): {remedy}") from None
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
     if not place and report["schema"] != SCHEMA:
         place = "schema"
     if place:

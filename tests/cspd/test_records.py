@@ -8,7 +8,7 @@ import pytest
 from folders import FILES, RECORD, begun, content, record_of, store_of
 from PIL import Image
 
-from cspd.records import NUMBER, append_json, misfit, parse_json, publishing, write_json, write_png
+from cspd.records import NUMBER, append_json, check_file, misfit, parse_json, publishing, write_json, write_png
 from cspd.store import differences
 
 DEEP = 100_000
@@ -111,3 +111,27 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
     assert [path.read_text() for path in tmp_path.glob("*.tmp")] == ["somebody's"] * 5
     with pytest.raises(OSError, match=r"b\.txt cannot be written .*: give a place that can be written"):
         append_json(tmp_path / "absent" / "b.txt", {})
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    """Such as a pipe, or /dev/null: a name in its place would be an ordinary file from then on."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match=f"{name} is no ordinary file"):
+            write_json(tmp_path / name, {})
+        with pytest.raises(ValueError, match=f"{name} is no ordinary file: give another --json"):
+            check_file(tmp_path / name, "--json")
+    with pytest.raises(ValueError, match="is a folder: give --json a file in it"):
+        check_file(tmp_path, "--json")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link"}
+
+
+def test_names_that_cannot_be_written_are_told_before_any_work(tmp_path):
+    """Also where only the name of the temporary file is too long."""
+    for length in (252, 300):
+        with pytest.raises(OSError, match="File name too long.*another --json"):
+            check_file(tmp_path / ("a" * length), "--json")
+    check_file(tmp_path / ("a" * 251), "--json")
+    assert not list(tmp_path.iterdir())
