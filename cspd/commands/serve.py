@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
+import re
 import socket
 import sys
 import textwrap
@@ -13,7 +15,9 @@ from cspd.commands.options import add_model_options, load_engine
 from cspd.finding import checkpoint_files
 from cspd.known import Resized
 from cspd.loading import check_of_one
-from cspd.parsing import count, whole, word
+from cspd.parsing import count, name_list, shortened, whole, word
+
+KEY = "CSPD_API_KEY"  # the environment variable that has the API key
 
 EPILOG = """\
 examples:
@@ -23,6 +27,8 @@ examples:
       an official MAR checkpoint, 16 images at a time
   ssh -L 8000:127.0.0.1:8000 machine
       brings the page of a machine that has a GPU to your own browser, with no --host
+  CSPD_API_KEY=$(openssl rand -hex 16) cspd serve --host 0.0.0.0
+      lets other machines in, if they have the key: the page asks for it once
 
 A visitor chooses a model, a class or a text, a seed, settings, and one or two methods. She sees the pictures grow,
 what each token cost, and what each method guarantees. She can paint over a picture and have that part made anew.
@@ -51,9 +57,25 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--host",
         type=word,
         default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
+        help="address to listen on; 0.0.0.0 lets other machines in: give an API key too (default: %(default)s)",
     )
     group.add_argument("--port", type=whole(0, 65535), default=8000, help="0: any that is free (default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        type=api_key,
+        default=os.environ.get(KEY),
+        metavar="KEY",
+        help="serve images only to those who give this key. The environment variable CSPD_API_KEY does the same, and"
+        " other users of this machine cannot read it",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        type=host_names,
+        default=[],
+        metavar="NAMES",
+        help="names or addresses of this server, beside --host and localhost, in the addresses that browsers show, such"
+        " as the name of a proxy: demo.example.org,gpu1",
+    )
     group.add_argument(
         "--max-batch", type=count, default=8, help="images of a model in flight at once (default: %(default)s)"
     )
@@ -78,18 +100,45 @@ def run(args: argparse.Namespace) -> None:
     with listening(args.host, args.port) as listener:
         engines = {name: load_engine(_of(args, name), args.max_batch) for name in names}
         warnings.simplefilter("ignore", Resized)  # the page shows it
-        app = make_app(engines, args.max_requests, args.max_per_visitor)
         host, port = listener.getsockname()[:2]
-        if not ipaddress.ip_address(host).is_loopback:
-            print(f"cspd: warning: whoever reaches {host} can use this page: there is no password", file=sys.stderr)
+        address = ipaddress.ip_address(host)
+        access = {
+            "hosts": [args.host, host, *args.allowed_hosts],
+            "origins": args.allowed_hosts,
+            "any_address": not address.is_loopback,
+            "key": args.api_key,
+        }
+        app = make_app(engines, args.max_requests, args.max_per_visitor, **access)
+        if not address.is_loopback and args.api_key is None:
+            warning = f"anybody who can reach {host}, port {port}, can use this page: give --api-key, or set {KEY}"
+            print(f"cspd: warning: {warning}", file=sys.stderr)
         shown = f"[{host}]" if ":" in host else host
-        print(f"http://{shown}:{port} serves {', '.join(names)}; Ctrl-C ends it", flush=True)
+        asks = "" if args.api_key is None else "; the page asks for the API key"
+        print(f"http://{shown}:{port} serves {', '.join(names)}{asks}; Ctrl-C ends it", flush=True)
         Server(app).run(sockets=[listener])
 
 
 def _of(args: argparse.Namespace, checkpoint: str) -> argparse.Namespace:
     """The options, of one checkpoint."""
     return argparse.Namespace(**vars(args) | {"checkpoint": checkpoint})
+
+
+def api_key(text: str) -> str:
+    """A key that HTTP headers can have. Raises ArgumentTypeError on another one, whose text it does not repeat."""
+    if not re.fullmatch(r"[\x21-\x7e]+", text):
+        raise argparse.ArgumentTypeError(f"the key (also of {KEY}) needs ASCII letters, digits or marks, and no spaces")
+    return text
+
+
+def host_names(text: str) -> list[str]:
+    """ "demo.example.org,gpu1" to its names."""
+    names = name_list(text)
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+|[\da-f:]+", name, re.ASCII | re.IGNORECASE):
+            raise argparse.ArgumentTypeError(
+                f"{shortened(name)} is not a host's name: give it without http:// and port"
+            )
+    return names
 
 
 def listening(host: str, port: int) -> socket.socket:
