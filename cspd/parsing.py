@@ -15,6 +15,7 @@ MOST = 10_000_000  # of what is counted, such as images
 MOST_LISTED = 100_000  # numbers in a list
 MOST_NAMED = 60  # words that an error lists
 LARGEST_SEED = 2**63 - 1
+API_KEY = "CSPD_API_KEY"  # the environment variable that has the key of `cspd serve`
 MEASURES = {"fid": "fid", "is": "inception_score", "accuracy": "accuracy"}  # that `cspd tune` limits, by their names
 NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
 SPAN = re.compile(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", re.ASCII)  # "5" or "0-3"
@@ -163,6 +164,26 @@ def nats(text: str) -> float:
     if not 0 < value < 1e6:  # a NaN neither
         raise argparse.ArgumentTypeError(f"{shortened(text)} is no divergence: give nats per token above 0, like 0.5")
     return value
+
+
+def api_key(text: str) -> str:
+    """A key that HTTP headers can have. Raises ArgumentTypeError on another one, whose text it does not repeat."""
+    if not re.fullmatch(r"[\x21-\x7e]+", text):
+        raise argparse.ArgumentTypeError(
+            f"the key (also of {API_KEY}) needs ASCII letters, digits or marks, and no spaces"
+        )
+    return text
+
+
+def host_names(text: str) -> list[str]:
+    """ "demo.example.org,gpu1" to its names."""
+    names = name_list(text)
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+|[\da-f:]+", name, re.ASCII | re.IGNORECASE):
+            raise argparse.ArgumentTypeError(
+                f"{shortened(name)} is not a host's name: give it without http:// and port"
+            )
+    return names
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

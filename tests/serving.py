@@ -7,13 +7,17 @@ import contextlib
 import http.client
 import io
 import json
+import signal
 import socket
 import threading
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 
 import numpy as np
+from launching import free_port, wait_until
 from PIL import Image
 
+from cspd.cli import main
 from cspd.serving.app import Server, make_app
 
 
@@ -24,11 +28,12 @@ class Site:
         self.runner, self.port = app.state.runner, port
         self.address = f"http://127.0.0.1:{port}"
 
-    def ask(self, path, body=None, visitor="ann"):
-        """The answer, whose events come as they are read."""
+    def ask(self, path, body=None, visitor="ann", method=None, **headers):
+        """The answer, whose events come as they are read. Headers of None are left out."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        how = {"Cookie": f"visitor={visitor}", "Connection": "close"}
-        connection.request("GET" if body is None else "POST", path, body, how)
+        how = {"Cookie": f"visitor={visitor}", "Connection": "close", "Content-Type": "application/json"}
+        how = {name: value for name, value in (how | headers).items() if value is not None}
+        connection.request(method or ("GET" if body is None else "POST"), path, body, how)
         return connection.getresponse()
 
     def make(self, visitor="ann", **wanted):
@@ -40,9 +45,9 @@ class Site:
 
 
 @contextlib.contextmanager
-def served(engines, **limits) -> Iterator[Site]:
-    """A site of engines by name, for as long as it is needed."""
-    app = make_app(engines, **limits)
+def served(engines, **how) -> Iterator[Site]:
+    """A site of engines by name, for as long as it is needed. `how`: limits, and who may use it."""
+    app = make_app(engines, **how)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -52,6 +57,31 @@ def served(engines, **limits) -> Iterator[Site]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def run_command(visit: Callable[[str], None], *options: str) -> int:
+    """The exit status of `cspd serve`, in this thread, which Ctrl-C ends when `visit(address)` has in another one."""
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+
+    def is_there():
+        try:
+            return urllib.request.urlopen(address, timeout=30)
+        except OSError:  # nobody listens yet
+            return False
+
+    def visit_and_stop():
+        try:
+            wait_until(is_there)
+            visit(address)
+        finally:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    visitor = threading.Thread(target=visit_and_stop)
+    visitor.start()
+    status = main(["serve", "--port", str(port), "--device", "cpu", *options])
+    visitor.join()
+    return status
 
 
 def events(answer) -> Iterator[dict]:

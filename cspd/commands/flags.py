@@ -7,6 +7,7 @@ the methods' own options, which need torch: `parser_of` is given the methods who
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from cspd.families import COMMON, DEFAULTS, EMBEDDED
 from cspd.listing import Owners, Use, uses
 from cspd.parsing import (
+    API_KEY,
     MOST,
+    api_key,
     box,
     closest,
     count,
     count_list,
     float_list,
+    host_names,
     label_list,
     label_of,
     name_list,
@@ -276,6 +280,8 @@ examples:
       an official MAR checkpoint, 16 images at a time
   ssh -L 8000:127.0.0.1:8000 machine
       shows the page of a machine that has a GPU in your own browser, without --host
+  CSPD_API_KEY=$(openssl rand -hex 16) cspd serve --host 0.0.0.0
+      lets other machines in, if they have the key: the page asks for it once
 
 The page shows each image while it is generated, the cost of every token and the guarantee of each method.
 Users can paint over an image to regenerate that part. docs/serve.md has more.
@@ -287,7 +293,23 @@ Users can paint over an image to regenerate that part. docs/serve.md has more.
         "--host",
         type=word,
         default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 lets other machines in, without a password (default: %(default)s)",
+        metavar="ADDRESS",
+        help="address to listen on; 0.0.0.0 lets other machines in: give an API key too (default: %(default)s)",
+    )
+    group.add_argument(
+        "--api-key",
+        type=api_key,
+        default=os.environ.get(API_KEY),
+        metavar="KEY",
+        help=f"serve images only to clients that send this key. The environment variable {API_KEY} does the same, and"
+        " other users of this machine cannot read it",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        type=host_names,
+        default=[],
+        metavar="LIST",
+        help="other names of this server in the addresses that browsers show, such as a proxy's: demo.example.org,gpu1",
     )
     group.add_argument(
         "--port", type=whole(0, 65535), metavar="PORT", default=8000, help="0: any free one (default: %(default)s)"

@@ -12,6 +12,7 @@ from cspd.commands.options import embedded_here, load_engine
 from cspd.finding import checkpoint_files
 from cspd.known import Resized
 from cspd.loading import check_of_one
+from cspd.parsing import API_KEY
 
 
 def run(args: argparse.Namespace) -> None:
@@ -27,12 +28,21 @@ def run(args: argparse.Namespace) -> None:
     with listening(args.host, args.port) as listener:
         engines = {name: load_engine(_of(args, name), args.max_batch) for name in names}
         warnings.simplefilter("ignore", Resized)  # the page shows it
-        app = make_app(engines, args.max_requests, args.max_per_visitor)
         host, port = listener.getsockname()[:2]
-        if not ipaddress.ip_address(host).is_loopback:
-            print(f"cspd: warning: whoever reaches {host} can use this page: there is no password", file=sys.stderr)
+        address = ipaddress.ip_address(host)
+        access = {
+            "hosts": [args.host, host, *args.allowed_hosts],
+            "origins": args.allowed_hosts,
+            "any_address": not address.is_loopback,
+            "key": args.api_key,
+        }
+        app = make_app(engines, args.max_requests, args.max_per_visitor, **access)
+        if not address.is_loopback and args.api_key is None:
+            warning = f"anybody who can reach {host}, port {port}, can use this page: give --api-key, or set {API_KEY}"
+            print(f"cspd: warning: {warning}", file=sys.stderr)
         shown = f"[{host}]" if ":" in host else host
-        print(f"http://{shown}:{port} serves {', '.join(names)}; Ctrl-C ends it", flush=True)
+        asks = "" if args.api_key is None else "; the page asks for the API key"
+        print(f"http://{shown}:{port} serves {', '.join(names)}{asks}; Ctrl-C ends it", flush=True)
         Server(app).run(sockets=[listener])
 
 

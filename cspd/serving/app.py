@@ -12,12 +12,17 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import fastapi
 import uvicorn
@@ -25,6 +30,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
 from cspd.engine import Engine
+from cspd.serving.access import Access
 from cspd.serving.asked import MOST_BYTES, Asked, body_of, requests_of
 from cspd.serving.runner import Full, Job, Runner
 from cspd.serving.shown import about
@@ -35,14 +41,15 @@ VISITOR = "visitor"  # the cookie that tells visitors apart
 HEARTBEAT = 1.0  # seconds between signs of life: so it is noticed soon that a visitor whose images wait has left
 MOST_UNREAD = 4  # pictures on their way to a visitor; what comes while there are so many is left out
 GRACE = 2  # seconds that connections have to end
-PATIENCE = 5.0  # seconds that the last round has to end
+PATIENCE = 4.0  # seconds from a signal to the end of the process, whatever runs
 
 
-def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4) -> fastapi.FastAPI:
+def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, **access: Any) -> fastapi.FastAPI:
     """The application. While it is served its `state.runner` runs the engines, which nobody else uses.
 
     Args:
         engines: each of one checkpoint, by its name. most, most_each: images under way, in all and of a visitor.
+        access: who may use it, see `cspd.serving.access.Access`.
 
     Raises:
         ValueError: a model of texts has no text encoder.
@@ -55,9 +62,10 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4) 
         runner.start()
         yield
         runner.close()
-        runner.join(PATIENCE)
+        runner.join()
 
     app = fastapi.FastAPI(title="cspd", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(Access, **access)
     app.state.runner = runner
 
     @app.get("/api/models")
@@ -84,6 +92,8 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4) 
             raise fastapi.HTTPException(429, str(full)) from None
         except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:
             raise fastapi.HTTPException(400, str(bad)) from None
+        except asyncio.CancelledError:  # by uvicorn, which ends
+            raise fastapi.HTTPException(503, "the server is ending") from None
         events = _events(runner, jobs, inbox, advice)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -140,12 +150,43 @@ class Server(uvicorn.Server):
     """uvicorn's, run on sockets that listen. It ends at once: open connections have nothing more to wait for then."""
 
     def __init__(self, app: fastapi.FastAPI) -> None:
-        super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE))
+        super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE, ws="none"))
         self._runner: Runner = app.state.runner
+        self._last_resort: threading.Timer | None = None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until a signal. If what runs then does not end in `PATIENCE` seconds, the process ends here."""
+        try:
+            super().run(sockets)
+        finally:
+            if self._last_resort:
+                self._last_resort.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """As uvicorn has it; a closed terminal is heeded too, unless it is ignored, as under nohup."""
+        with super().capture_signals(), contextlib.ExitStack() as restored:
+            hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and hangup and signal.getsignal(hangup) is not signal.SIG_IGN:
+                restored.callback(signal.signal, hangup, signal.signal(hangup, self.handle_exit))
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """On a signal; a second one ends the process at once."""
         if self.should_exit:
             os._exit(128 + sig)
+        self._last_resort = threading.Timer(PATIENCE, _end_process, [sig])
+        self._last_resort.daemon = True
+        self._last_resort.start()
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # connections that are cut off now are no errors
         self._runner.close()
         super().handle_exit(sig, frame)
+
+
+def _end_process(sig: int) -> None:
+    """Ends it while another thread computes: Python's own end would wait for that, or crash."""
+    try:
+        print("cspd: stopped", file=sys.stderr, flush=True)
+    finally:  # the terminal may be gone
+        os._exit(128 + sig)

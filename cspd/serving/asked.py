@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
-from typing import Any
+from typing import Annotated, Any
 
 import fastapi
 import pydantic
@@ -16,10 +17,22 @@ from cspd.lookup import parse_method
 from cspd.parsing import label_of, value_of
 from cspd.sequence import Request
 
-MOST_BYTES = 8 * 2**20  # of a request, pictures included
 MOST_PIXELS = 1024 * 1024  # of a picture: engines remember the last ones as numbers
+MOST_BYTES = 8 * 2**20  # of a request: PNGs of a picture and a mask of so many pixels of noise take 6.7 MiB
+MOST_SECONDS = 60.0  # for a request to arrive
+MOST_PARTS = 2_000  # commas and brackets of a request, which bound its values: checking millions takes minutes
+MOST_CHARACTERS = 400  # of every text but pictures
 MOST_METHODS = 2
-Value = int | float | bool | str | None
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        raise ValueError(f"a text of {len(value):,} characters is too long: give at most {MOST_CHARACTERS}")
+    return value
+
+
+Text = Annotated[str, pydantic.AfterValidator(_short)]
+Value = Annotated[int | float | bool | str | None, pydantic.AfterValidator(_short)]
 
 
 class Asked(pydantic.BaseModel):
@@ -30,40 +43,53 @@ class Asked(pydantic.BaseModel):
         prompt, negative_prompt: of a model of texts, in place of a label.
         methods: names, with options after a colon if need be: "calibrated:head_calls=8".
         settings: of `cspd.sequence.Request`, for all methods; empty ones are left open.
-        picture, mask: data links (base64) of pictures of one size: white in the mask is made anew.
+        picture, mask: data links (base64) of pictures of one size: white in the mask is made anew. All other texts have
+            at most `MOST_CHARACTERS` characters.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
-    model: str
+    model: Text
     label: Value = None
-    prompt: str | None = None
-    negative_prompt: str | None = None
+    prompt: Text | None = None
+    negative_prompt: Text | None = None
     seed: Value = 0
-    methods: list[str] = pydantic.Field(min_length=1, max_length=MOST_METHODS)
-    settings: dict[str, Value] = {}
+    methods: list[Text] = pydantic.Field(min_length=1, max_length=MOST_METHODS)
+    settings: dict[Text, Value] = {}
     picture: str | None = None
     mask: str | None = None
 
 
 async def body_of(request: fastapi.Request) -> Asked:
-    """What the body of a request asks for. Raises HTTPException where it is too large, or is something else."""
-    body = bytearray()
-    size = 0
+    """What the body of a request asks for. Raises HTTPException if it is too large, or slow, or is something else."""
     try:
-        async for part in request.stream():  # to its end, or the browser would not listen to the answer
-            size += len(part)
-            body += part[: MOST_BYTES - len(body)]
+        body = await asyncio.wait_for(_read(request), MOST_SECONDS)
     except ClientDisconnect:
         raise fastapi.HTTPException(400, "the connection was closed") from None
-    if size > MOST_BYTES:
-        raise fastapi.HTTPException(413, f"{size / 2**20:.1f} MiB were sent, {MOST_BYTES / 2**20:g} may be: give less")
+    except asyncio.TimeoutError:  # noqa: UP041 - another one in Python 3.10
+        slow = f"the request did not arrive within {MOST_SECONDS:g} s: send less, or faster"
+        raise fastapi.HTTPException(408, slow, {"Connection": "close"}) from None
+    if sum(body.count(mark) for mark in b",[{") > MOST_PARTS:
+        raise fastapi.HTTPException(400, f"the request has more than {MOST_PARTS:,} commas and brackets: send fewer")
     try:
-        return Asked.model_validate_json(bytes(body))
+        return Asked.model_validate_json(body)
     except pydantic.ValidationError as bad:
         first = bad.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the request"
-        raise fastapi.HTTPException(400, f"{place}: {first['msg']}") from None
+        place = ".".join(map(str, first["loc"]))[:60] or "the request"
+        raise fastapi.HTTPException(400, f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+async def _read(request: fastapi.Request) -> bytearray:
+    """The body. Of one that is too large the rest is not kept: uvicorn throws it away."""
+    too_large = fastapi.HTTPException(413, f"the request has more than {MOST_BYTES / 2**20:g} MiB: give less")
+    if int(request.headers.get("content-length", 0)) > MOST_BYTES:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise too_large
+    return body
 
 
 def requests_of(asked: Asked) -> list[Request]:

@@ -73,9 +73,9 @@ class Runner:
         """
         self._wishes.put(self._close)
 
-    def join(self, patience: float) -> None:
-        """Waits for the thread to end, so many seconds at most."""
-        self._thread.join(patience)
+    def join(self) -> None:
+        """Waits for the thread to end."""
+        self._thread.join()
 
     def add(
         self, visitor: str, model: str, requests: Sequence[Request], tells: Sequence[Tell]

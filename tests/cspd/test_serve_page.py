@@ -63,6 +63,28 @@ def visitor(browser, site):
     assert not errors
 
 
+def test_the_api_key(browser, engines):
+    """It is in the address, which shows it no longer then, or asked for; the browser keeps it."""
+    with served(engines, key="the-key+/=") as site:
+        for address, typed in (("#key=the-key%2B%2F%3D", []), ("", ["\u00e9", "wrong", " the-key+/= "])):
+            context = browser.new_context()
+            page = context.new_page()
+            page.on("dialog", lambda dialog, typed=typed: dialog.accept(typed.pop(0)))
+            page.goto(f"{site.address}/{address}")
+            expect(page.get_by_label("class")).to_have_value("three")
+            assert not typed and page.url == f"{site.address}/"
+            page.reload()
+            fill(page, "two")
+            make(page)
+            assert len(pictures(page)) == 1
+            context.close()
+        context = browser.new_context()
+        page = context.new_page()  # which dismisses dialogs
+        page.goto(site.address)
+        expect(page.get_by_role("alert")).to_contain_text("API key")
+        context.close()
+
+
 def fill(page, label="seven", methods=("ar", ""), **settings):
     page.get_by_label("class").fill(label)
     if not page.locator("#more").is_visible():

@@ -9,11 +9,13 @@ const FIRST = ["cfg", "num_iter"]; // that are always in view
 const SIDES = ["first", "second"];
 const NONE = "none";
 const POLL = 2000; // milliseconds
+const KEY = "cspd-api-key"; // where the browser keeps the API key
 
 let about = null;
 let model = null;
 let sides = [];
 let running = null; // what stops the images under way
+let apiKey = null;
 
 const editor = makeEditor(
   (isOpen) => { element("editing").hidden = !isOpen; },
@@ -21,7 +23,16 @@ const editor = makeEditor(
 );
 
 async function begin() {
-  about = await (await fetch("api/models")).json();
+  findKey();
+  let answer = await ask("api/models");
+  while (answer.status === 401) {
+    const given = prompt("This server needs its API key:");
+    if (given === null) throw new Error("this server needs its API key: reload the page to give it");
+    if (/^[\x21-\x7e]+$/.test(given.trim())) keepKey(given.trim());
+    answer = await ask("api/models");
+  }
+  if (!answer.ok) throw new Error(await reason(answer));
+  about = await answer.json();
   element("model").replaceChildren(...about.models.map(({ name, family }) => new Option(`${name} (${family})`, name)));
   element("model").onchange = setModel;
   element("dice").onclick = () => { element("seed").value = Math.floor(Math.random() * 1e6); };
@@ -43,6 +54,32 @@ async function begin() {
   }));
   setModel();
   showStatus();
+}
+
+// The API key of an address that ends in #key=..., which no request shows; or the one that the browser keeps.
+function findKey() {
+  const [, given] = location.hash.match(/^#key=(.+)$/) ?? [];
+  if (given) {
+    keepKey(decodeURIComponent(given));
+    history.replaceState(null, "", location.pathname);
+    return;
+  }
+  try {
+    apiKey = localStorage.getItem(KEY);
+  } catch { /* a browser that keeps nothing */ }
+}
+
+function keepKey(given) {
+  apiKey = given;
+  try {
+    localStorage.setItem(KEY, given);
+  } catch { /* it is asked for again next time */ }
+}
+
+// As `fetch`, with the API key if there is one.
+function ask(path, options = {}) {
+  const headers = { ...options.headers, ...(apiKey && { Authorization: `Bearer ${apiKey}` }) };
+  return fetch(path, { ...options, headers });
 }
 
 // A list of suggestions shows those that begin with what is there: it is emptied to show all, until something is chosen.
@@ -129,7 +166,8 @@ async function make() {
   const panels = chosen.map((side) => makePanel(side.method(), model, { ...about, edit: editor.openLink, say }));
   try {
     const body = JSON.stringify(wanted);
-    const answer = await fetch("api/images", { method: "POST", body, signal: running.signal });
+    const headers = { "Content-Type": "application/json" };
+    const answer = await ask("api/images", { method: "POST", headers, body, signal: running.signal });
     element("starting").hidden = true;
     if (!answer.ok) throw new Error(await reason(answer));
     element("panels").replaceChildren(...panels.map(({ root }) => root));
@@ -142,10 +180,15 @@ async function make() {
     running.abort(); // or images that nobody sees would be made to their end
     const isStopped = error.name === "AbortError";
     loseAll(panels, isStopped ? "stopped" : "the connection to the server was lost");
-    if (!isStopped) fail(error instanceof TypeError ? "the server cannot be reached: is it running?" : error.message);
+    if (!isStopped) fail(messageOf(error));
   }
   setRunning(null);
   showStatus();
+}
+
+// What an error says; `fetch` has a TypeError for every server that does not answer.
+function messageOf(error) {
+  return error instanceof TypeError ? "the server cannot be reached: is it running?" : error.message;
 }
 
 // Why the server did not do it.
@@ -194,7 +237,7 @@ function fail(message) {
 async function showStatus() {
   clearTimeout(showStatus.timer);
   try {
-    const { running: now, waiting, images_per_second: speed } = await (await fetch("api/status")).json();
+    const { running: now, waiting, images_per_second: speed } = await (await ask("api/status")).json();
     const queue = waiting ? `${waiting} waiting` : "nobody waits";
     element("status").textContent = `${now} running, ${queue}, ${speed.toFixed(2)} images/s in the last minute`;
   } catch {
@@ -203,4 +246,4 @@ async function showStatus() {
   showStatus.timer = setTimeout(showStatus, POLL);
 }
 
-begin().catch(() => fail("the server cannot be reached: is it running?"));
+begin().catch((error) => fail(messageOf(error)));
