@@ -121,14 +121,14 @@ def as_setting(name: str, value: object) -> Any:
 
     Raises ValueError on a tensor that has no plain value.
     """
-    value = plain(value)
-    if hasattr(value, "tolist"):
-        raise ValueError(f"{name}={shortened(value)} does not fit: give a plain number")
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if _KINDS[name] is float and is_whole and abs(value) > LARGEST_EXACT:
+    kept = plain(value)
+    if hasattr(kept, "tolist"):
+        raise ValueError(f"{name}={shortened(kept)} does not fit: give a plain number")
+    is_whole = isinstance(kept, int) and not isinstance(kept, bool)
+    if _KINDS[name] is float and is_whole and abs(kept) > LARGEST_EXACT:
         with contextlib.suppress(OverflowError):  # larger than any float: checking it says so
-            return float(value)
-    return value
+            return float(kept)
+    return kept
 
 
 def plain(value: object) -> Any:

@@ -142,7 +142,7 @@ class Store:
             ) from None
         if not isinstance(record, dict) or record.get("schema") != self.schema:
             raise ValueError(f"{path} is not a record of this version: {remedy}")
-        place = misfit(record, {**self.shape, **dict.fromkeys(("files?", "temporary?"), [str])})
+        place = misfit(record, {**self.shape, "files?": [str], "temporary?": [str]})
         if place:
             raise ValueError(f"{path} is damaged ({place} is not as cspd writes it): {remedy}")
         return record

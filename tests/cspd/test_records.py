@@ -131,7 +131,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
 def test_names_that_cannot_be_written_are_told_before_any_work(tmp_path):
     """Also where only the name of the temporary file is too long."""
     for length in (252, 300):
-        with pytest.raises(OSError, match="File name too long.*another --json"):
+        with pytest.raises(OSError, match=r"File name too long.*another --json"):
             check_file(tmp_path / ("a" * length), "--json")
     check_file(tmp_path / ("a" * 251), "--json")
     assert not list(tmp_path.iterdir())

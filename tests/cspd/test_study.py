@@ -250,7 +250,10 @@ def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
         (f"configurations: [{{method: ar, cfg: {[*range(40)]}, temperature: {[*range(40)]}}}]", "more than 1000"),
         ("configurations: [{method: cspd}, {method: cspd}]", "two configurations are called 'cspd'"),
         ("configurations: [{method: ar, checkpoint: nowhere}]", "nowhere: no checkpoint there"),
-        (f"configurations: [{{method: ar, checkpoint: {'x' * 300}}}]", "is too long for the file system: give a shorter"),
+        (
+            f"configurations: [{{method: ar, checkpoint: {'x' * 300}}}]",
+            "is too long for the file system: give a shorter",
+        ),
     ],
 )
 def test_bad_studies_are_refused_in_one_line(text, hint, tmp_path, capsys):
