@@ -128,8 +128,9 @@ def complete(
         _check_text(request)
     check_seed(request.seed)
     shared = {option.name: option for option in common}
+    settings: Mapping[str, Any] = request.settings
     floats = {}
-    for name, value in request.settings.items():
+    for name, value in settings.items():
         option = shared.get(name) or method.option(name, request)
         if option is not None:
             option.check(value)

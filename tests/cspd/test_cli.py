@@ -224,6 +224,12 @@ COMMANDS = ["sample", "compare", "evaluate", "bench", "calibrate"]
         (["sample", "--sed=4"], "--sed=4; did you mean --seed?"),
         (["methods", "--mark"], "did you mean --markdown?"),  # no short forms
         (["sample", "more"], "unrecognized arguments: more"),
+        *(
+            ([command, "--out", "a" * 300], "--out: 'aaa")
+            for command in ("sample", "edit", "compare", "tune", "evaluate")
+        ),
+        (["bench", "--json", "a" * 300], "is too long for the file system: give a shorter name"),
+        (["gpu-check", "--out", "a" * 300], "is too long for the file system: give a shorter name"),
     ],
 )
 def test_arguments_that_cannot_be_are_told_before_any_work(arguments, hint, tmp_path, monkeypatch, capsys):
