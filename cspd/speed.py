@@ -26,7 +26,7 @@ from cspd.telling import telling
 SHARE, MOST = 0.1, 5.0  # of a run's seconds, that timing may take, and so many at most
 LEAST, SLACK = 0.5, 1.5  # seconds that the fewest rounds may take in any case; or this many times the above
 PLACES, FEWEST = 5, 2  # of an image where rounds are timed
-PASSES = 5  # of all places, at most
+PASSES = 20  # of all places, at most
 
 
 @dataclass
