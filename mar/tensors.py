@@ -50,8 +50,8 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
     except Exception as error:  # a damaged file can fail anywhere in the readers
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):  # whole: what is last is there
             raise CheckpointError(
-                f"{path}: holds something other than dense tensors, and no code in it is run; save the weights as"
-                " ordinary dense tensors"
+                f"{path}: it holds something other than tensors, or than dense ones, and no code in it is run; save the"
+                " weights as ordinary dense tensors"
             ) from error
         raise CheckpointError(
             f"{path}: cannot be read as weights ({_reason(error)}); it has {path.stat().st_size:,} bytes{_text(start)}"

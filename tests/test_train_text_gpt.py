@@ -29,6 +29,7 @@ from cspd.vq.gpt import GPTConfig
 from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_tokenizer
 from cspd.vq.tokenizer import VQConfig
 
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9, as setup.cfg says")
 SIZES = {"dim": 16, "n_head": 2, "vocab_size": 24, "block_size": 16, "num_classes": 0, "multiple_of": 8}
 MOST = 16  # tokens of a text
 SIZES |= {"prefix_length": MOST, "caption_dim": 8}

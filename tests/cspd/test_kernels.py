@@ -12,7 +12,7 @@ from cspd import kernels, noise
 from mar.head import Head, filled
 from mar.registry import MARS
 
-pytest.importorskip("triton", reason="there is no Triton here")
+pytest.importorskip("triton", ".".join(map(str, kernels.TRITON)), reason="there is no Triton that kernels can have")
 
 from launches import noted, pretended_h100, resources
 

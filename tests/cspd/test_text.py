@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import relative_error
+from graphs import replayed
 from texts import MOST, PROMPTS, Words, conditions, plain_codes, plain_guided, plain_logits, running, text_models
 from toys import LENGTH, counts, draw, p_value, request_of, sequences, staggered, toy_models
 
@@ -13,7 +14,6 @@ from cspd.discrete.batch import batch_of
 from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.probabilities import Filter, guide, probabilities
 from cspd.noise import Purpose
-from tests.graphs import replayed
 
 OTHER = "a grey sky over it"  # a negative prompt
 COMB = {"window": 7, "pd_k": 3, "pd_d": 2}

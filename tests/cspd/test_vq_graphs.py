@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from graphs import replayed, rerun
 from toys import request_of, toy_models
 
 from cspd import Engine, VQModels
@@ -13,7 +14,6 @@ from cspd.discrete.batch import LEAST_BUCKET, bucket
 from cspd.discrete.cache import MOST_NODES
 from cspd.graphs import Graphs
 from cspd.sequence import Output
-from tests.graphs import replayed, rerun
 
 LARGEST = {"window": MOST_NODES - 1}
 WINDOWED = ("sjd", "mc-sjd", "gsd")

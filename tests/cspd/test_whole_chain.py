@@ -17,6 +17,7 @@ from mar.head import Head
 
 CPU = torch.device("cpu")
 STEPS, CHANNELS, ROWS = 5, 4, 3
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
 
 
 def by_windows(head, precision):
@@ -48,6 +49,7 @@ def inputs(seed):
     return z, scale, torch.ones(ROWS, 1), torch.arange(ROWS) + 2**40 + seed, torch.arange(ROWS)
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.6 does not trace the weak dictionary of Precision, 2.9 does")
 @pytest.mark.parametrize("policy", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
