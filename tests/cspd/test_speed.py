@@ -61,7 +61,7 @@ def test_rounds_begin_after_what_is_known(engine):
         rounds += 1
     assert rounds == 4
     (sequence,) = speed.batch_at(engine, request, int(before[2]), num=1).sequences
-    assert (sequence.iteration, sequence.num_known) == (2, before[2])
+    assert (sequence.iteration, sequence.num_committed) == (2, before[2])
     assert starts(request, 64, 1).tolist() == list(range(48, 64))
 
 
