@@ -150,6 +150,8 @@ def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Call
 
     def named(denoise: Callable[..., Denoised]) -> Callable[..., Denoised]:
         DENOISERS[name] = Denoiser(denoise, guarantee, **attributes)
+        for other in sorted(DENOISERS):  # the order does not depend on which module is imported first
+            DENOISERS[other] = DENOISERS.pop(other)
         return denoise
 
     return named
