@@ -36,6 +36,7 @@ def __getattr__(name: str) -> object:
     """Imports what is asked for, on first use: torch takes seconds, in which the command line can be stopped."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    importlib.import_module("cspd.loading")  # the families of models register their methods and options
     return getattr(importlib.import_module(HOMES[name]), name)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from cspd import methods
-from cspd.discrete.draft import DRAFTS
 from cspd.families import COMMON, DEFAULTS, EMBEDDED
 from cspd.method import Host, Method
 from cspd.parsing import choice, shortened, value_of
@@ -74,9 +73,11 @@ def _other_models(owners: Sequence[Method]) -> str:
 
 
 def _default(request: Request, families: Sequence[str]) -> Method:
-    """The default method of the first family, or `sd` where a draft of VQ codes is named, which says enough."""
-    if "VQ" in families and isinstance(request.draft, str) and request.draft in DRAFTS:
-        return find("sd", "VQ")
+    """The method that the settings name to some family, or the default method of the first family."""
+    for family in families:
+        name = methods.NAMED_BY[family](request)
+        if name is not None:
+            return find(name, family)
     return find(DEFAULTS[families[0]], families[0])
 
 

@@ -1,6 +1,6 @@
 """What the engine knows: methods, one object each in the file that holds its round, and the hosts of their models.
 
-`cspd.methods` lists the methods. There is one host a family of models, `MARHost` and `VQHost`.
+`cspd.methods` is the registry. There is one host a family of models, `MARHost` and `VQHost`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ GUARANTEES = {
     "bounded": "The total variation from plain sampling's distribution is at most the measured bound.",
     "heuristic": "No proof: only the images say how good it is.",
 }
-RunRound = Callable[["Host", list[Sequence], Stopwatch], list[Sequence]]
+# (a host of the method's family, sequences, stopwatch) -> those that are finished
+RunRound = Callable[[Any, list[Sequence], Stopwatch], list[Sequence]]
 
 
 def nothing_more(request: Request, host: Host) -> None:
@@ -73,8 +74,8 @@ class Method:
     needs: str = "-"
     options: tuple[Option, ...] = ()
     mixed: Callable[[Request], tuple[str, ...]] = lambda request: ()
-    check: Callable[[Request, Host], None] = nothing_more
-    resolve: Callable[[Request, Host], Request] = as_it_is
+    check: Callable[[Request, Any], None] = nothing_more
+    resolve: Callable[[Request, Any], Request] = as_it_is
     of_request: Callable[[Request], str] | None = None
     advice: Callable[[Request], str | None] = lambda request: None
     uses: Callable[[Request], set[str]] = lambda request: set()

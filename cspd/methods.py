@@ -1,40 +1,35 @@
-"""The list of methods, and how to add one's own. `cspd.lookup` answers questions on it."""
+"""The registry of methods: families register theirs when they are imported, and users add their own.
+
+`cspd.lookup` answers questions on it. `cspd.loading` imports every family.
+"""
 
 from __future__ import annotations
 
-import cspd.discrete.ar
-import cspd.discrete.speculative
-from cspd.continuous import ar, cspd_method
-from cspd.continuous import published as samplers
-from cspd.discrete import published
+from collections.abc import Callable, Sequence
+
 from cspd.families import COMMON
 from cspd.method import GUARANTEES, Method
+from cspd.sequence import Request
 
-METHODS: list[Method] = [
-    ar.METHOD,
-    samplers.SPECULATIVE,
-    samplers.CALIBRATED,
-    samplers.DISA,
-    samplers.DDIM,
-    samplers.DPM_SOLVER,
-    samplers.GTR,
-    samplers.LAZYMAR,
-    cspd_method.METHOD,
-    cspd.discrete.ar.METHOD,
-    cspd.discrete.speculative.METHOD,
-    published.SD,
-    published.EAGLE,
-    published.EAGLE2,
-    published.UNIFORM_RSD,
-    published.COOL_SD,
-    published.LANTERN,
-    published.LANTERN_PLUS,
-    published.SJD,
-    published.MC_SJD,
-    published.SJD_PAC,
-    published.GSD,
-]
-_BUILT_IN = tuple(METHODS)
+METHODS: list[Method] = []  # by family, in the families' order, those of users last
+NAMED_BY: dict[str, Callable[[Request], str | None]] = {}  # by family, see `register_family`
+_BUILT_IN: list[Method] = []
+
+
+def register_family(
+    name: str, methods: Sequence[Method], named_by: Callable[[Request], str | None] = lambda request: None
+) -> None:
+    """Adds the methods of a family of models that `cspd.families` describes.
+
+    Args:
+        methods: in the order in which tables list them.
+        named_by: the method that a request's settings name when its `method` is None; None: the family's default.
+    """
+    order = [*COMMON]
+    _BUILT_IN.extend(methods)
+    _BUILT_IN.sort(key=lambda method: order.index(method.family))
+    METHODS[:] = _BUILT_IN + [method for method in METHODS if method not in _BUILT_IN]
+    NAMED_BY[name] = named_by
 
 
 def register(method: Method) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Number
@@ -107,10 +105,8 @@ class Option:
         return self.above is None or value > self.above
 
 
-@functools.cache  # rounds ask for settings often, and even a second import takes its time
 def option_names() -> Collection[str]:
-    """The names of all options that methods and families of models have declared."""
-    importlib.import_module("cspd.methods")  # where they are declared: who asks may have imported little yet
+    """The names of all options that were declared by what is imported: `import cspd.loading` imports every family."""
     return _KINDS
 
 

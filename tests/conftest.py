@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import cspd.loading  # noqa: F401 - every family registers its methods, whichever test runs alone
 from cspd import telling
 from cspd.gpu_check.golden import FOLDER as GOLDEN  # noqa: F401 - for tests to take from here, as relative_error
 from cspd.gpu_check.golden import Golden, golden_mar, relative_error  # noqa: F401

@@ -15,7 +15,7 @@ from cspd.commands.options import load_engine, request_of, run_settings
 from cspd.commands.subjects import check_classes
 from cspd.engine import Engine
 from cspd.evaluation.classifier import accuracy, load_classifier, space_of
-from cspd.finding import family_of
+from cspd.finding import checkpoint_files, family_of
 from cspd.lookup import method_names, parse_method, with_method
 from cspd.methods import METHODS
 from cspd.ran import models_of, what_ran
@@ -33,7 +33,7 @@ def _check_files(args: argparse.Namespace) -> None:
         formats = FigureCanvasBase.get_supported_filetypes()
         if _image_format(args.plot) not in formats:
             raise ValueError(f"--plot {args.plot}: give a name that ends in one of .{', .'.join(formats)}")
-        if space_of(args.checkpoint) is None:
+        if space_of(checkpoint_files(args.checkpoint)["target"]) is None:
             raise ValueError(f"--plot {args.plot}: only the embedded models' images have a classifier: leave it out")
 
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     settings = itertools.product(args.num_iter or [None], args.cfg or [None])
     requests = [request_of(args, num_iter=k, cfg=s, gamma=None, verify=None) for k, s in settings]
     settings = _files(args, target, requests[0], names)
-    space = space_of(args.checkpoint)
+    space = space_of(checkpoint_files(args.checkpoint)["target"])
     judge = None if space is None else functools.partial(accuracy, load_classifier(space))
     report = bench(
         target.with_slots,

@@ -26,7 +26,7 @@ from cspd.evaluation.extractor import INCEPTION
 from cspd.evaluation.reference import reference_for
 from cspd.evaluation.subjects import asking_for
 from cspd.families import DEFAULTS, EMBEDDED
-from cspd.finding import family_of
+from cspd.finding import checkpoint_files, family_of
 from cspd.sequence import Request
 from cspd.stopping import if_stopped
 
@@ -83,7 +83,7 @@ def _asked(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
 
 def judge_of(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
     """What images are judged by, checked before there are any."""
-    spaces = {space_of(row.models["checkpoint"]) for row in rows}
+    spaces = {space_of(checkpoint_files(row.models["checkpoint"])["target"]) for row in rows}
     own = spaces.pop() if len(spaces) == 1 else None
     space = INCEPTION if args.weights else own
     if space is None:

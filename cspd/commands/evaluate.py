@@ -30,6 +30,7 @@ from cspd.evaluation.report import format_evaluation
 from cspd.evaluation.run import sample_shards
 from cspd.evaluation.shards import MANIFEST, RECORD, Shards, store_of
 from cspd.evaluation.subjects import Subject, are_texts, asking_for, in_turn
+from cspd.finding import checkpoint_files
 from cspd.machine import describe, pick_device
 from cspd.pixels import to_pil
 from cspd.plots import grid
@@ -173,7 +174,7 @@ def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool
 
     None: others' images of texts, and no --ref.
     """
-    own = None if args.images else space_of(args.checkpoint)
+    own = None if args.images else space_of(checkpoint_files(args.checkpoint)["target"])
     if args.weights or own:
         return INCEPTION if args.weights else own
     if of_texts:

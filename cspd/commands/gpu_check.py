@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from cspd.gpu_check.parts import PARTS
 from cspd.gpu_check.run import failures, read_report
 from cspd.gpu_check.run import run as check
 from cspd.gpu_check.tables import format_report
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("there is no GPU, and official sizes take hours on a CPU: give --tiny to try the command")
     check_file(args.out, "--out")
     with if_stopped(lambda: f"what was found is in {args.out}"):
-        report = check(args.out, device, tiny=args.tiny, minutes=args.minutes, overwrite=args.overwrite)
+        report = check(args.out, device, PARTS, tiny=args.tiny, minutes=args.minutes, overwrite=args.overwrite)
     print(format_report(report))
     print(f"wrote {args.out}")
     return int(bool(failures(report)))

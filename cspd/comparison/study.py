@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cspd.comparison.study_file import MODELS, REQUEST, TARGET, expand, row_name
+from cspd.comparison.study_file import MODELS, TARGET, expand, request_keys, row_name
 from cspd.engine import Engine
 from cspd.families import EMBEDDED
 from cspd.lookup import method_names, plain_of, with_method
@@ -62,7 +62,8 @@ def configurations(
     that is.
 
     Args:
-        common: settings of all, of `REQUEST` and `MODELS`; options that a configuration's method lacks do not matter.
+        common: settings of all, of `request_keys` and `MODELS`; options that a configuration's method lacks do not
+            matter.
             Without a checkpoint the first row is of the first entry's models.
         load: makes an engine of the models in a dict with a checkpoint and others of `MODELS`.
         asked: what all rows are asked for, a class or a text.
@@ -75,7 +76,7 @@ def configurations(
         method = own.get("method", common.get("method"))
         if method not in method_names():
             raise ValueError(f"{name}: method={method!r} is unknown: {choice(method, method_names())}")
-    shared = asked.but(**{key: value for key, value in common.items() if key in REQUEST})
+    shared = asked.but(**{key: value for key, value in common.items() if key in request_keys()})
     engines: dict[tuple, Engine] = {}
 
     def make(name: str, own: dict) -> Configuration:
@@ -84,7 +85,7 @@ def configurations(
         place = tuple(sorted((key, str(value)) for key, value in models.items()))
         if place not in engines:
             engines[place] = load(models)
-        settings = {key: value for key, value in own.items() if key in REQUEST and key != "method"}
+        settings = {key: value for key, value in own.items() if key in request_keys() and key != "method"}
         request = with_method(shared.but(**settings), own.get("method", shared.method)).but(**settings)
         try:
             engines[place].check(dataclasses.replace(request, seed=own.get("seed", 0)))
@@ -136,7 +137,7 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
     request = row.plain()
     usual = common.engine.check(common.request)
     other = {}
-    for key in REQUEST:
+    for key in request_keys():
         value, typed = getattr(request, key), getattr(row.request, key)
         if value != getattr(usual, key):
             other[key] = typed if typed == value else value  # 4, and not 4.0

@@ -21,19 +21,27 @@ TARGET = ("checkpoint", "arch", "vae", "text_encoder")
 MODELS = (*TARGET, "draft_checkpoint", "eagle")
 SUBJECTS = ("labels", "prompts")  # of which a study has one
 RUN = ("num", *SUBJECTS, "negative_prompt", "seed", "max_batch")  # of the study as a whole; of a row its seed at most
-REQUEST = ("method", *option_order(), "family")  # rows are named in this order
 TEXTS = ("name", "prompts", "negative_prompt", *MODELS)
-OWN = ("seed", *REQUEST, *MODELS)  # what a configuration may have
 ROWS = "configurations"
 MOST_ROWS = 1000  # that lists of values may stand for
+
+
+def request_keys() -> tuple[str, ...]:
+    """What a request may be given; rows are named in this order."""
+    return ("method", *option_order(), "family")
+
+
+def own_keys() -> tuple[str, ...]:
+    """What a configuration may have."""
+    return ("seed", *request_keys(), *MODELS)
 
 
 def named_entries(names: Sequence[str]) -> list[dict]:
     """Names like "cspd:gamma=8" to entries as a study's file has them. Raises ValueError as `parse_method`."""
     entries = []
     for each in names:
-        method, options = parse_method(each, {*OWN} - {"method"})
-        _check(shortened(each), options, OWN)
+        method, options = parse_method(each, {*own_keys()} - {"method"})
+        _check(shortened(each), options, own_keys())
         entries.append({"method": method} | options)
     return entries
 
@@ -54,9 +62,9 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"{path}: a study is settings, and a list '{ROWS}' of them, see `cspd compare --help`")
     common = {key: value for key, value in content.items() if key != ROWS}
-    _check(f"{path}, at the top", common, (*RUN, *REQUEST, *MODELS))
+    _check(f"{path}, at the top", common, (*RUN, *request_keys(), *MODELS))
     for i, entry in enumerate(entries):
-        _check(f"{path}, in configuration {i + 1}", entry, ("name", *OWN))
+        _check(f"{path}, in configuration {i + 1}", entry, ("name", *own_keys()))
     lists = [key for key, value in common.items() if isinstance(value, list) and key != "labels"]
     if lists:
         raise ValueError(f"{path}: {lists[0]} is a list at the top: lists of values belong to configurations")

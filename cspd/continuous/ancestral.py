@@ -14,8 +14,7 @@ from torch import Tensor
 
 from cspd import kernels
 from cspd.continuous.buckets import by_row
-from cspd.continuous.denoiser import Denoised, Draw, denoiser
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import ContinuousHost, Denoised, Draw, denoiser
 from cspd.continuous.modulations import modulated
 from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
@@ -237,7 +236,7 @@ def check_first(request: Request, num_steps: int) -> None:
         check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
 
 
-def check(request: Request, host: MARHost) -> None:
+def check(request: Request, host: ContinuousHost) -> None:
     """Raises ValueError where a chain has more steps than timesteps to visit."""
     check_first(request, request.num_sampling_steps)
 
@@ -252,7 +251,7 @@ def advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}")
 
 @denoiser("ancestral", "exact", options=OPTIONS, mixed=MIXED, check=check, advice=advice)
 def denoise(
-    host: MARHost,
+    host: ContinuousHost,
     model: str,
     rows: Rows,
     z: Tensor,

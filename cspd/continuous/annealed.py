@@ -13,8 +13,7 @@ from torch import Tensor
 
 from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, MIXED, SHORT_FIRST, check_first
-from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import ContinuousHost, Denoised, denoiser
 from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
@@ -50,14 +49,14 @@ def chain_lengths(iteration: np.ndarray, num_iter: np.ndarray, upper: int, lower
     return lower + (share * (upper - lower)).astype(np.int64)
 
 
-def check(request: Request, host: MARHost) -> None:
+def check(request: Request, host: ContinuousHost) -> None:
     """Raises ValueError where the steps would grow, or are more than there are timesteps to visit."""
     check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
     check_first(request, request.upper)
 
 
 def by_length(
-    host: MARHost,
+    host: ContinuousHost,
     model: str,
     rows: Rows,
     z: Tensor,
@@ -94,7 +93,9 @@ def by_length(
 
 
 @denoiser("annealed", options=OPTIONS, mixed=MIXED, check=check)
-def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+def denoise(
+    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+) -> Denoised:
     """Every token by an ancestral chain as long as its iteration asks for; arguments as in `cspd.continuous.denoiser`.
 
     The log sigmas of a token are summed over its own chain's steps. CSpD compares them between two models, whose chains

@@ -11,22 +11,19 @@ from collections.abc import Callable
 import numpy as np
 
 from cspd.continuous import ancestral
-from cspd.continuous.backbone import Conditions
-from cspd.continuous.denoiser import Denoised
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import Conditions, ContinuousHost, Denoised, full_conditions
 from cspd.continuous.rows import Rows
-from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
 from cspd.transfer import send
 
 
 def run_round(
-    host: MARHost,
+    host: ContinuousHost,
     batch: list[Sequence],
     watch: Stopwatch,
     *,
-    backbone: Conditions = MARHost.conditions,
+    backbone: Conditions = full_conditions,
     denoise: Callable[..., Denoised] = ancestral.denoise,
 ) -> list[Sequence]:
     """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3)."""
@@ -35,11 +32,11 @@ def run_round(
 
 
 def advance(
-    host: MARHost,
+    host: ContinuousHost,
     batch: list[Sequence],
     rows: Rows,
     watch: Stopwatch,
-    backbone: Conditions = MARHost.conditions,
+    backbone: Conditions = full_conditions,
     denoise: Callable[..., Denoised] = ancestral.denoise,
 ) -> None:
     """Predicts some rows of every sequence with the target alone and commits them; an iteration."""
@@ -76,18 +73,3 @@ def advance(
                 estimate = audit.mean().item(), (audit.std() / num_made**0.5).item()
                 if all(map(math.isfinite, estimate)):
                     stats.audit, stats.audit_error = estimate
-
-
-METHOD = Method(
-    name="ar",
-    family="MAR",
-    guarantee="exact",
-    summary="baseline sampling: every token takes the full denoising chain",
-    papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
-    run_round=run_round,
-    options=ancestral.OPTIONS,
-    mixed=lambda request: ancestral.MIXED,
-    check=ancestral.check,
-    advice=ancestral.advice,
-    heat="calls",
-)

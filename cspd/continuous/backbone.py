@@ -1,7 +1,7 @@
 """How the conditions z of an iteration's tokens are computed.
 
 A backbone is a function (host, batch, rows) -> z float32 [G, R, D], G = 2 with the null class second where the batch is
-guided. `MARHost.conditions` evaluates the whole transformer. Under a name (`@backbone`) any sampler of MAR can take it.
+guided. `full_conditions` evaluates the whole transformer. Under a name (`@backbone`) any sampler of MAR can take it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from cspd.continuous.host import MARHost
-from cspd.continuous.rows import Rows
+from cspd.continuous.denoiser import Conditions, full_conditions
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
-from cspd.sequence import Request, Sequence
-
-Conditions = Callable[[MARHost, list[Sequence], Rows], Tensor]
+from cspd.sequence import Request
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Backbone:
     resolve: Callable[[Request, Any], Request] = as_it_is
 
 
-BACKBONES: dict[str, Backbone] = {"full": Backbone(MARHost.conditions)}  # by name
+BACKBONES: dict[str, Backbone] = {"full": Backbone(full_conditions)}  # by name
 
 
 def backbone(name: str, **attributes: Any) -> Callable[[Conditions], Conditions]:

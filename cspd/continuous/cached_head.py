@@ -20,8 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from cspd.continuous import ancestral
-from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import ContinuousHost, Denoised, denoiser
 from cspd.continuous.modulations import modulated, on_device, table_bytes
 from cspd.continuous.rows import Rows
 from cspd.option import Option
@@ -104,7 +103,9 @@ def _outputs(head: Head, modulations: Sequence[tuple], last_layers: Iterator[tup
     check=ancestral.check,
     advice=ancestral.advice,
 )
-def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+def denoise(
+    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+) -> Denoised:
     """Every token by the ancestral chain; arguments as in `cspd.continuous.denoiser`.
 
     Only the calls that evaluate the blocks are counted.

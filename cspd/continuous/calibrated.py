@@ -17,8 +17,7 @@ from torch import Tensor
 
 from cspd.continuous import ancestral
 from cspd.continuous.buckets import by_row
-from cspd.continuous.denoiser import Denoised, Measured, denoiser
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import ContinuousHost, Denoised, Measured, denoiser
 from cspd.continuous.plan import Predictor
 from cspd.continuous.rows import Rows
 from cspd.continuous.shortcut import Shortcut
@@ -67,7 +66,7 @@ OPTIONS = (
 )
 
 
-def check(request: Request, host: MARHost) -> None:
+def check(request: Request, host: ContinuousHost) -> None:
     """Raises ValueError where the calls do not fit the steps, or what is asked for needs noise."""
     if request.head_calls is not None:
         most = request.num_sampling_steps
@@ -79,7 +78,7 @@ def check(request: Request, host: MARHost) -> None:
             raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
 
 
-def resolve(request: Request, host: MARHost) -> Request:
+def resolve(request: Request, host: ContinuousHost) -> Request:
     """The request with its number of head calls.
 
     Raises ValueError where there is no plan of so few, it is predicted to diverge by more than `divergence`, or chains
@@ -101,7 +100,7 @@ def resolve(request: Request, host: MARHost) -> Request:
     return request
 
 
-def at_hand(request: Request, host: MARHost) -> tuple[Request, float] | None:
+def at_hand(request: Request, host: ContinuousHost) -> tuple[Request, float] | None:
     """A checked request with the usual number of head calls, and its `Shortcut.difference`; None if it needs a fit."""
     calibrations = host.tuning.calibrations["target"]
     usual = request.but(head_calls=min(HEAD_CALLS, request.num_sampling_steps))
@@ -112,7 +111,7 @@ def at_hand(request: Request, host: MARHost) -> tuple[Request, float] | None:
 class _Running:
     """What the sequences of one kind share while they run: a model's windows, and what is known of their tokens."""
 
-    def __init__(self, host: MARHost, model: str, request: Request) -> None:
+    def __init__(self, host: ContinuousHost, model: str, request: Request) -> None:
         calibrations = host.tuning.calibrations[model]
         shortcut = calibrations.shortcut(request)
         self.plan = calibrations.windows(request)
@@ -131,7 +130,9 @@ class _Running:
     resolve=resolve,
     advice=functools.partial(ancestral.advice, remedy=REMEDY),
 )
-def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+def denoise(
+    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+) -> Denoised:
     """Every token by N head calls; arguments as in `cspd.continuous.denoiser`. An audit's calls are not counted."""
     request = rows.sequences[0].request
     kind = rows.sequences[0].key

@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd.continuous import ancestral, ar, denoisers  # noqa: F401 - names the denoisers
+from cspd.continuous import (  # noqa: F401 - the samplers of the head register their names
+    ancestral,
+    annealed,
+    ar,
+    cached_head,
+    calibrated,
+    frequency_weighted,
+    solvers,
+    speculative,
+)
 from cspd.continuous.cspd_ratio import SIGMA, Paths, log_ratio
 from cspd.continuous.denoiser import DENOISERS, Denoised
 from cspd.continuous.gaussian import first_kept

@@ -12,19 +12,74 @@ take it, and CSpD's `chains`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from cspd.method import as_it_is, nothing_more
+from cspd.continuous.rows import Rows
+from cspd.method import Host, as_it_is, nothing_more
 from cspd.option import Option
-from cspd.sequence import Request
+from cspd.precision import Precision
+from cspd.sequence import Request, Sequence
 
 # (z [G, R, D], scale [R, 1], temperature [R, 1], seed int64 [R], position int64 [R]) -> tokens [R, d]
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class ContinuousHost(Host, Protocol):
+    """A host of models whose tokens are drawn by a diffusion head.
+
+    Attributes:
+        models: "target" and "draft", which is None if there is none; each has a `head` and a `config`.
+        config: the target's. device, precision: where and how it computes.
+        num_slots: sequences in flight at most.
+        tuning: a `cspd.continuous.tuning.Tuning`.
+        tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
+        heat, audit: float32 [slots, L], what each token cost, and what an audit found of it.
+        kept: what methods keep between rounds, by the sequences' key.
+    """
+
+    models: Any
+    config: Any
+    device: torch.device
+    precision: Precision
+    num_slots: int
+    tuning: Any
+    tokens: Tensor
+    order: Tensor
+    heat: Tensor
+    audit: Tensor
+    kept: dict[Hashable, dict]
+
+    def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
+        """The rows that the next iteration of each sequence predicts; up to `limit` known tokens in all."""
+
+    def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
+        """z of the rows [G, R, D], G = 2 (null class second) if the batch is guided: one backbone call."""
+
+    def commit(self, rows: Rows, tokens: Tensor) -> None:
+        """Writes predicted tokens [R, d] to their slots."""
+
+    def given(self, sequences: list[Sequence]) -> Tensor | None:
+        """Which tokens are known from the start, bool [B, L]; None if no sequence has such tokens."""
+
+    def num_masked(self, request: Request) -> np.ndarray:
+        """How many tokens are unknown after each iteration of a resolved request, int64 [num_iter]."""
+
+
+# (host, batch, rows) -> z float32 [G, R, D]
+Conditions = Callable[[ContinuousHost, list[Sequence], Rows], Tensor]
+# (model, num_slots, device, precision) -> a host of the model alone
+MakeHost = Callable[[Any, int, torch.device, Precision], ContinuousHost]
+
+
+def full_conditions(host: ContinuousHost, batch: list[Sequence], rows: Rows) -> Tensor:
+    """z of the rows [G, R, D] by the target's whole backbone."""
+    return host.conditions(batch, rows)
 
 
 class Measured(NamedTuple):
@@ -95,6 +150,8 @@ def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Call
 
     def named(denoise: Callable[..., Denoised]) -> Callable[..., Denoised]:
         DENOISERS[name] = Denoiser(denoise, guarantee, **attributes)
+        for other in sorted(DENOISERS):  # the order does not depend on which module is imported first
+            DENOISERS[other] = DENOISERS.pop(other)
         return denoise
 
     return named

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from cspd.continuous.ancestral import FIRST_TIMESTEP, MIXED, SHORT_FIRST, check_first
 from cspd.continuous.annealed import by_length, chain_lengths
-from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import ContinuousHost, Denoised, denoiser
 from cspd.continuous.rows import Rows
-from cspd.continuous.schedule import timetable
 from cspd.option import Option, check_integer
 from cspd.sequence import Request
 from mar.diffusion import TRAIN_STEPS
@@ -76,20 +74,26 @@ def highest(score: np.ndarray, owner: np.ndarray, share: float) -> np.ndarray:
     return rank < np.round(share * counts)[owner]
 
 
-def num_early(request: Request, seq_len: int) -> int:
-    """How many iterations begin with less than half of the tokens known: those of a checkerboard's first colour."""
-    masked_before = np.r_[request.num_made(seq_len), timetable(request, seq_len).masked[:-1]]
+def num_early(num_made: int, masked: np.ndarray, seq_len: int) -> int:
+    """How many iterations begin with less than half of the tokens known: those of a checkerboard's first colour.
+
+    Args:
+        num_made: tokens that are made. masked: int64 [num_iter], how many are unknown after each iteration.
+    """
+    masked_before = np.r_[num_made, masked[:-1]]
     return int((masked_before > seq_len / 2).sum())
 
 
-def check(request: Request, host: MARHost) -> None:
+def check(request: Request, host: ContinuousHost) -> None:
     """Raises ValueError where the steps would grow, or are more than there are timesteps to visit."""
     check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
     check_first(request, request.upper)
 
 
 @denoiser("frequency-weighted", options=OPTIONS, mixed=(*MIXED, "num_sampling_steps"), check=check)
-def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+def denoise(
+    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+) -> Denoised:
     """Ancestral chains of T steps, T chosen for each token; arguments as in `cspd.continuous.denoiser`.
 
     T falls from upper to lower over the iterations that begin with less than half of the tokens known. Later it is
@@ -100,7 +104,10 @@ def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0,
     tokens are chosen.
     """
     request = rows.sequences[0].request
-    early = np.array([num_early(sequence.request, host.seq_len) for sequence in rows.sequences])[rows.owner]
+    requests = [sequence.request for sequence in rows.sequences]
+    made = [each.num_made(host.seq_len) for each in requests]
+    by_sequence = [num_early(num, host.num_masked(each), host.seq_len) for num, each in zip(made, requests)]
+    early = np.array(by_sequence)[rows.owner]
     is_late = rows.iteration >= early
     steps = chain_lengths(rows.iteration, early, request.upper, request.lower, "linear")
     steps[is_late] = request.lower

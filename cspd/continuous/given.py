@@ -43,7 +43,7 @@ def _posterior(host: Any, known: Known) -> tuple[Tensor, Tensor]:
 
 
 def given(host: Any, sequences: list[Sequence]) -> Tensor | None:
-    """Which tokens are known from the start, bool [B, L]; None where none of any sequence is."""
+    """See `MARHost.given`."""
     knowns = [sequence.request.known for sequence in sequences]
     if not any(knowns):
         return None

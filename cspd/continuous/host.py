@@ -233,6 +233,14 @@ class MARHost:
             z = backbone(tokens, order, known, embedding, positions, padded).float()
         return z.unflatten(0, (copies, len(slots)))
 
+    def given(self, sequences: list[Sequence]) -> Tensor | None:
+        """Which tokens are known from the start, bool [B, L]; None if no sequence has such tokens."""
+        return given(self, sequences)
+
+    def num_masked(self, request: Request) -> np.ndarray:
+        """How many tokens are unknown after each iteration of a resolved request, int64 [num_iter]."""
+        return timetable(request, self.seq_len).masked
+
     def commit(self, rows: Rows, tokens: Tensor) -> None:
         """Writes predicted tokens [R, d] to their slots."""
         self.tokens[rows.slot, rows.position] = tokens

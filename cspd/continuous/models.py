@@ -10,10 +10,12 @@ from typing import ClassVar
 import torch
 
 from cspd.classes import NO_NAMES, ClassNames
+from cspd.continuous import cspd_method, published
 from cspd.continuous.host import MARHost
 from cspd.continuous.memory import check_memory, usual_tokens
 from cspd.continuous.tuning import Tuning
 from cspd.graphs import Graphs
+from cspd.methods import register_family
 from cspd.precision import Precision
 from mar.model import MAR
 from mar.vae import AutoencoderKL
@@ -63,7 +65,7 @@ class MARModels:
         check_memory(self.target, num_slots, usual_tokens(self.target), device, copies)
         with_graphs = graphs is not None and graphs.enabled
         beside = cache or self.calibrations
-        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside)
+        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside, MARHost)
         return MARHost(
             self.target,
             num_slots,
@@ -98,3 +100,19 @@ class MARModels:
                         f"autoencoder and target do not fit: {name} is {theirs} and {ours}; take the one the target"
                         " was trained on"
                     )
+
+
+register_family(
+    MARModels.family,
+    [
+        published.AR,
+        published.SPECULATIVE,
+        published.CALIBRATED,
+        published.DISA,
+        published.DDIM,
+        published.DPM_SOLVER,
+        published.GTR,
+        published.LAZYMAR,
+        cspd_method.METHOD,
+    ],
+)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from cspd.continuous import cached_backbone, denoisers  # noqa: F401 - names backbones and denoisers
+from cspd.continuous import ancestral, ar, cached_backbone, denoisers  # noqa: F401 - they register their names
 from cspd.continuous.sampling import sampling
+from cspd.method import Method
 
+AR = Method(
+    name="ar",
+    family="MAR",
+    guarantee="exact",
+    summary="baseline sampling: every token takes the full denoising chain",
+    papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
+    run_round=ar.run_round,
+    options=ancestral.OPTIONS,
+    mixed=lambda request: ancestral.MIXED,
+    check=ancestral.check,
+    advice=ancestral.advice,
+    heat="calls",
+)
 SPECULATIVE = sampling(
     "speculative",
     "speculates on the diffusion head's own denoising chain; no draft model",

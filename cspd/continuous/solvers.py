@@ -16,8 +16,7 @@ from torch import Tensor
 from cspd.continuous import ancestral
 from cspd.continuous.ancestral import FIRST_TIMESTEP, SHORT_FIRST, Trace, check_first, evaluate
 from cspd.continuous.buckets import by_row
-from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import ContinuousHost, Denoised, denoiser
 from cspd.continuous.modulations import modulated
 from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
@@ -112,7 +111,7 @@ def solve(
     return x
 
 
-def grid_of(request: Request, host: MARHost) -> Schedule:
+def grid_of(request: Request, host: ContinuousHost) -> Schedule:
     """The schedule over the timesteps that a request's chains visit, of both models: CSpD compares chains of one grid.
 
     Raises:
@@ -126,7 +125,7 @@ def grid_of(request: Request, host: MARHost) -> Schedule:
     return respaced(np.minimum(planned, highest)[::-1])
 
 
-def check(request: Request, host: MARHost) -> None:
+def check(request: Request, host: ContinuousHost) -> None:
     """Raises ValueError where there are more head calls than timesteps to visit, or steps to plan them at."""
     check_first(request, request.head_calls)
     if request.grid == "planned":
@@ -134,7 +133,7 @@ def check(request: Request, host: MARHost) -> None:
         check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps, at which they are planned")
 
 
-def resolve(request: Request, host: MARHost) -> Request:
+def resolve(request: Request, host: ContinuousHost) -> Request:
     """The request as it is, its grid planned; raises ValueError where that cannot be."""
     grid_of(request, host)
     return request
@@ -142,7 +141,7 @@ def resolve(request: Request, host: MARHost) -> Request:
 
 def _denoise(
     order: int,
-    host: MARHost,
+    host: ContinuousHost,
     model: str,
     rows: Rows,
     z: Tensor,

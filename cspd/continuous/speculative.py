@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from cspd.continuous import ancestral, ar
-from cspd.continuous.backbone import Conditions
 from cspd.continuous.calibration import DRAFTS, WINDOWS, frozen
 from cspd.continuous.chain_records import acceptance
 from cspd.continuous.chains import Chains
-from cspd.continuous.denoiser import Denoised, denoiser
+from cspd.continuous.denoiser import Conditions, ContinuousHost, Denoised, denoiser, full_conditions
 from cspd.continuous.draft_verify import draft_table
-from cspd.continuous.given import given
-from cspd.continuous.host import MARHost
 from cspd.continuous.rows import Rows
 from cspd.option import Option, check_integer
 from cspd.precision import Stopwatch
@@ -42,7 +39,7 @@ DRAFT = Option(
 REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={ancestral.SHORT_FIRST}"
 
 
-def chains_of(host: MARHost, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
+def chains_of(host: ContinuousHost, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
     """Speculative chains of the host's "target" or "draft" for sequences that share a round; none is under way.
 
     Where there are graphs, those of the last requests that asked for the same are taken again.
@@ -53,7 +50,7 @@ def chains_of(host: MARHost, model: str, sequence: Sequence, trace_sigma: bool =
     return chains
 
 
-def _make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool) -> Chains:
+def _make_chains(host: ContinuousHost, model: str, request: Request, trace_sigma: bool) -> Chains:
     if request.draft == "frozen":
         coefficients, drift = frozen(request.num_sampling_steps)
     else:
@@ -78,12 +75,12 @@ def _make_chains(host: MARHost, model: str, request: Request, trace_sigma: bool)
 class _Running:
     """What sequences of one kind share while they run: the chains of all of them, and what these cost."""
 
-    def __init__(self, host: MARHost, sequence: Sequence) -> None:
+    def __init__(self, host: ContinuousHost, sequence: Sequence) -> None:
         self.chains = chains_of(host, "target", sequence)
         shape = (host.num_slots, host.config.seq_len, sequence.request.num_sampling_steps)
         self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
 
-    def begin(self, host: MARHost, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
+    def begin(self, host: ContinuousHost, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
         """Starts the chains of the sequences' next iteration, by their first step."""
         owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
         row = rows.slot * host.seq_len + rows.position
@@ -97,11 +94,11 @@ class _Running:
             sequence.stats.head_calls += 1
             sequence.stats.head_evaluations += count * len(z)
 
-    def show(self, host: MARHost, slot: int) -> None:
+    def show(self, host: ContinuousHost, slot: int) -> None:
         """Writes the head calls of a slot's tokens; of those that are not made yet they mean nothing."""
         host.heat[slot] = (self.record[slot] != 0).sum(-1).float()
 
-    def advance(self, host: MARHost, sequences: list[Sequence]) -> None:
+    def advance(self, host: ContinuousHost, sequences: list[Sequence]) -> None:
         """A launch of all chains, which are these sequences', of one head call or some; commits those that end."""
         copies = 2 if sequences[0].request.guided else 1
         rounds = self.chains.rounds
@@ -120,10 +117,10 @@ class _Running:
 
 
 def run_round(
-    host: MARHost,
+    host: ContinuousHost,
     batch: list[Sequence],
     watch: Stopwatch,
-    backbone: Conditions = MARHost.conditions,
+    backbone: Conditions = full_conditions,
 ) -> list[Sequence]:
     """Runs head calls until three in four sequences have ended their iteration, and returns those that are finished.
 
@@ -156,7 +153,7 @@ def run_round(
     if finished:
         slots = send_integers([sequence.slot for sequence in finished], host.device)
         records = running.record[slots]
-        known = given(host, finished)
+        known = host.given(finished)
         if known is not None:  # the record of these is of the slots' last sequences
             records = records.masked_fill(known.unsqueeze(-1), 0)
         host.heat[slots] = (records != 0).sum(-1).float()
@@ -174,7 +171,7 @@ def _count(stats: RoundStats, records: Report, index: int, window: int, num_made
     stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
 
 
-def check(request: Request, host: MARHost) -> None:
+def check(request: Request, host: ContinuousHost) -> None:
     """Raises ValueError where a window does not fit the denoising steps, or there is no noise to speculate on."""
     if request.window is not None:
         most = min(WINDOWS[-1], request.num_sampling_steps)
@@ -183,7 +180,7 @@ def check(request: Request, host: MARHost) -> None:
             raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
 
 
-def resolve(request: Request, host: MARHost) -> Request:
+def resolve(request: Request, host: ContinuousHost) -> Request:
     """The request with the window that is fastest for it on this device, where it leaves that open."""
     if request.window is not None:
         return request
@@ -200,7 +197,9 @@ def resolve(request: Request, host: MARHost) -> Request:
     advice=functools.partial(ancestral.advice, remedy=REMEDY),
     run_round=run_round,
 )
-def denoise(host: MARHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False) -> Denoised:
+def denoise(
+    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+) -> Denoised:
     """Speculative chains of all rows, run until the last one has ended; arguments as in `cspd.continuous.denoiser`."""
     request = rows.sequences[0].request
     if request.window == 0:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cspd.continuous import ancestral, ar
-from cspd.continuous.denoiser import Denoised
-from cspd.continuous.host import MARHost
+from cspd.continuous.denoiser import ContinuousHost, Denoised, MakeHost
 from cspd.continuous.rows import Rows
 from cspd.precision import Precision, Stopwatch
 from cspd.sequence import Request, Sequence
 from cspd.telling import Advance, no_advance
-from mar.model import MAR
 
 TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what a fit sees: the sampler's own tokens
 
@@ -69,10 +67,11 @@ def num_traced(length: int, device: torch.device) -> int:
 
 
 def trace(
-    model: MAR,
+    model: Any,
     request: Request,
     device: torch.device,
     precision: Precision,
+    make_host: MakeHost,
     held_out: bool = False,
     advance: Advance = no_advance,
 ) -> Trace:
@@ -89,8 +88,8 @@ def trace(
     batch = []
     for i in range(num_images):
         label = (i * spread + bool(first)) % num_classes
-        batch.append(Sequence(Request(label, TRACE_SEED + first + i, "ar", family="MAR", **common), ticket=i, slot=i))
-    host, watch = MARHost(model, num_images, device, precision), Stopwatch(device)
+        batch.append(Sequence(Request(label, TRACE_SEED + first + i, "ar", **common), ticket=i, slot=i))
+    host, watch = make_host(model, num_images, device, precision), Stopwatch(device)
     host.admit(batch)
     parts: list[Trace] = []
     share = 1 / (common["num_iter"] * request.num_sampling_steps)
@@ -101,7 +100,7 @@ def trace(
 
 
 def _traced(
-    parts: list[Trace], advance: Callable[[], None], host: MARHost, model: str, rows: Rows, z: Tensor
+    parts: list[Trace], advance: Callable[[], None], host: ContinuousHost, model: str, rows: Rows, z: Tensor
 ) -> Denoised:
     """The ancestral chains of an iteration's rows, which are added to `parts`; `advance` is told of each step."""
     steps: list[Tensor] = []

@@ -12,12 +12,14 @@ import functools
 import json
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cspd.choosing import PLAIN, Choice, Chooser
 from cspd.continuous.calibration import Calibration, fit
 from cspd.continuous.costs import Costs, measure
+from cspd.continuous.denoiser import MakeHost
 from cspd.continuous.kept import Kept, Kind
 from cspd.continuous.plan import Plan, Predictor, Window, fit_predictor, plan_of
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
@@ -27,7 +29,6 @@ from cspd.precision import Precision
 from cspd.sequence import Request
 from cspd.telling import counting, no_advance
 from mar.head import Head
-from mar.model import MAR
 
 # what a fit takes beside its traces, of which each takes 1: measured with `digits32`
 WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
@@ -40,25 +41,27 @@ class Tuning(Chooser):
 
     Args:
         target, draft: the models. device, precision, compiled, graphs: how they run.
+        make_host: makes a host of one model alone, whose sampling drafts are fitted to.
         cache: where calibrations are kept, before the user's cache folder.
     """
 
     def __init__(
         self,
-        target: MAR,
-        draft: MAR | None,
+        target: Any,
+        draft: Any,
         device: torch.device,
         precision: Precision,
         compiled: bool,
         graphs: bool,
         cache: Path | None,
+        make_host: MakeHost,
     ) -> None:
         super().__init__()
         self.target, self.device, self.precision = target, device, precision
         self.compiled, self.graphs = compiled, graphs
         folders = [folder for folder in (cache, user_cache()) if folder]
         self.calibrations = {
-            name: Calibrations(model, device, precision, folders)
+            name: Calibrations(model, device, precision, folders, make_host)
             for name, model in (("target", target), ("draft", draft))
             if model is not None
         }
@@ -96,10 +99,13 @@ class Calibrations:
     Args:
         model, device, precision: whose, and how it computes.
         folders: where they are looked for, in this order; a new one is kept in the first that can be written to.
+        make_host: makes a host of the model alone, whose sampling drafts are fitted to.
     """
 
-    def __init__(self, model: MAR, device: torch.device, precision: Precision, folders: list[Path]) -> None:
-        self.model, self.device, self.precision = model, device, precision
+    def __init__(
+        self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_host: MakeHost
+    ) -> None:
+        self.model, self.device, self.precision, self.make_host = model, device, precision, make_host
         self._kept = Kept(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
@@ -212,7 +218,9 @@ class Calibrations:
         """Chains of the sampler's own; the last ones are remembered, since several fits take the same."""
         traces = self._remembered(request)
         if held_out not in traces:
-            traces[held_out] = trace(self.model, request, self.device, self.precision, held_out, self._advance)
+            traces[held_out] = trace(
+                self.model, request, self.device, self.precision, self.make_host, held_out, self._advance
+            )
         return traces[held_out]
 
     def _remembered(self, request: Request) -> dict[bool, Trace]:

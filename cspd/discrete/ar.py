@@ -7,10 +7,8 @@ from torch import Tensor
 
 from cspd.discrete.batch import Batch
 from cspd.discrete.host import VQHost
-from cspd.discrete.options import MIXED
 from cspd.discrete.probabilities import sample
 from cspd.discrete.rounds import count_round, launch
-from cspd.method import Method
 from cspd.precision import Stopwatch
 from cspd.sequence import Sequence
 from cspd.vq.steps import steps
@@ -33,14 +31,3 @@ def _sample(host: VQHost, batch: Batch) -> Tensor:
     no_draft = torch.zeros_like(codes, dtype=torch.float32)
     host.commit(batch, codes, no_draft)
     return no_draft
-
-
-METHOD = Method(
-    name="ar",
-    family="VQ",
-    guarantee="exact",
-    summary="baseline sampling: one token per forward pass",
-    papers={"2406.06525": "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation"},
-    run_round=run_round,
-    mixed=lambda request: MIXED,
-)

@@ -10,12 +10,16 @@ from typing import ClassVar
 import torch
 
 from cspd.classes import NO_NAMES, ClassNames
+from cspd.discrete import published, speculative
+from cspd.discrete.draft import DRAFTS
 from cspd.discrete.host import VQHost
 from cspd.discrete.memory import bytes_per_slot
 from cspd.discrete.tuning import Tuning
 from cspd.graphs import Graphs
 from cspd.machine import check_fits
+from cspd.methods import register_family
 from cspd.precision import Precision
+from cspd.sequence import Request
 from cspd.vq.eagle import Eagle
 from cspd.vq.gpt import GPT, GPTConfig
 from cspd.vq.hosted.config import HostedConfig
@@ -121,3 +125,29 @@ class VQModels:
                 f"text encoder and target do not fit: features have {self.text_encoder.width} and {config.caption_dim}"
                 f" channels; take the encoder the target was trained on"
             )
+
+
+def _named_by(request: Request) -> str | None:
+    """`sd` if a draft is named: it takes any."""
+    return "sd" if isinstance(request.draft, str) and request.draft in DRAFTS else None
+
+
+register_family(
+    VQModels.family,
+    [
+        published.AR,
+        speculative.METHOD,
+        published.SD,
+        published.EAGLE,
+        published.EAGLE2,
+        published.UNIFORM_RSD,
+        published.COOL_SD,
+        published.LANTERN,
+        published.LANTERN_PLUS,
+        published.SJD,
+        published.MC_SJD,
+        published.SJD_PAC,
+        published.GSD,
+    ],
+    named_by=_named_by,
+)

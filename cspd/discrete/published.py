@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from cspd.discrete import drafts  # noqa: F401 - names the drafts
+from cspd.discrete import ar, drafts  # noqa: F401 - names the drafts
 from cspd.discrete.draft_verify import drafting
 from cspd.discrete.jacobi import jacobi
+from cspd.discrete.options import MIXED
+from cspd.method import Method
 
+AR = Method(
+    name="ar",
+    family="VQ",
+    guarantee="exact",
+    summary="baseline sampling: one token per forward pass",
+    papers={"2406.06525": "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation"},
+    run_round=ar.run_round,
+    mixed=lambda request: MIXED,
+)
 SD = drafting(
     "sd",
     "speculative sampling: a smaller GPT drafts a chain of tokens",

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cspd.finding import checkpoint_files, embedded, embedded_folder
+from cspd.finding import embedded, embedded_folder
 from mar.checkpoint import fill
 from mar.tensors import read_tensors
 
@@ -65,9 +65,8 @@ SPACES = {  # by name
 }
 
 
-def space_of(checkpoint: str | Path) -> str | None:
-    """The name of the space that judges a checkpoint's images; None where it is not an embedded one."""
-    target = checkpoint_files(checkpoint)["target"]
+def space_of(target: Path) -> str | None:
+    """The name of the space that judges the images of a target's file; None if the target is not an embedded one."""
     own = {name for name, folder in embedded().items() if folder.resolve() == target.parent.resolve()}
     return next((name for name, space in SPACES.items() if own & {*space.checkpoints}), None)
 

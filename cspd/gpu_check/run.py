@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cspd.gpu_check.parts import PARTS, Part
+from cspd.gpu_check.parts import Part
 from cspd.gpu_check.settings import FULL, TINY, Settings
 from cspd.records import NUMBER, misfit, read_json, write_json
 from cspd.store import differences
@@ -42,11 +42,11 @@ REMEDY = "give another --out, or --overwrite"
 def run(
     out: Path,
     device: torch.device,
+    parts: Sequence[Part],
     *,
     tiny: bool = False,
     minutes: float = 9.0,
     overwrite: bool = False,
-    parts: Sequence[Part] = PARTS,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Checks a device and returns the report, which is in the file `out` from the first case on.
@@ -54,7 +54,8 @@ def run(
     What the file has already is not done again, unless it was left out or failed with an error.
 
     Args:
-        tiny: small models, to be done in seconds anywhere. minutes: for all parts. overwrite: begin anew.
+        parts: what is checked. tiny: small models, to be done in seconds anywhere. minutes: for all parts.
+        overwrite: begin anew.
 
     Raises:
         ValueError: the file is no report, or one of another device or size.

@@ -13,6 +13,7 @@ from torch.distributions import Normal, kl_divergence
 
 from cspd import Request, load, noise
 from cspd.continuous.ancestral import evaluate
+from cspd.continuous.host import MARHost
 from cspd.continuous.plan import fit_predictor, plan_of, plans
 from cspd.continuous.shortcut import Shortcut, fit_shortcut
 from cspd.continuous.tracing import trace
@@ -159,7 +160,7 @@ def test_of_the_embedded_model(tmp_path, monkeypatch):
     calibrations = engine.host.tuning.calibrations["target"]
     fitted, predictor = calibrations.shortcut(request), calibrations.predictor(request)
     assert fitted.difference < 0.06 and fitted.corrections.any()
-    other = trace(model, request.but(num_sampling_steps=100), CPU, precision, held_out=True)
+    other = trace(model, request.but(num_sampling_steps=100), CPU, precision, MARHost, held_out=True)
     without = dataclasses.replace(fitted, corrections=np.zeros_like(fitted.corrections))
     errors, spreads = [], []
     for each in (fitted, without):

@@ -25,6 +25,7 @@ from cspd import Request, keeping, telling
 from cspd.continuous import tuning
 from cspd.continuous.calibrated import HEAD_CALLS
 from cspd.continuous.calibration import Calibration, fit
+from cspd.continuous.host import MARHost
 from cspd.continuous.kept import ABOUT
 from cspd.continuous.plan import Predictor
 from cspd.continuous.shortcut import Shortcut
@@ -69,20 +70,20 @@ def made(monkeypatch):
 def calibrations(small_mar, tmp_path):
     """Makes `Calibrations` of the small model over some folders."""
     return lambda *folders, model=small_mar, policy="fp32": Calibrations(
-        model, CPU, Precision(policy, CPU), folders or [tmp_path / "kept"]
+        model, CPU, Precision(policy, CPU), folders or [tmp_path / "kept"], MARHost
     )
 
 
 def test_traces_are_the_samplers_own(small_mar):
     """256 tokens, 8 iterations of 4 images; a step's states follow from the one before."""
-    x, eps, v = trace(small_mar, REQUEST, CPU, FP32).chains
+    x, eps, v = trace(small_mar, REQUEST, CPU, FP32, MARHost).chains
     assert x.shape == eps.shape == v.shape == (6, 256, 16) and len(x[5].unique(dim=0)) == 256
     s = schedule(6)
     for t in range(1, 6):
         sigma = 0.9 * torch.exp(s.log_sigma_base[t] + s.log_sigma_slope[t] * v[t])
         noise = (x[t - 1] - s.mean_x[t] * x[t] - s.mean_eps[t] * eps[t]) / sigma
         assert abs(noise.mean()) < 4 / noise.numel() ** 0.5 and abs(noise.std() - 1) < 4 / noise.numel() ** 0.5
-    assert not torch.equal(x, trace(small_mar, dataclasses.replace(REQUEST, cfg=1.0), CPU, FP32).x)
+    assert not torch.equal(x, trace(small_mar, dataclasses.replace(REQUEST, cfg=1.0), CPU, FP32, MARHost).x)
 
 
 def test_made_once_and_read_by_others(calibrations, made, tmp_path):
@@ -263,7 +264,7 @@ def test_the_embedded_models_are_calibrated(name, device, monkeypatch):
     monkeypatch.setattr(tuning, "trace", None)  # nothing is fitted
     engine = cspd.load(name, device="cpu", max_batch=1)
     precision = Precision("fp32", CPU)
-    ours = Calibrations(engine.host.target, torch.device(device), precision, [embedded()[name] / CALIBRATION])
+    ours = Calibrations(engine.host.target, torch.device(device), precision, [embedded()[name] / CALIBRATION], MARHost)
     speculative, calibrated = (engine.check(Request(0, method=method)) for method in ("speculative", "calibrated"))
     assert ours.get(speculative).calls.mean() < 50
     assert len(ours.plan(calibrated, HEAD_CALLS).steps) == HEAD_CALLS

@@ -13,7 +13,7 @@ import cspd
 from cspd import VQModels
 from cspd.cli import main
 from cspd.comparison.study import baselines, configurations
-from cspd.comparison.study_file import REQUEST, expand, named_entries, read_study
+from cspd.comparison.study_file import expand, named_entries, read_study, request_keys
 from cspd.discrete.rules import rule_of
 from cspd.finding import checkpoint_files
 
@@ -320,7 +320,7 @@ def test_published_studies_are_comparisons_of_the_embedded_models():
         name = common.pop("checkpoint", "digits32")
         if name not in engines:
             engines[name] = cspd.load(name, max_batch=2, device="cpu")
-        settings = {key: value for key, value in common.items() if key in REQUEST}
+        settings = {key: value for key, value in common.items() if key in request_keys()}
         rows = configurations(entries, settings, lambda models, name=name: engines[name])
         assert len(rows) >= len(entries) and rows[0].request.method == "ar"
         assert f"--config scripts/studies/{path.name}" in path.read_text()

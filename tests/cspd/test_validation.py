@@ -376,6 +376,6 @@ def test_engine_takes_its_targets_defaults(engine):
 
 
 def test_a_request_knows_its_settings_before_anything_else_is_imported():
-    code = "from cspd.sequence import Request; print(Request(3, cfg=2.0).cfg)"
+    code = "from cspd import Request; print(Request(3, cfg=2.0, window=4).cfg)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.stdout == "2.0\n", ran.stderr
