@@ -6,7 +6,8 @@
 # make bench: time the methods on the digits' models.
 # make lock: write the newest versions that fit into constraints.txt, with torch as below.
 # make clean: remove the environment and what `make demo` made.
-# Versions are those of constraints.txt, the newest with CONSTRAINTS=, the oldest with CONSTRAINTS=oldest.txt.
+# Versions are those of constraints.txt; after `make clean` the newest with CONSTRAINTS=, the oldest with
+#   CONSTRAINTS=oldest.txt.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 TORCH := torch==2.14.1 torchvision==0.29.1
@@ -57,4 +58,4 @@ $(BIN)/uv:
 	$(BIN)/pip install --quiet uv
 
 clean:
-	rm -rf $(VENV) samples
+	rm -rf $(VENV) samples oldest.txt

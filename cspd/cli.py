@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell closed it: `cspd methods >&-`
-            setattr(sys, name, open(os.devnull, "w"))  # takes its number too, which the next file would get
+            setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show does not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

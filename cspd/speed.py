@@ -18,6 +18,7 @@ from cspd.continuous.schedule import timetable
 from cspd.engine import Engine
 from cspd.lookup import guarantee_of, method_of, plain_of
 from cspd.machine import seconds_of
+from cspd.parsing import shortened
 from cspd.precision import Stopwatch
 from cspd.sequence import Request, RoundStats, Sequence
 from cspd.summary import WORTH
@@ -122,8 +123,8 @@ def against_plain(engine: Engine, request: Request, num: int, seconds: float, ro
             return _compared(engine, request, num, seconds, rounds) or unknown | {
                 "speedup_unknown": f"a few rounds of it take too long beside a run of {seconds:.1f} s"
             }
-        except torch.OutOfMemoryError:
-            return unknown | {"speedup_unknown": "there is too little memory to time it"}
+        except (RuntimeError, ValueError, FloatingPointError) as error:  # the images are there: they are not lost
+            return unknown | {"speedup_unknown": f"timing it failed ({shortened(str(error))})"}
 
 
 def _compared(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> dict | None:

@@ -155,11 +155,11 @@ class _Bar:
 
     def show(self, finished: int, own: Collection[Sequence], flight: Flight) -> None:
         """So many images are finished, and some are under way."""
-        if not self._shown or not (own or self._bar):
+        if not self._shown or not (own or self._bar is not None):
             return
         done = finished + sum(map(flight.share, own)) * (1 if self._total == 1 else 1 - DECODING)
         if self._total == 1:
-            length = self._bar.total if self._bar else next(map(flight.seq_len, own))
+            length = next(map(flight.seq_len, own)) if self._bar is None else self._bar.total
             self._count(done * length, length, "token", "{n:.0f}/{total}")
         else:
             self._count(done, self._total, "image", "{n:.1f}/{total}" if self._total else "{n:.1f}")

@@ -144,6 +144,8 @@ def help_wanted(argv: Sequence[str]) -> str | None:
     for this, following in zip(argv, [*argv[1:], "-"]):
         if this == "--help-all":
             return "all"
+        if this.startswith("--help="):
+            return this.partition("=")[2]
         if this in ("-h", "--help"):
             return "" if following.startswith("-") else following
     return None
@@ -160,7 +162,7 @@ def parser_of(argv: Sequence[str], methods: Sequence[Method] = ()) -> Parser:
     commands = top.add_subparsers(dest="command", required=True, help=argparse.SUPPRESS, parser_class=Parser)
     for name, (_, declare) in COMMANDS.items():
         parser = commands.add_parser(name, prog=f"cspd {name}", usage=f"cspd {name} [flags]")
-        if name in argv:
+        if [name] == argv[:1]:
             parser.methods = methods
             declare(parser)
             _add_help(parser)
@@ -168,13 +170,12 @@ def parser_of(argv: Sequence[str], methods: Sequence[Method] = ()) -> Parser:
 
 
 def _add_help(parser: Parser) -> None:
-    """Adds --help and, if something is left out of it, --help-all."""
+    """Adds --help and --help-all."""
     group = parser.add_argument_group("help")
     more = " or, with a method's name, the flags of that method" if parser.takes_methods else ""
     num = "?" if parser.takes_methods else 0
     group.add_argument("-h", "--help", action=Help, nargs=num, metavar="METHOD", help=f"show this help{more}")
-    if any(getattr(action, "is_rare", False) for action in parser._actions):
-        group.add_argument("--help-all", action=Help, nargs=0, help="show all flags")
+    group.add_argument("--help-all", action=Help, nargs=0, help="show all flags")
 
 
 def _rare(action: argparse.Action) -> None:

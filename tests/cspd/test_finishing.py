@@ -177,3 +177,10 @@ def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
     else:
         steps = [after - before for before, after in itertools.pairwise(shown)]
         assert steps.count(pytest.approx(2 * streaming.DECODING)) == 2 and shown[-1] == num  # 3, 2 and 2 images
+
+
+def test_a_bar_of_endless_requests_counts_on(small_mar):
+    """Of an iterator nobody knows the total, with which tqdm has no truth value."""
+    engine = Engine(MARModels(small_mar), max_batch=2, device="cpu")
+    requests = (Request(1, seed, "ar", num_iter=2, num_sampling_steps=2) for seed in range(3))
+    assert len(list(engine.stream(requests, progress=True))) == 3
