@@ -194,7 +194,7 @@ def test_a_signal_ends_it_whatever_runs(number, tmp_path):
             if method == "ar":
                 stream = events(visitor.getresponse())
                 assert next(event for event in stream if "share" in event)
-        wait_until(lambda: "calibrating" in log.read_text())
+        wait_until(lambda: "fitting the calibration" in log.read_text())
         began = time.monotonic()
         server.send_signal(number)
         assert server.wait(60) == 128 + number
