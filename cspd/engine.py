@@ -1,29 +1,606 @@
-"""The engine: takes requests, runs rounds over everything in flight, hands out finished images."""
+"""The engine: requests in, images out. It runs rounds of sequences in slots, and knows no family of models."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import itertools
+import math
 import os
+import threading
 import types
 import warnings
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sized
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
 
 from cspd import noise as philox_noise
-from cspd import saving
-from cspd.flight import Flight
+from cspd.device import Precision, describe, pick_device, precision_of
 from cspd.graphs import Graphs
-from cspd.lookup import choose, families_for, method_of
-from cspd.machine import describe, pick_device
-from cspd.method import Host, Method, Models, placed
-from cspd.option import plain
-from cspd.parsing import shortened
-from cspd.precision import Precision, precision_of
-from cspd.sequence import Label, Output, Request, RoundStats, Sequence, requests_of
-from cspd.streaming import Item, OnProgress, check_all, checked, forget_failures, from_threads, stream
+from cspd.method import Host, Method, choose, families_for, method_of
+from cspd.models import Models, placed, save_models
+from cspd.option import LARGEST_INTEGER, check_integer, plain
+from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, requests_of
+from cspd.terminal import shortened
+
+# From finished sequences to outputs: images are decoded beside the next rounds where the device can do both.
+
+AT_ONCE = 3  # images that a CPU decodes between two looks at the bar: a large one takes seconds
+AHEAD = 4  # batches of images that may be under way, before a round waits for the oldest
+
+
+class _Made(NamedTuple):
+    """What `Host.results` has of sequences, and images [B, 3, H, W], on the host."""
+
+    tokens: Tensor
+    heat: Tensor
+    finite: Tensor
+    images: Tensor | None
+
+
+class _Work(NamedTuple):
+    """A round that sequences took part in, or what was made of finished ones: there once `watch` is past."""
+
+    sequences: list[Sequence]
+    watch: Stopwatch
+    made: _Made | None = None
+
+
+class Finisher:
+    """Outputs of finished sequences, in the order in which they finished.
+
+    On a GPU images are decoded on a stream of their own, so that rounds, which wait for their small kernels more than
+    they compute, go on meanwhile. On a CPU, all of whose cores a round uses, they are decoded at once. What the device
+    has yet to do is kept here in its order, so that the seconds of rounds, and images, are read without waiting.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._work: deque[_Work] = deque()
+
+    def __len__(self) -> int:
+        """Images under way."""
+        return len(self.sequences())
+
+    def add_round(self, sequences: list[Sequence], watch: Stopwatch) -> None:
+        """Sequences are charged the seconds of a round, when it is past."""
+        self._work.append(_Work(sequences, watch))
+
+    def add(self, host: Host, sequences: list[Sequence], on_decoded: Callable[[int], object]) -> None:
+        """Begins to decode sequences, whose slots are free afterwards.
+
+        On a CPU `on_decoded` is called with a number of images that are there.
+        """
+        results = host.results(sequences)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            for tensor in results:
+                tensor.record_stream(self._stream)  # whose memory is no one else's until that stream has read it
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+            watch = Stopwatch(self.device)
+            watch.start("decode")
+            images = host.decode(results[0]) if self._stream else _decoded(host, results[0], on_decoded)
+            made = _Made(*(None if each is None else each.to("cpu", non_blocking=True) for each in (*results, images)))  # type: ignore[arg-type]
+            watch.stop()
+        self._work.append(_Work(sequences, watch, made))
+
+    def sequences(self) -> list[Sequence]:
+        """Those that images are under way of."""
+        return [sequence for work in self._work if work.made for sequence in work.sequences]
+
+    def ready(self, wait: bool) -> list[tuple[Sequence, Output]]:
+        """The outputs that are there; all that there will be, if told to `wait`."""
+        outputs: list[tuple[Sequence, Output]] = []
+        while self._work and (wait or self._work[0].watch.is_past() or self._num_batches() > AHEAD):
+            work = self._work.popleft()
+            for phase, spent in work.watch.seconds().items():
+                for sequence in work.sequences:
+                    sequence.stats.seconds[phase] += spent
+            if work.made:
+                outputs += _outputs(work.sequences, work.made)
+        return outputs
+
+    def clear(self) -> None:
+        """Forgets what is being decoded."""
+        self._work.clear()
+
+    def _num_batches(self) -> int:
+        return sum(1 for work in self._work if work.made)
+
+
+def _decoded(host: Host, tokens: Tensor, on_decoded: Callable[[int], object]) -> Tensor | None:
+    """Images of tokens [B, ...], some at a time; never one of several alone, which takes as long as two."""
+    parts = []
+    for part in tokens.tensor_split(math.ceil(len(tokens) / AT_ONCE)):
+        images = host.decode(part)
+        if images is None:
+            return None
+        parts.append(images)
+        on_decoded(len(part))
+    return torch.cat(parts)
+
+
+def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:
+    images = [None] * len(sequences) if made.images is None else made.images
+    outputs = []
+    with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
+        for sequence, own_finite, image, *of_one in zip(sequences, made.finite, images, made.tokens, made.heat):
+            sequence.complete_stats()
+            own_tokens, own_heat = (each.clone() for each in of_one)
+            error = _error(sequence, own_finite, image)
+            image = None if image is None or error else image.clone()
+            what = sequence.request, own_tokens, image, own_heat, sequence.stats, error, sequence.class_name
+            outputs.append((sequence, Output(*what)))
+    return outputs
+
+
+def _error(sequence: Sequence, finite: Tensor, image: Tensor | None) -> str | None:
+    """What is wrong where an image or a token is not finite; `finite`: of each token, in generation order."""
+    if not finite.all():
+        rank = int(finite.int().argmin())
+        where = f"token {rank + 1} of {len(finite)} in generation order, in iteration {sequence.iteration_of(rank)}"
+        error = f"{sequence.request!r} left the numbers of float32 at {where}: look at cfg, temperature and the weights"
+        advice = method_of(sequence.request).advice(sequence.request)
+        return f"{error}; {advice}" if advice else error
+    if image is not None and not image.isfinite().all():
+        return f"{sequence.request!r}: the tokens are finite but not the image: look at the autoencoder's weights"
+    return None
+
+
+# Who runs next: waiting -> running -> finished, over slots that are allocated once.
+
+
+class Scheduler:
+    """First come, first served into `num_slots` slots; the kinds of round in flight take turns.
+
+    Sequences with equal `Sequence.key` share a round. Where several kinds are in flight, each gets a round in
+    turn, so none waits longer than the number of kinds.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
+        self.num_slots = num_slots
+        self._free = list(reversed(range(num_slots)))
+
+    def __len__(self) -> int:
+        """Sequences not finished. Any thread may ask."""
+        return len(self.waiting) + sum(map(len, list(self.running.values())))
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self.waiting or sequence in self.running.get(sequence.key, ())
+
+    def in_flight(self) -> list[Sequence]:
+        """The running sequences."""
+        return [sequence for batch in self.running.values() for sequence in batch]
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Moves waiting sequences into free slots and returns them."""
+        admitted = []
+        while self.waiting and self._free:
+            sequence = self.waiting.popleft()
+            sequence.slot = self._free.pop()
+            self.running.setdefault(sequence.key, []).append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def next(self) -> list[Sequence]:
+        """The sequences of the kind whose turn it is; empty when nothing runs."""
+        if not self.running:
+            return []
+        key = next(iter(self.running))
+        batch = self.running.pop(key)
+        self.running[key] = batch
+        return list(batch)
+
+    def release(self, finished: list[Sequence]) -> None:
+        """Frees the slots of finished sequences."""
+        for sequence in finished:
+            key = sequence.key
+            self.running[key].remove(sequence)
+            if not self.running[key]:
+                del self.running[key]
+            self._free.append(sequence.slot)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Takes a sequence out, waiting or running."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.release([sequence])
+
+    def clear(self) -> None:
+        """Drops everything, finished or not."""
+        self.waiting.clear()
+        for batch in list(self.running.values()):
+            self.release(list(batch))
+
+
+# A lock whose waiters get it in the order in which they came.
+
+
+class Turns:
+    """Threads that take turns at something. Whoever has the turn may ask for it again.
+
+    Python's own locks are not fair: a thread that runs round after round would hardly ever let another one in.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: deque[object] = deque()  # the first has the turn
+        self._thread: int | None = None
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """Waits for the turn, and has it within."""
+        if self._thread == threading.get_ident():
+            yield
+            return
+        own = object()
+        self._waiting.append(own)
+        try:
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting[0] is own)
+            self._thread = threading.get_ident()
+            yield
+        finally:  # also where a signal ends the waiting
+            if self._waiting[0] is own:
+                self._thread = None
+            with self._condition:
+                self._waiting.remove(own)
+                self._condition.notify_all()
+
+
+# What is in flight: requests of any number of threads, which take turns to run its rounds.
+#
+# What becomes of a request goes to the inbox of who gave it, whoever runs the round: (sequence, its Output), or what
+# failed, or None where it was cancelled.
+
+
+class Flight:
+    """Requests in flight over the hosts of an engine. All that changes anything is for who has the turn.
+
+    Attributes:
+        turns: of the threads. hosts: by family. scheduler, finisher: of the sequences that run, and of their images.
+    """
+
+    def __init__(self, hosts: Mapping[str, Host], num_slots: int, device: torch.device) -> None:
+        self.hosts, self.device = hosts, device
+        self._lengths = {family: host.seq_len for family, host in hosts.items()}  # told after the engine is closed too
+        self.turns = Turns()
+        self.scheduler = Scheduler(num_slots)
+        self.finisher = Finisher(device)
+        self._tickets = itertools.count()
+        self._cancelled: set[Sequence] = set()  # their slots are not free yet
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence and gives it its ticket."""
+        sequence.ticket = next(self._tickets)
+        self.scheduler.add(sequence)
+
+    @torch.inference_mode()
+    def run_round(self, on_decoded: Callable[[int], object] = lambda count: None) -> None:
+        """Runs one round of one kind of request; what is finished goes to inboxes. `on_decoded`: as of `Finisher.add`.
+
+        An error or interruption drops everything in flight.
+        """
+        watch = Stopwatch(self.device)
+        try:
+            self._free_cancelled()
+            admitted = self.scheduler.admit()
+            for family, host in self.hosts.items():
+                host.admit([sequence for sequence in admitted if sequence.request.family == family])
+            batch = self.scheduler.next()
+            if batch:
+                self._run(batch, watch, on_decoded)
+            for sequence, output in self.finisher.ready(wait=not len(self.scheduler)):
+                sequence.inbox.append((sequence, output))
+        except BaseException as error:  # cut off in the middle of a round, its state is no one's any more
+            self.drop(error)
+            raise
+
+    def _run(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
+        method, key = method_of(batch[0].request), batch[0].key
+        host = self.hosts[method.family]
+        finished = method.run_round(host, batch, watch)
+        watch.stop()
+        self.finisher.add_round(batch, watch)
+        for sequence in batch:
+            if len(sequence.reached) < sequence.iteration:
+                sequence.reached.append(sequence.num_started)
+        self.scheduler.release(finished)
+        if len(finished) == len(batch):
+            host.forget(key)
+        # one whose chains were under way as it was cancelled can end its last iteration nevertheless
+        if wanted := [sequence for sequence in finished if sequence not in self._cancelled]:
+            self.finisher.add(host, wanted, on_decoded)
+
+    def cancel(self, sequences: Collection[Sequence]) -> None:
+        """Takes sequences out that are not finished. Slots that work under way will write to are free a round later."""
+        going = [sequence for sequence in sequences if sequence in self.scheduler and sequence not in self._cancelled]
+        self._cancelled.update(going)
+        for sequence in going:
+            sequence.inbox.append((sequence, None))
+        self._free_cancelled()
+
+    def _free_cancelled(self) -> None:
+        for key, batch in list(self.scheduler.running.items()) if self._cancelled else ():
+            if self._cancelled.issuperset(batch):  # what is under way is theirs alone
+                self.hosts[str(batch[0].request.family)].forget(key)
+                self.scheduler.release(list(batch))
+        for sequence in list(self._cancelled):
+            if sequence in self.scheduler and not sequence.num_under_way:
+                self.scheduler.cancel(sequence)
+            if sequence not in self.scheduler:
+                self._cancelled.remove(sequence)
+
+    def drop(self, why: BaseException) -> None:
+        """Drops everything in flight."""
+        dropped = [*self.unfinished(), *self.finisher.sequences()]
+        self.scheduler.clear()
+        self.finisher.clear()
+        self._cancelled.clear()
+        for host in self.hosts.values():
+            host.clear()
+        for sequence in dropped:
+            sequence.inbox.append((sequence, why))
+
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that wait or run."""
+        return [*self.scheduler.waiting, *self.scheduler.in_flight()]
+
+    def seq_len(self, sequence: Sequence) -> int:
+        """How many tokens a sequence will have."""
+        return self._lengths[str(sequence.request.family)]
+
+    def share(self, sequence: Sequence) -> float:
+        """The share of those that it makes that is committed, in 0..1."""
+        return sequence.share_made(self.seq_len(sequence))
+
+    def preview(self, sequence: Sequence) -> Image.Image | None:
+        """A picture of a running sequence's committed tokens; None if it does not run, or has no image."""
+        with self.turns.take():
+            if sequence not in self.scheduler.in_flight():
+                return None
+            (output,) = so_far(self.hosts[str(sequence.request.family)], [sequence])
+        return None if output.image is None else output.pil()
+
+
+@torch.inference_mode()
+def so_far(host: Host, sequences: list[Sequence]) -> list[Output]:
+    """What is committed by now of running sequences of a host, as outputs; for who has the turn.
+
+    Heat is NaN where a token is yet to be made. On a GPU some statistics are a few rounds late.
+    """
+    tokens, heat = (torch.cat(each) for each in zip(*map(host.so_far, sequences)))
+    images = host.decode(tokens)
+    shown = [None] * len(sequences) if images is None else images.nan_to_num().cpu()
+    outputs = []
+    for sequence, *own in zip(sequences, tokens.cpu(), shown, heat.cpu()):
+        outputs.append(Output(sequence.request, *own, sequence.stats, class_name=sequence.class_name))  # type: ignore[call-arg, misc]
+    return outputs
+
+
+# A stream of outputs: requests are read as slots become free, and outputs handed out as they finish.
+
+DECODING = 0.1  # of an image, in the bar: its tokens are the rest
+NAMED = 3  # requests of one fault that are named one by one
+Item = tuple[int, Output]  # the index of a request, and what became of it
+# told of a request of one's own, the share of its tokens that are known, and how to see them
+OnProgress = Callable[[Request, float, Callable[[], "Image.Image | None"]], object]
+
+
+def stream(
+    flight: Flight,
+    queue: Callable[[Request, deque], Sequence],
+    requests: Iterable[Request],
+    progress: bool = False,
+    on_progress: OnProgress | None = None,
+    every: int = 1,
+    stop: threading.Event | None = None,
+) -> Iterator[Item]:
+    """See `Engine.stream`. It ends soon after `stop` is set, by any thread.
+
+    Args:
+        queue: checks a request and puts its sequence, of an inbox, in flight; raises ValueError on a bad one.
+
+    Raises ValueError at once if `every` is not an integer above 0.
+    """
+    every = plain(every)
+    check_integer("every", every, 1, LARGEST_INTEGER, "rounds from one call of on_progress to the next")
+    return _stream(flight, queue, requests, progress, on_progress, every, stop)
+
+
+def _stream(
+    flight: Flight,
+    queue: Callable[[Request, deque], Sequence],
+    requests: Iterable[Request],
+    progress: bool,
+    on_progress: OnProgress | None,
+    every: int,
+    stop: threading.Event | None,
+) -> Iterator[Item]:
+    source, bar = _Source(requests), _Bar(progress, len(requests) if isinstance(requests, Sized) else None)
+    own: dict[Sequence, int] = {}
+    inbox: deque = deque()
+    lost: dict[int, str] = {}
+    finished = rounds = 0
+    try:
+        while own or not source.is_over:
+            # one more than there are slots: a round that ends all of them then does not wait for their images
+            fresh = source.read(1 + flight.scheduler.num_slots - len(flight.scheduler))
+            with flight.turns.take():
+                try:
+                    for index, request in fresh:
+                        own[queue(request, inbox)] = index
+                except ValueError as bad:
+                    source.end(bad)
+                if not rounds:
+                    bar.show(0, own, flight)
+                if not inbox:
+                    flight.run_round(bar.add_decoded)
+            rounds += 1
+            decoded = {sequence for sequence, _ in inbox}
+            bar.show(finished + len(decoded), own.keys() - decoded, flight)
+            while inbox:
+                sequence, output = checked(*inbox.popleft())
+                index = own.pop(sequence)
+                if output is None:
+                    continue
+                finished += 1
+                if output.error:
+                    lost[index] = output.error
+                    continue
+                if on_progress:
+                    on_progress(sequence.asked, 1.0, output.pil)  # type: ignore[arg-type]
+                yield index, output
+            if stop is not None and stop.is_set():
+                return
+            for sequence in list(own) if on_progress and rounds % every == 0 else ():
+                on_progress(sequence.asked, flight.share(sequence), functools.partial(flight.preview, sequence))  # type: ignore[arg-type, misc]
+    finally:
+        bar.close()
+        with flight.turns.take():
+            flight.cancel(own)
+    if source.error:
+        raise source.error
+    _raise_lost(lost)
+
+
+def _raise_lost(lost: dict[int, str]) -> None:
+    """Raises FloatingPointError where requests, by index, gave no image, for the reasons there."""
+    if lost:
+        first = f"{named([min(lost)])}: " if len(lost) > 1 else ""
+        raise FloatingPointError(f"{named(sorted(lost))} gave no image: {first}{lost[min(lost)]}")
+
+
+def forget_failures(inbox: deque) -> None:
+    """Leaves in an inbox what is no failure."""
+    kept = [message for message in inbox if not isinstance(message[1], BaseException)]
+    inbox.clear()
+    inbox.extend(kept)
+
+
+def checked(sequence: Sequence, result: Output | BaseException | None) -> tuple[Sequence, Output | None]:
+    """A message of an inbox. Raises RuntimeError where a round failed that another thread ran."""
+    if isinstance(result, BaseException):
+        raise RuntimeError(f"everything in flight was dropped: {result!r}") from result
+    return sequence, result
+
+
+class _Source:
+    """Requests that are read one after the other, and what ended them."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests: Iterator[tuple[int, Request]] = enumerate(requests)
+        self.is_over = False
+        self.error: ValueError | None = None
+
+    def read(self, most: int) -> list[tuple[int, Request]]:
+        """Up to so many of the next requests, with their indices."""
+        read: list[tuple[int, Request]] = []
+        while not self.is_over and len(read) < most:
+            try:
+                read.append(next(self._requests))
+            except StopIteration:
+                self.end()
+            except ValueError as bad:
+                self.end(bad)
+        return read
+
+    def end(self, error: ValueError | None = None) -> None:
+        """No more are read."""
+        self.is_over, self.error = True, error
+
+
+class _Bar:
+    """Counts images, or the tokens of a single one; of none there is no bar."""
+
+    def __init__(self, shown: bool, total: int | None) -> None:
+        self._shown, self._total = shown and total != 0, total
+        self._bar: tqdm | None = None
+
+    def show(self, finished: int, own: Collection[Sequence], flight: Flight) -> None:
+        """So many images are finished, and some are under way."""
+        if not self._shown or not (own or self._bar is not None):
+            return
+        done = finished + sum(map(flight.share, own)) * (1 if self._total == 1 else 1 - DECODING)
+        if self._total == 1:
+            length = next(map(flight.seq_len, own)) if self._bar is None else self._bar.total
+            self._count(done * length, length, "token", "{n:.0f}/{total}")
+        else:
+            self._count(done, self._total, "image", "{n:.1f}/{total}" if self._total else "{n:.1f}")
+
+    def _count(self, done: float, total: int | None, unit: str, counted: str) -> None:
+        if self._bar is None:
+            bar, left = ("{l_bar}{bar}| ", "<{remaining}") if total else ("", "")
+            form = f"{bar}{counted} {unit}s [{{elapsed}}{left}, {{rate_fmt}}]"
+            self._bar = tqdm(total=total, unit=f" {unit}", bar_format=form)
+        self._bar.n = done
+        self._bar.update(0)
+
+    def add_decoded(self, count: int) -> None:
+        """So many images more are decoded, in the middle of a round."""
+        if self._bar is not None and self._total != 1:
+            self._bar.update(DECODING * count)
+
+    def close(self) -> None:
+        """The last that was shown stays."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+async def from_threads(make: Callable[..., Iterator[Item]], *args: Any) -> AsyncIterator[Item]:
+    """What `make(*args, stop=...)` yields, which another thread waits for; if it is left early, that one stops soon."""
+    stop = threading.Event()
+    items = make(*args, stop=stop)
+    pending: asyncio.Future | None = None
+    try:
+        while True:
+            pending = asyncio.ensure_future(asyncio.to_thread(next, items, None))
+            item = await asyncio.shield(pending)
+            if item is None:
+                return
+            yield item
+    finally:
+        stop.set()
+        if pending is not None:
+            await asyncio.wait([pending])
+        await asyncio.to_thread(items.close)  # type: ignore[attr-defined]
+
+
+def check_all(check: Callable[[Request], object], requests: Iterable[Request]) -> None:
+    """Raises ValueError where some requests are bad, naming each fault once."""
+    bad: dict[str, list[int]] = defaultdict(list)
+    for index, request in enumerate(requests):
+        try:
+            check(request)
+        except ValueError as error:
+            bad[str(error)].append(index)
+    if bad:
+        raise ValueError("; ".join(f"{named(alike)}: {error}" for error, alike in bad.items()))
+
+
+def named(indices: list[int]) -> str:
+    """Requests by their indices, of many the first and how many there are."""
+    if len(indices) == 1:
+        return f"request {indices[0]}"
+    numbers = ", ".join(map(str, indices[:NAMED]))
+    return f"requests {numbers}" + (f" ... ({len(indices)} of them)" if len(indices) > NAMED else "")
+
+
+# The engine: takes requests, runs rounds over everything in flight, hands out finished images.
 
 CLOSED = "this engine is closed: make another one, as by cspd.load"
 
@@ -40,7 +617,7 @@ class Engine:
             weights, as calibrations and copies in another precision, does not see others that are loaded later.
         max_batch: slots; memory grows with them, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        precision: "fp32", "tf32" or "bf16", see `cspd.precision.POLICIES`; or another engine's on the same device.
+        precision: "fp32", "tf32" or "bf16", see `cspd.device.POLICIES`; or another engine's on the same device.
         compiled: run MAR's speculative rounds and VQ models' layers through torch.compile: half a minute on first use,
             then faster.
         graphs: replay the work of fixed shape as CUDA graphs, see `cspd.graphs`; by default on CUDA, and nowhere else.
@@ -276,7 +853,7 @@ class Engine:
         self._check_open()
         if len(self._models) > 1:
             raise ValueError("a folder has models of one family: save them from an engine of its own each")
-        saving.save(self._models[0], folder)
+        save_models(self._models[0], folder)
 
     def close(self) -> None:
         """Drops what is in flight and lets the models go, as `with` does at its end. Nothing can be run then."""

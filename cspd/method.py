@@ -1,27 +1,27 @@
-"""What the engine knows: methods, one object each in the file that holds its round, and the hosts of their models.
-
-`cspd.methods` is the registry. There is one host a family of models, `MARHost` and `VQHost`.
-"""
+"""Methods, the registry of them, which method a request takes, and the hosts that they run on."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cspd.classes import ClassNames
+from cspd.files import remember
 from cspd.graphs import Graphs
-from cspd.option import Option, check_integer, check_seed
-from cspd.parsing import NO_CHARACTER, shortened
-from cspd.precision import Precision, Stopwatch
-from cspd.sequence import Request, Sequence
+from cspd.option import COMMON, DEFAULTS, EMBEDDED, Option, check_integer, check_seed
+from cspd.request import Request, Sequence, Stopwatch
+from cspd.terminal import NO_CHARACTER, choice, shortened, value_of
+
+# What the engine knows: methods, one object each in the file that holds its round, and the hosts of their models.
+#
+# `cspd.method` is the registry. There is one host a family of models, `MARHost` and `VQHost`.
 
 GUARANTEES = {
     "exact": "The images have the distribution of plain sampling with the same settings, to floating-point accuracy:"
@@ -208,7 +208,7 @@ class Host(Protocol):
         family: "MAR" or "VQ". seq_len: tokens of an image. num_classes: labels are 0 .. num_classes - 1; 0: it makes
             images of texts.
         image_size: pixels of an image's side. graphs: runs what has a fixed shape. noise: functions of `cspd.noise`.
-        encode: makes tokens, [L(, d)] on the CPU, of a picture (`cspd.known.Known`) for a seed, int64 [1].
+        encode: makes tokens, [L(, d)] on the CPU, of a picture (`cspd.request.Known`) for a seed, int64 [1].
     """
 
     family: str
@@ -256,39 +256,283 @@ class Host(Protocol):
         """Drops what methods keep of all sequences."""
 
 
-class Models(Protocol):
-    """The models of a family: a dataclass of modules, and of their classes' names. `MARModels`, `VQModels`."""
+# The registry of methods: families register theirs when they are imported, and users add their own.
+#
+# `cspd.method` answers questions on it. `cspd.checkpoints` imports every family.
 
-    family: ClassVar[str]
-
-    @property
-    def classes(self) -> ClassNames:
-        """The names of the classes."""
-
-    def check(self) -> None:
-        """Raises ValueError where the models do not fit each other."""
-
-    def host(
-        self,
-        num_slots: int,
-        device: torch.device,
-        precision: Precision,
-        noise: types.ModuleType,
-        *,
-        compiled: bool = False,
-        graphs: Graphs | None = None,
-        cache: Path | None = None,
-    ) -> Host:
-        """A host of these models, which fit and are on the device already. Raises ValueError on too little memory."""
+METHODS: list[Method] = []  # by family, in the families' order, those of users last
+NAMED_BY: dict[str, Callable[[Request], str | None]] = {}  # by family, see `register_family`
+_BUILT_IN: list[Method] = []
 
 
-def modules_of(models: Models) -> dict[str, nn.Module]:
-    """The modules of a family's models, by name, without those that are not there."""
-    parts = {field.name: getattr(models, field.name) for field in dataclasses.fields(models)}  # type: ignore[arg-type]
-    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+def register_family(
+    name: str, methods: Several[Method], named_by: Callable[[Request], str | None] = lambda request: None
+) -> None:
+    """Adds the methods of a family of models that `cspd.option` describes.
+
+    Args:
+        methods: in the order in which tables list them.
+        named_by: the method that a request's settings name when its `method` is None; None: the family's default.
+    """
+    order = [*COMMON]
+    _BUILT_IN.extend(methods)
+    _BUILT_IN.sort(key=lambda method: order.index(method.family))
+    METHODS[:] = _BUILT_IN + [method for method in METHODS if method not in _BUILT_IN]
+    NAMED_BY[name] = named_by
 
 
-def placed(models: Any, device: torch.device) -> Any:
-    """The models on a device, in eval mode and frozen."""
-    modules = {name: module.to(device).eval().requires_grad_(False) for name, module in modules_of(models).items()}
-    return dataclasses.replace(models, **modules)
+def register(method: Method) -> None:
+    """Adds a method of one's own: requests, studies and the command line (`--plugin`) have it from then on.
+
+    One that was registered under the same name before is replaced, as where a notebook's cell is run twice.
+
+    Raises:
+        TypeError: it is no `Method`. ValueError: cspd has one of this name, or its family or guarantee is unknown.
+    """
+    if not isinstance(method, Method):
+        raise TypeError(f"{method!r} is no method: give a cspd.method.Method, as sampling() or drafting() make them")
+    for what, known in (("family", COMMON), ("guarantee", GUARANTEES)):
+        if getattr(method, what) not in known:
+            raise ValueError(
+                f"method {method.name!r}: {what}={getattr(method, what)!r}: choose one of {', '.join(known)}"
+            )
+    same = [each for each in METHODS if (each.name, each.family) == (method.name, method.family)]
+    if same and same[0] in _BUILT_IN:
+        raise ValueError(f"method {method.name!r} is one of cspd's for {method.family}: give yours another name")
+    METHODS[:] = [each for each in METHODS if each not in same] + [method]
+
+
+# Which method a request is by, and the text that names one.
+
+
+def method_names(families: Collection[str] = tuple(COMMON)) -> list[str]:
+    """The names of the methods for these families, each once."""
+    return list(dict.fromkeys(method.name for method in METHODS if method.family in families))
+
+
+def option_order() -> list[str]:
+    """The names of all options: those that all methods of a family have, then the others, as the methods are listed."""
+    common = [option.name for options in COMMON.values() for option in options]
+    special = [option.name for method in METHODS for option in method.options]
+    return list(dict.fromkeys([*common, *special]))
+
+
+def find(name: str | None, family: str | None) -> Method:
+    """The method of a name for a family. Raises ValueError where there is none."""
+    return _named(str(name), [str(family)], [method for method in METHODS if method.family == family])
+
+
+def families_for(request: Request, hosts: Mapping[str, Host]) -> list[str]:
+    """The families of an engine's hosts, those first that take what a request gives: a text, or a class."""
+    of_text = request.prompt is not None
+    return sorted(hosts, key=lambda family: (hosts[family].num_classes == 0) != of_text)
+
+
+def choose(request: Request, families: Several[str]) -> tuple[Request, Method]:
+    """The request with method and family filled in, and the method, of the first of `families` that has it.
+
+    Raises:
+        ValueError: unknown method, one that these families do not have, or options that it does not have.
+    """
+    if request.family is not None and request.family not in families:
+        raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
+    wanted = families if request.family is None else [request.family]
+    candidates = [method for family in wanted for method in METHODS if method.family == family]
+    if request.method is None:
+        method = _default(request, wanted)
+    else:
+        method = _named(request.method, wanted, candidates)
+    _check_options(request, method)
+    return dataclasses.replace(request, method=method.name, family=method.family), method
+
+
+def _named(name: str, families: Several[str], candidates: Several[Method]) -> Method:
+    for method in candidates:
+        if method.name == name:
+            return method
+    owners = [method for method in METHODS if method.name == name]
+    if not owners:
+        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, method_names(families))}")
+    raise ValueError(
+        f"method={name!r} does not decode {' or '.join(families)} models: choose one of"
+        f" {', '.join(method_names(families))}{_other_models(owners)}"
+    )
+
+
+def _other_models(owners: Several[Method]) -> str:
+    """What else to do where the methods that were meant are another family's; empty where there are none."""
+    families = dict.fromkeys(method.family for method in owners)
+    return "".join(f", or take {family} models, as of {EMBEDDED[family]}" for family in families)
+
+
+def _default(request: Request, families: Several[str]) -> Method:
+    """The method that the settings name to some family, or the default method of the first family."""
+    for family in families:
+        name = NAMED_BY[family](request)
+        if name is not None:
+            return find(name, family)
+    return find(DEFAULTS[families[0]], families[0])
+
+
+def _check_options(request: Request, method: Method) -> None:
+    """Raises ValueError, which says whose it is, on a setting that a method does not have."""
+    for name in sorted(request.settings.keys() - _options_of(method)):
+        given = f"{name}={shortened(getattr(request, name))}"
+        owners = [other for other in METHODS if name in _options_of(other)]
+        related = [other.name for other in owners if other.family == method.family]
+        if not related:
+            raise ValueError(f"{given} is no setting of {method.family} models: leave it out{_other_models(owners)}")
+        raise ValueError(f"{given} is no option of {method.name!r}: it belongs to {', '.join(related)}")
+
+
+def _options_of(method: Method) -> set[str]:
+    return {option.name for option in (*COMMON[method.family], *method.options)}
+
+
+def with_method(request: Request, name: str) -> Request:
+    """The request by another method, without the options that this one does not have.
+
+    Raises:
+        ValueError: there is no method of that name.
+    """
+    same = [m for m in METHODS if m.name == name and request.family in (None, m.family)]
+    if not same:
+        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, method_names())}")
+    request = dataclasses.replace(request, method=name)
+    common = tuple(option for options in COMMON.values() for option in options)
+    kept = [each.without_foreign(each.fill(request), common).settings for each in same]
+    settings = {key: value for key, value in request.settings.items() if any(key in each for each in kept)}
+    return dataclasses.replace(request, settings=settings)
+
+
+def plain_of(request: Request) -> Request:
+    """Plain sampling by a checked request's settings, those that all methods of its family have; what is so stays."""
+    if request.method == "ar":
+        return request
+    common = {option.name for option in COMMON[str(request.family)]}
+    return request.but(method="ar", **dict.fromkeys(request.settings.keys() - common))
+
+
+def parse_method(
+    text: str, options: Collection[str] | None = None, more: Several[str] = ()
+) -> tuple[str, dict[str, object]]:
+    """ "cool-sd:delta=1.5:gamma=4" to ("cool-sd", {"delta": 1.5, "gamma": 4}).
+
+    Args:
+        options: what may follow the name; by default the options of methods. more: names allowed beside the methods'.
+
+    Raises:
+        ValueError: another name, or something else follows it.
+    """
+    if options is None:
+        options = {option.name for method in METHODS for option in method.options}
+    name, *parts = text.split(":")
+    known = [*method_names(), *more]
+    if name not in known:
+        raise ValueError(f"method {shortened(name)} is unknown: {choice(name, known)}")
+    settings: dict[str, object] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if option in settings:
+            raise ValueError(f"{shortened(text)} has {option} twice: give it once")
+        if option in options and not equals:
+            raise ValueError(f"{option} in {shortened(text)} has no value: write it like {name}:{option}=VALUE")
+        if option not in options:
+            hint = f"write it like delta=1.5; {choice(option, sorted(options))}"
+            raise ValueError(f"{shortened(part)} in {shortened(text)} is no option: {hint}")
+        settings[option] = value_of(value)
+    return name, settings
+
+
+def method_of(request: Request) -> Method:
+    """The method of a checked request."""
+    return find(request.method, request.family)
+
+
+def guarantee_of(request: Request) -> str:
+    """The guarantee of a resolved request."""
+    return method_of(request).guarantee_of(request)
+
+
+# How far to draft: the fastest way by predicted times, or plain sampling unless it gains enough; and why, in words.
+
+GAIN = 0.7  # drafts only if the predicted time is below this share of plain sampling's; the margin covers what the
+# predictions leave out: in MAR, joins and uneven iterations took up to a quarter more where measured
+
+Way = Mapping[str, Any]  # settings of a request: how it drafts
+PLAIN: Way = {"window": 0}
+
+
+class Choice(NamedTuple):
+    """A way to draft, or `PLAIN`, and why it was chosen."""
+
+    way: Way
+    why: str
+
+
+def is_enough(gain: float) -> bool:
+    """Whether drafting is chosen where it is predicted to be so many times as fast as plain sampling."""
+    return gain * GAIN > 1
+
+
+def judged(way: Way, gain: float, what: str, at_best: bool = False) -> Choice:
+    """A way if its gain over plain sampling is enough, and plain sampling if not.
+
+    Args:
+        what: has the gain. at_best: it has no more than that.
+    """
+    predicted = f"{what} is predicted to be {'at best ' if at_best else ''}{gain:.2f} times as fast"
+    if is_enough(gain):
+        return Choice(way, predicted)
+    return Choice(PLAIN, f"{predicted}, under the {1 / GAIN:.2f} that are asked for")
+
+
+class Chooser:
+    """Chooses how far requests draft that leave it open, once for each kind of request."""
+
+    def __init__(self) -> None:
+        self._choices: dict[Hashable, Choice] = {}
+
+    def choice(self, request: Request, num_slots: int) -> Choice:
+        """The fastest way for what is known of a checked request and the engine, whatever else is in flight."""
+        kind = self._kind(request, num_slots)
+        if kind not in self._choices:
+            remember(self._choices, kind, self._choose(request, num_slots))
+        return self._choices[kind]
+
+    def why(self, asked: Request, num_slots: int) -> str:
+        """What to tell of the window that a checked request has run with."""
+        if asked.window is not None:
+            return "as asked for"
+        choice = self._choices.get(self._kind(asked, num_slots))
+        if choice is None:
+            return "as the run began that this one went on from"
+        return f"nothing was drafted: {choice.why}" if choice.way == PLAIN else choice.why
+
+    def _kind(self, request: Request, num_slots: int) -> Hashable:
+        """All that a choice depends on."""
+        own = {"label": None, "prompt": None, "negative_prompt": None, "seed": 0, "known": None}
+        return request.but(**own), num_slots
+
+    def _choose(self, request: Request, num_slots: int) -> Choice:
+        """Of a request that is the first of its kind."""
+        raise NotImplementedError
+
+
+def choices(axis: str, table: Mapping[str, Any], meaning: str, default: str, **defaults: object) -> list[Option]:
+    """An option that chooses by name, and the options of each choice; `defaults` are values of those of the default.
+
+    A default without options of its own need not be written into requests.
+    """
+    options = [Option(axis, tuple(table), meaning, default=default, implied=not table[default].options)]
+    for name, part in table.items():
+        own = defaults if name == default else {}
+        options += [option.but(only_with=(axis, (name,))) for option in _with_defaults(part.options, own)]
+    return options
+
+
+def _with_defaults(options: tuple[Option, ...], defaults: Mapping[str, object]) -> list[Option]:
+    return [option.but(default=defaults.get(option.name, option.default)) for option in options]
+
+
+PUBLISHED = "published"  # MAR's or LlamaGen's sampler as published, `mar.model` and `cspd.discrete.gpt`

@@ -1,8 +1,4 @@
-"""Options: what a request may be given. Each is declared once, beside what uses it.
-
-Command-line flags and their help, the checks of a request, the keys of study files, the settings in JSON records and
-the tables in the docs are all read from here.
-"""
+"""Options of requests, and what is known of each family of models before any is loaded. It imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +9,12 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
-from cspd.parsing import LARGEST_SEED, shortened
+from cspd.terminal import LARGEST_SEED, shortened
+
+# Options: what a request may be given. Each is declared once, beside what uses it.
+#
+# Command-line flags and their help, the checks of a request, the keys of study files, the settings in JSON records and
+# the tables in the docs are all read from here.
 
 LARGEST = 3e38  # that any number may be: float32 holds it
 LARGEST_INTEGER = 2**31 - 1  # that any whole number may be: arrays count with it
@@ -106,7 +107,7 @@ class Option:
 
 
 def option_names() -> Collection[str]:
-    """The names of all options that were declared by what is imported: `import cspd.loading` imports every family."""
+    """The names of all options that imported modules declared; `import cspd.checkpoints` imports every family."""
     return _KINDS
 
 
@@ -147,3 +148,48 @@ def check_integer(name: str, value: object, low: int, high: int, why: str) -> No
 def check_seed(seed: object) -> None:
     """Raises ValueError if a seed is not an integer in 0..2**63 - 1."""
     check_integer("seed", seed, 0, LARGEST_SEED, "it keys a 64-bit generator")
+
+
+# What is known of each family of models before any is loaded.
+#
+# These are the settings that all its methods have, its default method and its bundled checkpoint. Nothing here imports
+# torch, so that `--help` appears at once.
+
+GUIDANCE = ("linear", "constant")  # schedules of MAR's guidance scale
+NUM_ITER = Option(
+    "num_iter",
+    int,
+    "autoregressive iterations, at most one per generated token",
+    low=1,
+    metavar="K",
+)
+MAR_OPTIONS = (
+    NUM_ITER,
+    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
+    Option("cfg_schedule", GUIDANCE, "guidance grows over the iterations, or is constant"),
+    Option("temperature", float, "scales the denoising noise; 1 is unchanged", metavar="TAU"),
+    Option(
+        "num_sampling_steps",
+        int,
+        "denoising steps per token; MAR's default is 100",
+        low=2,
+        high=1000,  # the steps of training, mar.head.TRAIN_STEPS
+        metavar="T",
+    ),
+)
+VQ_OPTIONS = (
+    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
+    Option("temperature", float, "divides the logits; 1 is unchanged, 0 is greedy", metavar="TAU"),
+    Option("top_k", int, "sample from the K likeliest tokens; 0: from all", metavar="K"),
+    Option(
+        "top_p",
+        float,
+        "sample from the likeliest tokens of total probability P; 1: from all",
+        above=0,
+        high=1,
+        metavar="P",
+    ),
+)
+COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}
+EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint that is taken by default
+DEFAULTS = {"MAR": "speculative", "VQ": "speculative"}  # methods

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cspd.continuous import calibrated
-from cspd.continuous.schedule import timetable
+from cspd.device import seconds_of
 from cspd.engine import Engine
-from cspd.lookup import guarantee_of, method_of, plain_of
-from cspd.machine import seconds_of
-from cspd.parsing import shortened
-from cspd.precision import Stopwatch
-from cspd.sequence import Request, RoundStats, Sequence
-from cspd.summary import WORTH
-from cspd.telling import telling
+from cspd.heads import calibrated
+from cspd.heads.calibrated import HEAD_CALLS
+from cspd.masked.orders import timetable
+from cspd.method import guarantee_of, method_of, plain_of
+from cspd.request import Request, RoundStats, Sequence, Stopwatch
+from cspd.runs import WORTH
+from cspd.terminal import shortened, telling
 
 SHARE, MOST = 0.1, 5.0  # of a run's seconds, that timing may take, and so many at most
 LEAST, SLACK = 0.5, 1.5  # seconds that the fewest rounds may take in any case; or this many times the above
@@ -145,7 +144,7 @@ def _alternative(
 ) -> dict | None:
     """What `calibrated` would give where a run gained nothing; `plain`: seconds that plain sampling takes."""
     asked = engine.check(plain_of(request).but(method="calibrated"))
-    if asked.num_sampling_steps <= calibrated.HEAD_CALLS:
+    if asked.num_sampling_steps <= HEAD_CALLS:
         return None
     found: dict = {"method": "calibrated", "speedup": None, "difference": None}
     at_hand = calibrated.at_hand(asked, engine.hosts["MAR"])

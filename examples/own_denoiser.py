@@ -7,12 +7,10 @@ import numpy as np
 import torch
 
 import cspd
-from cspd.continuous.ancestral import evaluate
-from cspd.continuous.denoiser import Denoised, denoiser
-from cspd.continuous.modulations import modulated
-from cspd.continuous.sampling import sampling
+from cspd.heads.chain import Denoised, denoiser, evaluate, modulated
+from cspd.masked.family import sampling
 from cspd.option import Option
-from mar.diffusion import schedule
+from mar.head import schedule
 
 SHARE = Option("guided_share", float, "share of the steps, the noisiest, that are guided", default=0.5, high=1)
 

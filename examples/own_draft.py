@@ -7,9 +7,8 @@ cspd sample --plugin examples/own_draft.py --checkpoint digits32_vq --method ngr
 import torch
 
 import cspd
-from cspd.discrete import tree
-from cspd.discrete.draft import Drafted, draft
-from cspd.discrete.draft_verify import drafting
+from cspd.discrete import trees
+from cspd.discrete.drafts import Drafted, draft, drafting
 
 
 @draft("ngram")
@@ -25,7 +24,7 @@ def propose(host, batch):
     found = torch.where(earlier, place, -1).amax(1, keepdim=True)
     source = found + 1 + place[:gamma]
     drafted = torch.where((found >= 0) & (source < known), codes.gather(1, source), -1)
-    return Drafted(tree.chain(gamma, host.device), torch.cat([last, drafted], 1), None)
+    return Drafted(trees.chain_shape(gamma, host.device), torch.cat([last, drafted], 1), None)
 
 
 cspd.register(drafting("ngram", "a chain of codes that followed before", {}, draft="ngram", gamma=4))

@@ -8,7 +8,7 @@ import time
 import torch
 
 import cspd
-from cspd.evaluation.classifier import accuracy, load_classifier
+from cspd.evaluation.metrics import accuracy, load_classifier
 
 engine, classifier = cspd.load("digits32", max_batch=10), load_classifier("digits")
 for num_iter in (4, 8, 16, 32, 64):

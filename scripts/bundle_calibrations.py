@@ -14,9 +14,9 @@ from pathlib import Path
 
 import cspd
 from cspd import Engine, Request
-from cspd.discrete.tuning import JACOBI, TREES
-from cspd.finding import embedded
-from cspd.keeping import CALIBRATION, user_cache
+from cspd.discrete.family import JACOBI, TREES
+from cspd.files import CALIBRATION, user_cache
+from cspd.models import embedded
 
 PROMPT = "a red heart"
 

@@ -22,7 +22,7 @@ from emoji import digest
 from pictures import Data, drawing
 from torchvision.datasets.folder import default_loader
 
-from cspd.records import misfit, read_json, write_json
+from cspd.files import misfit, read_json, write_json
 
 SHAPE = {str: {"name": str, "tags": [str]}}
 SHOWN = '{"name": "red heart", "tags": []}'

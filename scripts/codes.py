@@ -15,10 +15,10 @@ from tqdm import tqdm
 from training import rank_and_world, wait_for_all
 
 from cspd import Engine, Request, VQModels
+from cspd.discrete.gpt import VQModel
 from cspd.discrete.host import VQHost
-from cspd.evaluation.subjects import Subject, asking_for
-from cspd.records import publishing
-from cspd.vq.tokenizer import VQModel
+from cspd.evaluation.images import Subject, asking_for
+from cspd.files import publishing
 
 PART = 256  # images in a file
 ENCODED = 16  # images through the tokenizer at a time

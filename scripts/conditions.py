@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cspd import Request
-from cspd.discrete.condition import inputs_of_texts, sent_texts
-from cspd.discrete.host import VQHost
-from cspd.evaluation.subjects import Subject, are_texts
-from cspd.vq.gpt import seen
+from cspd.discrete.gpt import seen
+from cspd.discrete.host import VQHost, inputs_of_texts, sent_texts
+from cspd.evaluation.images import Subject, are_texts
 
 
 class Inputs(NamedTuple):
@@ -36,7 +35,7 @@ class Inputs(NamedTuple):
     present: Tensor | None
 
     def sees(self) -> Tensor:
-        """bool [B or 1, N, N]: which inputs each looks at, as `cspd.vq.gpt.seen` has it."""
+        """bool [B or 1, N, N]: which inputs each looks at, as `cspd.discrete.gpt.seen` has it."""
         return seen(torch.ones_like(self.position, dtype=torch.bool) if self.present is None else self.present)
 
     def mask(self) -> Tensor | None:

@@ -11,10 +11,9 @@ from conditions import Inputs, features_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from cspd.discrete.probabilities import TINY, Filter, filter_numbers, guide, probabilities
-from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import GPT, GPTConfig
-from cspd.vq.registry import GPTS, SamplingDefaults
+from cspd.discrete.gpt import GPT, Eagle, GPTConfig
+from cspd.discrete.registry import GPTS, SamplingDefaults
+from cspd.discrete.rules import TINY, Filter, filter_numbers, guide, probabilities
 
 AT_ONCE = 4  # images: of each there are L distributions of both models
 TEXTS = GPTS["llamagen_xl_t2i"].config

@@ -24,7 +24,8 @@ from typing import NamedTuple
 from PIL import Image
 from tqdm import tqdm
 
-from cspd.records import write_json, write_png
+from cspd.files import write_json
+from cspd.runs import write_png
 
 SIZE, DRAWN = 64, 60  # pixels of a picture, and of the emoji in its middle
 HELD_OUT_EVERY = 10

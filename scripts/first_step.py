@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mar.diffusion import TRAIN_STEPS
-from mar.head import LAYER_NORM_EPS, Head, ResBlock
+from mar.head import LAYER_NORM_EPS, TRAIN_STEPS, Head, ResBlock
 
 AMPLITUDE = 0.05  # of x_t beside the constant
 FREE = 9  # timesteps before the last one where the unit may fire too: no chain of T <= 100 steps visits them

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-from cspd.gpu_check.work import Work, backbone, denoise, iterations, modulation_floats, modulations
+from cspd.gpu_check.measure import Work, backbone, denoise, iterations, modulation_floats, modulations
+from mar.checkpoint import MARS
 from mar.model import MARConfig
-from mar.registry import MARS
 
 DOCS = Path(__file__).parent.parent / "docs" / "gpu.md"
 STEPS = 100  # T

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from captions import read_list
 
-from cspd.commands.sample_folder import prompts_of
-from cspd.evaluation.classifier import CLASSIFIERS, read_classifier
-from cspd.evaluation.images import ImageFolder
+from cspd.evaluation.images import ImageFolder, prompts_of
+from cspd.evaluation.metrics import CLASSIFIERS, read_classifier
 
 
 def main() -> None:

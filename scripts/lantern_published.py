@@ -17,11 +17,9 @@ from torch import Tensor
 from train_eagle import predict
 
 import cspd
-from cspd.discrete.acceptance import bound
-from cspd.discrete.judging import judge_siblings
-from cspd.discrete.neighbours import near_codes
-from cspd.discrete.rules import Rule
-from cspd.vq.registry import SamplingDefaults
+from cspd.discrete.registry import SamplingDefaults
+from cspd.discrete.rules import Rule, bound, near_codes
+from cspd.discrete.trees import judge_siblings
 
 IMAGES = 10
 SAMPLING = SamplingDefaults(cfg=2.0)

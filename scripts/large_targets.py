@@ -16,14 +16,14 @@ import torch
 from tabulate import tabulate
 
 import cspd
+from cspd.device import Precision
+from cspd.discrete.family import JACOBI, TREES, Tuning, name_of, round_seconds
+from cspd.discrete.gpt import GPT, Eagle
 from cspd.discrete.host import VQHost
-from cspd.discrete.tuning import JACOBI, PLAIN, TREES, Tuning, name_of, round_seconds
-from cspd.gpu_check.models import random_model
-from cspd.precision import Precision
-from cspd.sequence import Request
-from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import GPT
-from cspd.vq.registry import gpt_spec
+from cspd.discrete.registry import gpt_spec
+from cspd.gpu_check.cases import random_model
+from cspd.method import PLAIN
+from cspd.request import Request
 
 CPU = torch.device("cpu")
 REPEATS = 5

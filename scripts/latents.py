@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import trange
 from training import FIRST_SEED, is_first
 
-from cspd.records import publishing
+from cspd.files import publishing
 from mar.vae import AutoencoderKL
 
 PART = 500  # images that are encoded at a time

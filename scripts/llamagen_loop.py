@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import cspd
 from cspd import Request
-from cspd.vq.gpt import GPT, RMSNorm
+from cspd.discrete.gpt import GPT, RMSNorm
 
 OURS = "ar"
 

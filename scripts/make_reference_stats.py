@@ -18,12 +18,10 @@ from torch.utils.data import Dataset
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from training import HELD_OUT_SEED
 
-from cspd.evaluation.classifier import SPACES
-from cspd.evaluation.extractor import INCEPTION
 from cspd.evaluation.images import ImageFolder, ImageList
-from cspd.evaluation.metrics import LEAST, features
-from cspd.pixels import to_uint8
-from cspd.records import publishing
+from cspd.evaluation.metrics import INCEPTION, LEAST, SPACES, features
+from cspd.files import publishing
+from cspd.request import to_uint8
 
 PART = 1000  # images drawn at a time
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cspd.records import append_json, publishing, write_bytes
+from cspd.files import append_json, publishing, write_bytes
 
 LOG_EVERY = 10  # steps
 

@@ -10,9 +10,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from cspd.vq.captions import cleaned
-from cspd.vq.gpt import GPT
-from cspd.vq.text import TextEncoder
+from cspd.discrete.gpt import GPT
+from cspd.discrete.text import TextEncoder, cleaned
 
 if TYPE_CHECKING:
     from transformers import T5EncoderModel

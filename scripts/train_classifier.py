@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, is_first
 
-from cspd.evaluation.classifier import CLASSIFIERS, Classifier, accuracy
+from cspd.evaluation.metrics import CLASSIFIERS, Classifier, accuracy
 
 MIXED = 0.2  # parameter of the beta distribution of a blend's shares
 

@@ -30,19 +30,15 @@ from train_gpt import LABEL_DROP
 from training import FIRST_SEED, HELD_OUT_SEED, chosen, device_of_process, export, fit, is_first
 
 import cspd
-from cspd.commands.subjects import read_prompts
+from cspd.checkpoints import checkpoint_files
+from cspd.cli.options import read_prompts
+from cspd.discrete.gpt import GPT, Eagle
 from cspd.discrete.host import VQHost
-from cspd.evaluation.images import image_files
-from cspd.evaluation.subjects import Subject, are_texts, asking_for
-from cspd.finding import checkpoint_files
-from cspd.pretrained import weight_files
-from cspd.ran import file_fingerprint, together
-from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import GPT
-from cspd.vq.hosted.checkpoint import is_hosted
-from cspd.vq.hosted.config import HostedConfig
-from cspd.vq.hosted.eagle import HostedEagle
-from cspd.vq.registry import defaults_of
+from cspd.discrete.hosted import HostedEagle, is_hosted
+from cspd.discrete.registry import HostedConfig, defaults_of
+from cspd.evaluation.images import Subject, are_texts, asking_for, image_files
+from cspd.files import weight_files
+from cspd.runs import file_fingerprint, together
 from mar.checkpoint import named_size
 
 CLASSIFICATION = 0.1  # weight of the cross-entropy, as published

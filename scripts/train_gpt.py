@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
 
-from cspd.ran import file_fingerprint
-from cspd.vq.checkpoint import load_tokenizer
-from cspd.vq.gpt import GPT
-from cspd.vq.registry import GPTS, gpt_spec
-from cspd.vq.tokenizer import VQModel
+from cspd.discrete.gpt import GPT, VQModel
+from cspd.discrete.registry import GPTS, gpt_spec, load_tokenizer
+from cspd.runs import file_fingerprint
 
 LABEL_DROP = 0.1
 HELD_OUT = 512  # images

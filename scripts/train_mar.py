@@ -24,12 +24,10 @@ from torch.nn import functional as F
 from training import Loss, chosen, device_of_process, export, fit, go_on_with
 
 import cspd
-from cspd.ran import file_fingerprint
-from mar.checkpoint import load_vae
-from mar.diffusion import TRAIN_STEPS, training_loss
-from mar.head import Head
+from cspd.runs import file_fingerprint
+from mar.checkpoint import MARS, load_vae, mar_spec
+from mar.head import TRAIN_STEPS, Head, training_loss
 from mar.model import MAR
-from mar.registry import MARS, mar_spec
 from mar.vae import AutoencoderKL
 
 LABEL_DROP = 0.1

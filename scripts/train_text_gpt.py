@@ -27,12 +27,10 @@ from torch import Tensor
 from train_gpt import LABEL_DROP, cross_entropy, initialise
 from training import FIRST_SEED, HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
 
-from cspd.pretrained import weight_files
-from cspd.ran import file_fingerprint, together
-from cspd.vq.checkpoint import load_tokenizer
-from cspd.vq.gpt import GPT
-from cspd.vq.registry import GPTS, gpt_spec
-from cspd.vq.tokenizer import VQModel
+from cspd.discrete.gpt import GPT, VQModel
+from cspd.discrete.registry import GPTS, gpt_spec, load_tokenizer
+from cspd.files import weight_files
+from cspd.runs import file_fingerprint, together
 
 HELD_OUT = 512  # pictures
 ENCODER = "text_encoder"  # the folder beside a target

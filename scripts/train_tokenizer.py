@@ -15,8 +15,8 @@ from pictures import Data, add_data_options, data_of, psnr_of
 from torch import Tensor
 from training import HELD_OUT_SEED, Loss, as_first, chosen, device_of_process, export, fit, is_first, rank_and_world
 
-from cspd.vq.registry import TOKENIZERS, create_tokenizer
-from cspd.vq.tokenizer import VQModel
+from cspd.discrete.gpt import VQModel
+from cspd.discrete.registry import TOKENIZERS, create_tokenizer
 
 COMMITMENT = 0.25
 REVIVE_EVERY = 20  # steps

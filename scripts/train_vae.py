@@ -15,7 +15,7 @@ from pictures import Data, add_data_options, data_of, psnr_of
 from torch import Tensor
 from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
 
-from mar.registry import VAES, create_vae
+from mar.checkpoint import VAES, create_vae
 from mar.vae import AutoencoderKL
 
 PART = 64  # images that are measured at a time

@@ -26,9 +26,9 @@ from torch.optim.swa_utils import AveragedModel
 from torchvision.utils import make_grid
 from tqdm import tqdm
 
-from cspd.pixels import to_pil
-from cspd.ran import file_fingerprint
-from cspd.records import publishing, write_png
+from cspd.files import publishing
+from cspd.request import to_pil
+from cspd.runs import file_fingerprint, write_png
 from mar.checkpoint import fill
 from mar.tensors import read_tensors
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from cspd.cli import main
-from cspd.comparison import compare as comparison
-from cspd.comparison.runs import store_of
-from cspd.evaluation.classifier import load_classifier
+from cspd.comparison import compare as comparison_compare
+from cspd.comparison.study import comparison_store
+from cspd.evaluation.metrics import load_classifier
 
 K4 = {"num_iter": 4, "num_sampling_steps": 6, "cfg": 1.0}
 QUICK = ["--num-iter", "4", "--num-sampling-steps", "6", "--cfg", "1"]
@@ -26,8 +26,8 @@ def run(out, *more, methods=METHOD_NAMES, num=NUM):
 
 def compare(rows, labels, num, out, **more):
     """As `cspd.comparison.compare.compare`, with a claim on the folder for as long as it lasts."""
-    with store_of(out) as store:
-        return comparison.compare(rows, labels, num, store, **more)
+    with comparison_store(out) as store:
+        return comparison_compare.compare(rows, labels, num, store, **more)
 
 
 def chunks(out, row):

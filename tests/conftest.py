@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
-import cspd.loading  # noqa: F401 - every family registers its methods, whichever test runs alone
-from cspd import telling
-from cspd.gpu_check.golden import FOLDER as GOLDEN  # noqa: F401 - for tests to take from here, as relative_error
-from cspd.gpu_check.golden import Golden, golden_mar, relative_error  # noqa: F401
-from cspd.vq.gpt import GPT, GPTConfig
-from cspd.vq.tokenizer import VQConfig, VQModel
+import cspd.checkpoints  # noqa: F401 - every family registers its methods, whichever test runs alone
+from cspd import terminal
+from cspd.discrete.gpt import GPT, GPTConfig, VQConfig, VQModel
+from cspd.gpu_check.run import GOLDEN_FOLDER as GOLDEN  # noqa: F401 - for tests to take from here, as relative_error
+from cspd.gpu_check.run import (
+    Golden,
+    golden_mar,
+    relative_error,  # noqa: F401
+)
 from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
     prefix="cspd-tests-"
 )  # costs, and calibrations of small models, are made anew
-telling.PATIENCE = 3600.0  # a slow machine does not add lines to what commands print
+terminal.PATIENCE = 3600.0  # a slow machine does not add lines to what commands print
 CPU = Path("/proc/cpuinfo")
 if CPU.exists() and "GenuineIntel" in CPU.read_text():  # MKL rounds alike in every batch if asked to: docs/precision.md
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # it looks when it is first used

@@ -18,7 +18,7 @@ from heads import MixtureHead
 from torch import Tensor
 
 from cspd import Engine, MARModels, Request, noise
-from mar.diffusion import schedule
+from mar.head import schedule
 from mar.model import MAR
 
 LENGTH, CHANNELS, GAMMA = 64, 16, 8

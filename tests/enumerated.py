@@ -11,9 +11,8 @@ import itertools
 import torch
 from torch.nn.functional import one_hot
 
-from cspd.discrete.judging import judge_siblings
-from cspd.discrete.neighbours import neighbours
-from cspd.discrete.rules import Rule
+from cspd.discrete.rules import Rule, neighbours
+from cspd.discrete.trees import judge_siblings
 
 RULES = {
     "exact": Rule(),

@@ -9,7 +9,7 @@ import pytest
 from stores import small_checkpoint
 
 from cspd.cli import main
-from cspd.evaluation.shards import Shards
+from cspd.evaluation.run import Shards
 
 NUM, SEED = 58, 11  # three files of 16 images and one of 10
 OPTIONS = ["--method", "ar", "--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--seed", str(SEED)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cspd.lock import LOCK
-from cspd.store import Store
+from cspd.runs import LOCK, Store
 
 SCHEMA = "tests/1"
 NAMES = r"\d+\.npz|parts/\d+\.npz|report\.md"

@@ -6,9 +6,8 @@ import numpy as np
 from digits import coloured_digits
 from torch_fidelity.metric_fid import fid_features_to_statistics
 
-from cspd.evaluation.metrics import features
-from cspd.evaluation.reference import load_reference
-from cspd.pixels import to_pil
+from cspd.evaluation.metrics import features, load_reference
+from cspd.request import to_pil
 
 KEYS = {
     "fid": "frechet_inception_distance",

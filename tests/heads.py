@@ -9,16 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cspd import noise
-from cspd.continuous.ancestral import ancestral
-from cspd.continuous.calibration import Calibration, fit
-from cspd.continuous.chain_records import Finished
-from cspd.continuous.chains import Chains
-from cspd.continuous.draft_verify import draft_table
-from cspd.continuous.plan import Predictor, fit_predictor
-from cspd.continuous.tracing import Trace
-from cspd.precision import Precision
-from mar.diffusion import schedule
+from cspd import noise as cspd_noise
+from cspd.device import Precision
+from cspd.heads.calibrated import Predictor, fit_predictor
+from cspd.heads.calibration import Calibration, Trace, fit
+from cspd.heads.chain import ancestral
+from cspd.heads.speculative import Chains, Finished
+from cspd.heads.verify import draft_table
+from mar.head import schedule
 
 FP32 = Precision("fp32", torch.device("cpu"))
 BATCH = 1500  # chains at once: where one residual needs many candidates, all that wait draw as many
@@ -84,8 +82,8 @@ class Case:
     def ancestral(self, rows: int, seed: int, trace=None, precision=FP32) -> Tensor:
         """Tokens [rows, d] by the full chain, with the noise that `speculative` has."""
         seeds, position, *inputs = self._rows(rows, seed)
-        x, channels = noise.initial(seeds, position, self.head.channels), self.head.channels
-        eps = lambda t: noise.steps(seeds, position, t, channels)  # noqa: E731
+        x, channels = cspd_noise.initial(seeds, position, self.head.channels), self.head.channels
+        eps = lambda t: cspd_noise.steps(seeds, position, t, channels)  # noqa: E731
         return ancestral(self.head, *inputs, x, eps, self.num_steps, precision, trace)
 
     def traces(self, rows: int, seed: int) -> Tensor:
@@ -117,7 +115,7 @@ class Case:
     def calibration(self, frozen: bool = False) -> Calibration:
         return fit(*self.traces(256, 2**40), self.temperature, frozen)
 
-    def chains(self, draft: Calibration, window: int, noise=noise, precision=FP32, graphs=None) -> Chains:
+    def chains(self, draft: Calibration, window: int, noise=cspd_noise, precision=FP32, graphs=None) -> Chains:
         table = draft_table(draft.coefficients, draft.drift, self.num_steps, window, self.temperature)
         return Chains(self.head, torch.as_tensor(table), precision, noise, graphs=graphs, trace_sigma=True)
 

@@ -22,12 +22,9 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from cspd.vq.hosted.architectures import ARCHITECTURES, name_of
-from cspd.vq.hosted.checkpoint import sizes
-from cspd.vq.hosted.config import Image
-from cspd.vq.hosted.eagle import HostedEagle
-from cspd.vq.hosted.model import HostedModel
-from cspd.vq.hosted.prompts import Prompts
+from cspd.discrete.architectures import ARCHITECTURES, HostedModel, name_of
+from cspd.discrete.hosted import HostedEagle, Prompts, sizes
+from cspd.discrete.registry import Image
 
 CODES, SIDE = 16, 4
 GUIDANCE = 2.5

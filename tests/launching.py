@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cspd
-from cspd.stopping import GRACE, POLL
+from cspd.terminal import GRACE, POLL
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -23,7 +23,7 @@ def environment(**more: str) -> dict[str, str]:
 def start(arguments: Sequence[str], log: Path, launch: Sequence[str] = (), **more: str) -> subprocess.Popen:
     """The command in a process of its own, or those that torchrun starts if `launch` has its options."""
     torchrun = ["-m", "torch.distributed.run", *launch] if launch else []
-    command = [sys.executable, *torchrun, "-m", "cspd.cli", *map(str, arguments)]
+    command = [sys.executable, *torchrun, "-m", "cspd", *map(str, arguments)]
     with open(log, "a") as file:
         return subprocess.Popen(command, stdout=file, stderr=file, env=environment(**more))
 

@@ -6,9 +6,9 @@ import pytest
 from toys import CPU, toy_mar
 
 from cspd import Engine, MARModels
-from cspd.continuous.host import MARHost
-from cspd.precision import Precision
-from cspd.sequence import Sequence
+from cspd.device import Precision
+from cspd.masked.host import MARHost
+from cspd.request import Sequence
 
 QUICK = {"method": "lazymar", "num_sampling_steps": 4, "first_timestep": 950, "cfg": 2.0, "warmup": 1, "refresh": 4}
 KEY = "lazymar"

@@ -10,8 +10,8 @@ import torch
 from heads import Case, MixtureHead
 
 from cspd import noise
-from cspd.continuous.calibration import Calibration
-from mar.diffusion import schedule
+from cspd.heads.calibration import Calibration
+from mar.head import schedule
 
 CHANNELS = 3
 CENTRES = torch.tensor([[0.9, -0.6, 0.2], [-0.4, 0.7, 1.0], [0.1, -0.2, -1.1]])

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from cspd.comparison import tables
-from cspd.ran import what_ran
+from cspd.comparison import report
+from cspd.runs import what_ran
 
 
 def spread(*values):
@@ -16,8 +16,8 @@ def spread(*values):
 
 
 def row(name, **values):
-    intervals = [f"{key}_ci95" for key in tables.INTERVALS]
-    empty = dict.fromkeys([*(column.key for column in tables.COLUMNS), *intervals])
+    intervals = [f"{key}_ci95" for key in report.INTERVALS]
+    empty = dict.fromkeys([*(column.key for column in report.COLUMNS), *intervals])
     speeds = {"images_per_second": spread(1.5, 2.0, 3.0), "speed_up": spread(1.0, 1.0, 1.0)}
     own = {"name": name, "method": name.split(":")[0], "guarantee": "exact", "seconds": [1.0, 2.0, 3.0]}
     return empty | own | speeds | {"settings": {"cfg": 3.0}, "peak_bytes": 3 * 2**20, "backbone_calls": 8.0} | values

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from cspd.finding import checkpoint_files
+from cspd.checkpoints import checkpoint_files
 
 CACHE = Path(os.environ["XDG_CACHE_HOME"])
 

@@ -15,9 +15,9 @@ from captions import Caption, held_out_names, listed, pictures_of, read_captions
 from PIL import Image
 from safetensors.torch import save_file
 
-from cspd.commands.subjects import read_prompts
-from cspd.evaluation.classifier import CLASSIFIERS, Classifier, ClassifierConfig
-from cspd.records import write_json
+from cspd.cli.options import read_prompts
+from cspd.evaluation.metrics import CLASSIFIERS, Classifier, ClassifierConfig
+from cspd.files import write_json
 
 COLOURS, SHAPES = ("red", "blue", "green", "black", "white"), ("heart", "circle", "square", "star")
 PEOPLE = [

@@ -13,10 +13,10 @@ from conftest import relative_error
 from stores import small_checkpoint
 from toys import counts, distribution, draw, p_value, request_of, toy_models
 
-from cspd import Engine, MARModels, Request, methods, register
+from cspd import Engine, MARModels, Request, method, register
 from cspd.cli import main
-from cspd.continuous.denoiser import DENOISERS
-from cspd.discrete.draft import DRAFTS
+from cspd.discrete.drafts import DRAFTS
+from cspd.heads.chain import DENOISERS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def added(monkeypatch):
     """A function that imports an example, which adds its method to the list, for one test."""
     registries = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS)]
-    before_all = list(methods.METHODS)
+    before_all = list(method.METHODS)
 
     def add(name):
         monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -33,7 +33,7 @@ def added(monkeypatch):
         __import__(name)
 
     yield add
-    methods.METHODS[:] = before_all
+    method.METHODS[:] = before_all
     for registry, before in registries:
         registry.clear()
         registry.update(before)
@@ -109,7 +109,7 @@ def test_a_plugin_that_is_none(text, message, tmp_path, capsys):
 
 def test_what_cannot_be_registered(added):
     added("own_draft")
-    own = methods.METHODS[-1]
+    own = method.METHODS[-1]
     with pytest.raises(ValueError, match=r"method 'ar' is one of cspd's for VQ: give yours another name"):
         register(dataclasses.replace(own, name="ar"))
     with pytest.raises(ValueError, match="method 'ngram': guarantee='sure': choose one of exact, "):
@@ -118,4 +118,4 @@ def test_what_cannot_be_registered(added):
         register("ngram")
     again = dataclasses.replace(own, summary="as where a cell is run twice")
     register(again)
-    assert methods.METHODS[-1] is again and own not in methods.METHODS
+    assert method.METHODS[-1] is again and own not in method.METHODS

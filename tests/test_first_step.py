@@ -6,8 +6,7 @@ import pytest
 import torch
 from first_step import FREE, finish, keep, prepare
 
-from mar.diffusion import TRAIN_STEPS
-from mar.head import Head
+from mar.head import TRAIN_STEPS, Head
 
 
 def error(head: Head, timestep: int) -> float:

@@ -23,11 +23,18 @@ from texts import PROMPTS, text_models
 from toys import CLASSES, CPU, host_of, toy_models
 
 import cspd
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.finding import checkpoint_files
-from cspd.vq.gpt import GPTConfig
-from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_eagle, create_gpt, create_tokenizer
-from cspd.vq.tokenizer import VQConfig
+from cspd.discrete.gpt import GPTConfig, VQConfig
+from cspd.discrete.registry import (
+    GPTS,
+    TOKENIZERS,
+    GPTSpec,
+    SamplingDefaults,
+    create_eagle,
+    create_gpt,
+    create_tokenizer,
+)
 
 SIZES = {"dim": 16, "n_layer": 2, "n_head": 2, "vocab_size": 24, "num_classes": 10, "multiple_of": 8}
 TOKENIZER = VQConfig(ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=24, num_res_blocks=1, attention=False)

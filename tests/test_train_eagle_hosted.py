@@ -15,9 +15,9 @@ from toys import request_of
 from train_eagle import predict
 
 import cspd
+from cspd.checkpoints import checkpoint_files
 from cspd.discrete.batch import batch_of, by_slot
 from cspd.discrete.drafts import _eagle_root
-from cspd.finding import checkpoint_files
 from mar.tensors import CheckpointError
 
 SLOW = pytest.mark.slow

@@ -16,8 +16,8 @@ from train_eagle import predict
 import cspd
 from cspd.discrete.batch import batch_of, by_slot
 from cspd.discrete.drafts import _eagle_root
-from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults
-from cspd.vq.text import TextEncoder
+from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults
+from cspd.discrete.text import TextEncoder
 
 BY_T5 = TextEncoder._made  # in whose place other tests have words
 SIDE = 4  # codes along a side

@@ -20,14 +20,11 @@ from toys import CPU, request_of
 
 import cspd
 from cspd.discrete.batch import batch_of
-from cspd.lookup import find
-from cspd.precision import Stopwatch
-from cspd.records import write_json
-from cspd.sequence import RoundStats, Sequence
-from cspd.vq.checkpoint import load_gpt
-from cspd.vq.gpt import GPTConfig
-from cspd.vq.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_tokenizer
-from cspd.vq.tokenizer import VQConfig
+from cspd.discrete.gpt import GPTConfig, VQConfig
+from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_tokenizer, load_gpt
+from cspd.files import write_json
+from cspd.method import find
+from cspd.request import RoundStats, Sequence, Stopwatch
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9, as setup.cfg says")
 SIZES = {"dim": 16, "n_head": 2, "vocab_size": 24, "block_size": 16, "num_classes": 0, "multiple_of": 8}
@@ -189,7 +186,7 @@ def trained(folder):
     return engine, words, TextGPT(engine.host.target, encoder)
 
 
-@pytest.mark.filterwarnings("ignore::cspd.vq.text.Truncated")
+@pytest.mark.filterwarnings("ignore::cspd.discrete.text.Truncated")
 def test_training_sees_what_sampling_sees(trained):
     """Texts of unequal length, and one that is cut off, and what guides them: the logits of every code."""
     engine, words, model = trained

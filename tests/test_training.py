@@ -21,10 +21,9 @@ from torch import nn
 from train_mar import Guessing, in_the_transformer, may_be_half
 from training import MUON_FACTOR, _optimizers, export, fit
 
-from cspd.finding import checkpoint_files
-from cspd.vq.checkpoint import load_gpt, load_tokenizer
-from mar.checkpoint import load_mar, load_vae
-from mar.registry import create_mar
+from cspd.checkpoints import checkpoint_files
+from cspd.discrete.registry import load_gpt, load_tokenizer
+from mar.checkpoint import create_mar, load_mar, load_vae
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="training takes torch 2.9, as setup.cfg says")
 ROOT = Path(__file__).parent.parent
@@ -192,7 +191,7 @@ from pathlib import Path
 from pictures import Data
 from train_tokenizer import loss_of
 from training import device_of_process, rank_and_world
-from cspd.vq.registry import create_tokenizer
+from cspd.discrete.registry import create_tokenizer
 
 device = device_of_process()
 rank, world = rank_and_world()

@@ -14,15 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from toys import host_of, toy_models
 
+from cspd.checkpoints import checkpoint_files
+from cspd.discrete.gpt import GPT, GPTConfig
 from cspd.discrete.host import VQHost
-from cspd.finding import checkpoint_files
-from cspd.gpu_check.golden import relative_error
-from cspd.lookup import find
-from cspd.precision import Stopwatch
-from cspd.sequence import Request, RoundStats, Sequence
-from cspd.vq.gpt import GPT, GPTConfig
-from cspd.vq.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
-from cspd.vq.text import TextEncoder
+from cspd.discrete.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
+from cspd.discrete.text import TextEncoder
+from cspd.gpu_check.run import relative_error
+from cspd.method import find
+from cspd.request import Request, RoundStats, Sequence, Stopwatch
 
 CHANNELS, MOST = 6, 7  # of a text's features; tokens
 PROMPTS = ["a red fox", "blue", "an old ship in a quiet green harbour at night"]  # of 4, 2 and MOST tokens

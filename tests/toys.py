@@ -10,15 +10,13 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from cspd.device import Precision
+from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import Filter, filter_numbers, guide, probabilities
+from cspd.discrete.rules import Filter, filter_numbers, guide, probabilities
 from cspd.engine import Engine
-from cspd.lookup import find
-from cspd.precision import Precision, Stopwatch
-from cspd.sequence import Output, Request, RoundStats, Sequence
-from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import GPT, GPTConfig
-from cspd.vq.tokenizer import VQConfig, VQModel
+from cspd.method import find
+from cspd.request import Output, Request, RoundStats, Sequence, Stopwatch
 from mar.model import MAR, MARConfig
 
 CPU = torch.device("cpu")

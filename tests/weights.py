@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mar.registry import create_mar
+from mar.checkpoint import create_mar
 from mar.tensors import CheckpointError
 
 DRAFT, TARGET, VAE = "mar_digits32_draft", "mar_digits32", "kl_digits32"

@@ -1,9 +1,11 @@
-"""Configurations side by side: the same seeds, taking turns, as rows of speed, cost, quality and p-values."""
+"""Compares configurations on the same seeds, and searches for the fastest within limits."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +14,130 @@ from torch import Tensor
 from torch_fidelity.metric_fid import fid_features_to_statistics
 from tqdm import tqdm
 
-from cspd.comparison.by_clip import judge_by_clip
-from cspd.comparison.chunks import Chunk
-from cspd.comparison.jackknife import intervals, jackknife
-from cspd.comparison.runs import TIMED, settings_of, taking_turns
-from cspd.comparison.study import Configuration, baselines
+from cspd.comparison.report import WORSE, value_of
+from cspd.comparison.study import (
+    TIMED,
+    TUNE,
+    WRITTEN,
+    Chunk,
+    Configuration,
+    Turns,
+    baselines,
+    settings_of,
+    taking_turns,
+)
+from cspd.device import spread
 from cspd.evaluation import metrics
-from cspd.evaluation.intervals import around
-from cspd.evaluation.reference import Reference
-from cspd.evaluation.subjects import Subject, are_texts, in_turn
-from cspd.evaluation.two_sample import LEAST_PAIRS, energy_test
-from cspd.lookup import guarantee_of
-from cspd.machine import spread
-from cspd.ran import models_of, what_ran
-from cspd.sequence import Request
-from cspd.store import Store
-from cspd.summary import LAZY, measured
+from cspd.evaluation.images import ImageList, Subject, are_texts, in_turn
+from cspd.evaluation.metrics import (
+    LEAST_PAIRS,
+    NO_MODEL,
+    NORMAL,
+    Clip,
+    Reference,
+    around,
+    energy_test,
+    half_of,
+    mean_and_error,
+)
+from cspd.method import guarantee_of
+from cspd.request import Request
+from cspd.runs import LAZY, Store, measured, models_of, what_ran
+from cspd.terminal import MOST
+
+# What CLIP says of a comparison's images of texts: how well each row's show them, and how that differs from plain
+# sampling's of the same texts and seeds.
+
+VALUES = ("clip_score", "clip_difference")
+
+
+def judge_by_clip(
+    report: dict,
+    images: Sequence[np.ndarray],
+    paired: Sequence[int | None],
+    folder: Path | None,
+    device: torch.device,
+    progress: bool,
+) -> None:
+    """Adds each row's CLIP score, and its mean difference from plain sampling, to a report; with 95 % intervals.
+
+    The difference has the smaller interval: what a text makes hard or easy is in both of a pair.
+
+    Args:
+        images: of each row, uint8 [N, H, W, 3]. paired: of each row, that of plain sampling by the same seeds, if any.
+        folder: of the model; None leaves its values out.
+    """
+    for entry in report["rows"]:
+        entry |= dict.fromkeys([*VALUES, *(f"{name}_ci95" for name in VALUES)])
+    if not are_texts(report["labels"]):
+        return
+    if folder is None:
+        report["missing"]["clip_score"] = NO_MODEL
+        return
+    model = Clip(folder, device)
+    report["clip"] = model.about
+    texts = in_turn(report["labels"], report["images"])
+    scores: list[Tensor] = []
+    rows = list(zip(report["rows"], images))
+    for entry, made in tqdm(rows, desc="by CLIP", unit=" row", disable=not progress):
+        pictures = torch.from_numpy(made).permute(0, 3, 1, 2)
+        scores.append(model.scores(ImageList(pictures), texts))
+        entry |= _with_interval("clip_score", scores[-1])
+    for entry, own, base in zip(report["rows"], scores, paired):
+        if base is not None:
+            entry |= _with_interval("clip_difference", own - scores[base])
+
+
+def _with_interval(name: str, values: Tensor) -> dict:
+    """The mean of images' values, under a name in `VALUES`, and its interval; None of one image."""
+    mean, error = mean_and_error(values)
+    return {name: mean, f"{name}_ci95": None if error is None else around(name, mean, error)}
+
+
+# How sure the qualities of few images are: the jackknife of FID and Inception score.
+
+PARTS = 25  # that the jackknife splits a row's images into, at most
+LEAST_INTERVAL = 20  # images that the jackknife needs
+LEAST_CYCLES = 4  # cycles through the classes that make class-balanced parts possible
+QUICK_FEATURES = 256  # a FID of Inception's 2,048 features takes many seconds: it gets no interval
+
+
+def jackknife(
+    features: Tensor, logits: Tensor, names: list[str], reference: Reference | None, num_classes: int
+) -> dict[str, np.ndarray]:
+    """FID and Inception score, those in `names`, with each part of the images left out; none where that is no use.
+
+    The jackknife splits the images into at most 25 class-balanced parts and leaves out one at a time. We do not use
+    the bootstrap: it draws classes unevenly, and an image that is drawn twice stands for fewer images. Both worsen the
+    numbers by themselves.
+    """
+    num = len(features)
+    if num < LEAST_INTERVAL:
+        return {}
+    if "fid" in names and (reference.statistics is None or features.shape[1] > QUICK_FEATURES):
+        names = [name for name in names if name != "fid"]
+
+    # image i has class i modulo num_classes: whole cycles keep a part balanced
+    block = num_classes if num >= LEAST_CYCLES * num_classes else 1
+    part = torch.arange(num) // block % PARTS
+    values = []
+    for left_out in range(int(part.max()) + 1):
+        kept = part != left_out
+        values.append(metrics.of_features(features[kept], logits[kept], names, reference))
+    return {name: np.array([value[name] for value in values]) for name in names}
+
+
+def standard_error(left_out: np.ndarray) -> float:
+    """The jackknife's, of a value that was measured with each part left out."""
+    return float(((len(left_out) - 1) * np.var(left_out)) ** 0.5)
+
+
+def intervals(measured: Mapping, left_out: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+    """95 % intervals of what was measured, by what `jackknife` gave of it."""
+    return {f"{name}_ci95": around(name, measured[name], standard_error(values)) for name, values in left_out.items()}
+
+
+# Configurations side by side: the same seeds, taking turns, as rows of speed, cost, quality and p-values.
 
 SCHEMA = "cspd.compare/6"
 TESTS = (("p_value", "paired_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
@@ -52,13 +162,14 @@ def compare(
     """Generates `num` images by each configuration and judges them; the report and the images.
 
     The configurations take turns, so that a machine that slows down slows all. The images are kept in files and not
-    made again (`cspd.comparison.runs`): a run that was cut off goes on, and a finished one can be given more images
+    made again (`cspd.comparison.study`): a run that was cut off goes on, and a finished one can be given more images
     or another reference.
 
     Args:
         rows: see `cspd.comparison.study.configurations`; speed is measured against the first.
         subjects: classes by number, or texts; image i has the i-th, over and over.
-        store: of the folder, see `cspd.comparison.runs.store_of`; it stays claimed until the store's `with` ends.
+        store: of the folder, see `cspd.comparison.study.comparison_store`; it stays claimed until the store's `with`
+            ends.
         seed: of the first image, where a row has none of its own; the next has the next.
         space, weights, reference: what images are judged in, see `cspd.evaluation.metrics`; space None leaves quality
             and p-values out. clip: the folder of a model that judges images of texts.
@@ -259,3 +370,265 @@ def _with_statistics(reference: Reference, judge: dict) -> Reference:
     if statistics is None:
         return reference
     return dataclasses.replace(reference, statistics=statistics, images=None)
+
+
+# Which of several configurations are worth more images: Pareto fronts, and successive halving by them.
+#
+# Successive halving: Jamieson & Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization,
+# arXiv 1502.07943. All are tried on few images, the better part of them on more, and so on.
+
+FEWEST = LEAST_INTERVAL  # images of the first rung
+GROWTH = 3  # a rung has so many times the images of the one before, and one in so many of its candidates
+LEAST_KEPT = 4
+WORTH = 1.05  # times as fast as plain sampling: below that, it may be the machine
+REACH = 2.0  # standard errors that a value may be better than it was measured
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate as it was measured.
+
+    Attributes:
+        speed: images per second. excess: how much worse it is than it may be; 0 or less is good enough.
+        error: standard error of that.
+    """
+
+    speed: float
+    excess: float
+    error: float = 0.0
+
+
+def rungs(num: int) -> list[int]:
+    """How many images each rung has, rising to `num`: 20, 60, 180. More images later go on from the same rungs."""
+    numbers, rung = [], FEWEST
+    while 2 * rung <= num:
+        numbers.append(rung)
+        rung *= GROWTH
+    return [*numbers, num]
+
+
+def kept(number: int) -> int:
+    """How many candidates of a rung go on to the next."""
+    return min(number, max(LEAST_KEPT, -(-number // GROWTH)))
+
+
+def planned(number: int, rung_images: Sequence[int], always: int, before: int = 0) -> int:
+    """Images that these rungs make, of so many candidates and of `always` configurations that stay to the end.
+
+    `before`: those that each of them has already.
+    """
+    images = 0
+    for rung in rung_images:
+        images += (number + always) * (rung - before)
+        number, before = kept(number), rung
+    return images
+
+
+def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether one is nowhere worse than the other, and somewhere better; less is better."""
+    pairs = list(zip(one, other))
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
+def layers(points: Sequence[Sequence[float]]) -> list[int]:
+    """The Pareto front that each point is on: 0 the first, 1 the front of what remains without that, and so on."""
+    layer = [-1] * len(points)
+    level = 0
+    while -1 in layer:
+        left = [i for i in range(len(points)) if layer[i] == -1]
+        for i in left:
+            if not any(dominates(points[other], points[i]) for other in left):
+                layer[i] = level
+        level += 1
+    return layer
+
+
+def survivors(trials: Sequence[Trial], number: int) -> list[int]:
+    """The `number` candidates that deserve more images, in their order.
+
+    Before all others come those that may be good enough, by `REACH` standard errors. Among equals in that, the front
+    of speed and excess comes first, then the next front; within a front, the faster. An excess counts as a standard
+    error less than it was measured, so that chance at few images ends no candidate early.
+    """
+    fronts = layers([(-trial.speed, trial.excess - trial.error) for trial in trials])
+
+    def rank(i: int) -> tuple:
+        trial = trials[i]
+        return trial.excess - REACH * trial.error > 0, fronts[i], -trial.speed
+
+    return sorted(sorted(range(len(trials)), key=rank)[:number])
+
+
+def fastest(trials: Sequence[Trial]) -> int | None:
+    """The fastest that is good enough as measured, and worth it against the first; None where there is none."""
+    good = [i for i in _faster(trials) if trials[i].excess <= 0]
+    return max(good, key=lambda i: trials[i].speed, default=None)
+
+
+def nearest(trials: Sequence[Trial]) -> int | None:
+    """The one that is least short of good enough, of those that are worth it against the first if there are any."""
+    return min(_faster(trials) or range(1, len(trials)), key=lambda i: trials[i].excess, default=None)
+
+
+def _faster(trials: Sequence[Trial]) -> list[int]:
+    return [i for i, trial in enumerate(trials) if trial.speed > WORTH * trials[0].speed]
+
+
+# The search of `cspd tune`: successive halving over what a comparison keeps in its folder.
+
+OTHER_SEEDS = MOST  # from the first row's seeds to the second's: no run has so many images
+ALWAYS = 2  # rows that are in every rung: plain sampling, and the same by other seeds
+RECORDED = ("name", "guarantee", "images_per_second", "speed_up", *WORSE, "difference", "divergence", "losses")
+
+
+def tune(
+    plain: Configuration,
+    candidates: Sequence[Configuration],
+    labels: Sequence[int],
+    num: int,
+    limits: Mapping[str, float],
+    store: Store,
+    *,
+    seed: int = 0,
+    space: str | None = None,
+    weights: Path | None = None,
+    reference: Reference | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+    command: str | None = None,
+) -> tuple[dict, list[np.ndarray]]:
+    """Looks for the fastest candidate within `limits`, by successive halving; the report and the images of its rows.
+
+    All make few images, the better part of them more, and so on to `num`. Nothing is made twice: the images of a rung
+    are among those of the next, and a search that was cut off goes on. Plain sampling is in every rung, and once more
+    by other seeds, to show what chance alone does.
+
+    Args:
+        plain: plain sampling by the user's own settings: what the limits are relative to.
+        limits: how much worse than plain sampling a candidate may be. "fid", "inception_score", "accuracy": by this
+            share of its value. "divergence": nats per token of the path from plain sampling's, 0 of an exact one.
+        store, seed, space, weights, reference, overwrite, command: as in `compare`.
+
+    Returns:
+        The report of a comparison on the rows of the last rung. Each has "losses", how much worse than plain sampling
+        it is and the standard error of that, by the names of limits, and whether it is on the Pareto "front" of speed,
+        FID and difference. "tune" has the limits, what each rung measured, who failed, and the name of the row that is
+        "chosen": None where none is both faster than plain sampling and within the limits. Then "nearest" is the name
+        of the one, faster if there is such, that is least beyond them.
+
+    Raises:
+        ValueError: plain sampling gives no images, or as `compare`.
+    """
+    other = seed + OTHER_SEEDS
+    rows = [plain, replace(plain, name=f"{plain.name}:seed={other}", seed=other), *candidates]
+    judge = {"space": space, "weights": weights, "reference": reference}
+    folder = {"overwrite": overwrite, "written": [*WRITTEN, TUNE], "may_fail": True, "progress": progress}
+    with taking_turns(rows, labels, rungs(num), seed, store, **folder) as turns:
+        history, report, images = _search(turns, labels, rungs(num), seed, limits, judge)
+        failed = {rows[r].name: reason for r, reason in turns.failed.items()}
+
+    last = {row["name"] for row in report["rows"]}
+    report["ran"] = ran_by([row for row in rows if row.name in last], command)
+    own = [row for row in report["rows"] if row is not report["rows"][1]]  # by the same seeds
+    for row in report["rows"]:
+        row["front"] = False
+    for row, layer in zip(own, layers([_point(row) for row in own])):
+        row["front"] = layer == 0
+    trials = [_trial(row, limits) for row in own]
+    best, near = fastest(trials), nearest(trials)
+    report["tune"] = {
+        "limits": dict(limits),
+        "rungs": history,
+        "failed": failed,
+        "chosen": None if best is None else own[best]["name"],
+        "nearest": None if near is None else own[near]["name"],
+    }
+    return report, images
+
+
+def _search(
+    turns: Turns, labels: Sequence[int], numbers: Sequence[int], seed: int, limits: Mapping[str, float], judge: dict
+) -> tuple[list[dict], dict, list[np.ndarray]]:
+    """What every rung measured, and the report of the last one with the images of its rows."""
+    going = [r for r in range(ALWAYS, len(turns.rows)) if turns.plans[r].window != 0]  # 0: it is plain sampling
+    history: list[dict] = []
+    before = 0
+    for number in numbers:
+        rest = [each for each in numbers if each >= number]
+        turns.bar.total = turns.bar.n + planned(len(going), rest, ALWAYS, before)
+        report, images = _rung(turns, [*range(ALWAYS), *going], number, labels, seed, judge)
+        going = [r for r in going if r not in turns.failed]
+        trials = [_trial(row, limits) for row in report["rows"][ALWAYS:]]
+        if number != numbers[-1]:
+            going = [going[i] for i in survivors(trials, kept(len(trials)))]
+        measured = [{key: row.get(key) for key in RECORDED} for row in report["rows"]]
+        history.append({"images": number, "rows": measured, "kept": [turns.rows[r].name for r in going]})
+        before = number
+    return history, report, images
+
+
+def _rung(
+    turns: Turns, chosen: Sequence[int], number: int, labels: Sequence[int], seed: int, judge: dict
+) -> tuple[dict, list[np.ndarray]]:
+    """The report on `number` images by each of the chosen rows that does not fail, with their losses."""
+    chunks = turns.make(number, chosen)
+    for r in range(ALWAYS):
+        if r in turns.failed:
+            raise ValueError(f"{turns.rows[r].name}: {turns.failed[r]}")
+    turns.bar.set_postfix_str(f"judging {number} images of each")
+    alive = [r for r in chosen if r not in turns.failed]
+    rows, plans = [turns.rows[r] for r in alive], [turns.plans[r] for r in alive]
+    report, images, left_out = report_of(rows, plans, chunks, labels, seed, **judge, progress=False)
+    _add_losses(report["rows"], left_out)
+    return report, images
+
+
+def _add_losses(rows: list[dict], left_out: Sequence[Mapping[str, np.ndarray]]) -> None:
+    """Adds "losses" to each row, see `tune`; None of what cannot be had.
+
+    Standard errors are the jackknife's of the ratio to plain sampling: the same parts are left out of both, whose
+    images have the same seeds. Where there is none, it is how far off plain sampling by other seeds is.
+    """
+    for row, own in zip(rows, left_out):
+        row["losses"] = {name: _loss(name, row, rows[0], own, left_out[0]) for name in WORSE}
+        exact = 0.0 if row["guarantee"] == "exact" else row.get("divergence")
+        row["losses"]["divergence"] = None if exact is None else {"loss": exact, "error": 0.0}
+    for row in rows:
+        for name, loss in row["losses"].items():
+            if loss is not None and loss["error"] is None:
+                by_chance = rows[1]["losses"][name]
+                loss["error"] = abs(by_chance["loss"]) if by_chance else 0.0
+
+
+def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) -> dict | None:
+    if row[name] is None or not plain[name]:
+        return None
+    if row is plain:
+        return {"loss": 0.0, "error": 0.0}
+    loss = WORSE[name] * (row[name] / plain[name] - 1)
+    known = [each[f"{name}_ci95"] for each in (row, plain)]
+    error = None
+    if name in own and name in of_plain:
+        error = standard_error(own[name] / of_plain[name])
+    elif None not in known:
+        error = math.hypot(*map(half_of, known)) / NORMAL / plain[name]
+    return {"loss": loss, "error": error}
+
+
+def _trial(row: dict, limits: Mapping[str, float]) -> Trial:
+    """A row as the search sees it: by the limit that it is furthest beyond."""
+    beyond = []
+    for name, limit in limits.items():
+        loss = row["losses"][name]
+        beyond.append((math.inf, 0.0) if loss is None else (loss["loss"] - limit, loss["error"]))
+    return Trial(value_of(row, "images_per_second"), *max(beyond))
+
+
+def _point(row: dict) -> tuple[float, float, float]:
+    """What the front is of; less is better."""
+    difference = 0.0 if row["guarantee"] == "exact" else row.get("difference")
+    return (
+        -value_of(row, "images_per_second"),
+        math.inf if row["fid"] is None else row["fid"],
+        math.inf if difference is None else difference,
+    )

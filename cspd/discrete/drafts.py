@@ -1,29 +1,390 @@
-"""What is drafted for the target to judge: a chain by a smaller model, or a tree by EAGLE's drafter.
-
-Codes are drawn from the draft's own guided and filtered distribution, siblings without replacement; EAGLE-2's, and all
-at temperature 0, are chosen, and judged as point masses.
-
-Sources:
-    chain: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192.
-    eagle-static: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077.
-    eagle-dynamic: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", arXiv 2406.16858.
-"""
+"""Rounds of VQ codes: plain, or draft and verify; and all drafts."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cspd.discrete import tree
-from cspd.discrete.batch import Batch
-from cspd.discrete.draft import Drafted, draft
+from cspd.device import Report, send_integers
+from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
+from cspd.discrete.gpt import steps
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import draw_siblings, likeliest, nearby, sample
-from cspd.discrete.tree_draws import draw_tree
-from cspd.vq.steps import steps
+from cspd.discrete.rules import (
+    MIXED,
+    coupling_option,
+    draw_siblings,
+    likeliest,
+    near_codes,
+    nearby,
+    rule_of,
+    rule_options,
+    sample,
+)
+from cspd.discrete.trees import Draws, Shape, Verified, chain_shape, follow, grown, walk
+from cspd.method import Method
+from cspd.noise import MAX_INDEX, Purpose, check_indices
+from cspd.option import Option, check_integer
+from cspd.request import Request, RoundStats, Sequence, Stopwatch
+
+# What a draft of VQ codes is: a function that proposes a tree of codes for the target to judge.
+#
+# A draft is a function `(host, batch) -> Drafted`. Its siblings are either drawn without replacement from a
+# distribution Q that it gives, or chosen (Q is None), and then judged as point masses. Any rule can judge any draft.
+
+
+class Drafted(NamedTuple):
+    """Codes to judge: the tree's shape, codes int64 [B, N] with the root first (-1: none), Q as in `tree.walk`, and the
+    tree's draws where the draft has taken them already.
+    """
+
+    shape: Shape
+    codes: Tensor
+    Q: Tensor | None
+    draws: Draws | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A way to draft.
+
+    Attributes:
+        propose: drafts for a batch. needs: the model it needs beside the target, a key of `VQHost.models`, or None.
+        highest: codes one after the other that it can draft, the largest `gamma`.
+    """
+
+    propose: Callable[[VQHost, Batch], Drafted]
+    needs: str | None = None
+    highest: int = MOST_NODES - 1
+
+
+DRAFTS: dict[str, Draft] = {}  # by name
+
+
+def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1) -> Callable[[Callable], Callable]:
+    """Names a function as a draft that a request can ask for; attributes as in `Draft`."""
+
+    def named(propose: Callable[[VQHost, Batch], Drafted]) -> Callable[[VQHost, Batch], Drafted]:
+        DRAFTS[name] = Draft(propose, needs, highest)
+        return propose
+
+    return named
+
+
+# How a round runs: numbers go to the device in one copy, the work is one graph where there are graphs, and what the
+# host must count comes back in one copy. On CUDA that is read a round late, so that the host waits for nothing.
+#
+# How many codes are committed is known on the device first (`VQHost.known`); the host needs a bound of it only. A
+# sequence that is finished may take part in one round more, in which it has no room for codes.
+
+Work = Callable[[VQHost, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the host
+
+
+class Unread(NamedTuple):
+    """A round that the host has not counted yet: its sequences, its `outcome`, and what it commits at most."""
+
+    sequences: list[Sequence]
+    outcome: Report
+    most: int
+
+
+def outcome(host: VQHost, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
+    """What the host is told of a round [B, 3 + 2 height], also of the draft model's forwards, which a graph repeats.
+
+    Args:
+        count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
+        judged, accepted: bool [B, height], by how far ahead a code was drafted.
+    """
+    draft_calls = steps(host.draft_calls + 1, host.device)[-1].expand_as(count)
+    one = [column.unsqueeze(1) for column in (count, draft_calls, bound)]
+    return torch.cat([*one, judged, accepted], 1)
+
+
+def run(
+    host: VQHost, sequences: list[Sequence], watch: Stopwatch, work: Work, state: Several[Tensor] = ()
+) -> list[Sequence]:
+    """One round of a method that drafts; returns the sequences that are known to be finished.
+
+    Args:
+        watch: times the forwards. state: tensors that would not be the same after a second run of the work.
+    """
+    key = sequences[0].key
+    before: Unread | None = host.unread.pop(key, None)
+    numbers = launch(host, sequences, watch, work, state, before)
+    most = numbers.shape[1] // 2  # a code for each one drafted ahead, and one more
+    now: Unread | None = Unread(by_slot(sequences), Report(numbers), most)
+    if host.late:
+        host.unread[key], now = now, before
+    if now is not None:
+        _count(host, now)
+    return [sequence for sequence in sequences if sequence.num_committed == host.seq_len]
+
+
+def launch(
+    host: VQHost,
+    sequences: list[Sequence],
+    watch: Stopwatch,
+    work: Work,
+    state: Several[Tensor] = (),
+    before: Unread | None = None,
+) -> Tensor:
+    """What the work of a round makes, which moves the sequences on, on the device.
+
+    Args:
+        before: the round that is not counted yet; the others as in `run`.
+    """
+    sequences = by_slot(sequences)
+    request = sequences[0].request
+    ahead = set(before.sequences) if before else set()
+    kind, numbers = packed(sequences, host.config, ahead, before.most if before else 0)
+    if host.graphs.enabled:
+        kind = kind.bucketed()
+        watch.start("backbone")  # of what is replayed, phases are not told apart
+
+    def whole(numbers: Tensor) -> Tensor:
+        host.begin(None if host.graphs.enabled else watch)
+        batch = unpacked(request, kind, numbers, host.known)
+        made = work(host, batch)
+        committed = made[:, 0].long() + 1
+        host.known[batch.slot] = (batch.known_t + committed).clamp(max=host.seq_len)
+        return made
+
+    key, sent = (sequences[0].key, kind), send_integers(numbers.numpy(), host.device)
+    made = host.graphs.run(key, whole, sent, state=(host.known, *state))
+    watch.start("other")
+    return made
+
+
+def _count(host: VQHost, unread: Unread) -> None:
+    """Counts a round of each sequence that was not finished before."""
+    for sequence, (num_accepted, draft_calls, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
+        room = host.seq_len - sequence.num_committed
+        if room:
+            count_round(sequence, min(int(num_accepted) + 1, room))
+            _count_drafted(sequence.stats, int(draft_calls), bound, ahead)
+
+
+def count_round(sequence: Sequence, committed: int) -> None:
+    """Moves a sequence on by a round of one target forward that committed so many codes."""
+    sequence.iteration += 1
+    sequence.num_committed += committed
+    stats = sequence.stats
+    stats.iterations += 1
+    stats.backbone_calls += 1
+    stats.committed[committed] = stats.committed.get(committed, 0) + 1
+
+
+def _count_drafted(stats: RoundStats, draft_calls: int, bound: float, ahead: list[float]) -> None:
+    """Adds a round's draft: the draft model's forwards, the rule's local bounds, and the codes judged.
+
+    `ahead`: whether a code was judged, at each distance ahead, and then whether it was accepted: 0 or 1.
+    """
+    stats.draft_backbone_calls += draft_calls
+    stats.bound += bound
+    height = len(ahead) // 2
+    judged, accepted = stats.by_lag
+    stats.by_lag = [_added(judged, ahead[:height]), _added(accepted, ahead[height:])]
+
+
+def _added(before: list[int], now: list[float]) -> list[int]:
+    return [total + int(one) for total, one in zip_longest(before, now, fillvalue=0)]
+
+
+# Plain sampling of VQ codes: one target forward, one code a round. Guarantee: exact.
+
+
+def run_plain_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Draws the next code of every sequence and returns those that are finished; nothing is copied to the host."""
+    launch(host, sequences, watch, _sample)
+    for sequence in sequences:
+        count_round(sequence, committed=1)
+    return [sequence for sequence in sequences if sequence.num_committed == host.seq_len]
+
+
+def _sample(host: VQHost, batch: Batch) -> Tensor:
+    """Draws and commits the next codes: one target forward. No draft was accepted: [B, 1]."""
+    here = steps(1, host.device)
+    features = host.features(batch, host.last(batch, 1)[0])
+    P = host.distributions(batch, features)
+    codes = sample(P, host.drawn(batch, here))
+    no_draft = torch.zeros_like(codes, dtype=torch.float32)
+    host.commit(batch, codes, no_draft)
+    return no_draft
+
+
+# The random numbers of a round that judges a tree.
+
+
+def draw_tree(host: VQHost, batch: Batch, shape: Shape) -> Draws:
+    """The uniform draws of a tree, by one pass of the generator."""
+    num, num_places = shape.num_nodes, 1 + shape.height
+    purpose, index, fresh = _streams(num, num_places, host.device)
+    place = steps(num_places, host.device)
+    of_nodes = (shape.depth - 1).clamp(min=0)
+    of_places = place.expand(*shape.depth.shape[:-1], -1)
+    ahead = torch.cat([of_nodes, of_nodes, of_places], -1)
+    codes, nodes, rejected = host.uniform(batch, purpose, ahead, index, fresh).split((num, num, num_places), 1)
+    return Draws(codes, nodes, host.drawn(batch, place), rejected)
+
+
+@functools.lru_cache(maxsize=64)
+def _streams(num_nodes: int, num_places: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Purpose and index of each draw of `draw_tree`, and whether it is the round's alone.
+
+    A drafted code is committed in the round that drafts it, or dropped: its draw may be used again.
+    """
+    purpose = [Purpose.CODE] * num_nodes + [Purpose.CODE_COIN] * num_nodes + [Purpose.CODE_RESIDUAL] * num_places
+    index = [*range(num_nodes), *range(num_nodes), *[0] * num_places]
+    fresh = [0] * num_nodes + [1] * (num_nodes + num_places)
+    check_indices(max(index), MAX_INDEX)
+    return tuple(torch.tensor(numbers, device=device) for numbers in (purpose, index, fresh))
+
+
+# Speculative sampling of VQ codes: a round drafts codes, has the target verify them, and commits some.
+#
+# 1. Draft: a chain of codes by a smaller model, or a tree by EAGLE's drafter (`cspd.discrete.drafts`).
+# 2. Verify: one forward of the target gives P after every drafted code; the rule judges them from the root.
+# 3. Commit: the accepted path is kept, and one code more is sampled after it.
+#
+# With same-image coupling the target draws after every node, by the request's own draws, and the path of codes that it
+# draws itself is kept: the images are those of `ar`.
+#
+# Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft, see docs/bounds.md.
+
+
+def run_drafted_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Drafts codes for every sequence, has the target judge them all in one forward, commits what is accepted and one
+    code more, and returns the sequences that are finished.
+    """
+    return run(host, sequences, watch, _draft_and_verify)
+
+
+def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:
+    """The round but for what the host counts: its `outcome`."""
+    draft = DRAFTS[batch.request.draft]
+    drafted = draft.propose(host, batch)
+    features = host.features(batch, drafted.codes, depth=drafted.shape.depth, seen=drafted.shape.seen)
+    verified = _verify(host, batch, drafted, features)
+    commit(host, batch, drafted, verified)
+    if draft.needs == "eagle":
+        each = steps(len(batch), host.device).unsqueeze(1)
+        host.past.keep(batch, features[:, each, verified.path])
+    accepted = steps(drafted.shape.height, host.device) < verified.count.unsqueeze(1)
+    return outcome(host, verified.count, verified.bound, verified.judged, accepted)
+
+
+def _verify(host: VQHost, batch: Batch, drafted: Drafted, features: Tensor) -> Verified:
+    """What becomes of the tree, by the target's features [copies, B, N, dim] after its codes."""
+    shape, codes, Q, draws = drafted
+    room = host.seq_len - batch.known_t
+    if batch.same_image:
+        drawn = sample(host.distributions(batch, features), host.drawn(batch, shape.depth))
+        return follow(shape, codes, drawn, room)
+    rule = rule_of(batch.request)
+    near = near_codes(host.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
+    P = host.distributions(batch, features, soft=rule.pools)
+    return walk(rule, shape, codes, P, Q, draws or draw_tree(host, batch, shape), room, near)
+
+
+def commit(host: VQHost, batch: Batch, drafted: Drafted, verified: Verified) -> None:
+    """Commits the accepted codes and the last."""
+    shape, codes = drafted.shape, drafted.codes
+    level = steps(shape.height + 1, host.device)
+    place = verified.count.unsqueeze(1)
+    after = codes.gather(1, verified.path.roll(-1, 1))
+    committed = torch.where(level == place, verified.last.unsqueeze(1), after)
+    host.commit(batch, committed, heat=(level < place).float())
+    if not shape.chain:
+        host.compact(batch, torch.where(level <= place, verified.path, level))
+
+
+DRAFT = Option("draft", DRAFTS, "what drafts the tokens")
+GAMMA = Option("gamma", int, "number of tokens drafted in a chain, or the height of a tree", low=1, high=MOST_NODES - 1)
+_WITH_ARTICLE = {"draft": "a draft model", "eagle": "an EAGLE drafter"}
+_FLAGS = {"draft": "--draft-checkpoint", "eagle": "--eagle"}
+NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
+
+
+def check(request: Request, host: VQHost) -> None:
+    """Raises ValueError where the draft cannot draft so far, or a model that is needed is not there."""
+    highest = DRAFTS[request.draft].highest
+    check_integer("gamma", request.gamma, 1, highest, f"it is how far {request.draft!r} drafts ahead")
+    check_model(request.draft, host)
+    check_rule(request, host)
+
+
+def check_model(name: str, host: VQHost) -> None:
+    """Raises ValueError where the model that a draft needs is not there."""
+    needs = DRAFTS[name].needs
+    if needs and host.models[needs] is None:
+        raise ValueError(
+            f"draft={name!r} needs {_WITH_ARTICLE[needs]} and this engine has none: give it to load(..., {needs}=file),"
+            f" with {_FLAGS[needs]} on the command line, or put its file beside the target's"
+        )
+
+
+def check_rule(request: Request, host: VQHost) -> None:
+    """Raises ValueError on a bad rule; finds the neighbours it looks at now, and not while others wait in a round."""
+    rule = rule_of(request)
+    if rule.pools:
+        if host.models["tokenizer"] is None:
+            raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
+        near_codes(host.models["tokenizer"], rule.metric, rule.num_near)
+
+
+def drafting(
+    name: str,
+    summary: str,
+    papers: dict[str, str],
+    draft: str,
+    gamma: int,
+    rule: str = "exact",
+    coupling: str = "maximal",
+    **parameters: object,
+) -> Method:
+    """A method that drafts and verifies: a published pair of a draft and a rule, any other of which can be asked for.
+
+    Args:
+        draft, gamma: of `DRAFTS`, and how far it drafts by default. rule, parameters: see `rule_options`.
+        coupling: what it accepts by default, by the exact rule.
+    """
+    return Method(
+        name=name,
+        family="VQ",
+        guarantee="exact" if rule == "exact" else "bounded",
+        summary=summary,
+        papers=papers,
+        run_round=run_drafted_round,
+        needs=NEEDS[DRAFTS[draft].needs],
+        options=(
+            DRAFT.but(default=draft),
+            GAMMA.but(default=gamma),
+            *rule_options(rule, **parameters),
+            coupling_option(coupling),
+        ),
+        mixed=lambda request: MIXED,
+        check=check,
+        of_request=lambda request: rule_of(request).guarantee,
+        uses=lambda request: {DRAFTS[request.draft].needs} - {None},
+    )
+
+
+# What is drafted for the target to judge: a chain by a smaller model, or a tree by EAGLE's drafter.
+#
+# Codes are drawn from the draft's own guided and filtered distribution, siblings without replacement; EAGLE-2's, and
+# all at temperature 0, are chosen, and judged as point masses.
+#
+# Sources:
+#     chain: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192.
+#     eagle-static: Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", arXiv 2401.15077.
+#     eagle-dynamic: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", arXiv
+#                    2406.16858.
 
 # EAGLE-1's tree of 25 codes: the path of ranks (rank, rank, ...) has so many children
 EAGLE_TREE = {
@@ -45,8 +406,8 @@ LEAST_LOG = -1e4
 
 
 @functools.lru_cache(maxsize=64)
-def _chain_shape(length: int, device: torch.device) -> tree.Shape:
-    return tree.chain(length, device)
+def _chain_shape(length: int, device: torch.device) -> Shape:
+    return chain_shape(length, device)
 
 
 def _pick(features: Tensor, index: Tensor) -> Tensor:
@@ -112,7 +473,7 @@ class Level(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _static_tree(height: int, device: torch.device) -> tuple[tree.Shape, list[Level], Tensor]:
+def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[Level], Tensor]:
     """EAGLE-1's tree down to a height, its levels, and where its inner nodes are in these, int64 [M]."""
     paths = [()]
     for parent, count in EAGLE_TREE.items():
@@ -127,7 +488,7 @@ def _static_tree(height: int, device: torch.device) -> tuple[tree.Shape, list[Le
     inner = [path for path in paths if node[path] in parents]
     counts = [EAGLE_TREE[path] for path in inner]
     sizes = [sum(count > rank for count in counts) for rank in range(max(counts))]
-    shape = tree.Shape(torch.tensor(parents, device=device), len(paths[-1]), sizes)
+    shape = Shape(torch.tensor(parents, device=device), len(paths[-1]), sizes)
     levels = []
     for depth in range(shape.height):
         level = [path for path in inner if len(path) == depth]
@@ -137,7 +498,7 @@ def _static_tree(height: int, device: torch.device) -> tuple[tree.Shape, list[Le
     return shape, levels, torch.searchsorted(of_levels, shape.inner)
 
 
-def _level(shape: tree.Shape, nodes: Tensor, width: int) -> Level:
+def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
     """The level of these nodes, which have `width` children at most."""
     rows = (shape.inner == nodes.unsqueeze(1)).int().argmax(1)
     children = shape.children[rows, :width]
@@ -212,7 +573,7 @@ def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
     branches = min(BRANCHES, nodes, host.config.vocab_size)
     candidates = _expand(host, batch, height, branches)
     parent, codes = _rerank(candidates, nodes)
-    shape = tree.grown(parent, height, 1 + branches * (height - 1), branches)
+    shape = grown(parent, height, 1 + branches * (height - 1), branches)
     root = host.last(batch, 1)[0]
     return Drafted(shape, torch.cat([root, codes], 1), None)
 

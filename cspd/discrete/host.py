@@ -1,39 +1,490 @@
-"""The VQ host: owns the models and, in slots allocated once, the codes and key-value caches of running sequences."""
+"""The VQ host: owns the models and, in slots allocated once, the codes and caches of every running sequence."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 import types
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cspd import noise as philox_noise
-from cspd.discrete import row_ends
-from cspd.discrete.batch import Batch, of_copies
-from cspd.discrete.cache import MOST_NODES, Cache, most_columns
-from cspd.discrete.condition import Conditions, check_encoder, encode_texts, take_in
-from cspd.discrete.forward import forward
-from cspd.discrete.past import PastFeatures
-from cspd.discrete.prefix import encoder, prefill, with_prefix
-from cspd.discrete.probabilities import guide, likeliest_point, probabilities
-from cspd.families import VQ_OPTIONS
+from cspd.device import Precision, send, send_integers
+from cspd.discrete.batch import (
+    MOST_NODES,
+    Batch,
+    Cache,
+    PastFeatures,
+    alike,
+    batch_of,
+    most_columns,
+    of_copies,
+    stepped,
+)
+from cspd.discrete.gpt import GPT, CacheView, Eagle, VQModel, sample_published, steps
+from cspd.discrete.registry import defaults_of
+from cspd.discrete.rules import guide, likeliest_point, probabilities
+from cspd.discrete.text import PLACE, TextEncoder
 from cspd.graphs import Graphs
-from cspd.method import Method, complete
+from cspd.method import Method, complete, with_tokens
 from cspd.noise import Purpose
-from cspd.pixels import decoded, to_unit
-from cspd.precision import Precision, Stopwatch
-from cspd.sequence import Request, Sequence
-from cspd.transfer import send_integers
-from cspd.vq import reference
-from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import GPT
-from cspd.vq.registry import defaults_of
-from cspd.vq.steps import steps
-from cspd.vq.text import TextEncoder
-from cspd.vq.tokenizer import VQModel
+from cspd.option import VQ_OPTIONS
+from cspd.request import Known, Request, Sequence, Stopwatch, decoded, remembered, to_unit
+from cspd.terminal import shortened, telling
+
+# A forward of a `VQHost`: the inputs of codes, and a model's layers over inputs.
+
+PROGRAMS = 64  # at most: a model's layers for one input or several, with a mask or without, for the null class or not
+
+
+def forward(
+    host: Any,
+    batch: Batch,
+    model: str,
+    codes: Tensor,
+    start: Tensor,
+    most: int,
+    together: bool,
+    depth: Tensor,
+    seen: Tensor | None,
+    columns: Tensor | None,
+    past: Tensor | None,
+) -> Tensor:
+    """Features [R, N, dim] after codes [B, N], R = B * copies, as `VQHost.features`.
+
+    Args:
+        start: int64 [R]; most: what it is at most, on the host; together: whether all are just that. depth: int64 [N]
+            or [R, N]. seen: bool [N, M + 2] or [R, N, M + 2]. past: [R, N, dim].
+    """
+    first, most = host.conditions.columns(batch, start), most + host.config.prefix_length - 1
+    position = (start.unsqueeze(1) + depth).clamp(max=host.config.block_size)
+    view, mask = host.cache(model).look(batch.rows, first, most, together, codes.shape[1], seen, columns)
+    inputs = inputs_of(host, batch, codes, position, model)
+    places = host.conditions.places(batch, host.models[model].config, position)
+    return through_layers(host, model, inputs, places, mask, view, past)
+
+
+def inputs_of(host: Any, batch: Batch, codes: Tensor, position: Tensor, model: str) -> Tensor:
+    """Inputs [R, N, dim], R = B * copies, of codes [B, N] at positions [R, N]: the condition's last where that is 0."""
+    owner = "target" if model == "eagle" else model
+    of_codes = host.models[owner].tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
+    if batch.kind.least >= codes.shape[1]:  # no input is before the last so many
+        return of_codes
+    of_condition = host.conditions.last[owner][batch.rows].unsqueeze(1)
+    return torch.where(position.unsqueeze(-1) == 0, of_condition, of_codes)
+
+
+def through_layers(
+    host: Any,
+    model: str,
+    inputs: Tensor,
+    position: Tensor,
+    mask: Tensor | None,
+    view: CacheView,
+    past: Tensor | None = None,
+) -> Tensor:
+    """Features [R, N, dim] after inputs [R, N, dim] at positions [R, N].
+
+    Args:
+        mask, view: as `Cache.look` gives them. past: [R, N, dim], to "eagle": the features before the inputs.
+    """
+    module = host.models[model]
+    layers = compiled_layers() if host.compiled else _layers
+    with host.precision.fast():
+        return layers(module, inputs, module.table(position), mask, view, past)
+
+
+def _layers(
+    module: Any, inputs: Tensor, table: Tensor, mask: Tensor | None, view: CacheView, past: Tensor | None
+) -> Tensor:
+    if past is not None:
+        return module(past, inputs, table, mask, view)
+    return module.through(inputs, table, mask, view)
+
+
+@functools.cache
+def compiled_layers() -> Callable[..., Tensor]:
+    """`_layers` by torch.compile, for any number of rows and inputs: half a minute on first use, then fewer kernels."""
+    compiled, calls = torch.compile(_layers, dynamic=True), itertools.count()
+
+    def told(module: Any, inputs: Tensor, table: Tensor, mask: Tensor | None, view: CacheView, *more: Any) -> Tensor:
+        message = "compiling the models' layers, about half a minute"
+        with torch._dynamo.config.patch(recompile_limit=PROGRAMS):
+            with telling(message) if next(calls) == 0 else nullcontext():
+                return compiled(module, inputs, table, mask, _plain(view), *more)
+
+    return told
+
+
+def _plain(view: CacheView) -> CacheView:
+    """The same view without slices, for which there would be a program each."""
+    keys, values, rows, columns = view.keys, view.values, view.rows, view.columns
+    if isinstance(rows, slice):
+        keys, values = ([of_layer[rows] for of_layer in kept] for kept in (keys, values))
+        rows = slice(None)
+    if isinstance(columns, slice):
+        columns = steps(columns.stop, keys[0].device)[columns]
+    return dataclasses.replace(view, keys=keys, values=values, rows=rows, columns=columns)
+
+
+# Codes that are known from the start: the first ones, since VQ models make them one after the other, row by row.
+
+
+def encoder(host: Any) -> Callable[[Known, Tensor], Tensor]:
+    """Makes codes [L], on the CPU, of a picture by a `VQHost`'s tokenizer, whatever the seed; they are remembered.
+
+    Raises ValueError where there is no tokenizer.
+    """
+    codes = remembered(functools.partial(_codes, host))
+    return lambda known, seed: codes(known)
+
+
+def _codes(host: Any, known: Known) -> Tensor:
+    tokenizer = host.models["tokenizer"]
+    if tokenizer is None:
+        raise ValueError("an image is given and this engine has no tokenizer to encode it: give it one, or codes")
+    pixels = known.to_encode(host.config.grid * tokenizer.config.stride).to(host.device)
+    with torch.no_grad(), host.precision.full():
+        return tokenizer.encode(pixels)[0].cpu()
+
+
+def with_prefix(request: Request, host: Any) -> Request:
+    """The request with what is known of its image as codes.
+
+    Args:
+        host: a `VQHost`.
+
+    Raises:
+        ValueError: they are not the model's, or not the first ones; or as `with_tokens`.
+    """
+    request = with_tokens(request, host, (host.seq_len,))
+    known, vocabulary = request.known, host.config.vocab_size
+    if known is None:
+        return request
+    if known.image.is_floating_point() or not ((known.image >= 0) & (known.image < vocabulary)).all():
+        raise ValueError(f"the tokens that are given are no codes 0..{vocabulary - 1}: give this model's own")
+    num_kept = host.seq_len - known.num_made
+    first = int(known.made.argmax())
+    if first < num_kept:
+        rows = first // host.config.grid
+        instead = f"the first {rows} of {host.config.grid} rows of tokens" if rows else "only rows at the top"
+        raise ValueError(
+            f"the mask keeps {num_kept} of {host.seq_len} tokens, {num_kept - first} of them after one that is made: VQ"
+            f" models go row by row from the top; keep {instead}, or take a MAR model, which keeps any"
+        )
+    return request
+
+
+def prefill(host: Any, sequences: list[Sequence]) -> None:
+    """Writes the codes that sequences know from the start to their slots, and has the models take them in.
+
+    Args:
+        host: a `VQHost`, in whose slots nothing is known yet.
+    """
+    for own in alike(sequences, lambda sequence: _num_known(host, sequence)):
+        _prefill(host, own)
+
+
+def _num_known(host: Any, sequence: Sequence) -> int:
+    """How many codes a sequence begins with."""
+    return host.seq_len - sequence.request.num_made(host.seq_len)
+
+
+def _prefill(host: Any, sequences: list[Sequence]) -> None:
+    """One forward of each model over the inputs before the known codes, as many in each of the sequences.
+
+    The last known code is the first round's input.
+    """
+    batch, count = batch_of(host, sequences), _num_known(host, sequences[0])
+    codes = torch.stack([sequence.request.known.image[:count] for sequence in sequences])
+    codes = send_integers(codes.numpy(), host.device)
+    inputs = codes.roll(1, 1)  # the input at a position is the code before it, and at the first the class
+    host.begin(None)
+    features = host.features(batch, inputs)
+    uses = {name for sequence in sequences for name in sequence.uses}
+    if "draft" in uses:
+        host.features(batch, inputs, 0, "draft")
+    if "eagle" in uses:
+        host.past.keep(batch, features)
+        position = torch.arange(count, device=host.device).expand(len(batch), -1)
+        host.features(batch, inputs, 0, "eagle", past=host.past.before(batch, position))
+
+    host.commit(batch, codes, torch.full_like(codes, torch.nan, dtype=torch.float32))
+    host.known.index_fill_(0, batch.slot, count)
+    for sequence in sequences:
+        sequence.num_committed = count
+
+
+# Rows of codes that end in a token which is no code: it is always there, so that it needs no forward of its own.
+#
+# The input at position p is the code before p. Where p begins a row these are two inputs, that code and then the row's
+# end, after which code p is predicted. Both are in one forward: the row's end in the place of the input, and the code
+# as one input more, behind all others. So methods know of codes alone, as EAGLE's drafter does.
+#
+# Columns of the cache are in the order of codes and row ends: an input that has as many ancestors in its forward as
+# there are inputs before it goes where it is to stay, the others (siblings) beyond, two columns for each. What is no
+# second input writes to the last column, which nobody looks at.
+
+
+def _reserved(side: int) -> int:
+    """Columns that a forward's inputs may stay in; those beyond are for the others."""
+    return MOST_NODES + MOST_NODES // side + 1
+
+
+def _columns(host: Any, batch: Batch, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of inputs at positions [R, N]: the column, int64, which is also their place in the sequence that the layers
+    know; whether each is a row's end, bool; and the first column of siblings, int64 [R, 1], if the first is the root.
+    """
+    side = host.config.grid
+    own = host.conditions.before[batch.rows].unsqueeze(1) + position + position // side
+    is_end = (position % side == 0) & (position > 0)
+    return own, is_end, own[:, :1] + _reserved(side)
+
+
+def features_with_row_ends(
+    host: Any,
+    batch: Batch,
+    model: str,
+    codes: Tensor,
+    start: Tensor,
+    most: int,
+    depth: Tensor,
+    seen: Tensor | None,
+) -> Tensor:
+    """Features [R, N, dim] after codes [B, N], R = B * copies, as `VQHost.features`.
+
+    Args:
+        start: int64 [R]; most: what it is at most, on the host. depth: int64 [N] or [R, N]. seen: `seen_of`
+            bool [N, N] or [R, N, N]; None where each input looks at those before it.
+    """
+    side, count, rows = host.config.grid, codes.shape[1], len(start)
+    node = steps(count, start.device)
+    position = start.unsqueeze(1) + depth
+    own, is_end, beyond = _columns(host, batch, position)
+    last_column = host.cache(model).tensor.shape[4] - 1
+
+    # of each input its column, and that of the code before it where it is a row's end
+    stays = depth == node
+    sibling = beyond + 2 * node
+    column = torch.where(stays, own, sibling)
+    second = torch.where(is_end, torch.where(stays, own - 1, sibling + 1), last_column)
+
+    # which inputs are two: of a chain as many at most as there are beginnings of rows
+    most_ends = count if seen is not None else 1 + (count - 1) // side
+    of = is_end.int().topk(most_ends, dim=1).indices
+    column = torch.cat([column, second.gather(1, of)], 1)
+    place = torch.cat([own, own.gather(1, of) - 1], 1)
+
+    # inputs
+    of_codes = inputs_of(host, batch, codes, position, model)
+    end = host.models[model].cls_embedding.weight[host.config.row_end].to(of_codes.dtype)
+    inputs = torch.where(is_end.unsqueeze(-1), end, of_codes)
+    doubled = of_codes.gather(1, of.unsqueeze(-1).expand(-1, -1, of_codes.shape[-1]))
+    inputs = torch.cat([inputs, doubled], 1)
+
+    # who looks at whom, and all at everything before the root
+    sees = (node <= node.unsqueeze(1)) if seen is None else seen[..., 1:-1]
+    sees = sees.expand(rows, -1, -1)
+    sees = torch.cat([sees, sees.gather(1, of.unsqueeze(-1).expand(-1, -1, count))], 1)  # as the input it belongs to
+    is_two = is_end.gather(1, of)
+    at_seconds = sees.gather(2, of.unsqueeze(1).expand(-1, count + most_ends, -1)) & is_two.unsqueeze(1)
+    not_itself = (node != of.unsqueeze(-1)) | ~is_two.unsqueeze(-1)  # the row's end comes after its code
+    at_inputs = torch.cat([sees[:, :count], sees[:, count:] & not_itself], 1)
+    before = steps(last_column + 1, start.device) < own[:, :1] - is_end[:, :1].long()
+    mask = before.unsqueeze(1).repeat(1, count + most_ends, 1)
+    mask.scatter_(2, column.unsqueeze(1).expand(-1, count + most_ends, -1), torch.cat([at_inputs, at_seconds], 2))
+
+    # columns that are looked at
+    width = host.config.prefix_length + most + most // side + count + count // side + 1
+    if seen is not None:
+        width += _reserved(side) + 2 * count
+    width = min(stepped(width), last_column + 1)
+    view = host.cache(model).view(batch.rows, column, width)
+    made = through_layers(host, model, inputs, place, mask[..., :width].unsqueeze(1), view)
+    return made[:, :count]
+
+
+def compact(host: Any, batch: Batch, path: Tensor) -> None:
+    """As `VQHost.compact`: the inputs of nodes path[:, i] go where the i-th after the root is to stay."""
+    level = steps(path.shape[1], path.device)
+    node = of_copies(batch, path)
+    own, is_end, beyond = _columns(host, batch, batch.known_rows.unsqueeze(1) + level)
+    stays, sibling = node == level, beyond + 2 * node
+    cache = host.cache("target")
+    source = [torch.where(stays, own, sibling), torch.where(stays, own - 1, sibling + 1)]
+    target = [own, torch.where(is_end, own - 1, cache.tensor.shape[4] - 1)]
+    cache.move(batch.rows, torch.cat(source, 1), torch.cat(target, 1))
+
+
+# What images are made of: a class, or a text. The models take it in before the first code.
+#
+# A condition is a prefix of inputs: one of a class, one for each token of a text. Its last input is the root of the
+# first round. Those before it are taken in when a sequence is admitted.
+#
+# LlamaGen pads texts at their left and hides the padding. A text's inputs are not turned by their positions (their
+# rotary angles are 0) and nothing looks at padding, so it is left out here: a text of n tokens takes n columns of the
+# cache.
+
+
+class Conditions:
+    """What is kept of the conditions of running sequences, by cache row: 2s of slot s, 2s + 1 of its null condition.
+
+    Attributes:
+        last: of "target" and "draft", [2 * slots, dim], the last inputs.
+        before: int64 [2 * slots], how many inputs come before those; None of classes, where none do.
+    """
+
+    def __init__(self, models: Mapping[str, Any], num_slots: int, device: torch.device) -> None:
+        rows = 2 * num_slots
+        self.last: dict[str, Tensor] = {}
+        for name in ("target", "draft"):
+            if models[name] is not None:
+                self.last[name] = models[name].tok_embeddings.weight.new_zeros(rows, models[name].config.dim)
+        has_classes = models["target"].config.num_classes
+        self.before = None if has_classes else torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def columns(self, batch: Batch, position: Tensor) -> Tensor:
+        """Cache columns of inputs at positions [R], of a batch's rows."""
+        return position if self.before is None else position + self.before[batch.rows]
+
+    def places(self, batch: Batch, config: Any, position: Tensor) -> Tensor:
+        """What the layers of a model with this configuration take for positions [R, N] of a batch's inputs, which are
+        those of the codes before them.
+        """
+        return position + self.before[batch.rows].unsqueeze(1) if config.text_places else position
+
+
+def check_encoder(request: Request, host: Any) -> None:
+    """Raises ValueError where a request has a text and a `VQHost` no text encoder."""
+    if request.prompt is not None and host.text_encoder is None:
+        missing = "needs a text encoder and this engine has none"
+        raise ValueError(f"prompt={shortened(request.prompt)} {missing}: {PLACE}")
+    if request.prompt is not None:
+        host.text_encoder.check(request, host.config.prefix_length)
+
+
+def encode_texts(request: Request, host: Any) -> None:
+    """Has the texts of a checked request encoded, which are remembered."""
+    for text in (request.prompt, request.negative_prompt):
+        if text is not None:
+            host.text_of(text)
+
+
+def take_in(host: Any, sequences: list[Sequence]) -> None:
+    """Has the models take in the conditions of sequences, all inputs but the last.
+
+    Args:
+        host: a `VQHost`, in whose slots nothing is known yet.
+    """
+    if host.conditions.before is None:
+        _take_in_classes(host, sequences)
+        return
+    for own in alike(sequences, lambda sequence: host.config.prefix_length):
+        _take_in_texts(host, own)
+
+
+def _take_in_classes(host: Any, sequences: list[Sequence]) -> None:
+    """A class is one input; its null condition the null class."""
+    null, numbers = host.num_classes, []
+    for sequence in sequences:
+        label = null if sequence.request.label is None else sequence.request.label
+        numbers += [(2 * sequence.slot, label), (2 * sequence.slot + 1, null)]
+    rows, labels = send_integers(numbers, host.device).unbind(1)
+    uses = {"target"}.union(*(sequence.uses for sequence in sequences))
+    for name, last in host.conditions.last.items():
+        if name in uses:
+            last[rows] = host.models[name].cls_embedding(labels).squeeze(1)
+
+
+def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
+    """One forward of each model over all texts but their last tokens. What is beyond a shorter one is overwritten."""
+    batch, conditions = batch_of(host, sequences), host.conditions
+    requests = [sequence.request for sequence in sequences]
+    texts = sent_texts(host, requests, batch.copies)
+    count = texts.count
+    each = steps(len(count), host.device)
+    conditions.before[batch.rows] = count - 1
+    uses = {"target"}.union(*(sequence.uses for sequence in sequences))
+    host.begin(None)
+    for name, last in conditions.last.items():
+        with host.precision.fast():
+            inputs = inputs_of_texts(host.models[name], texts).to(last.dtype)
+        last[batch.rows] = inputs[each, count - 1]
+        if name in uses:
+            features = _features(host, batch, name, inputs[:, :-1])
+        if name == "target" and "eagle" in uses:
+            before = functional.pad(features, (0, 0, 1, 0))  # of each input, the feature before it
+            _features(host, batch, "eagle", inputs[:, :-1], past=before[:, :-1])
+            before_last = before[each, count - 1].unflatten(0, (len(batch), batch.copies))
+            host.past.keep(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
+
+
+class Texts(NamedTuple):
+    """Texts as models take them in, on the device.
+
+    Attributes:
+        tokens: as `VQHost.text_of` has them, [R, N, ...], padded at the right. count: int64 [R], how many they are.
+        is_null: bool [R], where the model's null caption is to be in their place; None where it never is.
+    """
+
+    tokens: Tensor
+    count: Tensor
+    is_null: Tensor | None
+
+
+def sent_texts(host: Any, requests: list[Request], copies: int) -> Texts:
+    """The prompts of requests and, where `copies` is 2, after each of them what guidance leads away from.
+
+    LlamaGen's null caption is as long as the prompt, as the authors mask it.
+    """
+    texts, is_null = [], []
+    for request in requests:
+        texts.append(own := host.text_of(request.prompt))
+        is_null.append(False)
+        if copies == 2:
+            negative, most = request.negative_prompt, host.config.prefix_length
+            other = host.text_encoder.null(own, most) if negative is None else host.text_of(negative)
+            texts.append(own if other is None else other)
+            is_null.append(other is None)
+    count = np.array([len(text) for text in texts])
+    padded = np.zeros((len(texts), count.max(), *texts[0].shape[1:]), texts[0].numpy().dtype)
+    for row, text in zip(padded, texts):
+        row[: len(text)] = text
+    arrays = {"tokens": padded, "count": count} | ({"is_null": np.array(is_null)} if any(is_null) else {})
+    sent = send(arrays, host.device)
+    return Texts(sent["tokens"], sent["count"], sent.get("is_null"))
+
+
+def inputs_of_texts(model: GPT, texts: Texts) -> Tensor:
+    """A model's inputs [R, N, dim] of texts; of its null caption the last so many tokens."""
+    tokens = texts.tokens
+    if texts.is_null is not None:
+        null = model.cls_embedding.uncond_embedding
+        place = len(null) - texts.count.unsqueeze(1) + steps(tokens.shape[1], tokens.device)
+        tokens = torch.where(texts.is_null[:, None, None], null[place.clamp(max=len(null) - 1)], tokens)
+    return model.cls_embedding(tokens)
+
+
+def _features(host: Any, batch: Batch, model: str, inputs: Tensor, past: Tensor | None = None) -> Tensor:
+    """Features [R, N, dim] after a condition's inputs [R, N, dim], which go to the first columns of the cache."""
+    if not inputs.shape[1]:
+        return inputs
+    start = torch.zeros_like(batch.known_rows)
+    has_places = host.models[model].config.text_places
+    places = steps(inputs.shape[1], host.device) if has_places else start.unsqueeze(1)
+    position = places.expand(inputs.shape[:2])
+    view, mask = host.cache(model).look(batch.rows, start, 0, True, inputs.shape[1])
+    return through_layers(host, model, inputs, position, mask, view, past)
+
+
+# The VQ host: owns the models and, in slots allocated once, the codes and key-value caches of running sequences.
 
 
 class VQHost:
@@ -44,7 +495,7 @@ class VQHost:
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
         draft: a smaller model of the same codes; eagle: a drafter on the target's features. tokenizer: of the codes.
         text_encoder: of texts.
-        tuning: a `cspd.discrete.tuning.Tuning`, for methods that leave how far they draft to be decided.
+        tuning: a `cspd.discrete.family.Tuning`, for methods that leave how far they draft to be decided.
         compiled: run the models' layers through torch.compile. graphs: run what has a fixed shape; by default as plain
             calls.
 
@@ -54,8 +505,8 @@ class VQHost:
         draft_calls: forwards of draft models in this round. graphs: that rounds run as, the engine's.
         past: what EAGLE's drafter takes in beside the codes.
         late: whether a round is counted when the next one is on its way; unread: rounds that are not counted yet, by
-            the sequences' key. windows, nodes: of Jacobi methods, see `cspd.discrete.window.kept_windows` and
-            `cspd.discrete.jacobi_same_image.kept_nodes`.
+            the sequences' key. windows, nodes: of Jacobi methods, see `cspd.discrete.jacobi.kept_windows` and
+            `cspd.discrete.jacobi.kept_nodes`.
     """
 
     family = "VQ"
@@ -136,7 +587,7 @@ class VQHost:
     def published(self, labels: Tensor, settings: dict) -> Tensor:
         """Codes [B, L] by LlamaGen's sampler as its authors published it, in lockstep; settings of `VQ_OPTIONS`."""
         with self.precision.fast():
-            return reference.sample(self.models["target"], labels, **settings)
+            return sample_published(self.models["target"], labels, **settings)
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run: their draws, and empty caches."""
@@ -208,7 +659,7 @@ class VQHost:
         if self.models[model].config.row_end is None:
             features = forward(self, batch, model, codes, start, most, together, depth, seen, columns, past)
         else:
-            features = row_ends.features(self, batch, model, codes, start, most, depth, seen)
+            features = features_with_row_ends(self, batch, model, codes, start, most, depth, seen)
         self._start("other")
         return features.unflatten(0, (len(batch), batch.copies)).transpose(0, 1)
 
@@ -268,7 +719,7 @@ class VQHost:
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
         if self.config.row_end is not None:
-            row_ends.compact(self, batch, path)
+            compact(self, batch, path)
             return
         start = self.conditions.columns(batch, batch.known_rows).unsqueeze(1)
         source = start + of_copies(batch, path)

@@ -1,65 +1,299 @@
-"""Speculative Jacobi decoding: the target drafts for itself, a window of codes at a time.
-
-Sources:
-    SJD: Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi
-        Decoding", arXiv 2410.01699.
-    MC-SJD: So et al., "MC-SJD: Maximal Coupling Speculative Jacobi Decoding for Autoregressive Visual Generation
-        Acceleration", arXiv 2510.24211; its later name is Speculative Coupled Decoding.
-    SJD-PAC: Kang et al., "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive
-        Continuation", arXiv 2603.18599. Sections, equations and lines of its Algorithm 1 are cited below.
-
-A round:
-
-1. Draft. The window's codes, and the distributions Q that they follow, come from the round before. Proactive drafting
-   (section 4.1) puts K - 1 siblings beside each of the first D codes.
-2. Verify. One forward of the target over all of them gives P.
-3. Judge. The longest accepted prefix of the window is kept (section 3.3). Where a code is rejected, its siblings are
-   judged against what is left of P (appendix A.3).
-4. Commit the accepted codes and one more, sampled from P or from what the rejections left of it.
-5. Redraw the codes behind them. SJD draws all of them from P (section 3.3). Adaptive continuation (section 4.2), which
-   MC-SJD calls maximal coupling, keeps those that the exact rule accepts, and draws the others from what a rejection
-   leaves of P. Either way they follow P, which is the next round's Q.
-6. Slide the window behind the committed codes. New places get codes at random.
-
-This is the round of `coupling="maximal"`; `cspd.discrete.jacobi_same_image` has that of same-image coupling.
-
-The window is a comb: siblings are children of the first path and have none of their own, since the paper's full K-ary
-tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see docs/bounds.md.
-"""
+"""Jacobi decoding: the target drafts a window of codes for itself."""
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.discrete import jacobi_same_image
-from cspd.discrete.batch import Batch
-from cspd.discrete.cache import MOST_NODES
-from cspd.discrete.draft_verify import check_rule
+from cspd.discrete.batch import MOST_NODES, Batch
+from cspd.discrete.drafts import Drafted, check_rule, commit, outcome, run
+from cspd.discrete.gpt import steps
 from cspd.discrete.host import VQHost
-from cspd.discrete.jacobi_same_image import kept_nodes
-from cspd.discrete.judging import Judged, judge_siblings
-from cspd.discrete.neighbours import near_codes
-from cspd.discrete.options import MIXED, coupling_option, rule_options
-from cspd.discrete.probabilities import draw_siblings, likeliest, sample, without
-from cspd.discrete.rounds import outcome, run
-from cspd.discrete.rules import Rule, rule_of
-from cspd.discrete.window import Comb, Draws, Verdict, Window, comb_of, draw, kept_windows, slide
+from cspd.discrete.rules import (
+    MIXED,
+    Rule,
+    coupling_option,
+    draw_siblings,
+    likeliest,
+    near_codes,
+    nearby,
+    rule_of,
+    rule_options,
+    sample,
+    without,
+)
+from cspd.discrete.trees import Judged, Shape, follow, judge_siblings
 from cspd.method import Method
+from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
-from cspd.precision import Stopwatch
-from cspd.sequence import Request, Sequence
-from cspd.vq.steps import steps
+from cspd.request import Request, Sequence, Stopwatch
+
+# Jacobi windows: their shape, a comb; what is in them, and what becomes of it; the random numbers of a round.
 
 
-def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+@dataclass(frozen=True)
+class Comb:
+    """The nodes of a window: the root, the first path, then the siblings.
+
+    Attributes:
+        path: F, codes on the first path. depth: D, how many of them have siblings.
+        siblings: int64 [D, K - 1], their nodes.
+        shape: as a tree.
+        streams: purpose, places ahead and index of a round's uniform draws, int64 [n] each, in the order of `Draws`;
+            counts: how many are of each kind.
+    """
+
+    path: int
+    depth: int
+    siblings: Tensor
+    shape: Shape
+    streams: tuple[Tensor, Tensor, Tensor]
+    counts: list[int]
+
+
+@functools.lru_cache(maxsize=32)
+def comb_of(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
+    """The comb of `window` drafted nodes, K = pd_k of them at each of the first D = pd_d levels."""
+    beside = pd_k - 1
+    depth = pd_d if beside else 0
+    path = window - beside * depth
+    index = torch.arange(depth * beside, device=device)
+    siblings = path + 1 + index.view(depth, beside)
+
+    # the root, the first path one after the other, and siblings, which share their parent with the path
+    parents = [-1, *range(path)]
+    for level in range(depth):
+        parents += [level] * beside
+    shape = Shape(torch.tensor(parents, device=device), path, [path] + [depth] * (beside if depth else 0))
+    return Comb(path, depth, siblings, shape, *_streams(path, siblings))
+
+
+def _streams(path: int, siblings: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], list[int]]:
+    """`streams` and `counts` of a comb."""
+    depth, beside = siblings.shape
+    device = siblings.device
+    check_indices(path + depth * beside, MAX_INDEX)  # of the last node
+    # up to F + 1 codes are committed, and the window behind them has F more
+    ahead = torch.arange(2 * path + 1, device=device)
+    first = torch.zeros_like(ahead)
+    level = torch.arange(depth, device=device).repeat_interleave(beside)
+    of_path = torch.arange(path, device=device)
+    of_siblings = siblings.flatten()
+    kinds = [
+        (Purpose.CODE, ahead, first),
+        (Purpose.CODE_RESIDUAL, ahead, first),
+        (Purpose.CODE, level, of_siblings),
+        (Purpose.CODE_COIN, of_path, of_path + 1),
+        (Purpose.CODE_COIN, level, of_siblings),
+    ]
+    counts = [len(index) for _, _, index in kinds]
+    purpose = torch.tensor([kind for kind, _, _ in kinds], device=device)
+    purpose = purpose.repeat_interleave(torch.tensor(counts, device=device))
+    places = torch.cat([place for _, place, _ in kinds])
+    index = torch.cat([index for _, _, index in kinds])
+    return (purpose, places, index), counts
+
+
+class Window(NamedTuple):
+    """What is drafted: codes int64 [B, F] of the first path, their distributions Q [B, F, V], and siblings int64
+    [B, D, K - 1], -1 where there is none.
+    """
+
+    codes: Tensor
+    Q: Tensor
+    siblings: Tensor
+
+
+class Verdict(NamedTuple):
+    """What became of a window.
+
+    Attributes:
+        prefix: int64 [B], codes of the first path that are accepted. sibling: int64 [B], the code accepted after them
+            from beside the path, -1: none. accepted: int64 [B], how many that makes.
+        node: int64 [B], the last accepted one. rest: [B, V], the distribution of the code after it.
+        judged: bool [B, F], whether the rule judged a place. bound: [B], the sum of its local bounds.
+    """
+
+    prefix: Tensor
+    sibling: Tensor
+    accepted: Tensor
+    node: Tensor
+    rest: Tensor
+    judged: Tensor
+    bound: Tensor
+
+
+def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:
+    """Codes int64 [slots, F] and Q [slots, F, V] that windows keep from round to round.
+
+    They are parts of the largest window's, made on first use, which stay: graphs read them where they are.
+    """
+    if host.windows is None:
+        size = host.num_slots, MOST_NODES - 1
+        codes = torch.zeros(size, dtype=torch.int64, device=host.device)
+        host.windows = codes, torch.zeros(*size, host.config.vocab_size, device=host.device)
+    codes, Q = host.windows
+    return codes[:, :path], Q[:, :path]
+
+
+class Draws(NamedTuple):
+    """A round's random numbers: uniform draws, if nothing else is said.
+
+    Attributes:
+        codes: [B, 2F + 1], of the code so many places ahead of the committed ones, drawn or drawn again.
+        fill: int64 [B, 2F + 1], a code at random for each of these places.
+        siblings: [B, D, K - 1], of their codes.
+        path, beside: [B, F] and [B, D, K - 1], by which codes of the path, and siblings, are accepted.
+    """
+
+    codes: Tensor
+    fill: Tensor
+    siblings: Tensor
+    path: Tensor
+    beside: Tensor
+
+
+def draw(host: VQHost, batch: Batch, comb: Comb) -> Draws:
+    """The random numbers of a round, by one pass of the generator."""
+    draws = host.uniform(batch, *comb.streams)
+    codes, fill, siblings, path, beside = draws.split(comb.counts, 1)
+    fill = (fill * host.config.vocab_size).long()
+    siblings, beside = (u.unflatten(1, comb.siblings.shape) for u in (siblings, beside))
+    return Draws(codes, fill, siblings, path, beside)
+
+
+def slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
+    """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
+    path, vocabulary = codes.shape[1], P.shape[-1]
+    kept_codes, kept_Q = kept_windows(host, path)
+    first = accepted.unsqueeze(1) + 1
+    place = first + steps(path, host.device)  # in the old window
+    following = torch.cat([codes, draws.fill[:, path:]], 1)
+    kept_codes[batch.slot] = following.gather(1, place)
+
+    source = place.clamp(max=path - 1).unsqueeze(-1)
+    Q = P.gather(1, source.expand(-1, -1, vocabulary))
+    inside = (place < path).unsqueeze(-1)
+    kept_Q[batch.slot] = torch.where(inside, Q, 1 / vocabulary)
+
+
+# Jacobi decoding with the request's own draws: each code is a function of those before it, and the window iterates
+# towards its fixed point, which is the image of `ar`.
+#
+# Sources:
+#     Song et al., "Accelerating Feedforward Computation via Parallel Nonlinear Equation Solving", arXiv 2002.03629.
+#     Wiggers and Hoogeboom, "Predictive Sampling with Forecasting Autoregressive Models", arXiv 2002.09928.
+#
+# A round:
+#
+# 1. Draft. The window's codes come from the round before, and so do K - 1 siblings beside each of the first D.
+# 2. Verify. One forward of the target over all of them, and one draw after each node, at its position's own number.
+# 3. Commit the codes that are what is drawn after those before them, and the code that is drawn after the last.
+# 4. Redraw. What was drawn along the first path is the next window: codes that had settled stay as they are.
+
+
+def kept_nodes(host: VQHost) -> Tensor:
+    """int64 [slots, N], the drafted nodes that windows keep from round to round, made on first use."""
+    if host.nodes is None:
+        host.nodes = torch.zeros(host.num_slots, MOST_NODES, dtype=torch.int64, device=host.device)
+    return host.nodes
+
+
+def judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
+    """The round but for what the host counts: its `outcome`."""
+    request = batch.request
+    comb = comb_of(request.window, request.pd_k or 1, request.pd_d or 0, host.device)
+    codes = _draft_same_image(host, batch, comb)
+    features = host.features(batch, codes, depth=comb.shape.depth, seen=comb.shape.seen)
+    P = host.distributions(batch, features)
+    drawn = sample(P, host.drawn(batch, comb.shape.depth))
+    verified = follow(comb.shape, codes, drawn, host.seq_len - batch.known_t)
+    commit(host, batch, Drafted(comb.shape, codes, None), verified)
+    _redraw(host, batch, comb, P, drawn, verified.count)
+    accepted = steps(comb.shape.height, host.device) < verified.count.unsqueeze(1)
+    return outcome(host, verified.count, verified.bound, verified.judged, accepted)
+
+
+def _draft_same_image(host: VQHost, batch: Batch, comb: Comb) -> Tensor:
+    """Codes int64 [B, N] of the root and of the nodes that the round before left; a new request's are guesses."""
+    kept = kept_nodes(host)[batch.slot, : comb.shape.num_nodes - 1]
+    guesses = _guesses(host, batch, steps(comb.path, host.device))
+    guesses = functional.pad(guesses, (0, comb.siblings.numel()), value=-1)  # no two siblings are alike
+    drafted = torch.where((batch.iteration == 0).unsqueeze(1), guesses, kept)
+    return torch.cat([host.last(batch, 1)[0], drafted], 1)
+
+
+def _guesses(host: VQHost, batch: Batch, ahead: Tensor) -> Tensor:
+    """Codes as a uniform distribution would give them at the draws of places so far ahead."""
+    return (host.drawn(batch, ahead) * host.config.vocab_size).long()
+
+
+def _redraw(host: VQHost, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor, count: Tensor) -> None:
+    """Keeps the nodes of the next round: codes along the first path, moved up behind what is committed, and beside
+    them those that the target's distributions there, P [B, N, V], make likely.
+    """
+    path = comb.path
+    place = count.unsqueeze(1) + 1 + steps(path, host.device)  # in the old window, where the last is that of P after it
+    inside = place <= path
+    place_inside = place.clamp(max=path)
+    codes = torch.where(inside, drawn.gather(1, place_inside), _guesses(host, batch, place))
+    nodes = codes
+    if comb.depth:
+        each = steps(len(codes), host.device).unsqueeze(1)
+        Q = P[each, place_inside[:, : comb.depth]]
+        u = host.drawn(batch, place[:, : comb.depth])
+        left = without(nearby(Q, u), codes[:, : comb.depth])
+        siblings = likeliest(left, comb.siblings.shape[1])
+        possible = left.gather(-1, siblings.clamp(min=0)) > 0  # or else it may be the path's own code
+        siblings = torch.where(possible, siblings, -1)
+        nodes = torch.cat([codes, siblings.flatten(1)], 1)
+    kept_nodes(host)[batch.slot, : nodes.shape[1]] = nodes
+
+
+# Speculative Jacobi decoding: the target drafts for itself, a window of codes at a time.
+#
+# Sources:
+#     SJD: Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi
+#         Decoding", arXiv 2410.01699.
+#     MC-SJD: So et al., "MC-SJD: Maximal Coupling Speculative Jacobi Decoding for Autoregressive Visual Generation
+#         Acceleration", arXiv 2510.24211; its later name is Speculative Coupled Decoding.
+#     SJD-PAC: Kang et al., "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive
+#         Continuation", arXiv 2603.18599. Sections, equations and lines of its Algorithm 1 are cited below.
+#
+# A round:
+#
+# 1. Draft. The window's codes, and the distributions Q that they follow, come from the round before. Proactive
+#    drafting
+#    (section 4.1) puts K - 1 siblings beside each of the first D codes.
+# 2. Verify. One forward of the target over all of them gives P.
+# 3. Judge. The longest accepted prefix of the window is kept (section 3.3). Where a code is rejected, its siblings are
+#    judged against what is left of P (appendix A.3).
+# 4. Commit the accepted codes and one more, sampled from P or from what the rejections left of it.
+# 5. Redraw the codes behind them. SJD draws all of them from P (section 3.3). Adaptive continuation (section 4.2),
+#    which
+#    MC-SJD calls maximal coupling, keeps those that the exact rule accepts, and draws the others from what a rejection
+#    leaves of P. Either way they follow P, which is the next round's Q.
+# 6. Slide the window behind the committed codes. New places get codes at random.
+#
+# This is the round of `coupling="maximal"`; `cspd.discrete.jacobi` has that of same-image coupling.
+#
+# The window is a comb: siblings are children of the first path and have none of their own, since the paper's full
+# K-ary tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see
+# docs/bounds.md.
+
+
+def run_jacobi_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Judges every window by one forward of the target, commits the accepted prefix and one code more (two after a
     sibling), drafts the rest anew, and returns the sequences that are finished.
     """
     request = sequences[0].request
     if request.coupling == "same-image":
-        return run(host, sequences, watch, jacobi_same_image.judge_and_redraw, state=(kept_nodes(host),))
+        return run(host, sequences, watch, judge_and_redraw, state=(kept_nodes(host),))
     comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
     return run(host, sequences, watch, _judge_and_redraw, state=kept_windows(host, comb.path))
 
@@ -272,7 +506,7 @@ def jacobi(
         guarantee="exact" if rule == "exact" else "bounded",
         summary=summary,
         papers=papers,
-        run_round=run_round,
+        run_round=run_jacobi_round,
         options=(*options, *rule_options(rule, **defaults), coupling_option(coupling)),
         mixed=lambda request: MIXED,
         check=check,

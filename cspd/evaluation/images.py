@@ -1,4 +1,4 @@
-"""Images to be measured, 8 bits a channel: from memory and from a folder."""
+"""Folders and lists of images, and what they are of: classes or prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.pixels import to_uint8
-from cspd.records import check_file, publishing
+from cspd.files import check_file, misfit, publishing, read_json
+from cspd.request import Request, to_uint8
+
+# Images to be measured, 8 bits a channel: from memory and from a folder.
 
 GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # what our commands write beside images
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -206,3 +209,44 @@ def export_npz(images: Dataset, path: Path) -> None:
             for index in range(len(images)):
                 pixels = images[index].permute(1, 2, 0).numpy()
                 file.write(pixels.tobytes())
+
+
+# What images are of, as runs and reports keep it: a class by its number, or a text.
+
+Subject = int | str
+
+
+def asking_for(request: Request, subject: Subject) -> Request:
+    """The request, for an image of another class or text."""
+    return request.but(prompt=subject) if isinstance(subject, str) else request.but(label=subject)
+
+
+def subject_of(request: Request) -> Subject:
+    """What a checked request is for an image of."""
+    return request.label if request.prompt is None else request.prompt
+
+
+def in_turn(subjects: Sequence[Subject], num: int) -> list[Subject]:
+    """The subjects of `num` images, over and over."""
+    return list(islice(cycle(subjects), num))
+
+
+def are_texts(subjects: Sequence[Subject] | None) -> bool:
+    """Whether they are texts; None, where they are not known, are not."""
+    return bool(subjects) and isinstance(subjects[0], str)
+
+
+RECORD = "samples.json"
+
+
+def prompts_of(folder: ImageFolder) -> list[str] | None:
+    """The texts of a folder's images, as the record of the run that made them has them; None where it has not."""
+    try:
+        record = read_json(folder.files[0].parent / RECORD)
+    except (OSError, ValueError):
+        return None
+    if misfit(record, {"images": [{"file": str, "request": dict}]}):
+        return None
+    prompts = {image["file"]: image["request"].get("prompt") for image in record["images"]}
+    found = [prompts.get(path.name) for path in folder.files]
+    return None if None in found else found

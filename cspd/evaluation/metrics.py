@@ -1,22 +1,25 @@
-"""Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in several feature spaces.
-
-"inception" is Inception-v3 as torch-fidelity ships it, for ImageNet. The others, such as "digits", are those of the
-embedded models' classifiers, `cspd.evaluation.classifier.SPACES`.
-"""
+"""What images are judged by: FID and the others, CLIP, classifiers, references, intervals and tests."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import importlib.util
 import math
 import pickle
 import tempfile
+import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from urllib.error import URLError
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset
 from torch_fidelity import (
     KEY_METRIC_FID,
@@ -26,20 +29,473 @@ from torch_fidelity import (
     KEY_METRIC_PRECISION,
     KEY_METRIC_RECALL,
     calculate_metrics,
+    register_feature_extractor,
 )
+from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
 from torch_fidelity.metric_isc import isc_features_to_metric
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_from_input_id_cached
+from tqdm import tqdm
 
-from cspd.evaluation.classifier import SPACES
-from cspd.evaluation.extractor import extractor_of
-from cspd.evaluation.images import ImageFolder, ImageList
-from cspd.evaluation.intervals import wilson
-from cspd.evaluation.reference import Reference
-from cspd.machine import pick_device
+from cspd.device import pick_device
+from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
+from cspd.files import WEIGHTS, check_files, read_json, weight_files
+from cspd.models import embedded, embedded_folder
+from cspd.request import to_pil
+from cspd.runs import file_fingerprint, together
+from cspd.terminal import choice, telling
+from mar.checkpoint import fill
 from mar.tensors import CheckpointError, read_tensors
+
+# 95 % intervals of what few images measure; none goes beyond what its quantity can be.
+
+NORMAL = NormalDist().inv_cdf(0.975)  # standard errors in half of a 95 % interval
+RANGES = {
+    "fid": (0.0, math.inf),
+    "inception_score": (1.0, math.inf),
+    "clip_score": (0.0, 100.0),
+    "clip_difference": (-100.0, 100.0),
+    "bound": (0.0, 1.0),
+    "audit": (0.0, math.inf),
+}
+
+
+def around(name: str, value: float, error: float) -> list[float]:
+    """[least, most] of a value of a name in `RANGES`, by its standard error."""
+    low, high = RANGES[name]
+    return [min(max(end, low), high) for end in (value - NORMAL * error, value + NORMAL * error)]
+
+
+def wilson(share: float, num: int) -> list[float]:
+    """[least, most] of the probability that a share of `num` trials estimates.
+
+    Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927): all probabilities from which
+    the share is at most `NORMAL` of their own standard errors away. 8 of 8 is no certainty by it.
+    """
+    weight = NORMAL**2 / num
+    centre = (share + weight / 2) / (1 + weight)
+    half = math.sqrt(share * (1 - share) * weight + (weight / 2) ** 2) / (1 + weight)
+    return [min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))]  # in spite of rounding
+
+
+def half_of(interval: Sequence[float]) -> float:
+    """Half of an interval's length."""
+    low, high = interval
+    return (high - low) / 2
+
+
+# Whether two samplers differ: a permutation test that needs no assumption on what they draw.
+
+LEAST_PAIRS = 8  # fewer can be swapped in too few ways
+
+
+def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) -> float:
+    """p-value of the hypothesis that paired samples x, y [N, D] have one distribution.
+
+    A permutation test on the energy distance (Szekely & Rizzo 2013). Row i of x and y come from the same seed, so the
+    two of a pair are swapped or not; p is uniform if swapping them changes nothing. A small p says that the
+    distributions differ; a large one of few samples says little.
+
+    Raises:
+        ValueError: the samples' numbers or sizes differ, there are fewer than 8 pairs, or a value is not finite.
+    """
+    num = len(x)
+    if x.shape != y.shape or num < LEAST_PAIRS:
+        shapes = f"{list(x.shape)} and {list(y.shape)}"
+        raise ValueError(f"samples of {shapes}: give two equally many of one size, {LEAST_PAIRS} or more")
+    pooled = torch.cat([x.flatten(1), y.flatten(1)]).double()
+    if not pooled.isfinite().all():
+        raise ValueError("samples with NaN or infinite values have no distance")
+    distances = torch.cdist(pooled, pooled)
+
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (permutations + 1, num), generator=generator) * 2.0 - 1
+    signs[0] = 1  # the samples as they are
+    labels = torch.cat([signs, -signs], dim=1).double()  # +1 for x, -1 for y
+
+    # the energy distance is a quadratic form in the labels
+    statistic = -((labels @ distances) * labels).sum(1)
+    rounding = 1e-12 * distances.sum()  # samples that are the same have p = 1 in any unit
+    as_large = (statistic >= statistic[0] - rounding).sum()
+    return (as_large / (permutations + 1)).item()
+
+
+# CLIP score: how well images show what their texts say, by a CLIP model of transformers, from a local folder.
+#
+# Hessel et al., CLIPScore (2021), as torchmetrics and most papers scale it: 100 max(cos, 0) of an image's and its
+# text's features, the mean over images.
+
+SOURCE = "openai/clip-vit-large-patch14 on the Hugging Face hub has them, see docs/text.md"
+FILES = {  # what a folder must have, any of each
+    "configuration": ("config.json",),
+    "processor": ("preprocessor_config.json", "processor_config.json"),
+    "tokenizer": ("tokenizer.json", "vocab.json"),
+    "weights": WEIGHTS,
+}
+BATCH = 16  # images at once
+NO_MODEL = f"there is no CLIP: give --clip FOLDER with its files; {SOURCE}"
+
+
+class Clip:
+    """A CLIP model and its processor, in float32.
+
+    Args:
+        folder: their files, as the hub has them.
+
+    Raises:
+        CheckpointError: the folder lacks a file, or has another model's. ValueError: transformers is missing.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | str = "auto") -> None:
+        self.folder, self.device = folder, pick_device(device)
+        _check_files(folder)
+        with telling(f"loading {folder}"):
+            from transformers import CLIPModel, CLIPProcessor
+
+            try:
+                self.processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
+                model, report = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+            except Exception as error:  # a damaged file can fail anywhere in the readers
+                reason = " ".join(str(error).split())
+                raise CheckpointError(f"{folder}: cannot be read as CLIP ({reason}): {SOURCE}") from error
+        if report["missing_keys"]:
+            missing = sorted(report["missing_keys"])[0]
+            raise CheckpointError(f"{folder}: not the weights of CLIP: {missing} is missing: {SOURCE}")
+        self.model = model.float().eval().to(self.device)
+        self.most_tokens = model.config.text_config.max_position_embeddings
+
+    @functools.cached_property
+    def about(self) -> dict[str, str]:
+        """The folder's "name", and the "fingerprint" of its weights, for reports."""
+        fingerprint = together([file_fingerprint(file) for file in weight_files(self.folder)])
+        return {"name": self.folder.resolve().name, "fingerprint": fingerprint}
+
+    @torch.inference_mode()
+    def scores(self, images: Dataset, texts: Sequence[str]) -> Tensor:
+        """100 max(cos, 0), float32 [N] on the CPU, of images uint8 [3, H, W] and a text of each.
+
+        A text of more tokens than CLIP takes (77) is cut off there, before its end's token.
+        """
+        found = []
+        for start in range(0, len(texts), BATCH):
+            part = range(start, min(start + BATCH, len(texts)))
+            inputs = self.processor(
+                images=[to_pil(images[i]) for i in part],
+                text=[texts[i] for i in part],
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=self.most_tokens,
+            )
+            outputs = self.model(**inputs.to(self.device))
+            cosine = functional.cosine_similarity(outputs.image_embeds, outputs.text_embeds)
+            found.append(100 * cosine.clamp(min=0).cpu())
+        return torch.cat(found)
+
+
+def _check_files(folder: Path) -> None:
+    """Raises as `Clip` where a folder's files are not there, or of something else."""
+    check_files(folder, FILES, "CLIP", SOURCE)
+    file = folder / "config.json"
+    try:
+        config = read_json(file)
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON ({error}): {SOURCE}") from None
+    if not isinstance(config, dict) or config.get("model_type") != "clip":
+        raise CheckpointError(f"{file} is of another model than CLIP: {SOURCE}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("--clip needs transformers, which is not installed: pip install 'cspd[text]'")
+
+
+def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None:
+    """Raises what `Clip` raises, and reads a text and an image by it, before there are any.
+
+    Raises ValueError where the images will be of classes, not `of_texts`.
+    """
+    if not of_texts:
+        raise ValueError(f"--clip {folder} judges images of texts: give --prompts, or leave it out")
+    Clip(folder, device).scores(ImageList([torch.zeros(3, 8, 8)]), ["a text"])
+
+
+def mean_and_error(values: Tensor) -> tuple[float, float | None]:
+    """The mean over images, and its standard error by their spread; None of one image."""
+    error = values.double().std().item() / len(values) ** 0.5 if len(values) > 1 else None
+    return values.double().mean().item(), error
+
+
+# Small classifiers of the embedded models' images: they judge samples, and give features to compare them by.
+
+FEATURES, CLASSES = 128, 10
+
+
+@dataclass(frozen=True)
+class ClassifierConfig:
+    """Sizes of a classifier.
+
+    Attributes:
+        size: pixels per side of its images. widths: channels of each stage, which halves the resolution.
+        convolutions: of a stage. classes: how many.
+    """
+
+    size: int = 32
+    widths: tuple[int, ...] = (32, 64, FEATURES)
+    convolutions: int = 1
+    classes: int = CLASSES
+
+
+CLASSIFIERS = {
+    "digits32": ClassifierConfig(),
+    "emoji64": ClassifierConfig(size=64, widths=(32, 48, 96, FEATURES), convolutions=2),
+}
+
+
+@dataclass(frozen=True)
+class Space:
+    """A space of features that embedded models' images are judged in: those of a classifier that knows their classes.
+
+    Attributes:
+        sizes: of the classifier; they have the images' size and the number of classes.
+        checkpoints: the embedded ones whose images it judges. The folder of the first has its files.
+    """
+
+    sizes: ClassifierConfig
+    checkpoints: tuple[str, ...]
+
+    @property
+    def weights(self) -> Path:
+        """The classifier's file. Raises FileNotFoundError where an installation has left it out."""
+        return embedded_folder(self.checkpoints[0]) / "classifier.safetensors"
+
+    @property
+    def reference(self) -> Path:
+        """The file of what images are compared with by default, see `cspd.evaluation.metrics`."""
+        return embedded_folder(self.checkpoints[0]) / "reference.npz"
+
+
+SPACES = {  # by name
+    "digits": Space(CLASSIFIERS["digits32"], ("digits32", "digits32_vq")),
+    "emoji": Space(CLASSIFIERS["emoji64"], ("emoji64", "emoji64_text")),
+}
+
+
+def space_of(target: Path) -> str | None:
+    """The name of the space that judges the images of a target's file; None if the target is not an embedded one."""
+    own = {name for name, folder in embedded().items() if folder.resolve() == target.parent.resolve()}
+    return next((name for name, space in SPACES.items() if own & {*space.checkpoints}), None)
+
+
+def _layer(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
+    conv = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+    return [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
+
+
+def _stage(in_channels: int, out_channels: int, convolutions: int) -> nn.Sequential:
+    layers = _layer(in_channels, out_channels, stride=2)
+    for _ in range(convolutions - 1):
+        layers += _layer(out_channels, out_channels, stride=1)
+    return nn.Sequential(*layers)
+
+
+class Classifier(nn.Module):
+    """Images [B, 3, size, size] in -1..1 to logits [B, classes]."""
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__()
+        self.config = config
+        widths = zip((3, *config.widths), config.widths)
+        self.stages = nn.Sequential(*(_stage(a, b, config.convolutions) for a, b in widths))
+        self.out = nn.Linear(config.widths[-1], config.classes)
+
+    def features(self, images: Tensor) -> Tensor:
+        """The layer before the logits, [B, widths[-1]]. Raises ValueError for images of another size."""
+        if images.shape[-2:] != (self.config.size, self.config.size):
+            height, width = images.shape[-2:]
+            side = self.config.size
+            raise ValueError(f"this classifier judges images of {side}x{side}, these are {width}x{height}")
+        return self.stages(images).mean(dim=(2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.out(self.features(images))
+
+
+def load_classifier(space: str) -> Classifier:
+    """The classifier of a space, on the CPU in float32. Raises FileNotFoundError, CheckpointError."""
+    return read_classifier(SPACES[space].weights, SPACES[space].sizes)
+
+
+def read_classifier(path: Path, sizes: ClassifierConfig) -> Classifier:
+    """A classifier of a file, on the CPU in float32. Raises CheckpointError."""
+    model = Classifier(sizes)
+    fill(model, read_tensors(path), path)
+    return model.eval().requires_grad_(False)
+
+
+def accuracy(classifier: Classifier, images: Tensor, labels: Tensor) -> float:
+    """Share of images [B, 3, size, size] in 0..1 that are recognised as their labels [B]."""
+    with torch.inference_mode():
+        predicted = torch.cat([classifier(part * 2 - 1).argmax(1) for part in images.split(500)])
+    return (predicted == labels).float().mean().item()
+
+
+# The spaces' feature extractors, by their names in torch-fidelity.
+
+INCEPTION = "inception"  # the space of Inception-v3, as torch-fidelity has it
+PREFIX = "cspd-"  # of the names of ours
+
+
+class ClassifierExtractor(FeatureExtractorBase):
+    """A space's classifier: uint8 [B, 3, size, size] to "features" [B, D] and "logits" [B, classes]."""
+
+    def __init__(self, name: str, features_list: list[str], **_: object) -> None:
+        super().__init__(name, features_list)
+        self.space = name.removeprefix(PREFIX)
+        self.classifier = load_classifier(self.space)
+
+    @staticmethod
+    def get_provided_features_list() -> tuple[str, ...]:
+        return "features", "logits"
+
+    @staticmethod
+    def get_default_feature_layer_for_metric(metric: str) -> str:
+        return "logits" if metric == "isc" else "features"
+
+    @staticmethod
+    def can_be_compiled() -> bool:
+        return False
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        size = self.classifier.config.size
+        if images.shape[1:] != (3, size, size):
+            height, width = images.shape[2:]
+            known = f"the {self.space} classifier judges {size}x{size} images"
+            raise ValueError(f"{known}, these are {width}x{height}: take another space")
+        scaled = images.float() / 255 * 2 - 1
+        features = self.classifier.features(scaled)
+        values = {"features": features, "logits": self.classifier.out(features)}
+        return tuple(values[name] for name in self.features_list)
+
+
+def extractor_of(space: str) -> str:
+    """The name that torch-fidelity knows a space's extractor by. Raises ValueError where there is no such space."""
+    if space == INCEPTION:
+        return "inception-v3-compat"
+    if space not in SPACES:
+        raise ValueError(f"space={space!r} is unknown: {choice(space, [*SPACES, INCEPTION])}")
+    name = PREFIX + space
+    if name not in FEATURE_EXTRACTORS_REGISTRY:
+        register_feature_extractor(name, ClassifierExtractor)
+    return name
+
+
+# What images are compared with: statistics of features, images, or both.
+
+PARTS = ("mu", "sigma", "arr_0")
+LARGEST = np.finfo(np.float32).max  # squares of it are finite
+ROUNDING = 1e-3  # how far from symmetric and positive a covariance may be, relative to its size, by rounding
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What images are compared with.
+
+    Attributes:
+        name: of the file or folder.
+        fingerprint: its sha256; a folder's is of all names and contents.
+        statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be taken from the images.
+        images: for KID, precision and recall; None: there are only statistics.
+    """
+
+    name: str
+    fingerprint: str
+    statistics: dict[str, np.ndarray] | None = None
+    images: Dataset | None = None
+
+
+def reference_for(space: str, given: Path | None) -> Reference | None:
+    """What is given, or what came with a space, if anything did. Raises as `load_reference`."""
+    if given is None and space in SPACES:
+        given = SPACES[space].reference
+    return None if given is None else load_reference(given)
+
+
+def load_reference(path: Path) -> Reference:
+    """A reference from an .npz as ADM's (mu and sigma, images in arr_0, or both) or a folder of images.
+
+    All of it is checked: the images of a folder are read once, those of an .npz see `to_pixels`, for the statistics see
+    `to_statistics`.
+
+    Raises:
+        ValueError: it holds neither statistics nor images, or such as cannot be compared with.
+        FileNotFoundError: there is no such file or folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        folder = ImageFolder(path)
+        digest = hashlib.sha256()
+        for index, file in enumerate(tqdm(folder.files, desc="reading the reference", unit=" image", delay=2)):
+            folder[index]  # raises what it would raise after hours of sampling
+            digest.update(file.name.encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        return Reference(path.name, digest.hexdigest(), images=folder)
+    arrays = _read_npz(path)
+    statistics = images = None
+    try:
+        if "mu" in arrays and "sigma" in arrays:
+            statistics = to_statistics(arrays["mu"], arrays["sigma"])
+        if "arr_0" in arrays:
+            images = ImageList(torch.from_numpy(to_pixels(arrays["arr_0"])).permute(0, 3, 1, 2))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if statistics is None and images is None:
+        raise ValueError(f"{path}: has neither mu and sigma nor images (arr_0): give an .npz as ADM's, or a folder")
+    return Reference(path.name, file_fingerprint(path), statistics, images)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file that make up a reference, by name."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder: give an .npz as ADM's, or a folder of images")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: no .npz, or a truncated one: it begins with {beginning(path)}")
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in PARTS if name in file.files}
+    except Exception as error:  # a damaged file can fail anywhere in the readers
+        raise ValueError(f"{path}: a damaged .npz, or one too large for this machine ({error})") from error
+
+
+def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
+    """The mean [D] and covariance [D, D] of features as float64, by "mu" and "sigma".
+
+    Raises:
+        ValueError: other shapes or dtypes, NaN, infinite or huge values, or no covariance: FID would be nonsense.
+    """
+    if mu.ndim != 1 or mu.size == 0 or sigma.shape != 2 * mu.shape:
+        raise ValueError(f"mu and sigma are {list(mu.shape)} and {list(sigma.shape)}, not [D] and [D, D]")
+    statistics = {}
+    for name, values in (("mu", mu), ("sigma", sigma)):
+        if values.dtype.kind not in "iuf":
+            raise ValueError(f"{name} is {values.dtype}: give real numbers")
+        statistics[name] = values.astype(np.float64)
+        if not (np.abs(statistics[name]) <= LARGEST).all():
+            raise ValueError(f"{name} has values that are NaN, infinite or beyond {LARGEST:.1g}")
+    sigma = statistics["sigma"]
+    asymmetry = np.abs(sigma - sigma.T).max()
+    if asymmetry > ROUNDING * np.abs(sigma).max():
+        raise ValueError(f"sigma is not symmetric (by {asymmetry:.3g}), so it is no covariance")
+    variances = np.linalg.eigvalsh(sigma)  # statistics of fewer images than features have zeros
+    negative = -variances.clip(max=0).sum()
+    if negative > ROUNDING * variances.sum():
+        raise ValueError(f"sigma has negative variances (down to {variances[0]:.3g}), so it is no covariance")
+    return statistics
+
+
+# Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in several feature spaces.
+#
+# "inception" is Inception-v3 as torch-fidelity ships it, for ImageNet. The others, such as "digits", are those of the
+# embedded models' classifiers, `SPACES`.
 
 # the fewest images that a number needs: two in each of torch-fidelity's ten splits, a covariance, a neighbourhood
 LEAST = {"inception_score": 20, "fid": 2, "kid": 2, "precision": 4, "recall": 4}

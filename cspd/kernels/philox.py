@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cspd.kernels.launching import launch
+from cspd.kernels.head import launch
 
 BLOCK = 128  # counters a program
 DIMS = 3  # of the places of draws

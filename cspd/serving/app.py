@@ -1,40 +1,582 @@
-"""The page over HTTP: its files, what it asks for, and a stream of what becomes of that.
-
-POST /api/images takes what `cspd.serving.asked.Asked` says and answers with server-sent events, JSON objects: what
-`cspd.serving.shown.shown` knows of an image, and "run", by which of the methods it is. The last of a run is "finished",
-or has an "error". The images of a visitor that closes the connection are cancelled.
-"""
+"""The page and the HTTP API of `cspd serve`, and the thread that runs rounds for all visitors."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import functools
+import io
+import ipaddress
 import json
 import logging
+import math
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Annotated, Any
 
 import fastapi
+import numpy as np
+import pydantic
 import uvicorn
 from fastapi.responses import StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from PIL import Image, ImageOps
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cspd.engine import Engine
-from cspd.serving.access import Access
-from cspd.serving.asked import MOST_BYTES, Asked, body_of, requests_of
-from cspd.serving.runner import Full, Job, Runner
-from cspd.serving.shown import about
-from mar.registry import lookup
+from cspd.engine import Engine, so_far
+from cspd.files import link_of
+from cspd.method import GUARANTEES, METHODS, Host, Method, method_of, parse_method
+from cspd.option import COMMON, DEFAULTS, Option
+from cspd.plots import coloured
+from cspd.request import FORMATS, Known, Output, Request, png_of
+from cspd.terminal import label_of, shortened, value_of
+from mar.checkpoint import lookup
+
+# Who may use the page: its own visitors, not the pages of other sites that they have open, and who has the API key.
+#
+# A page of another site can send requests here from a visitor's browser. Its name is in their Origin, or in their Host
+# if it has its name resolve to this machine (DNS rebinding). The address of this server must be in both.
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+ADDRESS = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d{1,5})?", re.ASCII | re.IGNORECASE)  # localhost:8000, [::1]
+REMEDY = "if that is its own address, start cspd serve with --allowed-hosts and the name"
+PRIVATE = "/api/"  # paths that need the API key; the page itself is the same everywhere, and asks for the key
+
+
+class Access:
+    """An ASGI application that answers only requests whose Host, Origin, content type and API key are right.
+
+    Args:
+        app: the application that is asked then.
+        hosts: names and addresses that Host may have, beside those of `LOCAL`.
+        origins: names and addresses that Origin may have where it differs from Host, as behind some proxies.
+        any_address: Host may be any IP address, which no other site can have resolve to this machine.
+        key: the API key, of ASCII characters; None: there is none.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Collection[str] = (),
+        origins: Collection[str] = (),
+        any_address: bool = False,
+        key: str | None = None,
+    ) -> None:
+        self._app = app
+        self._hosts = {*LOCAL, *map(str.lower, hosts)}
+        self._origins = {*map(str.lower, origins)}
+        self._any_address = any_address
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        """The answer to a request that is refused."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_host(host):
+            return _error(403, f"this server does not answer as {shortened(host)}: {REMEDY}")
+        if origin is not None and not self._is_origin(origin, host):
+            return _error(403, f"pages of {shortened(origin)} may not use this server: {REMEDY}")
+        if scope["path"].startswith(PRIVATE) and not self._has_key(headers):
+            return _error(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
+        if scope["method"] == "POST" and _kind(headers) != "application/json":
+            return _error(415, "the body is not announced as JSON: send Content-Type: application/json")
+        return None
+
+    def _is_host(self, host: str) -> bool:
+        name = _name(host)
+        return name in self._hosts or (self._any_address and _is_address(name))
+
+    def _is_origin(self, origin: str, host: str) -> bool:
+        scheme, _, address = origin.lower().partition("://")
+        return scheme in ("http", "https") and (address == host.lower() or _name(address) in self._origins)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if self._key is None:
+            return True
+        return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self._key)
+
+
+def _name(address: str) -> str:
+    """The name, or the IP address, of an address that may have a port; "" where it is none."""
+    found = ADDRESS.fullmatch(address)
+    return (found[1] or found[2]).lower() if found else ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _kind(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _error(status: int, detail: str) -> JSONResponse:
+    """As FastAPI's own errors."""
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+# What a visitor asks for, from the body of her request to the engine's requests.
+
+MOST_PIXELS = 1024 * 1024  # of a picture: engines remember the last ones as numbers
+MOST_BYTES = 8 * 2**20  # of a request: PNGs of a picture and a mask of so many pixels of noise take 6.7 MiB
+MOST_SECONDS = 60.0  # for a request to arrive
+MOST_PARTS = 2_000  # commas and brackets of a request, which bound its values: checking millions takes minutes
+MOST_CHARACTERS = 400  # of every text but pictures
+MOST_METHODS = 2
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+        raise ValueError(f"a text of {len(value):,} characters is too long: give at most {MOST_CHARACTERS}")
+    return value
+
+
+Text = Annotated[str, pydantic.AfterValidator(_short)]
+Value = Annotated[int | float | bool | str | None, pydantic.AfterValidator(_short)]
+
+
+class Asked(pydantic.BaseModel):
+    """An image by one method or several, of the same seed. Text is read as on the command line.
+
+    Attributes:
+        model: one that is served, by name. label: class, by number or name; "none" or null: no class.
+        prompt, negative_prompt: of a model of texts, in place of a label.
+        methods: names, with options after a colon if need be: "calibrated:head_calls=8".
+        settings: of `cspd.request.Request`, for all methods; empty ones are left open.
+        picture, mask: data links (base64) of pictures of one size: white in the mask is made anew. All other texts have
+            at most `MOST_CHARACTERS` characters.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    model: Text
+    label: Value = None
+    prompt: Text | None = None
+    negative_prompt: Text | None = None
+    seed: Value = 0
+    methods: list[Text] = pydantic.Field(min_length=1, max_length=MOST_METHODS)
+    settings: dict[Text, Value] = {}
+    picture: str | None = None
+    mask: str | None = None
+
+
+async def body_of(request: fastapi.Request) -> Asked:
+    """What the body of a request asks for. Raises HTTPException if it is too large, or slow, or is something else."""
+    try:
+        body = await asyncio.wait_for(_read(request), MOST_SECONDS)
+    except ClientDisconnect:
+        raise fastapi.HTTPException(400, "the connection was closed") from None
+    except asyncio.TimeoutError:  # noqa: UP041 - another one in Python 3.10
+        slow = f"the request did not arrive within {MOST_SECONDS:g} s: send less, or faster"
+        raise fastapi.HTTPException(408, slow, {"Connection": "close"}) from None
+    if sum(body.count(mark) for mark in b",[{") > MOST_PARTS:
+        raise fastapi.HTTPException(400, f"the request has more than {MOST_PARTS:,} commas and brackets: send fewer")
+    try:
+        return Asked.model_validate_json(body)
+    except pydantic.ValidationError as bad:
+        first = bad.errors()[0]
+        place = ".".join(map(str, first["loc"]))[:60] or "the request"
+        raise fastapi.HTTPException(400, f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+async def _read(request: fastapi.Request) -> bytearray:
+    """The body. Of one that is too large the rest is not kept: uvicorn throws it away."""
+    too_large = fastapi.HTTPException(413, f"the request has more than {MOST_BYTES / 2**20:g} MiB: give less")
+    if int(request.headers.get("content-length", 0)) > MOST_BYTES:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise too_large
+    return body
+
+
+def requests_of(asked: Asked) -> list[Request]:
+    """A request for each method. Raises ValueError, TypeError or ArgumentTypeError on what no engine would take."""
+    if asked.prompt is None and "label" not in asked.model_fields_set:
+        raise ValueError(
+            "neither label nor prompt is given: give label (null: no class), or prompt to a model of texts"
+        )
+    label: Any = label_of(asked.label) if isinstance(asked.label, str) else asked.label
+    settings = {name: typed(value) for name, value in asked.settings.items() if value not in ("", None)}
+    known = None
+    if asked.picture is not None or asked.mask is not None:
+        known = Known.of(picture_of("picture", asked.picture), picture_of("mask", asked.mask))
+    texts = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
+    requests = []
+    for text in asked.methods:
+        name, options = parse_method(text)
+        own = {**settings, **options}
+        requests.append(Request(label, typed(asked.seed), name, settings=own, known=known, **texts))
+    return requests
+
+
+def typed(value: Value) -> Any:
+    """A value as JSON has it, or as text of it."""
+    return value_of(value) if isinstance(value, str) else value
+
+
+def picture_of(name: str, link: str | None) -> Image.Image | None:
+    """The picture of a data link. Raises ValueError where it cannot be read, or is too large."""
+    if link is None:
+        return None
+    try:
+        content = base64.b64decode(link.partition(",")[2], validate=True)
+        picture = Image.open(io.BytesIO(content), formats=FORMATS)
+        width, height = picture.size
+        if width * height <= MOST_PIXELS:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except Exception as error:  # a damaged picture makes its reader raise almost anything
+        raise ValueError(f"the {name} cannot be read ({error}): give a PNG as a data link") from None
+    raise ValueError(f"the {name} has {width} by {height} pixels: give one of {MOST_PIXELS / 1e6:.1f} million at most")
+
+
+# What the page is told: which models and methods there are, and what is known of an image.
+
+COLOURS = 32  # that the page makes heat maps of
+NUMBERS = {  # of statistics that are shown: how they are called, and written
+    "iterations": ("iterations", ".0f"),
+    "backbone_calls": ("backbone calls", ".0f"),
+    "lazy_backbone_calls": ("of these lazy", ".0f"),
+    "head_calls": ("head calls", ".0f"),
+    "head_calls_per_token": ("head calls per token", ".1f"),
+    "draft_backbone_calls": ("draft backbone calls", ".0f"),
+    "draft_head_calls": ("draft head calls", ".0f"),
+    "step_compression": ("codes per forward", ".2f"),
+    "alpha": ("drafts accepted", ".1%"),
+    "bound": ("bound on the total variation", ".3g"),
+    "difference": ("difference from the full chain", ".3f"),
+    "divergence": ("divergence, nats per token", ".3f"),
+    "audit": ("audited, nats per token", ".3f"),
+}
+
+
+def shown(output: Output, share: float) -> dict:
+    """What the page shows of an image, finished or not.
+
+    Args:
+        share: of its tokens that are made, 0..1.
+
+    Returns:
+        "share"; "image", a data link; "heat", a list with None for NaN; "guarantee"; "seconds" of the rounds that it
+        took part in, and images per second by them; "numbers", [name, text] each; "ran", the request as it runs.
+    """
+    seconds = sum(output.stats.seconds.values())
+    return {
+        "share": share,
+        "image": None if output.image is None else link_of(png_of(output.pil())),
+        "heat": [round(cost, 2) if math.isfinite(cost) else None for cost in output.heat.tolist()],
+        "guarantee": output.stats.guarantee,
+        "seconds": seconds,
+        "images_per_second": share / seconds if seconds else 0.0,
+        "numbers": numbers(output, share),
+        "ran": repr(output.request),
+        "class_name": output.class_name,
+    }
+
+
+def numbers(output: Output, share: float) -> list[tuple[str, str]]:
+    """The statistics that say something, as (name, text)."""
+    values = {name: getattr(output.stats, name) for name in NUMBERS}
+    if share < 1:
+        del values["head_calls_per_token"]  # a mean over all tokens
+    said = {name for name, value in values.items() if value or (name == "alpha" and value is not None)}
+    told = [(NUMBERS[name][0], format(values[name], NUMBERS[name][1])) for name in NUMBERS if name in said]
+    window = output.request.window
+    return told if window is None else [*told, ("window", f"{window}" if window else "0, nothing is drafted")]
+
+
+def about(engines: Mapping[str, Engine]) -> dict:
+    """What the page has to know beforehand of engines of one checkpoint each, by its name.
+
+    Raises:
+        ValueError: a model of texts has no text encoder.
+    """
+    shares = np.linspace(0, 1, COLOURS)[None]
+    colours = np.asarray(coloured(shares))[0]
+    first = next(iter(engines.values()))
+    return {
+        "models": [_model(engine, name) for name, engine in engines.items()],
+        "guarantees": GUARANTEES,
+        "colours": [f"rgb({red} {green} {blue})" for red, green, blue in colours.tolist()],
+        "slots": first.num_slots,
+        "machine": first.describe(),
+    }
+
+
+def _model(engine: Engine, name: str) -> dict:
+    ((family, host),) = engine.hosts.items()
+    usual = engine.check(_any(host, family=family))
+    return {
+        "family": family,
+        "name": name,
+        "image_size": host.image_size,
+        "side": math.isqrt(host.seq_len),
+        "classes": [engine.name_of(Request(label, family=family)) for label in range(host.num_classes)],
+        "options": [_option(option, usual) for option in COMMON[family]],
+        "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, host, each)],
+        "default": DEFAULTS[family],
+        "rows": family == "VQ",
+    }
+
+
+def _any(host: Host, **how: Any) -> Request:
+    """A request that a model takes: of a class, or of a text."""
+    return Request(0, **how) if host.num_classes else Request(prompt="a picture", **how)
+
+
+def _has(engine: Engine, host: Host, method: Method) -> bool:
+    """Whether the engine has the models that a method needs."""
+    try:
+        engine.check(_any(host, method=method.name, family=method.family))
+    except ValueError:
+        return False
+    return True
+
+
+def _method(method: Method) -> dict:
+    return {
+        "name": method.name,
+        "guarantee": method.guarantee,
+        "summary": method.summary,
+        "heat": method.heat,
+        "options": {option.name: f"{option.range}: {option.help}" for option in method.options},
+    }
+
+
+def _option(option: Option, usual: Request) -> dict:
+    words = None if isinstance(option.kind, type) else list(option.kind)
+    return {
+        "name": option.name,
+        "help": f"{option.help} ({option.range})",
+        "words": words,
+        "default": getattr(usual, option.name),
+    }
+
+
+# The one thread that runs the rounds of all visitors' requests, and tells each visitor how hers are getting on.
+
+PERIOD = 0.1  # seconds between two looks at what is under way, at least
+SHARE = 0.2  # of the time that these looks take, at most
+MINUTE = 60.0  # seconds that images per second are counted over
+Tell = Callable[[dict], None]
+
+
+class Full(Exception):
+    """More requests are under way than are allowed."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request of a visitor to a model. `tell` is called with what becomes of it, by the runner's thread."""
+
+    model: str
+    request: Request
+    visitor: str
+    tell: Tell
+    ticket: int = -1
+
+
+class Runner:
+    """Runs engines for many visitors, in one thread, in turn. Nobody else uses the engines meanwhile.
+
+    What visitors want is done when each engine that has work has had its round. Public methods are for their threads,
+    others are the runner's own.
+
+    Args:
+        engines: by the name of the model that each has. most, most_each: requests under way, in all and of a visitor.
+
+    Attributes:
+        jobs: those that are not finished. made: images that are.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int) -> None:
+        self.engines, self.most, self.most_each = engines, most, most_each
+        self.jobs: set[Job] = set()
+        self.made = 0
+        self._finished: deque[float] = deque(maxlen=10_000)  # when the last images were
+        self._under_way: dict[str, dict[int, Job]] = {name: {} for name in engines}  # those that it has, by ticket
+        self._wishes: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._is_open = True
+        self._next_look = 0.0
+        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the rounds that run, one of each model. Visitors whose images are under way are told.
+
+        A signal may ask.
+        """
+        self._wishes.put(self._close)
+
+    def join(self) -> None:
+        """Waits for the thread to end."""
+        self._thread.join()
+
+    def add(
+        self, visitor: str, model: str, requests: Sequence[Request], tells: Sequence[Tell]
+    ) -> tuple[list[Job], Future]:
+        """Gives requests to the engine of a model, all of them or, where one is bad, none.
+
+        Returns:
+            The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`; or of an error.
+
+        Raises:
+            Full: more are under way than are allowed.
+        """
+        own = sum(job.visitor == visitor for job in list(self.jobs))
+        if own + len(requests) > self.most_each:
+            raise Full(f"{own} of your images are under way and {self.most_each} may be: wait for one, or stop it")
+        if len(self.jobs) + len(requests) > self.most:
+            raise Full(f"{len(self.jobs)} images are under way and {self.most} may be: try again in a moment")
+        jobs = [Job(model, request, visitor, tell) for request, tell in zip(requests, tells)]
+        self.jobs.update(jobs)
+        started: Future = Future()
+        self._wishes.put(lambda: self._start(jobs, started))
+        return jobs, started
+
+    def leave(self, jobs: Collection[Job]) -> None:
+        """Takes out those that are not finished: nobody waits for them any more."""
+        self._wishes.put(lambda: self._cancel(jobs))
+
+    def status(self) -> dict[str, float]:
+        """How many requests run and wait, how many images were made, and how many a second in the last minute."""
+        schedulers = [engine.scheduler for engine in self.engines.values()]
+        running = sum(len(scheduler) - len(scheduler.waiting) for scheduler in schedulers)
+        lately = sum(moment > time.monotonic() - MINUTE for moment in list(self._finished))
+        return {
+            "running": running,
+            "waiting": max(0, len(self.jobs) - running),
+            "made": self.made,
+            "images_per_second": lately / MINUTE,
+        }
+
+    def _run(self) -> None:
+        while self._is_open:
+            if not any(self._under_way.values()) or not self._wishes.empty():
+                self._wishes.get()()  # waits for one where there is nothing to run
+                continue
+            for model, jobs in self._under_way.items():
+                if jobs:
+                    self._round(model)
+            self._look()
+
+    def _start(self, jobs: Sequence[Job], started: Future) -> None:
+        if not started.set_running_or_notify_cancel():  # she has left already
+            self.jobs.difference_update(jobs)
+            return
+        try:
+            resolved = [self.engines[job.model].resolve(job.request) for job in jobs]
+            for job, request in zip(jobs, resolved):
+                job.ticket = self.engines[job.model].add_request(request)
+                self._under_way[job.model][job.ticket] = job
+        except Exception as error:
+            self._cancel([job for job in jobs if job.ticket in self._under_way[job.model]])
+            self.jobs.difference_update(jobs)
+            started.set_exception(error)
+            return
+        started.set_result([method_of(request).advice(request) for request in resolved])
+
+    def _cancel(self, jobs: Collection[Job]) -> None:
+        for job in self.jobs.intersection(jobs):
+            self.engines[job.model].cancel(job.ticket)
+            self._end(job)
+
+    def _round(self, model: str) -> None:
+        jobs = self._under_way[model]
+        try:
+            for ticket, output in self.engines[model].step().items():
+                if ticket in jobs:  # its visitor may have left while the image was on its way
+                    self._finish(jobs[ticket], output)
+        except Exception as error:
+            self._fail(model, error)
+
+    def _finish(self, job: Job, output: Output) -> None:
+        if output.error:
+            self._end(job, {"error": output.error})
+            return
+        event = shown(output, 1.0) | {"finished": True}
+        self.made += 1
+        self._finished.append(time.monotonic())
+        self._end(job, event)
+
+    def _look(self) -> None:
+        """Tells what is known of the images that run, unless that was done a moment ago."""
+        began = time.monotonic()
+        if began < self._next_look:
+            return
+        for model, jobs in self._under_way.items():
+            engine = self.engines[model]
+            own = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
+            try:
+                outputs = so_far(engine.host, own) if own else []
+            except Exception as error:  # as where there is no memory left for pictures
+                self._fail(model, error)
+                continue
+            for sequence, output in zip(own, outputs):
+                jobs[sequence.ticket].tell(shown(output, sequence.share_made(engine.host.seq_len)))
+        now = time.monotonic()
+        self._next_look = now + max(PERIOD, (now - began) / SHARE)
+
+    def _end(self, job: Job, event: dict | None = None) -> None:
+        del self._under_way[job.model][job.ticket]
+        self.jobs.discard(job)
+        if event is not None:
+            job.tell(event)
+
+    def _fail(self, model: str, error: Exception) -> None:
+        """Gives up what one model has under way; the thread goes on, and so do the others."""
+        print(f"cspd: {model} failed: {error!r}", file=sys.stderr)
+        self._drop(model, f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch")
+
+    def _drop(self, model: str, why: str) -> None:
+        for job in list(self._under_way[model].values()):
+            self.engines[model].cancel(job.ticket)
+            self._end(job, {"error": why})
+
+    def _close(self) -> None:
+        self._is_open = False
+        for model in self.engines:
+            self._drop(model, "the server is ending")
+
+
+# The page over HTTP: its files, what it asks for, and a stream of what becomes of that.
+#
+# POST /api/images takes what `Asked` says and answers with server-sent events, JSON objects: what
+# `shown` knows of an image, and "run", by which of the methods it is. The last of a run is "finished",
+# or has an "error". The images of a visitor that closes the connection are cancelled.
 
 PAGE = Path(__file__).parent / "page"
 VISITOR = "visitor"  # the cookie that tells visitors apart
@@ -49,7 +591,7 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
 
     Args:
         engines: each of one checkpoint, by its name. most, most_each: images under way, in all and of a visitor.
-        access: who may use it, see `cspd.serving.access.Access`.
+        access: who may use it, see `Access`.
 
     Raises:
         ValueError: a model of texts has no text encoder.

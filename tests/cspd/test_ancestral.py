@@ -5,10 +5,9 @@ import pytest
 import torch
 from conftest import relative_error
 
-from cspd.continuous.ancestral import ancestral
-from cspd.continuous.modulations import modulation_size
-from cspd.precision import Precision
-from mar.diffusion import schedule
+from cspd.device import Precision
+from cspd.heads.chain import ancestral, modulation_size
+from mar.head import schedule
 
 FP32 = Precision("fp32", torch.device("cpu"))
 ROWS, CHANNELS = 25_000, 8
@@ -143,7 +142,7 @@ def test_split_tables_change_nothing(per_table, chain, small_mar, monkeypatch):
     whole, parts = run(), []
     num_rows = settings["z"][..., 0].numel()
     step_bytes = modulation_size(small_mar.head) * num_rows
-    monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", per_table * step_bytes)
+    monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", per_table * step_bytes)
     layer = small_mar.head.final_layer.adaLN_modulation[1]
     hook = layer.register_forward_hook(lambda layer, inputs, made: parts.append(made[..., 0].numel() // num_rows))
     split = run()

@@ -12,10 +12,10 @@ import torch
 from toys import SMALL, staggered
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.backbone import BACKBONES
-from cspd.continuous.denoiser import DENOISERS
-from cspd.continuous.schedule import ORDERS
-from cspd.methods import METHODS
+from cspd.heads.chain import DENOISERS
+from cspd.masked.backbones import BACKBONES
+from cspd.masked.orders import ORDERS
+from cspd.method import METHODS
 from mar.model import MAR
 
 ROUNDING = 1e-3  # of the largest token

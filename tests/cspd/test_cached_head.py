@@ -9,17 +9,17 @@ from conftest import relative_error
 from lazy import QUICK, engine, started, toy_model  # noqa: F401 - a fixture
 
 from cspd import Request
-from cspd.continuous import ancestral, cached_head
-from cspd.continuous.modulations import modulation_size
-from mar.diffusion import schedule
+from cspd.heads import chain, solvers
+from cspd.heads.chain import modulation_size
+from mar.head import schedule
 
 
 def test_the_steps_that_evaluate_the_blocks():
     """Of 100 the first 10, then every eighth; of few, the first alone is before that."""
     expected = [*range(10), 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98]
-    assert cached_head.evaluated_calls(100, 8).tolist() == expected
-    assert cached_head.evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
-    assert cached_head.evaluated_calls(2, 8).tolist() == [0, 1]
+    assert solvers.evaluated_calls(100, 8).tolist() == expected
+    assert solvers.evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
+    assert solvers.evaluated_calls(2, 8).tolist() == [0, 1]
 
 
 def chains(model, cfg=2.0, steps=23, **settings):
@@ -38,8 +38,8 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
     host, rows, z = chains(model, cfg, reuse=5)
     if per_table:
         size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
-        monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", per_table * size)
-    made = cached_head.denoise(host, "target", rows, z, densities=True)
+        monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", per_table * size)
+    made = solvers.denoise_cached(host, "target", rows, z, densities=True)
     head, s = model.head, schedule(23, 950)
     x = host.noise.initial(rows.seed, rows.position, head.channels)
     log_sigma = torch.zeros(len(x))
@@ -81,7 +81,7 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
 def test_tables_are_small_however_much_is_reused(model, monkeypatch):
     host, rows, z = chains(model, steps=40, reuse=39)
     size = modulation_size(model.head) * z[..., 0].numel()  # of one call
-    monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", size)
+    monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", size)
     tables, modulations = [], model.head.modulations
 
     def counted(*args, **more):
@@ -90,15 +90,15 @@ def test_tables_are_small_however_much_is_reused(model, monkeypatch):
         return made
 
     monkeypatch.setattr(model.head, "modulations", counted)
-    cached_head.denoise(host, "target", rows, z)
+    solvers.denoise_cached(host, "target", rows, z)
     assert max(tables) <= size
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 def test_nothing_reused_is_the_ancestral_chain(cfg, model):
     host, rows, z = chains(model, cfg, reuse=1)
-    cached = cached_head.denoise(host, "target", rows, z, densities=True)
-    full = ancestral.denoise(host, "target", rows, z, densities=True)
+    cached = solvers.denoise_cached(host, "target", rows, z, densities=True)
+    full = chain.denoise_ancestral(host, "target", rows, z, densities=True)
     for name in ("tokens", "log_sigma", "log_sigma_last"):
         assert relative_error(getattr(cached, name), getattr(full, name)) < 1e-4
     assert (cached.head_calls, cached.calls.tolist()) == (full.head_calls, full.calls.tolist())
@@ -110,5 +110,5 @@ def test_blocks_are_evaluated_as_often_as_is_said(model, monkeypatch):
     through_blocks = model.head.through_blocks
     monkeypatch.setattr(model.head, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))
     (output,) = engine(model).generate([Request(0, **QUICK)])
-    assert len(calls) == output.stats.head_calls == 16 * len(cached_head.evaluated_calls(4, 8))
+    assert len(calls) == output.stats.head_calls == 16 * len(solvers.evaluated_calls(4, 8))
     assert output.stats.guarantee == "heuristic"

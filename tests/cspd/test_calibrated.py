@@ -12,13 +12,11 @@ from heads import FP32, Case, MixtureHead
 from torch.distributions import Normal, kl_divergence
 
 from cspd import Request, load, noise
-from cspd.continuous.ancestral import evaluate
-from cspd.continuous.host import MARHost
-from cspd.continuous.plan import fit_predictor, plan_of, plans
-from cspd.continuous.shortcut import Shortcut, fit_shortcut
-from cspd.continuous.tracing import trace
-from cspd.continuous.windows import Audit, sample
-from mar.diffusion import schedule
+from cspd.heads.calibrated import Audit, Shortcut, fit_predictor, fit_shortcut, plan_of, plans, sample
+from cspd.heads.calibration import trace
+from cspd.heads.chain import evaluate
+from cspd.masked.host import MARHost
+from mar.head import schedule
 
 CPU = torch.device("cpu")
 STEPS = 40

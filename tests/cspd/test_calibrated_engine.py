@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.shortcut import Shortcut
+from cspd.heads.calibrated import Shortcut
 
 SETTINGS = {"num_iter": 4, "cfg": 2.0, "num_sampling_steps": 12}
 

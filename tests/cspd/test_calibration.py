@@ -10,9 +10,9 @@ import torch
 from heads import Case, MixtureHead
 from mixtures import CASE, fitted_mixture  # noqa: F401 - a fixture
 
-from cspd.continuous.calibration import WINDOWS, fit
-from cspd.continuous.draft_verify import move
-from mar.diffusion import schedule
+from cspd.heads.calibration import WINDOWS, fit
+from cspd.heads.verify import move
+from mar.head import schedule
 
 
 @pytest.mark.parametrize("num_steps", [10, 100])

@@ -7,9 +7,9 @@ import torch
 from graphs import replayed
 from heads import Case, MixtureHead, finish, merge
 
-from cspd.continuous import gaussian
-from cspd.continuous.chain_records import Finished
-from cspd.continuous.slots import Slots
+from cspd.heads import verify
+from cspd.heads.speculative import Finished
+from cspd.heads.verify import Slots
 
 CENTRES = torch.tensor([[0.9, -0.6, 0.2], [-0.4, 0.7, 1.0], [0.1, -0.2, -1.1]])
 HEAD = MixtureHead(CENTRES, (0.05, 0.1, 0.2), (0.5, 0.3, 0.2), wobble=0.3)
@@ -30,7 +30,7 @@ def staggered(draft, graphs=None) -> Finished:
 
 @pytest.mark.parametrize("first_block", [32, 2])  # candidates of the residual before it is searched for
 def test_replayed_launches_make_the_same_tokens(first_block, monkeypatch):
-    monkeypatch.setattr(gaussian, "FIRST_BLOCK", first_block)
+    monkeypatch.setattr(verify, "FIRST_BLOCK", first_block)
     draft = CASE.calibration(frozen=True)
     eager, graphed = staggered(draft), staggered(draft, replayed())
     assert torch.equal(graphed.record, eager.record) and torch.equal(graphed.row, eager.row)
@@ -76,5 +76,5 @@ def test_a_launch_and_the_residual_are_each_one_program():
     chains.rounds = 2
     CASE.start(chains, 5, 4)
     rows = chains._padded(chains._chains)
-    for function in (chains._run_rounds, chains._residual(0, gaussian.FIRST_BLOCK)):
+    for function in (chains._run_rounds, chains._residual(0, verify.FIRST_BLOCK)):
         torch.compile(function, fullgraph=True, backend="eager")(rows)

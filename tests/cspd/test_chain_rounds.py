@@ -11,10 +11,10 @@ from heads import BATCH, FP32, Case, finish, merge
 from mixtures import MIXTURE, NULL_CLASS, TWELVE, UNGUIDED, ChangedUniforms, biased
 
 from cspd import noise
-from cspd.continuous import gaussian
-from cspd.continuous.calibration import Calibration, frozen
-from cspd.continuous.chain_records import acceptance
-from cspd.precision import Precision
+from cspd.device import Precision
+from cspd.heads import speculative, verify
+from cspd.heads.calibration import Calibration, frozen
+from cspd.heads.speculative import acceptance
 
 
 def test_records_count_calls():
@@ -84,7 +84,7 @@ def test_tables_or_rounds_compute_the_modulations(monkeypatch):
     draft, settings = case.calibration(), (5, 9, 4)
     whole = case.speculative(draft, *settings)
     for fitting in (0, 6):
-        monkeypatch.setattr("cspd.continuous.chains.table_size", lambda *_, fitting=fitting: fitting * 30)
+        monkeypatch.setattr("cspd.heads.speculative.table_size", lambda *_, fitting=fitting: fitting * 30)
         chains = case.chains(draft, 5)
         case.start(chains, 9, 4, slice(0, 5))
         ended = [*filter(None, [chains.advance()])]
@@ -96,7 +96,7 @@ def test_tables_or_rounds_compute_the_modulations(monkeypatch):
         assert torch.equal(rounds.record, whole.record)
         assert (rounds.tokens - whole.tokens).abs().max() < 1e-3
     monkeypatch.undo()
-    monkeypatch.setattr("cspd.continuous.modulations.TABLE_SHARE", 0)
+    monkeypatch.setattr("cspd.heads.chain.TABLE_SHARE", 0)
     assert (case.speculative(draft, *settings).tokens - whole.tokens).abs().max() < 1e-3
 
 
@@ -144,8 +144,9 @@ def test_candidates_are_never_drawn_twice():
 
 
 def test_fallbacks_are_counted(monkeypatch):
-    monkeypatch.setattr(gaussian, "FIRST_BLOCK", 2)
-    monkeypatch.setattr(gaussian, "MAX_TRIES", 3)
+    for module in (verify, speculative):
+        monkeypatch.setattr(module, "FIRST_BLOCK", 2)
+        monkeypatch.setattr(module, "MAX_TRIES", 3)
     ended = TWELVE.speculative(biased(TWELVE, 0.5, -0.25), 3, 200, seed=1)
     assert 0 < sum(ended.fallbacks) < sum(ended.tries) / 3
     assert all(tries <= 3 * 11 and 3 * fallbacks <= tries for tries, fallbacks in zip(ended.tries, ended.fallbacks))

@@ -16,10 +16,10 @@ from heads import Case, MixtureHead
 from laws import normal_pvalue, same_law_pvalue
 from mixtures import CENTRES, CHANNELS, MIXTURE, NULL_CLASS, TWELVE, UNGUIDED, ChangedUniforms, biased
 
-from cspd import noise
-from cspd.continuous import gaussian
-from cspd.continuous.calibration import Calibration
-from mar.diffusion import schedule
+from cspd import noise as cspd_noise
+from cspd.heads import verify
+from cspd.heads.calibration import Calibration
+from mar.head import schedule
 
 ROWS = 6000
 RIGHT, WRONG = 1e-3, 1e-9  # p-values: of right code above, of wrong code below
@@ -40,7 +40,7 @@ def reference(case: Case, rows: int) -> torch.Tensor:
     return case.path(rows, seed=2)
 
 
-def distribution_pvalue(case: Case, draft: Calibration, window: int, rows: int = ROWS, noise=noise) -> float:
+def distribution_pvalue(case: Case, draft: Calibration, window: int, rows: int = ROWS, noise=cspd_noise) -> float:
     """Whether tokens, and log sigma along the way, are those of ancestral chains with other seeds."""
     ended = case.speculative(draft, window, rows, seed=1, noise=noise)
     paths = torch.cat([ended.tokens, ended.log_sigma.unsqueeze(1)], dim=1)
@@ -138,12 +138,12 @@ def residual_keeping(keep):
 
     def residual(p, q, draws, first, max_tries):
         p, q = ([t[:, None] for t in gauss] for gauss in (p, q))
-        return gaussian.first_kept(p, lambda y: keep(y, p, q), draws, max_tries, first)
+        return verify.first_kept(p, lambda y: keep(y, p, q), draws, max_tries, first)
 
     return residual
 
 
-resample, residual = gaussian.resample, gaussian.residual
+resample, residual = verify.resample, verify.residual
 BUGS = {
     "rejected drafts are kept": {"resample": lambda x, log_uniform, p, q: always(x)},
     "a rejected draft becomes a plain draw of p": {"resample": lambda *args: always(plain_draw(*args))},
@@ -155,7 +155,7 @@ BUGS = {
     "p's sigma for q": {"resample": lambda x, log_uniform, p, q: resample(x, log_uniform, p, (q[0], p[1]))},
     "what is left is drawn from p": {"residual": residual_keeping(lambda y, p, q: torch.ones(y.shape[:-1]))},
     "the mirrored term is left out": {
-        "residual": residual_keeping(lambda y, p, q: -torch.expm1(gaussian.log_ratio(y, q, p).clamp(max=0)))
+        "residual": residual_keeping(lambda y, p, q: -torch.expm1(verify.log_ratio(y, q, p).clamp(max=0)))
     },
     "what is left has p and q exchanged": {"residual": lambda p, q, *draws: residual(q, p, *draws)},
     "one uniform draw for all steps": {
@@ -169,12 +169,10 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_seen(bug, monkeypatch):
     changes = dict(BUGS[bug])
-    source = changes.pop("noise", noise)
-    monkeypatch.setattr(gaussian, "MAX_TRIES", 1024)  # some would look for what is not there
+    source = changes.pop("noise", cspd_noise)
+    monkeypatch.setattr(verify, "MAX_TRIES", 1024)  # some would look for what is not there
     for name, function in changes.items():
-        monkeypatch.setattr(
-            "cspd.continuous." + ("draft_verify." if name == "resample" else "residuals.") + name, function
-        )
+        monkeypatch.setattr("cspd.heads." + ("draft_verify." if name == "resample" else "residuals.") + name, function)
     drafts = [DRAFTS[name](TWELVE) for name in ("biased and wide", "biased and narrow")]
     assert any(distribution_pvalue(TWELVE, draft, 3, 2 * ROWS, source) < WRONG for draft in drafts)
 

@@ -10,16 +10,16 @@ from mixtures import CHANNELS, MIXTURE, NULL_CLASS, UNGUIDED
 from torch.distributions import Normal
 
 from cspd import noise
-from cspd.continuous.calibration import Calibration
-from cspd.continuous.draft_verify import draft_table
+from cspd.heads.calibration import Calibration
+from cspd.heads.verify import draft_table
 from cspd.noise import Purpose
-from mar.diffusion import schedule
+from mar.head import schedule
 
 
 def by_hand(case: Case, draft: Calibration, window: int, rows: int, seed: int):
     """(tokens, record, log sigma of the path): arXiv 2501.05370 written out, one step at a time, in float64.
 
-    With calibrated drafts, and a residual that is drawn by mirroring first, see `cspd.continuous.gaussian.resample`.
+    With calibrated drafts, and a residual that is drawn by mirroring first, see `cspd.heads.verify.resample`.
     """
     s, last = schedule(case.num_steps), case.num_steps - 1
     seeds, position, every = torch.full((rows,), seed), torch.arange(rows), torch.arange(rows)

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from stores import small_checkpoint
 
-from cspd.cli import main
-from cspd.commands import options, sample_folder
-from cspd.finding import checkpoint_files
-from cspd.parsing import number_list
-from cspd.pixels import to_pil
+from cspd.checkpoints import checkpoint_files
+from cspd.cli import main, options
+from cspd.cli import sample as cli_sample
+from cspd.request import to_pil
+from cspd.terminal import number_list
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "5", "--cfg", "3"]
 SAMPLE = ["sample", "--method", "ar", *QUICK]
@@ -74,7 +74,7 @@ def test_an_interrupted_run_keeps_what_was_finished(tmp_path, monkeypatch, capsy
             signal.raise_signal(signal.SIGINT)
         return to_pil(image)
 
-    monkeypatch.setattr(sample_folder, "to_pil", stop)
+    monkeypatch.setattr(cli_sample, "to_pil", stop)
     assert sample(tmp_path, "--num", "6", "--max-batch", "2") == 130
     assert "goes on from here" in capsys.readouterr().err
     assert len((tmp_path / "samples.journal").read_text().splitlines()) == 3

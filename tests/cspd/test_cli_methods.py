@@ -10,10 +10,10 @@ import pytest
 from matplotlib import colormaps
 from PIL import Image
 
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.continuous import tuning
-from cspd.continuous.costs import Costs
-from cspd.finding import checkpoint_files
+from cspd.heads import tuning
+from cspd.heads.tuning import Costs
 
 QUICK = ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1"]
 FILES = checkpoint_files("digits32")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from stores import small_clip
 
-from cspd.evaluation import clip
-from cspd.evaluation.clip import FILES, Clip, check_clip, mean_and_error
+from cspd.evaluation import metrics
 from cspd.evaluation.images import ImageList
-from cspd.pixels import to_pil
-from cspd.ran import file_fingerprint
+from cspd.evaluation.metrics import FILES, Clip, check_clip, mean_and_error
+from cspd.request import to_pil
+from cspd.runs import file_fingerprint
 from mar.tensors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def pictures():
 @pytest.mark.slow  # transformers takes seconds to import
 def test_scores_are_the_formula(real, monkeypatch):
     """Image by image and text by text, without padding; in batches they are the same."""
-    monkeypatch.setattr(clip, "BATCH", 2)
+    monkeypatch.setattr(metrics, "BATCH", 2)
     (real / "model.fp16.safetensors").touch()  # which transformers does not read
     model, images = Clip(real, CPU), pictures()
     scores = model.scores(images, TEXTS)
@@ -109,7 +109,7 @@ def test_a_folder_of_another_model(config, told, tmp_path):
 
 
 def test_a_library_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(clip.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--clip needs transformers, .* not installed: pip install 'cspd\[text\]'"):
         check_clip(empty_folder(tmp_path / "clip"), CPU, of_texts=True)
 

@@ -15,23 +15,28 @@ import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, compare, features, images_of
 
 import cspd
-from cspd import lookup, methods
+from cspd import method
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.comparison import page
-from cspd.comparison.chunks import COSTS, Chunk
-from cspd.comparison.compare import speed_of
-from cspd.comparison.jackknife import intervals, jackknife
-from cspd.comparison.study import Configuration, configurations
-from cspd.comparison.study_file import named_entries
-from cspd.continuous import ar
+from cspd.comparison import report as comparison_report
+from cspd.comparison.compare import intervals, jackknife, speed_of
+from cspd.comparison.study import COSTS, Chunk, Configuration, configurations, named_entries
 from cspd.evaluation import metrics
-from cspd.evaluation.classifier import SPACES, load_classifier
-from cspd.evaluation.extractor import ClassifierExtractor
-from cspd.evaluation.intervals import NORMAL, around, half_of, wilson
-from cspd.evaluation.reference import Reference, load_reference
-from cspd.evaluation.two_sample import energy_test
-from cspd.finding import checkpoint_files, embedded
-from cspd.pixels import to_pil
+from cspd.evaluation.metrics import (
+    NORMAL,
+    SPACES,
+    ClassifierExtractor,
+    Reference,
+    around,
+    energy_test,
+    half_of,
+    load_classifier,
+    load_reference,
+    wilson,
+)
+from cspd.heads import chain
+from cspd.models import embedded
+from cspd.request import to_pil
 
 
 def test_every_name_in_the_json_is_documented(comparison):
@@ -71,7 +76,7 @@ def test_two_families_are_compared(digits, tmp_path):
     assert [row["paired_baseline"] for row in made["rows"]] == [None] * 3
     assert [row["step_compression"] is None for row in made["rows"]] == [True, False, False]
     assert [row["head_calls_per_token"] is None for row in made["rows"]] == [False, True, True]
-    assert "speed_quality.png" in page.write(made, images, tmp_path)
+    assert "speed_quality.png" in comparison_report.write(made, images, tmp_path)
 
 
 def test_speeds_are_of_full_rounds_against_the_same_round_of_ar(comparison):
@@ -260,7 +265,7 @@ def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
         asked = [sequence.request for sequence in batch]
         for sequence in batch:
             sequence.request = dataclasses.replace(sequence.request, temperature=0.3)
-        finished = ar.run_round(host, batch, watch)
+        finished = chain.run_plain_round(host, batch, watch)
         for sequence, request in zip(batch, asked):
             sequence.request = request
         return finished
@@ -270,8 +275,8 @@ def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
     rows = [Configuration(each["method"], cspd.Request(0, **quick, **each), digits) for each in asked]
     ways = {"space": "digits", "progress": False}
     right, _ = compare(rows, range(10), 24, tmp_path / "right", **ways)
-    bad = dataclasses.replace(lookup.find("speculative", "MAR"), run_round=colder)
-    monkeypatch.setattr(methods, "METHODS", [bad, *(m for m in methods.METHODS if m.name != "speculative")])
+    bad = dataclasses.replace(method.find("speculative", "MAR"), run_round=colder)
+    monkeypatch.setattr(method, "METHODS", [bad, *(m for m in method.METHODS if m.name != "speculative")])
     wrong, _ = compare(rows, range(10), 24, tmp_path / "wrong", **ways)
     assert wrong["rows"][1]["p_value"] <= 0.005 < 0.1 < right["rows"][1]["p_value"]
     assert right["rows"][1]["fid"] is None and right["missing"]["fid"] == "there is no reference"

@@ -9,8 +9,8 @@ from conftest import relative_error
 from toys import toy_models
 
 from cspd import Engine, MARModels, Request, VQModels
-from cspd.continuous.rounds import compiled_move
-from cspd.discrete.forward import compiled_layers
+from cspd.discrete.host import compiled_layers
+from cspd.heads.verify import compiled_move
 
 NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 

@@ -13,13 +13,12 @@ from heads import FP32, Case
 from mixtures import CASE, MIXTURE, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
-from cspd.choosing import GAIN, PLAIN
-from cspd.continuous import tuning
-from cspd.continuous.calibration import WINDOWS
-from cspd.continuous.costs import Costs, measure
-from cspd.continuous.tuning import measured_costs
-from cspd.items import digest_of
-from cspd.precision import Precision
+from cspd.device import Precision
+from cspd.files import digest_of
+from cspd.heads import tuning
+from cspd.heads.calibration import WINDOWS
+from cspd.heads.tuning import Costs, measure, measured_costs
+from cspd.method import GAIN, PLAIN
 
 ROWS = (1, 4, 16, 64)
 
@@ -165,8 +164,8 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
 
 
 def test_measured_costs_are_of_the_real_head(small_mar, monkeypatch):
-    monkeypatch.setattr("cspd.continuous.costs.ROWS", (1, 4))
-    monkeypatch.setattr("cspd.continuous.costs.REPEATS", 1)
+    monkeypatch.setattr("cspd.heads.tuning.ROWS", (1, 4))
+    monkeypatch.setattr("cspd.heads.tuning.REPEATS", 1)
     model = measure(small_mar.head, True, CPU, FP32)
     assert model.rows == [1, 4] and model.inputs == [8, 32]
     for seconds in (model.ancestral, model.start, model.round):

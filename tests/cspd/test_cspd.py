@@ -25,9 +25,9 @@ from cspd_by_hand import (  # noqa: F401 - fixtures
 
 import cspd
 from cspd import Engine, MARModels, Request, noise
-from cspd.continuous import ancestral
-from cspd.continuous import cspd_method as method
-from cspd.sequence import Sequence
+from cspd.heads import chain
+from cspd.masked import cspd as masked_cspd
+from cspd.request import Sequence
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_draft_that_is_the_target_is_judged_in_another_context_in_parallel(tar
 
 def recording(monkeypatch) -> tuple[set, dict]:
     """(model, function, index and the like) of every draw of noise inside a chain, and functions that record them."""
-    seen, drawing, real = set(), [], method._denoise
+    seen, drawing, real = set(), [], masked_cspd._denoise
 
     def follow(host, model: str, *args, **kwargs) -> tuple:
         drawing.append(model)
@@ -114,7 +114,7 @@ def recording(monkeypatch) -> tuple[set, dict]:
 
         return call
 
-    monkeypatch.setattr(method, "_denoise", follow)
+    monkeypatch.setattr(masked_cspd, "_denoise", follow)
     functions = {
         "initial": record("initial", "index"),
         "steps": record("steps", "index"),
@@ -170,14 +170,14 @@ def test_guidance_is_that_of_the_iteration_a_rank_belongs_to(num_iter, target, d
     rows = engine.host.rows(batch, [0, 10], [64, 7])
     assert torch.allclose(rows.scale.squeeze(1), torch.cat([expected, expected[10:17]]))
 
-    used, real = {"draft": [], "target": []}, ancestral.follow
+    used, real = {"draft": [], "target": []}, chain.follow
     heads = {draft.head: "draft", target.head: "target"}
 
     def follow(head, z, scale, *args):
         used[heads[head]].append(scale.squeeze(1))
         return real(head, z, scale, *args)
 
-    monkeypatch.setattr(ancestral, "follow", follow)
+    monkeypatch.setattr(chain, "follow", follow)
     engine.generate([request(num_iter=num_iter, num_sampling_steps=2)])
     for parts in used.values():
         assert torch.allclose(torch.cat(parts), expected)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.cspd_method import METHOD
-from cspd.continuous.denoiser import DENOISERS
-from cspd.sequence import Sequence
+from cspd.heads.chain import DENOISERS
+from cspd.masked.cspd import CSPD
+from cspd.request import Sequence
 from mar.model import MAR
 
 SMALL = {"first_timestep": 950, "upper": 6, "lower": 4, "head_calls": 4, "window": 3, "draft": "frozen"}
@@ -25,7 +25,7 @@ every_denoiser = pytest.mark.parametrize(
 
 def request(chains: str, **changes) -> Request:
     settings = SETTINGS | {"chains": chains} | changes
-    applied = {name: SMALL[name] for name in SMALL if METHOD.option(name, Request(0, **settings))}
+    applied = {name: SMALL[name] for name in SMALL if CSPD.option(name, Request(0, **settings))}
     return Request(3, 5, **applied | settings)
 
 

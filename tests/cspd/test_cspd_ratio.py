@@ -14,9 +14,9 @@ from torch import Tensor
 
 import cspd
 from cspd import Request, noise
-from cspd.continuous import cspd_method as method
-from cspd.continuous.cspd_ratio import Paths
-from cspd.sequence import Sequence
+from cspd.masked import cspd as masked_cspd
+from cspd.masked.cspd import Paths
+from cspd.request import Sequence
 
 # ---- the ratio
 
@@ -35,7 +35,7 @@ def test_the_ratio_is_that_of_equation_4(ratio_temperature, sigma):
         eps_t = noise.steps(rows.seed, rows.position, torch.arange(100), CHANNELS)
         for name, model in host.models.items():
             z = host.conditions([sequence], rows, name)
-            made.append(method._denoise(host, name, resolved, rows, z)[0])
+            made.append(masked_cspd._denoise(host, name, resolved, rows, z)[0])
             chains.append(denoise(model.head, z, rows.scale, resolved, x, eps_t))
             assert (made[-1].tokens - chains[-1].mean).abs().max() < TOKEN
             assert made[-1].log_sigma.tolist() == pytest.approx(chains[-1].path.tolist(), abs=1e-2)
@@ -43,7 +43,7 @@ def test_the_ratio_is_that_of_equation_4(ratio_temperature, sigma):
     assert ((chains[1].path - chains[0].path).abs() > 0.1).all(), "Sigma does not show"
     (p, q), (p64, q64) = made, chains
     for x in (q.tokens, p.tokens, 2 * p.tokens - q.tokens):
-        actual = method.log_ratio(x[:, None], p, q, ratio_temperature, sigma).squeeze(1)
+        actual = masked_cspd.log_ratio(x[:, None], p, q, ratio_temperature, sigma).squeeze(1)
         # the tokens themselves are compared above: at ratio temperature 1 their rounding is many sigmas
         p64, q64 = p64._replace(mean=p.tokens.double()), q64._replace(mean=q.tokens.double())
         expected = log_ratio(x.double(), p64, q64, ratio_temperature, sigma)
@@ -63,7 +63,7 @@ def resample(p: Paths, q: Paths, ratio_temperature: float, seed: int = 0) -> tup
     index = torch.arange(len(p.tokens))
     rows = SimpleNamespace(seed=seed + index, position=index % 7)
     asked = request(ratio_temperature=ratio_temperature)
-    return method._resample(SimpleNamespace(noise=noise), asked, rows, index, p, q)
+    return masked_cspd._resample(SimpleNamespace(noise=noise), asked, rows, index, p, q)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_where_no_candidate_is_kept_the_targets_own_token_is_taken():
     p = denoised([0.5, 0.2], [0.8, 1.0], 0.0, 50)
     y, tries = resample(p, p, 42.0)
     assert torch.equal(y, p.tokens)
-    assert (tries == method.MAX_TRIES + 1).all() and method.MAX_TRIES == 100
+    assert (tries == masked_cspd.MAX_TRIES + 1).all() and masked_cspd.MAX_TRIES == 100
 
 
 def test_fallbacks_are_counted(target):

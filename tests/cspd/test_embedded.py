@@ -11,9 +11,11 @@ import torch
 from digits import coloured_digits
 
 import cspd
-from cspd.evaluation.classifier import accuracy, load_classifier
-from cspd.finding import checkpoint_files, embedded
-from mar.checkpoint import CheckpointError, load_mar, load_vae
+from cspd.checkpoints import checkpoint_files
+from cspd.evaluation.metrics import accuracy, load_classifier
+from cspd.models import embedded
+from mar.checkpoint import load_mar, load_vae
+from mar.tensors import CheckpointError
 
 HELD_OUT = {"seed": 10**9, "split": "held-out"}
 EXPLODED = 8.0  # as far as the data go

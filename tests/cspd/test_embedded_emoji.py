@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import cspd
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.evaluation.classifier import SPACES, accuracy, load_classifier
-from cspd.evaluation.shards import EXPLODED
-from cspd.finding import checkpoint_files, embedded
-from cspd.serving.shown import about
-from mar.checkpoint import load_mar, load_vae
-from mar.registry import SamplingDefaults, create_mar, defaults_of
+from cspd.evaluation.metrics import SPACES, accuracy, load_classifier
+from cspd.evaluation.run import EXPLODED
+from cspd.models import embedded
+from cspd.serving.app import about
+from mar.checkpoint import SamplingDefaults, create_mar, defaults_of, load_mar, load_vae
 
 CLASSES = [
     "animals",

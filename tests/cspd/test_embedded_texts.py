@@ -10,12 +10,11 @@ import torch
 from captions import held_out_names, read_list
 
 import cspd
-from cspd.cli import main
-from cspd.commands import options
-from cspd.evaluation.classifier import SPACES, load_classifier
-from cspd.finding import checkpoint_files, embedded
-from cspd.vq.checkpoint import load_gpt, load_tokenizer
-from cspd.vq.registry import SamplingDefaults, defaults_of
+from cspd.checkpoints import checkpoint_files
+from cspd.cli import main, options
+from cspd.discrete.registry import SamplingDefaults, defaults_of, load_gpt, load_tokenizer
+from cspd.evaluation.metrics import SPACES, load_classifier
+from cspd.models import embedded
 
 FOLDER = embedded()["emoji64_text"]
 ENTRIES = read_list(FOLDER / "prompts.json")

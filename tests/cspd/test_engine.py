@@ -12,11 +12,11 @@ import torch
 from conftest import relative_error
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.schedule import cosine, timetable
-from cspd.precision import Precision
-from mar import reference
+from cspd.device import Precision
+from cspd.masked.orders import cosine, timetable
+from mar import model
+from mar.checkpoint import create_vae
 from mar.model import MAR, MARConfig
-from mar.registry import create_vae
 
 PIXELS = 1e-3
 QUICK = {"method": "ar", "num_iter": 8, "num_sampling_steps": 10}
@@ -138,7 +138,7 @@ def test_guidance_of_the_last_iteration_is_as_published():
 
 
 def test_agrees_with_the_published_sampler(small_mar):
-    """Same draws through `mar.reference`, a separate transcription."""
+    """Same draws through `mar.model`, a separate transcription."""
     from cspd import noise
 
     settings = {"num_iter": 5, "cfg": 2.5, "cfg_schedule": "linear", "temperature": 0.9, "num_sampling_steps": 100}
@@ -150,7 +150,7 @@ def test_agrees_with_the_published_sampler(small_mar):
             return noise.initial(seeds[row], position, 16)
         return noise.steps(seeds[row], position, torch.tensor([t]), 16)[0]
 
-    expected = reference.sample(small_mar, labels, order=noise.order(seeds, 64), noise=draws, **settings)
+    expected = model.sample_published(small_mar, labels, order=noise.order(seeds, 64), noise=draws, **settings)
     requests = [Request(int(x), int(s), method="ar", **settings) for x, s in zip(labels, seeds)]
     actual = torch.stack([output.tokens for output in Engine(MARModels(small_mar), max_batch=2).generate(requests)])
     assert relative_error(actual, expected) < 1e-3

@@ -16,10 +16,10 @@ from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
 from cspd.cli import main
+from cspd.cli.evaluate import format_evaluation
 from cspd.evaluation.images import ImageFolder
-from cspd.evaluation.report import format_evaluation
-from cspd.evaluation.shards import EXPLODED, Shards, arrays_of
-from cspd.pixels import to_uint8
+from cspd.evaluation.run import EXPLODED, Shards, arrays_of
+from cspd.request import to_uint8
 
 
 def test_image_i_is_of_label_i_in_turn_and_seed_plus_i(whole):

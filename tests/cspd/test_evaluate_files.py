@@ -15,9 +15,9 @@ import pytest
 from evaluations import NUM, SEED, arguments, evaluate, images_of, near, report_of, stamps, whole_run  # noqa: F401 - a fixture
 from launching import environment, free_port, kill_all, start, two_processes, wait_until
 
-from cspd.evaluation import processes
-from cspd.evaluation.shards import SIZE, Shards
-from cspd.lock import LOCK
+from cspd.evaluation import run as evaluation_run
+from cspd.evaluation.run import SIZE, Shards
+from cspd.runs import LOCK
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_no_process_waits_for_one_that_failed():
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", TOGETHER, processes.__file__],
+            [sys.executable, "-c", TOGETHER, evaluation_run.__file__],
             env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
             stdout=subprocess.PIPE,
             text=True,

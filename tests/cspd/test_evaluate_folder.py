@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from evaluations import evaluate, report_of, stamps, whole_run  # noqa: F401 - a fixture
 
-from cspd.evaluation.shards import Shards
-from cspd.finding import checkpoint_files
+from cspd.checkpoints import checkpoint_files
+from cspd.evaluation.run import Shards
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,12 @@ from conftest import relative_error
 from heads import FP32, MixtureHead
 
 from cspd import Engine, MARModels, Request, noise
-from cspd.continuous.ancestral import ancestral
-from cspd.continuous.annealed import chain_lengths
-from cspd.continuous.denoiser import DENOISERS
-from cspd.continuous.plan import plan_of
-from cspd.continuous.schedule import cosine
-from cspd.continuous.solvers import solve
-from cspd.sequence import Sequence
-from mar.diffusion import respaced, schedule
+from cspd.heads.calibrated import plan_of
+from cspd.heads.chain import DENOISERS, ancestral
+from cspd.heads.solvers import chain_lengths, solve
+from cspd.masked.orders import cosine
+from cspd.request import Sequence
+from mar.head import respaced, schedule
 
 SOLVERS = {"ddim": 1, "dpm-solver++": 2}
 ABAR = schedule(1000).alphas_cumprod

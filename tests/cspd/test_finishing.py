@@ -11,10 +11,11 @@ import standin
 import timeline
 import torch
 
-from cspd import Engine, MARModels, Request, streaming
-from cspd.finishing import AHEAD
-from cspd.precision import Stopwatch
-from mar.registry import create_vae
+from cspd import Engine, MARModels, Request
+from cspd import engine as cspd_engine
+from cspd.engine import AHEAD
+from cspd.request import Stopwatch
+from mar.checkpoint import create_vae
 
 REQUESTS = [Request(label=i % 10, seed=i, method="ar", num_iter=1 + i % 5, num_sampling_steps=2) for i in range(14)]
 
@@ -153,7 +154,7 @@ def test_a_stopwatch_waits_for_the_stream_it_was_made_on(monkeypatch):
     assert watch.seconds()["decode"] == 2.0 and side.reached and not main.reached
 
 
-class Watched(streaming.tqdm):
+class Watched(cspd_engine.tqdm):
     """A bar that keeps what it showed."""
 
     shown: ClassVar[list[float]] = []
@@ -167,7 +168,7 @@ class Watched(streaming.tqdm):
 def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
     """All finish in one round, and a CPU decodes a few of them at a time."""
     engine = Engine(MARModels(small_mar, vae=create_vae("kl_digits32")), max_batch=num, device="cpu")
-    monkeypatch.setattr(streaming, "tqdm", Watched)
+    monkeypatch.setattr(cspd_engine, "tqdm", Watched)
     monkeypatch.setattr(Watched, "shown", [])
     engine.generate([Request(1, i, "ar", num_iter=2, num_sampling_steps=2) for i in range(num)], progress=True)
     shown = Watched.shown
@@ -176,7 +177,7 @@ def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
         assert shown[-1] == engine.host.seq_len  # tokens
     else:
         steps = [after - before for before, after in itertools.pairwise(shown)]
-        assert steps.count(pytest.approx(2 * streaming.DECODING)) == 2 and shown[-1] == num  # 3, 2 and 2 images
+        assert steps.count(pytest.approx(2 * cspd_engine.DECODING)) == 2 and shown[-1] == num  # 3, 2 and 2 images
 
 
 def test_a_bar_of_endless_requests_counts_on(small_mar):

@@ -14,9 +14,9 @@ from toys import toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.cli import main
-from cspd.continuous.schedule import cosine
-from cspd.lookup import method_names
-from mar.registry import create_vae
+from cspd.masked.orders import cosine
+from cspd.method import method_names
+from mar.checkpoint import create_vae
 
 QUICK = {"num_iter": 4, "num_sampling_steps": 4, "family": "MAR"}
 OF_MAR = [

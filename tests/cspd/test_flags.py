@@ -7,14 +7,13 @@ import sys
 
 import pytest
 
-from cspd.cli import main
-from cspd.commands import flags
-from cspd.commands.flags import COMMANDS, parser_of
-from cspd.comparison.halving import FEWEST
-from cspd.families import MAR_OPTIONS
-from cspd.methods import METHODS
-from cspd.precision import POLICIES
-from mar.diffusion import TRAIN_STEPS
+from cspd.cli import flags, main
+from cspd.cli.flags import COMMANDS, parser_of
+from cspd.comparison.compare import FEWEST
+from cspd.device import POLICIES
+from cspd.method import METHODS
+from cspd.option import MAR_OPTIONS
+from mar.head import TRAIN_STEPS
 
 SLOW = ("torch", "torch._dynamo", "timm", "torchvision", "transformers", "matplotlib", "scipy")
 LINES = {"sample": 48}  # of the usual help, 80 columns wide

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from cspd import kernels, noise
-from cspd.continuous import ancestral, modulations, windows
-from cspd.continuous.chains import ROUNDS, Chains
-from cspd.continuous.plan import Window
-from cspd.precision import Precision
+from cspd.device import Precision
+from cspd.heads import calibrated, chain
+from cspd.heads.calibrated import Window
+from cspd.heads.speculative import ROUNDS, Chains
 from mar.head import Head
 
 pytest.importorskip("triton", reason="there is no Triton here")
@@ -32,7 +32,7 @@ Z = torch.empty(2, 4, 8, device=META)
 @pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["by PyTorch", "by kernels"])
 def fused(request, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda device: request.param)
-    monkeypatch.setattr(modulations, "table_bytes", lambda device: 2**40)
+    monkeypatch.setattr(chain, "table_bytes", lambda device: 2**40)
     monkeypatch.setattr(Precision, "_products", lambda self, tf32: contextlib.nullcontext())
     return request.param
 
@@ -46,7 +46,7 @@ def launched(work: Callable[..., Tensor | None], *inputs: Any) -> int:
 
 
 def of_steps(head: Head, num_steps: int) -> int:
-    return launched(ancestral.drawing(head, noise, num_steps, Precision("fp32", META)), Z, ROW, ROW, CHAIN, CHAIN)
+    return launched(chain.drawing(head, noise, num_steps, Precision("fp32", META)), Z, ROW, ROW, CHAIN, CHAIN)
 
 
 def of_windows(head: Head, num_calls: int) -> int:
@@ -54,7 +54,7 @@ def of_windows(head: Head, num_calls: int) -> int:
     with META:
         columns = torch.empty(1), torch.empty(1, 1, 1), torch.empty(1, 1, 1), torch.empty(2, 3)
     plan = [Window(num_calls - 1 - i, *columns, i % 2 == 0) for i in range(num_calls)]
-    draw = windows.drawing(head, noise, plan, num_calls, Precision("fp32", META))
+    draw = calibrated.drawing(head, noise, plan, num_calls, Precision("fp32", META))
     return launched(draw, Z, ROW, ROW, CHAIN, CHAIN)
 
 

@@ -12,8 +12,8 @@ from laws import normal_pvalue
 from scipy import stats
 from torch.distributions import Independent, Normal
 
-from cspd.continuous import gaussian
-from cspd.continuous.gaussian import MAX_TRIES, first_kept, log_ratio, reflect, resample, residual
+from cspd.heads import verify
+from cspd.heads.verify import MAX_TRIES, first_kept, log_ratio, reflect, resample, residual
 
 BATCH, CHANNELS = 4000, 3
 
@@ -204,7 +204,7 @@ def test_the_first_kept_is_by_index_whatever_the_blocks(max_tries, monkeypatch):
     expected = [next((i for i, keep in enumerate(row, 1) if keep), max_tries + 1) for row in kept]
     last = torch.tensor(expected).clamp(max=max_tries) - 1
     for block in (1, 7, 32, 1000):
-        monkeypatch.setattr(gaussian, "FIRST_BLOCK", block)
+        monkeypatch.setattr(verify, "FIRST_BLOCK", block)
         asked.clear()
         y, tries = first_kept(p, bump, draws, max_tries)
         assert tries.tolist() == expected
@@ -216,7 +216,7 @@ def test_the_first_kept_is_by_index_whatever_the_blocks(max_tries, monkeypatch):
 
 def test_nothing_kept_takes_the_last_and_counts(monkeypatch):
     """Equal Gaussians leave nothing to keep; the loop ends all the same."""
-    monkeypatch.setattr(gaussian, "MAX_TRIES", 100)
+    monkeypatch.setattr(verify, "MAX_TRIES", 100)
     p = tuple(torch.zeros(4, CHANNELS).double() for _ in range(2))
     seen = []
 

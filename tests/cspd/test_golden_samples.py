@@ -7,13 +7,13 @@ import torch
 from conftest import relative_error
 
 from cspd import Engine, MARModels, Request
-from cspd.gpu_check.golden import SAMPLES, GoldenNoise
+from cspd.gpu_check.run import SAMPLE_SETTINGS, GoldenNoise
 
 
-@pytest.mark.parametrize("case", SAMPLES)
+@pytest.mark.parametrize("case", SAMPLE_SETTINGS)
 def test_samples_match(case, mar_golden, small_mar):
     engine = Engine(MARModels(small_mar), max_batch=2, noise=GoldenNoise(mar_golden))  # 2 slots for 3: one starts late
-    settings = {"method": "ar", "temperature": 1.0, **SAMPLES[case]}
+    settings = {"method": "ar", "temperature": 1.0, **SAMPLE_SETTINGS[case]}
     labels = mar_golden["sample.labels"].tolist()
     rows = [0, 1, 0]
     outputs = engine.generate([Request(labels[row], seed=row, **settings) for row in rows])

@@ -15,22 +15,16 @@ import pytest
 import torch
 from scipy import stats
 
-from cspd.bench import PUBLISHED
 from cspd.cli import main
-from cspd.gpu_check import correctness, distributions, mar_times, replay
-from cspd.gpu_check.distributions import normal_p
-from cspd.gpu_check.kernels import WAITS, waits
-from cspd.gpu_check.models import engine_of, random_gpt, random_mar
-from cspd.gpu_check.parts import PARTS, Part
-from cspd.gpu_check.rounds import image_ms
-from cspd.gpu_check.run import NO_GRAPH, SCHEMA, failures, read_report, run
-from cspd.gpu_check.settings import TINY, Settings
-from cspd.gpu_check.tables import format_report
-from cspd.gpu_check.work import product
+from cspd.gpu_check import cases, measure
+from cspd.gpu_check.cases import PARTS, engine_of, normal_p, random_gpt, random_mar
+from cspd.gpu_check.measure import WAITS, image_ms, product, waits
+from cspd.gpu_check.run import NO_GRAPH, SCHEMA, TINY, Part, Settings, failures, format_check, read_report, run_cases
 from cspd.graphs import Graphs
-from cspd.sequence import Request
+from cspd.method import PUBLISHED
+from cspd.request import Request
 from cspd.speed import batch_at, starts
-from mar import reference
+from mar import model as mar_model
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -42,7 +36,7 @@ def settings(tmp_path):
 
 
 def check(out, parts, **options):
-    return run(out, CPU, tiny=True, parts=parts, progress=False, **options)
+    return run_cases(out, CPU, tiny=True, parts=parts, progress=False, **options)
 
 
 def test_an_error_is_kept_and_the_others_go_on(tmp_path, capsys):
@@ -78,16 +72,16 @@ def test_a_round_that_could_not_be_captured_has_failed(tmp_path):
         return {"passed": True}
 
     report = check(tmp_path / "gpu.json", [Part("one", 1.0, lambda settings: {"captured": case})])
-    assert failures(report) == ["one, captured"] and "single kernels: why" in format_report(report)
+    assert failures(report) == ["one, captured"] and "single kernels: why" in format_check(report)
 
 
 def test_what_time_leaves_out_is_said_and_done_later(tmp_path):
     parts = [Part("one", 1.0, lambda settings: {"first": lambda: {"passed": True}, "second": lambda: {"value": 2}})]
     late = check(tmp_path / "gpu.json", parts, minutes=0)
     assert all("left_out" in case for case in late["parts"]["one"].values())
-    assert "2 cases were left out" in format_report(late) and not failures(late)
+    assert "2 cases were left out" in format_check(late) and not failures(late)
     done = check(tmp_path / "gpu.json", parts)
-    assert done["parts"]["one"]["second"]["value"] == 2 and "left out" not in format_report(done)
+    assert done["parts"]["one"]["second"]["value"] == 2 and "left out" not in format_check(done)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +133,11 @@ def test_a_damaged_report_is_not_shown(place, tmp_path, capsys):
 @pytest.mark.parametrize("result", [{"error": ""}, {"passed": "?"}, TIMED | {"ms": 0}])
 def test_odd_results_are_shown(result):
     parts = {"MAR times": {"a": TIMED | {"method": PUBLISHED}, "b": result}}
-    assert "H100" in format_report({"device": "H100", "scale": "full", "parts": parts})
+    assert "H100" in format_check({"device": "H100", "scale": "full", "parts": parts})
 
 
 def test_a_cpu_is_not_compared_with_itself(settings):
-    found = correctness.cases(settings)
+    found = cases.correctness_cases(settings)
     for name in ("MAR speculative: as on a CPU", "random bits"):
         assert found[name]() == {"skipped": "this is the CPU"}
 
@@ -163,7 +157,7 @@ def test_times_are_told_as_ratios():
     }
     machine = {"copy": {"gb_per_s": 1000.0}, "matmul bf16": {"tflop_per_s": 100.0}}
     report = {"device": "H100", "scale": "full", "parts": {"machine": machine, "MAR times": times}}
-    lines = format_report(report).splitlines()
+    lines = format_check(report).splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
     assert rows["ours"] == ["20.00", "4.00", "2.0", "1.0"] and rows["base"][2] == "8.0"
     assert rows["other"] == ["20.00", "5.0", "1.0"]  # nothing to be compared with
@@ -172,7 +166,7 @@ def test_times_are_told_as_ratios():
 def test_chains_take_the_head_calls_that_are_replayed(settings):
     pool = np.array([5, 7, 9])
     models = random_mar(settings, TINY.mars["B"], CPU)
-    engine = engine_of(settings, models, 3, CPU, noise=replay.head_calls(pool, CPU))
+    engine = engine_of(settings, models, 3, CPU, noise=measure.head_calls(pool, CPU))
     own = {"window": 4, "draft": "frozen", "num_iter": 8, "num_sampling_steps": 12}
     outputs = engine.generate([Request(i, seed=i, method="speculative", **own) for i in range(3)])
     heat = torch.stack([output.heat for output in outputs])
@@ -185,14 +179,14 @@ def test_chains_take_the_head_calls_that_are_replayed(settings):
 )
 def test_rounds_commit_the_codes_that_are_replayed(method, num, settings):
     models = random_gpt(settings, TINY.gpts["B"], CPU)
-    engine = engine_of(settings, models, 2, CPU, noise=replay.codes_a_round(num))
+    engine = engine_of(settings, models, 2, CPU, noise=measure.codes_a_round(num))
     outputs = engine.generate([Request(i, seed=i, method=method, coupling="maximal") for i in range(2)])
     assert [output.stats.step_compression for output in outputs] == pytest.approx([num, num], rel=0.06)
 
 
 def test_drafted_tokens_are_accepted_as_often_as_is_replayed(settings):
     models = random_mar(settings, TINY.mars["B"], CPU)
-    engine = engine_of(settings, models, 4, CPU, noise=replay.token_share(0.3))
+    engine = engine_of(settings, models, 4, CPU, noise=measure.token_share(0.3))
     own = {"method": "cspd", "gamma": 16, "num_iter": 8, "num_sampling_steps": 4, "first_timestep": 950}
     outputs = engine.generate([Request(i, seed=i, **own) for i in range(4)])
     assert np.mean([output.stats.alpha for output in outputs]) == pytest.approx(0.3, abs=0.1)
@@ -200,7 +194,7 @@ def test_drafted_tokens_are_accepted_as_often_as_is_replayed(settings):
 
 def test_sequences_begin_anywhere(settings):
     engine = engine_of(settings, random_mar(settings, TINY.mars["B"], CPU), 2, CPU)
-    request = engine.resolve(mar_times.request_of(settings, "ar", num_iter=8))
+    request = engine.resolve(cases.request_of(settings, "ar", num_iter=8))
     known = starts(request, 64)
     batch = batch_at(engine, request, 32)
     assert [s.num_committed for s in batch.sequences] == [known[6]] * 2 and known[5] < 32 <= known[6]
@@ -222,7 +216,7 @@ def test_sequences_of_codes_begin_anywhere(settings):
 
 def test_the_coupling_is_tested(settings):
     """Draws of p pass, a part of which are of the residual."""
-    found = distributions.cases(settings)["coupling, wider q"]()
+    found = cases.distribution_cases(settings)["coupling, wider q"]()
     assert found["passed"] and found["p_value"] > 0.01 and found["residual"] > 0.1
 
 
@@ -235,8 +229,8 @@ def test_some_iterations_of_the_published_sampler(settings):
     model = random_mar(settings, TINY.mars["B"], CPU).target
     own = {"num_iter": 6, "cfg": 3.0, "num_sampling_steps": 3, "order": torch.randperm(64).repeat(2, 1)}
     noise = lambda mask, t: torch.full((int(mask.sum()), 16), 0.1)  # noqa: E731
-    some = reference.sample(model, torch.tensor([1, 2]), **own, noise=noise, iterations=range(2))
-    whole = reference.sample(model, torch.tensor([1, 2]), **own, noise=noise)
+    some = mar_model.sample_published(model, torch.tensor([1, 2]), **own, noise=noise, iterations=range(2))
+    whole = mar_model.sample_published(model, torch.tensor([1, 2]), **own, noise=noise)
     made = some.abs().sum(-1) > 0
     assert made.sum(1).tolist() == [9, 9] and torch.equal(some[made], whole[made])
 

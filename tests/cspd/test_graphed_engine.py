@@ -9,7 +9,7 @@ from toys import SMALL, staggered, toy_mar
 
 import cspd
 from cspd import Engine, MARModels, Request
-from cspd.methods import METHODS
+from cspd.method import METHODS
 
 ROUNDING = 1e-3  # of the largest token
 MAR_METHODS = {method.name: method for method in METHODS if method.family == "MAR"}

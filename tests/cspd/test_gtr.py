@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cspd import Engine, MARModels, Request, noise
-from cspd.continuous.frequency_weighted import highest, importance, num_early
-from cspd.continuous.schedule import ORDERS, largest, timetable, two_stages
+from cspd.heads.solvers import highest, importance, num_early
+from cspd.masked.orders import ORDERS, largest, timetable, two_stages
 from mar.model import MAR
 
 STEPS = {"upper": 7, "lower": 4, "detail": 0.25}

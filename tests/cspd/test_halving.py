@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from cspd.comparison.halving import FEWEST, Trial, dominates, fastest, kept, layers, nearest, planned, rungs, survivors
+from cspd.comparison.compare import FEWEST, Trial, dominates, fastest, kept, layers, nearest, planned, rungs, survivors
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ from heads import FP32
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cspd import noise
-from cspd.continuous import ancestral
-from cspd.continuous.calibration import frozen
-from cspd.continuous.plan import Predictor, windows
-from cspd.continuous.solvers import solve
-from cspd.continuous.windows import sample
-from mar.diffusion import schedule
-from mar.head import Head
+from cspd.heads import chain as heads_chain
+from cspd.heads.calibrated import Predictor, sample, windows
+from cspd.heads.calibration import frozen
+from cspd.heads.solvers import solve
+from mar.head import Head, schedule
 
 ROWS, CHANNELS, STEPS = 5, 4, 6
 SEED, POSITION = torch.arange(ROWS), torch.arange(ROWS)
@@ -33,7 +31,7 @@ def by_windows(head, z, scale, temperature, x):
 
 
 CHAINS = {
-    "ancestral": lambda head, z, scale, temperature, x: ancestral.ancestral(
+    "ancestral": lambda head, z, scale, temperature, x: heads_chain.ancestral(
         head, z, scale, temperature, x, eps, STEPS, FP32
     ),
     "calibrated": by_windows,
@@ -44,7 +42,7 @@ CHAINS = {
 @pytest.mark.parametrize("chain", CHAINS)
 def test_of_one_part_at_a_time(chain, monkeypatch):
     head, made, most = Head(CHANNELS, 8, 1, 6), [], 0
-    monkeypatch.setattr("cspd.continuous.modulations.MODULATION_BYTES", 1)  # a call at a time
+    monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", 1)  # a call at a time
 
     def count(module, args, output):
         nonlocal most

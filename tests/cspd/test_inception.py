@@ -10,10 +10,8 @@ import torch_fidelity
 from handwriting import KEYS, as_folder, drawn, saved_statistics
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-from cspd.evaluation.classifier import SPACES
 from cspd.evaluation.images import ImageList
-from cspd.evaluation.metrics import check, features, measure
-from cspd.evaluation.reference import load_reference
+from cspd.evaluation.metrics import SPACES, check, features, load_reference, measure
 
 
 @pytest.fixture(scope="module")

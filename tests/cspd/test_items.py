@@ -7,8 +7,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from cspd.items import DIGEST, read_item, write_item
-from cspd.store import differences
+from cspd.files import DIGEST, read_item, write_item
+from cspd.runs import differences
 
 SEEDS = {"seeds": [3, 4, 5]}
 LIKE = {"images": (np.uint8, (3, 2)), "labels": (np.integer, (3,))}

@@ -21,21 +21,16 @@ from safetensors.numpy import save_file
 from toys import CPU
 
 import cspd
-from cspd import Request, keeping, telling
-from cspd.continuous import tuning
-from cspd.continuous.calibrated import HEAD_CALLS
-from cspd.continuous.calibration import Calibration, fit
-from cspd.continuous.host import MARHost
-from cspd.continuous.kept import ABOUT
-from cspd.continuous.plan import Predictor
-from cspd.continuous.shortcut import Shortcut
-from cspd.continuous.tracing import trace
-from cspd.continuous.tuning import Calibrations
-from cspd.finding import embedded
-from cspd.items import DIGEST, digest_of
-from cspd.keeping import CALIBRATION, content_hash, user_cache
-from cspd.precision import Precision
-from mar.diffusion import schedule
+from cspd import Request, files, terminal
+from cspd.device import Precision
+from cspd.files import ABOUT, CALIBRATION, DIGEST, content_hash, digest_of, user_cache
+from cspd.heads import tuning
+from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
+from cspd.heads.calibration import Calibration, fit, trace
+from cspd.heads.tuning import Calibrations
+from cspd.masked.host import MARHost
+from cspd.models import embedded
+from mar.head import schedule
 
 REQUEST = Request(
     0,
@@ -217,7 +212,7 @@ def test_what_a_file_cannot_vouch_for_is_made_again(change, calibrations, made, 
 
 
 def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
-    monkeypatch.setattr(keeping, "REMEMBERED", 2)
+    monkeypatch.setattr(files, "REMEMBERED", 2)
     ours = calibrations()
     for cfg in (1.0, 2.0, 3.0, 1.0):
         request = dataclasses.replace(REQUEST, draft="frozen", num_sampling_steps=3, cfg=cfg)
@@ -239,7 +234,7 @@ def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, t
 
 def test_nothing_is_kept_with_embedded_checkpoints(calibrations, made, tmp_path, monkeypatch):
     """What came with them is read; the user's cache has the fit that takes the place of what is damaged there."""
-    monkeypatch.setattr(keeping, "EMBEDDED_ROOTS", (tmp_path / "nowhere", tmp_path / "embedded"))
+    monkeypatch.setattr(files, "EMBEDDED_ROOTS", (tmp_path / "nowhere", tmp_path / "embedded"))
     folders = bundled, cache = tmp_path / "embedded" / "model" / "calibration", tmp_path / "cache"
     ours = calibrations(bundled.parent.parent.parent / "other").get(REQUEST)
     shutil.copytree(tmp_path / "other", bundled)
@@ -276,7 +271,7 @@ def test_a_fit_is_told_of_once(calibrations, monkeypatch, capsys):
     """The predictions and the windows of `calibrated` are fits of their own, and one line has the time for both."""
     own = calibrations()
     assert own.folder_of(REQUEST) is None
-    monkeypatch.setattr(telling, "PATIENCE", 0.0)
+    monkeypatch.setattr(terminal, "PATIENCE", 0.0)
     request = REQUEST.but(method="calibrated", draft=None, window=None, null_every=1, head_calls=3)
     with own.fitting(request, Predictor, Shortcut):
         own.plan(request, 3)

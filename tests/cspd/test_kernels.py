@@ -9,15 +9,15 @@ import torch
 from launching import environment
 
 from cspd import kernels, noise
+from mar.checkpoint import MARS
 from mar.head import Head, filled
-from mar.registry import MARS
 
 pytest.importorskip("triton", ".".join(map(str, kernels.TRITON)), reason="there is no Triton that kernels can have")
 
 from launches import noted, pretended_h100, resources
 
-from cspd.kernels import drafting, judging, philox, steps
-from cspd.kernels import head as head_kernels
+from cspd.kernels import head as kernels_head
+from cspd.kernels import philox, speculative
 
 INTERPRETED = Path(__file__).parent.parent / "kernels"
 CUDA = torch.device("cuda", 0)
@@ -62,7 +62,7 @@ def test_kernels_can_be_switched_off(ampere, monkeypatch):
     assert not kernels.available(CUDA) and head.fused is None
     monkeypatch.setenv(kernels.SWITCH, "1")
     kernels.fuse(head, CUDA)
-    assert kernels.available(CUDA) and head.fused is head_kernels.denoise
+    assert kernels.available(CUDA) and head.fused is kernels_head.denoise
     kernels.fuse(head, torch.device("cpu"))  # where the model is now
     assert head.fused is None
     monkeypatch.setenv(kernels.SWITCH, "off")
@@ -85,7 +85,7 @@ def layers_of(head, rows, dtype=torch.float32):
 
 def denoising_step(head, rows=4, dtype=torch.float32):
     x, scale = torch.empty(rows, head.channels), torch.empty(rows, 1)
-    head_kernels.ancestral_step(head, x, layers_of(head, rows, dtype), x, scale, 1, 1, 1)
+    kernels_head.ancestral_step(head, x, layers_of(head, rows, dtype), x, scale, 1, 1, 1)
 
 
 def speculative_round(head, chains=4, window=12, dtype=torch.float32):
@@ -93,16 +93,16 @@ def speculative_round(head, chains=4, window=12, dtype=torch.float32):
     draws = torch.empty(chains, NUM_STEPS, head.channels + 1)
     windows, left = torch.empty(chains, window, dtype=torch.int64), torch.empty(chains, dtype=torch.int64)
     given = table, draws, windows, state, left, left
-    inputs, last, at = drafting.before_head(*given, filled(chains * window))
-    out = head_kernels.denoise(head, inputs, layers_of(head, chains * NUM_STEPS, dtype), at)
-    judging.after_head(*given, inputs, last, out, torch.empty(chains))
+    inputs, last, at = speculative.before_head(*given, filled(chains * window))
+    out = kernels_head.denoise(head, inputs, layers_of(head, chains * NUM_STEPS, dtype), at)
+    speculative.after_head(*given, inputs, last, out, torch.empty(chains))
 
 
 def test_a_head_that_is_called_as_published_is_not_fused():
     """Its modulations are rows, without classes."""
     head, rows = Head(4, 8, 1, 4), (torch.randn(3, 4), torch.arange(3), torch.randn(3, 4))
     expected = head(*rows)
-    head.fused = head_kernels.denoise
+    head.fused = kernels_head.denoise
     assert torch.equal(head(*rows), expected)
 
 
@@ -123,9 +123,9 @@ def every_draw(dtype):
 
 def after_calls(dtype):
     x, out, scale = torch.empty(8, 16), torch.empty(2, 8, 32, dtype=dtype), torch.empty(8, 1)
-    steps.ancestral_step(x, out, x, scale, 1, 1, 1)
+    kernels_head.ancestral_step_kernel(x, out, x, scale, 1, 1, 1)
     column = torch.empty(9, 1, 1)
-    steps.window_step(x, out, torch.empty(9, 8, 16), scale, scale, None, column, column, torch.empty(11))
+    kernels_head.window_step(x, out, torch.empty(9, 8, 16), scale, scale, None, column, column, torch.empty(11))
 
 
 LARGEST_REGISTERS = 128  # a thread: with more, a program of 16 warps does not fit on a multiprocessor

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from cspd import Request
-from cspd.known import Known, Resized, placed
+from cspd.request import Known, Resized, placed
 
 PICTURE = torch.rand(3, 12, 8, generator=torch.Generator().manual_seed(0))
 MASK = torch.zeros(12, 8, dtype=torch.bool)

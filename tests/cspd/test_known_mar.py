@@ -10,10 +10,10 @@ from laws import normal_pvalue
 from toys import SMALL, staggered, toy_mar
 
 from cspd import Engine, MARModels, Request, noise
-from cspd.continuous import host
-from cspd.continuous.schedule import colours, timetable, two_stages
-from cspd.methods import METHODS
-from mar.diffusion import schedule
+from cspd.masked import host as masked_host
+from cspd.masked.orders import colours, timetable, two_stages
+from cspd.method import METHODS
+from mar.head import schedule
 from mar.model import MAR, MARConfig
 
 LENGTH, CHANNELS, STEPS = 4, 3, 12
@@ -109,7 +109,7 @@ def test_the_rest_follows_the_distribution_given_them(method, num, toy):
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while
 def test_a_planted_bug_shows(toy, monkeypatch):
     """The encoder sees nothing of the known tokens until the end."""
-    give, results = host.give, host.MARHost.results
+    give, results = masked_host.give, masked_host.MARHost.results
 
     def late(own, sequences):
         give(own, sequences)
@@ -122,8 +122,8 @@ def test_a_planted_bug_shows(toy, monkeypatch):
         own.tokens[slots] = torch.where(own.tokens[slots] == 0, own.late[slots], own.tokens[slots])
         return results(own, sequences)
 
-    monkeypatch.setattr(host, "give", late)
-    monkeypatch.setattr(host.MARHost, "results", shown)
+    monkeypatch.setattr(masked_host, "give", late)
+    monkeypatch.setattr(masked_host.MARHost, "results", shown)
     with torch.inference_mode():
         assert normal_pvalue(scores(toy, "ar", 3 * NUM)) < OTHER
 

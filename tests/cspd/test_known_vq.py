@@ -7,7 +7,7 @@ import torch
 from toys import LENGTH, counts, distribution, draw, p_value, request_of, sequences, toy_models
 
 from cspd import Engine, Request, VQModels
-from cspd.discrete import prefix
+from cspd.discrete import host as discrete_host
 
 NUM = 600
 SAME, OTHER = 1e-4, 1e-8  # p-values
@@ -69,7 +69,7 @@ def test_with_other_settings(method, changes, models):
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while
 def test_a_planted_bug_shows(models, monkeypatch):
     """Known codes that are taken in under another class."""
-    prefill = prefix._prefill
+    prefill = discrete_host._prefill
 
     def of_another_class(host, sequences):
         last = host.conditions.last["target"]
@@ -78,7 +78,7 @@ def test_a_planted_bug_shows(models, monkeypatch):
         prefill(host, sequences)
         last.copy_(own)
 
-    monkeypatch.setattr(prefix, "_prefill", of_another_class)
+    monkeypatch.setattr(discrete_host, "_prefill", of_another_class)
     assert p_of(models, "ar", 2, num=6 * NUM) < OTHER
 
 

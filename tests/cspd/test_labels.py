@@ -9,9 +9,9 @@ import tracemalloc
 import pytest
 
 from cspd.cli import main
-from cspd.comparison.study_file import read_study
-from cspd.evaluation.shards import Shards
-from cspd.parsing import MOST_LISTED, choice, label_list, label_of
+from cspd.comparison.study import read_study
+from cspd.evaluation.run import Shards
+from cspd.terminal import MOST_LISTED, choice, label_list, label_of
 
 QUICK = ["--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1", "--device", "cpu"]
 PLAIN = [*QUICK, "--first-timestep", "950"]

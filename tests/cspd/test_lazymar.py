@@ -10,9 +10,10 @@ import torch
 from conftest import relative_error
 from lazy import KEY, QUICK, engine, started, toy_model  # noqa: F401 - a fixture
 
-from cspd import Request, machine
-from cspd.continuous.cached_backbone import Caches, bytes_per_slot, conditions, kind, planned
-from cspd.sequence import Sequence
+from cspd import Request
+from cspd import device as cspd_device
+from cspd.masked.backbones import Caches, bytes_per_slot, conditions, kind, planned
+from cspd.request import Sequence
 
 
 def tokens_of(model, requests, max_batch=3):
@@ -219,7 +220,7 @@ def test_kinds_share_caches(model, monkeypatch):
     assert first is second
     unguided = requests[0].but(cfg=1.0)
     with monkeypatch.context() as small:
-        small.setattr(machine, "free_bytes", lambda device: 2 * bytes_per_slot(served.host, unguided) - 1)
+        small.setattr(cspd_device, "free_bytes", lambda device: 2 * bytes_per_slot(served.host, unguided) - 1)
         served.resolve(requests[1])
         with pytest.raises(ValueError, match="with backbone='cached' needs about"):
             served.resolve(unguided)
@@ -233,7 +234,7 @@ def test_kinds_share_caches(model, monkeypatch):
 def test_caches_that_do_not_fit_are_an_error(model, monkeypatch):
     served = engine(model)
     free = 1.5 * bytes_per_slot(served.host, served.resolve(Request(0, **QUICK)))
-    monkeypatch.setattr(machine, "free_bytes", lambda device: int(free))
+    monkeypatch.setattr(cspd_device, "free_bytes", lambda device: int(free))
     with pytest.raises(ValueError, match=r"max_batch=3 with backbone='cached' needs about .* use max_batch <= 1"):
         served.resolve(Request(0, **QUICK))
     assert served.resolve(Request(0, **QUICK).but(method="ar", warmup=None, refresh=None)).method == "ar"

@@ -10,9 +10,12 @@ from safetensors.torch import save_file
 from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
-from cspd import finding, loading, machine
-from cspd.evaluation.classifier import load_classifier
-from cspd.finding import checkpoint_files, embedded
+from cspd import checkpoints as cspd_checkpoints
+from cspd import device as cspd_device
+from cspd import models
+from cspd.checkpoints import checkpoint_files
+from cspd.evaluation.metrics import load_classifier
+from cspd.models import embedded
 from mar.tensors import CheckpointError, count_numbers, read_tensors
 
 
@@ -88,7 +91,7 @@ def test_the_autoencoder_of_the_other_family():
 
 def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
     own = small_checkpoint()
-    monkeypatch.setattr(finding, "EMBEDDED_ROOTS", (tmp_path / "nowhere",))
+    monkeypatch.setattr(models, "EMBEDDED_ROOTS", (tmp_path / "nowhere",))
     assert embedded() == {}
     assert cspd.load(own, device="cpu").host is not None
     with pytest.raises(CheckpointError, match="digits32: no checkpoint there"):
@@ -112,12 +115,12 @@ def test_a_package_has_all_files_of_the_embedded_models():
 
 def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
     (tmp_path / "digits32").mkdir()
-    monkeypatch.setattr(finding, "EMBEDDED_ROOTS", (tmp_path,))
+    monkeypatch.setattr(models, "EMBEDDED_ROOTS", (tmp_path,))
     file = tmp_path / "digits32" / "classifier.safetensors"
     shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
     with pytest.raises(CheckpointError, match=f"{file}: not the weights of Classifier: missing: stages.0.0.weight"):
         load_classifier("digits")
-    shutil.copy(loading.__file__, file)
+    shutil.copy(cspd_checkpoints.__file__, file)
     with pytest.raises(CheckpointError, match="begins with"):
         load_classifier("digits")
 
@@ -131,17 +134,17 @@ def test_weights_that_do_not_fit_are_not_read(monkeypatch):
     """Names and shapes say how much they take. The sizes of large ones are told."""
     files = checkpoint_files(small_checkpoint())
     needed = 4 * sum(tensor.numel() for name in ("target", "vae") for tensor in read_tensors(files[name]).values())
-    monkeypatch.setattr(loading, "free_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(cspd_checkpoints, "free_bytes", lambda device: needed - 1)
     with pytest.raises(
         ValueError, match=r"target.safetensors: its models need 0.0 GiB and cpu has 0.0 GiB free: use a"
     ):
         cspd.load(small_checkpoint(), device="cpu")
-    monkeypatch.setattr(loading, "free_bytes", lambda device: needed)
+    monkeypatch.setattr(cspd_checkpoints, "free_bytes", lambda device: needed)
     cpu = torch.device("cpu")
-    assert loading._room_for(files, cpu) == ""
-    monkeypatch.setattr(machine, "LARGE", needed)
-    monkeypatch.setattr(machine, "free_bytes", lambda device: needed)
-    assert loading._room_for(files, cpu) == ", which takes 0.0 GiB of 0.0 GiB free"
+    assert cspd_checkpoints._room_for(files, cpu) == ""
+    monkeypatch.setattr(cspd_device, "LARGE", needed)
+    monkeypatch.setattr(cspd_device, "free_bytes", lambda device: needed)
+    assert cspd_checkpoints._room_for(files, cpu) == ", which takes 0.0 GiB of 0.0 GiB free"
 
 
 def test_numbers_of_files_are_counted(tmp_path):

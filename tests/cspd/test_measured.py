@@ -11,16 +11,15 @@ import torch
 from stores import small_checkpoint
 
 import cspd
-from cspd import bench
-from cspd.cli import main
-from cspd.commands.evaluate import SAMPLING
-from cspd.comparison import chunks
+from cspd.cli import bench, main
+from cspd.cli.evaluate import SAMPLING
+from cspd.comparison import study
 from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
-from cspd.evaluation.shards import SIZE, Shards, arrays_of
-from cspd.records import misfit
-from cspd.sequence import Output, RoundStats
-from cspd.summary import MEASURED, STATS, measured, measured_lines, summary_of
+from cspd.evaluation.run import SIZE, Shards, arrays_of
+from cspd.files import misfit
+from cspd.request import Output, RoundStats
+from cspd.runs import MEASURED, STATS, measured, measured_lines, summary_of
 
 NUM, SEED = 20, 5  # images: a file of 16, and one of 4
 AUDITS = np.linspace(0.4, 0.6, NUM)
@@ -88,9 +87,9 @@ def test_chunks_of_a_comparison_keep_it(digits, tmp_path):
     made[0].stats.lazy_backbone_calls = NUM
     row = Configuration("made up", made[0].request, digits.with_slots(NUM))
     images, made_of = np.zeros((NUM, 4, 4, 3), np.uint8), {"requests": [{}] * NUM}
-    chunk = chunks.Chunk(images, 1.0, 7, [chunks.cost_of(output) for output in made])
-    chunks.write_chunk(tmp_path / "chunk.npz", chunk, made_of)
-    chunk = chunks.read_chunk(tmp_path / "chunk.npz", made_of, 4)
+    chunk = study.Chunk(images, 1.0, 7, [study.cost_of(output) for output in made])
+    study.write_chunk(tmp_path / "chunk.npz", chunk, made_of)
+    chunk = study.read_chunk(tmp_path / "chunk.npz", made_of, 4)
     told = speed_of(row, made[0].request, [chunk], [chunk])
     wanted = KNOWN | {"audit": 0.5, "lazy_backbone_calls": 1.0}
     assert {name: told[name] for name in wanted} == pytest.approx(wanted) and "audit_error" not in told
@@ -106,14 +105,14 @@ def test_bench_tells_it_of_all_runs():
     assert {name: rows[1][name] for name in MEASURED} == pytest.approx(KNOWN | {"audit": 0.5, "audit_error": ERROR})
     machine = dict.fromkeys(("device", "threads", "torch", "precision"), "")
     report = {"machine": machine, "runs": 2, "rows": json.loads(json.dumps(rows)), "memory": []}
-    text = bench.format_report(report)
+    text = bench.format_bench(report)
     titles, first, second = text.splitlines()[2:5]
     assert "first t" in titles and "950" in first and "950" not in second
     place = {title: slice(titles.index(title), titles.index(title) + len(title)) for title in TITLES}
     assert {title: second[where].strip() for title, where in place.items()} == TITLES
     assert not any(first[where].strip() for where in place.values())
     assert "medians of 2 runs (least..most holds the true median with 50%)" in text
-    assert "; one run of each\n" in bench.format_report(report | {"runs": 1})
+    assert "; one run of each\n" in bench.format_bench(report | {"runs": 1})
 
 
 def test_memory_is_measured_without_a_warning(digits, recwarn):

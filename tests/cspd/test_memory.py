@@ -13,9 +13,9 @@ import torch
 from toys import toy_models
 
 from cspd import Engine, MARModels, Request, VQModels
-from cspd.lookup import method_names
-from cspd.sequence import Sequence
-from mar.registry import create_vae
+from cspd.method import method_names
+from cspd.request import Sequence
+from mar.checkpoint import create_vae
 
 NUM, FIRST = 1000, 300  # by then each shape that is made once was made
 DAMAGED = 2  # the label that makes no image

@@ -15,13 +15,11 @@ import torch_fidelity
 from handwriting import KEYS, as_folder, drawn, saved_statistics
 from torch_fidelity.metric_fid import fid_features_to_statistics
 
-from cspd.evaluation.classifier import SPACES, load_classifier
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz
-from cspd.evaluation.metrics import check, features, measure
-from cspd.evaluation.reference import load_reference
-from cspd.finding import embedded
-from cspd.pixels import to_pil, to_uint8
-from cspd.records import write_json
+from cspd.evaluation.metrics import SPACES, check, features, load_classifier, load_reference, measure
+from cspd.files import write_json
+from cspd.models import embedded
+from cspd.request import to_pil, to_uint8
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 
 from cspd import noise
-from cspd.continuous import gaussian
+from cspd.heads import verify
 from cspd.noise import DRAFT_OFFSET, MAX_INDEX, Purpose, bits, fine_uniform, initial, normal, order, philox, steps
 
 SEEDS = torch.tensor([0, 7, 2**31, 2**40 + 7, 2**63 - 1])
@@ -165,7 +165,7 @@ def test_no_index_reaches_the_draws_of_another_purpose(name):
 
 
 def test_no_residual_needs_an_index_that_is_not_its_own():
-    assert gaussian.MAX_TRIES <= DRAFT_OFFSET and 2 * DRAFT_OFFSET <= MAX_INDEX
+    assert verify.MAX_TRIES <= DRAFT_OFFSET and 2 * DRAFT_OFFSET <= MAX_INDEX
 
 
 @pytest.mark.parametrize("length", [1, 64, 256])

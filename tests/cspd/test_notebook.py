@@ -20,11 +20,9 @@ from toys import host_of, request_of, toy_mar, toy_models
 
 import cspd
 from cspd import Engine, MARModels, Request, VQModels
-from cspd.classes import ClassNames, imagenet
-from cspd.finding import checkpoint_files
-from cspd.hub import fetched
-from cspd.saving import described
-from cspd.sequence import Sequence
+from cspd.checkpoints import checkpoint_files, fetched
+from cspd.models import ClassNames, described, imagenet
+from cspd.request import Sequence
 from mar.model import MAR
 from mar.tensors import CheckpointError
 

@@ -11,7 +11,7 @@ from PIL import Image
 from stores import small_checkpoint
 
 from cspd.cli import main
-from cspd.evaluation.shards import Shards
+from cspd.evaluation.run import Shards
 
 OPTIONS = ["--num-iter", "2", "--num-sampling-steps", "10", "--cfg", "1", "--labels", "3,4"]
 SPECULATIVE = ["--method", "speculative", "--draft", "frozen"]  # the window, 5, was chosen by the earlier run

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from reports import Page, full_report  # noqa: F401 - a fixture
 
-from cspd.comparison import page, tables
+from cspd.comparison import report
 from cspd.plots import MARGIN
 
 SIDE = 96  # of a picture in the grid, in pixels
@@ -18,7 +18,7 @@ SIDE = 96  # of a picture in the grid, in pixels
 
 def test_the_page_needs_no_other(made, tmp_path):
     content, images = made
-    page.write(content, images, tmp_path)
+    report.write(content, images, tmp_path)
     text = (tmp_path / "report.html").read_text()
     html = Page(text)
     assert not {"script", "link", "iframe", "object", "i"} & set(html.tags) and html.tags.count("img") == 2 + 4 * 10
@@ -42,7 +42,7 @@ def test_the_page_needs_no_other(made, tmp_path):
 
 def test_a_small_p_stands_out(made):
     made[0]["rows"][2]["p_unpaired"] = 0.001
-    text = page.html_page(made[0], [])
+    text = report.html_page(made[0], [])
     assert text.count('class="small-p"') == 2
     assert all(f'<span class="small-p">{p}</span>' in text for p in ("0.004", "0.001"))
 
@@ -57,7 +57,7 @@ def test_what_was_measured_stands_beside_the_guarantee(made):
     }
     content["rows"][1] |= {"audit": 0.52, "audit_ci95": [0.42, 0.62]}
     content["rows"][3]["first_timestep"] = 950
-    html = page.html_page(content, [])
+    html = report.html_page(content, [])
     assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
     assert "how near is measured" in html  # what the guarantee means
     titles, *lines = Page(html).rows
@@ -66,13 +66,13 @@ def test_what_was_measured_stands_beside_the_guarantee(made):
     assert {title: cells[1][title] for title in shown} == shown
     assert all(cells[0][title] == cells[2][title] == "" for title in shown)
     assert [line["first timestep"] for line in cells] == ["", "", "", "950"]
-    (_, measured, *_) = csv.DictReader(io.StringIO(tables.csv_table(content)))
+    (_, measured, *_) = csv.DictReader(io.StringIO(report.csv_table(content)))
     assert (measured["difference"], measured["audit_ci95_most"]) == ("0.0461", "0.62")
 
 
 def test_the_grid_has_a_row_a_configuration_and_a_column_a_seed(made, tmp_path):
     content, images = made
-    page.write(content, images, tmp_path)
+    report.write(content, images, tmp_path)
     picture = np.asarray(Image.open(tmp_path / "comparison.png"))
     left, top = picture.shape[1] - 10 * (SIDE + MARGIN), picture.shape[0] - 4 * (SIDE + MARGIN)
     assert left > 40 and top > 20
@@ -88,14 +88,14 @@ def test_the_grid_has_a_row_a_configuration_and_a_column_a_seed(made, tmp_path):
 def test_large_images_are_shown_few_and_as_they_are(made, tmp_path):
     content, _ = made
     images = [np.full((12, 256, 256, 3), 7 * (r + 1), np.uint8) for r in range(4)]
-    page.write(content, images, tmp_path)
+    report.write(content, images, tmp_path)
     picture = np.asarray(Image.open(tmp_path / "comparison.png"))
     assert (picture[-256 - MARGIN : -MARGIN, -10 * (256 + MARGIN) :] == 28).all(-1).sum() == 10 * 256 * 256
     assert picture.shape[1] < 11 * (256 + MARGIN)
 
 
 def test_points_are_where_they_were_measured(made):
-    panels = page._panels(made[0])
+    panels = report._panels(made[0])
     assert [(speed, quality) for speed, quality, _ in panels] == [
         ("speed-up over ar", "share recognised by the classifier"),
         ("speed-up over ar", "FID-12, lower is better"),
@@ -112,12 +112,12 @@ def test_points_are_where_they_were_measured(made):
     ]
     for each, codes in zip(made[0]["rows"], (1.0, 3.0, 4.0, 2.0)):
         each["step_compression"] = codes
-    panels = page._panels(made[0])
+    panels = report._panels(made[0])
     assert len(panels) == 4 and [point.speed for point in panels[3][2]] == [1.0, 3.0, 4.0, 2.0]
 
 
 def test_a_reference_whose_name_is_no_utf8_is_reported(made, tmp_path):
     content, images = made
     content["reference"] = {"name": "r\udce9f.npz", "fingerprint": "0" * 64}
-    page.write(content, images, tmp_path)
+    report.write(content, images, tmp_path)
     assert "r\\udce9f.npz" in (tmp_path / "report.html").read_text()

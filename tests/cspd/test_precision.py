@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import toy_mar, toy_models
 
-from cspd import Engine, MARModels, Request, VQModels, machine
-from cspd.precision import BFloat16Linear, Precision
+from cspd import Engine, MARModels, Request, VQModels
+from cspd import device as cspd_device
+from cspd.device import BFloat16Linear, Precision
 from mar.head import Head
 
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ def test_memory_is_checked_for_the_copies(models, monkeypatch):
             if isinstance(module, BFloat16Linear)
             for buffer in module.buffers()
         )
-        monkeypatch.setattr(machine, "free_bytes", lambda device, free=copies: free)
+        monkeypatch.setattr(cspd_device, "free_bytes", lambda device, free=copies: free)
         with pytest.raises(ValueError, match=re.escape("max_batch=1")):
             Engine(each, max_batch=1, device="cpu", precision="bf16")
 

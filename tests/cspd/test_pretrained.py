@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cspd.keeping import identity_of
-from cspd.pretrained import WEIGHTS, check_files, weight_files
+from cspd.files import WEIGHTS, check_files, identity_of, weight_files
 from mar.tensors import CheckpointError
 
 PARTS = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]

@@ -12,12 +12,12 @@ from PIL import Image, ImageFont
 from stores import small_checkpoint, small_clip
 
 from cspd.cli import main
-from cspd.commands.subjects import read_prompts
-from cspd.evaluation.clip import Clip
+from cspd.cli.options import read_prompts
 from cspd.evaluation.images import ImageFolder
-from cspd.evaluation.shards import Shards
+from cspd.evaluation.metrics import Clip
+from cspd.evaluation.run import Shards
 from cspd.plots import _fitted
-from cspd.store import differences
+from cspd.runs import differences
 
 COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
 NUM = 20  # images of two files

@@ -12,10 +12,10 @@ import pytest
 import torch
 from comparisons import NAMES
 
-from cspd import ran
-from cspd.finding import checkpoint_files
-from cspd.machine import describe
-from cspd.version import __version__
+from cspd import runs
+from cspd.checkpoints import checkpoint_files
+from cspd.device import describe
+from cspd.terminal import __version__
 
 
 def test_what_ran_is_told(comparison):
@@ -40,7 +40,7 @@ def test_what_ran_is_told(comparison):
     page = (out / "report.html").read_text()
     for text in (target["sha256"][:12], draft["file"], told["date"], f"(of {NAMES[-1]})"):
         assert text in page
-    home = str(Path(ran.__file__).parents[1])  # where the models are: nobody has given it
+    home = str(Path(runs.__file__).parents[1])  # where the models are: nobody has given it
     assert home not in page and home not in json.dumps(report)
 
 
@@ -53,27 +53,27 @@ def test_the_commit_is_that_of_the_checkout_which_has_the_file(tmp_path, monkeyp
     file = tmp_path / "inside" / "ran.py"
     file.parent.mkdir()
     file.write_text("1")
-    assert ran.commit_of(file) is None  # no checkout
+    assert runs.commit_of(file) is None  # no checkout
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "empty")
-    assert ran.commit_of(file) is None  # one that does not have it, as of a project that uses the package
+    assert runs.commit_of(file) is None  # one that does not have it, as of a project that uses the package
     git("add", ".")
     git("commit", "-q", "-m", "all")
     git("tag", "v1")
     commit = git("rev-parse", "HEAD")
-    assert ran.commit_of(file) == commit and len(commit) == 40
+    assert runs.commit_of(file) == commit and len(commit) == 40
     file.write_text("2")
-    assert ran.commit_of(file) == f"{commit}-dirty"
+    assert runs.commit_of(file) == f"{commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert ran.commit_of(file) is None  # no git
+    assert runs.commit_of(file) is None  # no git
 
 
 @pytest.mark.parametrize("settings", [{}, {"target": None, "seed": 3}, {"target": {"file": 5}}])
 def test_settings_without_files_have_no_models(settings):
-    assert ran.models_of(settings, None) == [] and ran.without_folders(settings) == settings
+    assert runs.models_of(settings, None) == [] and runs.without_folders(settings) == settings
 
 
 def test_paths_are_named_without_their_folders():
     settings = {"version": "0", "target": {"file": "/home/someone/target.safetensors", "bytes": 3}}
     named = {"version": "0", "target": {"file": "target.safetensors", "bytes": 3}}
-    assert ran.without_folders(settings) == ran.without_folders(named) == named
+    assert runs.without_folders(settings) == runs.without_folders(named) == named

@@ -8,8 +8,8 @@ import pytest
 from folders import FILES, RECORD, begun, content, record_of, store_of
 from PIL import Image
 
-from cspd.records import NUMBER, append_json, check_file, misfit, parse_json, publishing, write_json, write_png
-from cspd.store import differences
+from cspd.files import NUMBER, append_json, check_file, misfit, parse_json, publishing, write_json
+from cspd.runs import differences, write_png
 
 DEEP = 100_000
 ABSURD = {

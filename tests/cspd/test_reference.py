@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 
 from cspd.cli import main
 from cspd.evaluation.images import ImageFolder
-from cspd.evaluation.reference import load_reference, to_statistics
+from cspd.evaluation.metrics import load_reference, to_statistics
 
 rng = np.random.default_rng(0)
 PIXELS = rng.integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)

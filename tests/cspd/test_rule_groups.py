@@ -9,9 +9,8 @@ import torch
 from enumerated import PUBLISHED, commit, near, outcomes, random, tv
 from torch.nn.functional import one_hot
 
-from cspd.discrete import acceptance
-from cspd.discrete.acceptance import absorbed, bound, merge, pooled, relaxed, residual
-from cspd.discrete.rules import Rule
+from cspd.discrete import rules
+from cspd.discrete.rules import Rule, absorbed, bound, merge, pooled, relaxed, residual
 
 
 def slow_merge(p, x, order, limit):
@@ -58,7 +57,7 @@ def test_pooling_is_the_plain_loop(k, limit, monkeypatch):
     assert torch.allclose(own, residual(expected, wide(Q), 1.0))
     top = torch.tensor([[merged.index(max(merged)) for merged in rows] for rows in expected.tolist()])
     assert torch.equal(greedy.accept(wide(P), wide(Q), near=table, x=x), one_hot(top, 12).double())
-    monkeypatch.setattr(acceptance, "MOST_AT_ONCE", 7)
+    monkeypatch.setattr(rules, "MOST_JUDGED_AT_ONCE", 7)
     assert torch.equal(rule.accept(P, Q, near=table), f)
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from enumerated import ALL, EXACT, RULES, bound_of, commit, commit_chosen, near, pairs, pairs_with, random, tv
 
-from cspd.discrete import judging, rules
-from cspd.discrete.acceptance import bound, exponential, linear, relaxed, residual
-from cspd.discrete.judging import judge_siblings
-from cspd.discrete.rules import Rule
+from cspd.discrete import rules, trees
+from cspd.discrete.rules import Rule, bound, exponential, linear, relaxed, residual
+from cspd.discrete.trees import judge_siblings
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -111,7 +110,7 @@ BUGS = ("none", "sorted by Q", "judged with the first Q", "residual of the first
 def test_wrong_siblings_would_be_seen(bug, monkeypatch):
     P, Q = pairs_with(3)
     if bug.startswith("judged"):
-        monkeypatch.setattr(judging, "without", lambda Q, earlier: Q)
+        monkeypatch.setattr(trees, "without", lambda Q, earlier: Q)
     if bug.startswith("residual"):
         monkeypatch.setattr(Rule, "resample", lambda rule, p, q, f, x, near: residual(p, Q.unsqueeze(1), f))
     taken, resampled, _ = commit(Rule(), P, Q, 3, arrange=by_probability if bug == "sorted by Q" else None)

@@ -17,13 +17,13 @@ from comparisons import compare, images_of
 from stores import small_checkpoint
 
 import cspd
-from cspd.choosing import Choice
 from cspd.cli import main
-from cspd.comparison import chunks, runs
-from cspd.comparison import compare as comparison
+from cspd.comparison import compare as comparison_compare
+from cspd.comparison import study
 from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
-from cspd.store import differences
+from cspd.method import Choice
+from cspd.runs import differences
 
 
 def watch(monkeypatch) -> list[tuple]:
@@ -80,9 +80,9 @@ def test_images_for_quality_are_made_many_at_once(fits, digits, tmp_path, monkey
 
     small = digits.with_slots(1)
     monkeypatch.setattr(cspd.Engine, "with_slots", more)
-    monkeypatch.setattr(runs, "TIMED", 2)
-    monkeypatch.setattr(comparison, "TIMED", 2)
-    monkeypatch.setattr(runs, "MANY", 3)
+    monkeypatch.setattr(study, "TIMED", 2)
+    monkeypatch.setattr(comparison_compare, "TIMED", 2)
+    monkeypatch.setattr(study, "MANY", 3)
     rows = [Configuration(str(cfg), cspd.Request(0, cfg=cfg, **QUICK), small) for cfg in (1.0, 2.0)]
     report, images = compare(rows, [1], 7, tmp_path, progress=False)
     slots = 3 if fits else 1
@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on(tmp_path):
     arguments += ["--num", str(num), "--max-batch", "2"]
     out, whole = tmp_path / "killed", tmp_path / "whole"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "cspd.cli", *arguments, "--out", str(out)]
+    command = [sys.executable, "-m", "cspd", *arguments, "--out", str(out)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.time() + 120
     while len(list(out.glob("chunks/*.npz"))) < 2 and time.time() < deadline:
@@ -136,8 +136,8 @@ def test_an_interrupted_run_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
             signal.raise_signal(signal.SIGINT)
         return timed(row, requests, on_progress)
 
-    timed = runs._timed
-    monkeypatch.setattr(runs, "_timed", stop)
+    timed = study._timed
+    monkeypatch.setattr(study, "_timed", stop)
     few = ["--num-iter", "64", "--num-sampling-steps", "2", "--num", "2", "--max-batch", "1", "--out", str(tmp_path)]
     assert main(["compare", "--checkpoint", small_checkpoint(), "--methods", "ar", *few]) == 130
     assert "the same command goes on from here" in capsys.readouterr().err
@@ -256,8 +256,8 @@ def test_a_draft_and_its_file_are_told_apart(digits, tmp_path):
     def again(draft):
         request = cspd.Request(0, method="cspd", chains="speculative", window=2, draft=draft, **quick)
         row = Configuration("a", request, digits, files={"draft": {"file": "draft.safetensors"}})
-        with runs.store_of(tmp_path) as store:
-            with runs.taking_turns([row], [0], [1], 0, store, progress=False) as turns:
+        with study.comparison_store(tmp_path) as store:
+            with study.taking_turns([row], [0], [1], 0, store, progress=False) as turns:
                 turns.make(1)
 
     again("frozen")
@@ -283,7 +283,7 @@ def test_an_open_window_is_chosen_once(digits, tmp_path, monkeypatch):
         assert report["rows"][0]["settings"]["window"] == 3
 
 
-COST = dict.fromkeys(chunks.COSTS, 1.0) | {"step_compression": None, "judged": 3, "accepted": 2}
+COST = dict.fromkeys(study.COSTS, 1.0) | {"step_compression": None, "judged": 3, "accepted": 2}
 REST = {"images": None, "seconds": 0.5, "peak_bytes": 7, "costs": [COST, COST]}
 MADE_OF = {"settings": {"seed": 3}, "requests": [{"seed": 3}, {"seed": 4}]}
 
@@ -296,14 +296,14 @@ def write_old(path, images=None, **changes):
 
 def test_a_chunk_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "chunk.npz"
-    chunk = chunks.Chunk(np.arange(384, dtype=np.uint8).reshape(2, 8, 8, 3), 0.5, 7, [COST, COST])
-    chunks.write_chunk(path, chunk, MADE_OF)
-    found = chunks.read_chunk(path, MADE_OF, 8)
+    chunk = study.Chunk(np.arange(384, dtype=np.uint8).reshape(2, 8, 8, 3), 0.5, 7, [COST, COST])
+    study.write_chunk(path, chunk, MADE_OF)
+    found = study.read_chunk(path, MADE_OF, 8)
     assert (found.images == chunk.images).all() and found[1:] == chunk[1:]
-    assert chunks.read_chunk(path, MADE_OF | {"requests": [{"seed": 4}, {"seed": 5}]}, 8) is None
-    assert chunks.read_chunk(path, MADE_OF | {"settings": {"seed": 4}}, 8) is None
+    assert study.read_chunk(path, MADE_OF | {"requests": [{"seed": 4}, {"seed": 5}]}, 8) is None
+    assert study.read_chunk(path, MADE_OF | {"settings": {"seed": 4}}, 8) is None
     write_old(path)
-    assert chunks.read_chunk(path, MADE_OF, 8)[1:] == chunk[1:]
+    assert study.read_chunk(path, MADE_OF, 8)[1:] == chunk[1:]
 
 
 @pytest.mark.parametrize(
@@ -323,14 +323,17 @@ def test_a_chunk_is_read_as_it_was_written(tmp_path):
 )
 def test_a_chunk_of_others_is_none(tmp_path, changes):
     write_old(tmp_path / "chunk.npz", **changes)
-    assert chunks.read_chunk(tmp_path / "chunk.npz", MADE_OF, 8) is None
+    assert study.read_chunk(tmp_path / "chunk.npz", MADE_OF, 8) is None
 
 
 def test_turns_begin_anew_after_a_rung_for_those_that_go_on(digits, tmp_path):
     small = digits.with_slots(2)
     request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=2, cfg=1.0)
     rows = [Configuration(name, request.but(cfg_schedule="constant"), small) for name in "abc"]
-    with runs.store_of(tmp_path) as store, runs.taking_turns(rows, [0], [3, 6], 5, store, progress=False) as turns:
+    with (
+        study.comparison_store(tmp_path) as store,
+        study.taking_turns(rows, [0], [3, 6], 5, store, progress=False) as turns,
+    ):
         assert [[len(chunk.images) for chunk in made] for made in turns.make(3)] == [[2, 1]] * 3
         chosen = turns.make(6, [0, 2])
         assert [[len(chunk.images) for chunk in made] for made in chosen] == [[2, 1, 2, 1]] * 2

@@ -10,10 +10,10 @@ from toys import CLASSES, counts, distribution, draw, p_value, request_of, stagg
 
 import cspd
 from cspd import Engine, Request, VQModels
-from cspd.discrete import draft_verify, drafts, jacobi_same_image
+from cspd.discrete import drafts, jacobi
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import nearby, probabilities, sample
-from cspd.lookup import with_method
+from cspd.discrete.rules import nearby, probabilities, sample
+from cspd.method import with_method
 
 SAME, OTHER = 1e-4, 1e-8
 KINDS = {
@@ -115,7 +115,7 @@ def plant_one_draw_for_a_whole_round(patch):
 
 
 def plant_a_child_that_matches_its_neighbour(patch):
-    for module in (draft_verify, jacobi_same_image):
+    for module in (drafts, jacobi):
         follow = module.follow
 
         def wrong(shape, codes, drawn, room, follow=follow):

@@ -11,8 +11,9 @@ from stores import small_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.commands import sample_folder
-from cspd.commands.sample_folder import JOURNAL, RECORD, sample_to_folder
+from cspd.cli import sample as cli_sample
+from cspd.cli.sample import JOURNAL, sample_to_folder
+from cspd.evaluation.images import RECORD
 
 NUM = 6
 QUICK = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2, "cfg": 1.0}
@@ -77,7 +78,7 @@ def flip(content):
 @pytest.mark.parametrize("hashed", [True, False], ids=["", "without hashes"])
 def test_a_damaged_picture_is_made_again(engine, whole, out, capsys, monkeypatch, damage, hashed):
     """Also one that the grid does not show, and in a folder of a version that kept no hashes, unless it is swapped."""
-    monkeypatch.setattr(sample_folder, "GRID_LIMIT", 2)
+    monkeypatch.setattr(cli_sample, "GRID_LIMIT", 2)
     files, record = sorted(pictures(out)), json.loads((out / RECORD).read_text())
     assert all(len(image["sha256"]) == 64 for image in record["images"])
     if not hashed:
@@ -117,11 +118,11 @@ def test_a_run_that_ends_anywhere_loses_no_finished_picture(engine, whole, tmp_p
 
     with monkeypatch.context() as patch:
         if step == "engine":
-            patch.setattr(sample_folder, "to_pil", killing(sample_folder.to_pil, []))
+            patch.setattr(cli_sample, "to_pil", killing(cli_sample.to_pil, []))
         elif step == "end":
-            patch.setattr(sample_folder, "summary_of", killing(None, [None] * 3))
+            patch.setattr(cli_sample, "summary_of", killing(None, [None] * 3))
         else:
-            patch.setattr(sample_folder, step, killing(getattr(sample_folder, step), []))
+            patch.setattr(cli_sample, step, killing(getattr(cli_sample, step), []))
         with pytest.raises(Killed):
             sample(engine, tmp_path)
     kept = pictures(tmp_path)
@@ -141,9 +142,9 @@ def test_a_run_that_ends_anywhere_loses_no_finished_picture(engine, whole, tmp_p
 def test_the_record_is_written_twice_whatever_the_number(engine, tmp_path, monkeypatch):
     """At the start and at the end. An image costs one line of the journal."""
     saved, lines = [], []
-    write, append = sample_folder.Store.save, sample_folder.append_json
-    monkeypatch.setattr(sample_folder.Store, "save", lambda self, record: (saved.append(1), write(self, record)))
-    monkeypatch.setattr(sample_folder, "append_json", lambda *line: (lines.append(1), append(*line)))
+    write, append = cli_sample.Store.save, cli_sample.append_json
+    monkeypatch.setattr(cli_sample.Store, "save", lambda self, record: (saved.append(1), write(self, record)))
+    monkeypatch.setattr(cli_sample, "append_json", lambda *line: (lines.append(1), append(*line)))
     sample(engine, tmp_path)
     assert len(saved) == 2 and len(lines) == NUM
 
@@ -206,7 +207,7 @@ def test_others_files_stay(whole, tmp_path, capsys, command):
 def test_a_second_run_is_told_who_has_the_folder(whole, tmp_path, capsys, command):
     text, _ = COMMANDS[command]
     arguments = [*text.split(), *([str(whole)] if "--images" in text else ["--checkpoint", small_checkpoint()])]
-    with sample_folder.Store(tmp_path, "any.json", "any/1", {}, "") as first:
+    with cli_sample.Store(tmp_path, "any.json", "any/1", {}, "") as first:
         first.claim({}, [])
         assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert f"{tmp_path} is in use by process" in capsys.readouterr().err.splitlines()[-1]

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cspd.scatter import MARKS, RESOLUTION, SIZE, Panel, Point, speed_quality
+from cspd.plots import MARKS, RESOLUTION, SIZE, Panel, Point, speed_quality
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cspd.methods import METHODS
-from cspd.scheduler import Scheduler
-from cspd.sequence import Request, Sequence
+from cspd.engine import Scheduler
+from cspd.method import METHODS
+from cspd.request import Request, Sequence
 
 
 def sequences(num, method=METHODS[0], **settings):

@@ -20,8 +20,8 @@ from texts import small_text_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.finding import embedded_folder
-from cspd.serving import app, asked, runner
+from cspd.models import embedded_folder
+from cspd.serving import app
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
 LONG = {"num_iter": 64, "num_sampling_steps": 300}  # many seconds
@@ -53,8 +53,8 @@ def engine(engines):
 def site(engines):
     """One that tells of every round."""
     with pytest.MonkeyPatch.context() as patch, served(engines, most=4, most_each=2) as site:
-        patch.setattr(runner, "PERIOD", 0.0)
-        patch.setattr(runner, "SHARE", 1e9)
+        patch.setattr(app, "PERIOD", 0.0)
+        patch.setattr(app, "SHARE", 1e9)
         patch.setattr(app, "MOST_UNREAD", 1000)
         yield site
 
@@ -225,7 +225,7 @@ def test_bodies_that_are_none_or_too_large(site):
     for body in ("", "{", "[]", '{"model": "mar"}', '{"model": ' + "[" * 10_000):
         answer = site.ask("/api/images", body)
         assert answer.status == 400 and json.load(answer)["detail"]
-    answer = site.ask("/api/images", " " * (asked.MOST_BYTES + 1), Connection="keep-alive")
+    answer = site.ask("/api/images", " " * (app.MOST_BYTES + 1), Connection="keep-alive")
     assert answer.status == 413 and "8 MiB" in json.load(answer)["detail"]
 
 
@@ -238,7 +238,7 @@ def test_what_the_page_is_told(site):
     by_family = {model["family"]: model for model in of_classes}
     assert by_family["MAR"]["classes"][3] == "three" and by_family["VQ"]["side"] == 16
     guarantees = {method["name"]: method["guarantee"] for method in by_family["MAR"]["methods"]}
-    known = {each.name: each.guarantee for each in cspd.methods.METHODS if each.family == "MAR"}
+    known = {each.name: each.guarantee for each in cspd.method.METHODS if each.family == "MAR"}
     assert known.pop("cspd") and guarantees == known  # there is no draft model
     usual = {option["name"]: option["default"] for option in by_family["MAR"]["options"]}
     assert usual["num_sampling_steps"] == 100

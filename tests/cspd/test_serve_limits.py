@@ -15,7 +15,7 @@ from stores import small_checkpoint
 from texts import small_text_checkpoint
 
 import cspd
-from cspd.serving import asked
+from cspd.serving import app
 
 LIMIT = 5.0  # seconds that nobody may have to wait longer; most waits are milliseconds
 DIGITS = {"model": "digits32", "label": 3, "methods": ["ar"]}
@@ -65,7 +65,7 @@ def test_one_class_is_wanted(label, site):
     assert answer.status == 400 and repr(label) in json.load(answer)["detail"]
 
 
-NAME = "x" * (asked.MOST_BYTES - 1000)
+NAME = "x" * (app.MOST_BYTES - 1000)
 
 
 @pytest.mark.parametrize(
@@ -136,21 +136,21 @@ def status_of(connection):
 def test_large_bodies_are_refused_before_they_are_sent(site, quick):
     with begun(site, "Content-Length: 99999999999") as connection:
         assert status_of(connection) == 413
-    with begun(site, f"Content-Length: {asked.MOST_BYTES + 1}") as connection:
-        connection.sendall(b" " * (asked.MOST_BYTES + 1))  # all the same
+    with begun(site, f"Content-Length: {app.MOST_BYTES + 1}") as connection:
+        connection.sendall(b" " * (app.MOST_BYTES + 1))  # all the same
         assert status_of(connection) == 413
 
 
 def test_a_body_without_end_is_refused(site, quick):
     part = b"100000\r\n" + b" " * 2**20 + b"\r\n"
     with begun(site, "Transfer-Encoding: chunked") as connection:
-        for _ in range(asked.MOST_BYTES // 2**20 + 1):
+        for _ in range(app.MOST_BYTES // 2**20 + 1):
             connection.sendall(part)
         assert status_of(connection) == 413
 
 
 def test_slow_bodies_are_given_up(site, monkeypatch, quick):
-    monkeypatch.setattr(asked, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(app, "MOST_SECONDS", 0.2)
     with begun(site, "Content-Length: 100") as connection:
         connection.sendall(b'{"model": ')
         assert status_of(connection) == 408

@@ -12,7 +12,7 @@ import torch
 from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels
-from cspd.turns import Turns
+from cspd.engine import Turns
 from mar.vae import AutoencoderKL, KLConfig
 
 QUICK = {"method": "ar", "num_iter": 4, "num_sampling_steps": 3, "first_timestep": 950}

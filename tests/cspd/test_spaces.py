@@ -15,19 +15,25 @@ from safetensors.torch import save_file
 from training import HELD_OUT_SEED
 
 import cspd
-from cspd import finding
+from cspd import models
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.commands.compare import judge_of
-from cspd.commands.tune import _check_limits
+from cspd.cli.evaluate import _check_limits, judge_of
 from cspd.comparison.study import Configuration
-from cspd.evaluation.classifier import SPACES, Classifier, ClassifierConfig, Space, load_classifier
 from cspd.evaluation.images import ImageList
-from cspd.evaluation.metrics import check, features
-from cspd.evaluation.reference import load_reference
-from cspd.evaluation.shards import Shards
-from cspd.finding import checkpoint_files
-from cspd.pixels import to_pil, to_uint8
-from mar.registry import create_mar
+from cspd.evaluation.metrics import (
+    SPACES,
+    Classifier,
+    ClassifierConfig,
+    Space,
+    check,
+    features,
+    load_classifier,
+    load_reference,
+)
+from cspd.evaluation.run import Shards
+from cspd.request import to_pil, to_uint8
+from mar.checkpoint import create_mar
 
 SIDE, WIDTH, NUM = 16, 8, 20
 QUICK = ["--checkpoint", "toy16", "--device", "cpu", "--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1"]
@@ -45,7 +51,7 @@ def toy(tmp_path_factory):
     save_file(create_mar("mar_digits32_draft", seq_len=16).state_dict(), folder / "target.safetensors")
     save_file(Classifier(sizes).state_dict(), folder / "classifier.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finding, "EMBEDDED_ROOTS", (folder.parent,))
+        patch.setattr(models, "EMBEDDED_ROOTS", (folder.parent,))
         patch.setitem(SPACES, "toy", Space(sizes, ("toy16",)))
         assert write_reference(ImageList(torch.rand(30, 3, SIDE, SIDE)), SPACES["toy"].reference, 25, "toy") == 25
         yield

@@ -11,11 +11,11 @@ from laws import same_law_pvalue
 
 import cspd
 from cspd import Request
-from cspd.continuous import ar
-from cspd.continuous.host import MARHost
-from cspd.finding import checkpoint_files
-from cspd.precision import Precision, Stopwatch
-from cspd.sequence import Sequence
+from cspd.checkpoints import checkpoint_files
+from cspd.device import Precision
+from cspd.heads import chain
+from cspd.masked.host import MARHost
+from cspd.request import Sequence, Stopwatch
 from mar.checkpoint import load_mar
 from mar.head import Head
 
@@ -50,7 +50,7 @@ def case(target):
     with torch.inference_mode():
         host.admit([sequence])
         for _ in range(10):
-            ar.run_round(host, [sequence], Stopwatch(device))
+            chain.run_plain_round(host, [sequence], Stopwatch(device))
         rows = host.next_rows([sequence])
         z = host.conditions([sequence], rows)[:, :1]
     return Case(OneCondition(target.head), z, num_steps=100, scale=rows.scale[0].item())

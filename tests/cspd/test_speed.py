@@ -12,15 +12,13 @@ from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
 from cspd import Request, speed
-from cspd.cli import main
-from cspd.commands import edit as edit_command
-from cspd.commands import sample as sample_command
-from cspd.commands.sample_folder import sample_to_folder
-from cspd.continuous import tuning
-from cspd.finding import embedded
-from cspd.known import Known
+from cspd.cli import main, sample
+from cspd.cli.sample import sample_to_folder
+from cspd.heads import tuning
+from cspd.models import embedded
+from cspd.request import Known
+from cspd.runs import WORTH, speed_line
 from cspd.speed import against_plain, starts
-from cspd.summary import WORTH, speed_line
 
 QUICK = {"num_iter": 8, "num_sampling_steps": 12, "cfg": 2.0}
 
@@ -148,7 +146,7 @@ def test_a_stop_while_it_is_timed_loses_nothing(tmp_path, monkeypatch, capsys):
 )
 def test_slots_are_for_the_images_that_really_run_at_once(command, num, most, tmp_path, monkeypatch):
     """The window is chosen for them."""
-    module = {"sample": sample_command, "edit": edit_command}[command]
+    module = {"sample": sample, "edit": sample}[command]
     slots = []
 
     def load(args, max_batch):

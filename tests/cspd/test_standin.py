@@ -18,10 +18,10 @@ from cspd import Engine, MARModels, Request, VQModels
 MAR = {"cfg": 2.0, "num_iter": 3, "num_sampling_steps": 5}
 LATE = MAR | {"first_timestep": 950}
 VQ = {"cfg": 2.0, "temperature": 1.0, "top_k": 3, "top_p": 1.0}
-LATE_READ = {"cspd/transfer.py array": 1}  # of what a round before left
-CHAINS = {"cspd/transfer.py array": 6}  # of an iteration: one of each launch, late
-LENGTHS = {"cspd/continuous/frequency_weighted.py denoise": 1}  # of chains, which make the shapes of what follows
-COMPARE = {"cspd/continuous/cspd_method.py _speculate": 2, "cspd/continuous/gaussian.py first_kept": 1}
+LATE_READ = {"cspd/device.py array": 1}  # of what a round before left
+CHAINS = {"cspd/device.py array": 6}  # of an iteration: one of each launch, late
+LENGTHS = {"cspd/heads/solvers.py denoise": 1}  # of chains, which make the shapes of what follows
+COMPARE = {"cspd/masked/cspd.py _speculate": 2, "cspd/heads/verify.py first_kept": 1}
 
 
 class Case(NamedTuple):

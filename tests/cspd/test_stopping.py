@@ -16,7 +16,7 @@ from launching import alive, environment, start, two_processes, wait_until, work
 from stores import small_checkpoint
 
 from cspd.cli import main
-from cspd.stopping import GRACE, POLL, SIGNALS, stoppable
+from cspd.terminal import GRACE, POLL, SIGNALS, stoppable
 
 SETTINGS = ["--num-sampling-steps", "3", "--cfg", "1", "--max-batch", "1"]
 WHAT = {
@@ -88,7 +88,7 @@ def test_calibrate_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc tells when torch is being loaded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_command_that_is_being_imported(number):
-    command = [sys.executable, "-m", "cspd.cli", "methods"]
+    command = [sys.executable, "-m", "cspd", "methods"]
     run = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     wait_until(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text())
     run.send_signal(number)
@@ -98,7 +98,7 @@ def test_a_signal_ends_a_command_that_is_being_imported(number):
 
 STUBBORN = """
 import signal
-from cspd.stopping import Stopped, stoppable
+from cspd.terminal import Stopped, stoppable
 with stoppable():
     try:
         signal.raise_signal(signal.SIGTERM)
@@ -188,7 +188,7 @@ def test_processes_end_with_their_launcher(number, tmp_path):
 
 HANGING = """
 import os, sys, time
-from cspd.stopping import follow_launcher, stoppable
+from cspd.terminal import follow_launcher, stoppable
 if os.fork():
     sys.stdin.read()  # until it is killed
 with stoppable():

@@ -13,9 +13,8 @@ import sys
 import pytest
 from folders import FILES, RECORD, begun, content, record_of, store_of
 
-from cspd.lock import LOCK
-from cspd.records import publishing, write_json
-from cspd.store import DECIDED, differences, kept_choices
+from cspd.files import publishing, write_json
+from cspd.runs import DECIDED, LOCK, differences, kept_choices
 
 # whose a folder is
 

@@ -11,11 +11,10 @@ from toys import toy_models
 
 import cspd
 from cspd import VQModels
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.comparison.study import baselines, configurations
-from cspd.comparison.study_file import expand, named_entries, read_study, request_keys
+from cspd.comparison.study import baselines, configurations, expand, named_entries, read_study, request_keys
 from cspd.discrete.rules import rule_of
-from cspd.finding import checkpoint_files
 
 STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yaml"))
 

@@ -9,12 +9,12 @@ import re
 
 from reports import Page, full_report, row  # noqa: F401 - a fixture
 
-from cspd.comparison import page, tables
+from cspd.comparison import report
 
 
 def test_all_forms_say_the_same(made, tmp_path):
     content, images = made
-    written = page.write(content, images, tmp_path)
+    written = report.write(content, images, tmp_path)
     assert all((tmp_path / name).stat().st_size > 100 for name in written) and len(written) == 6
 
     plain = json.loads((tmp_path / "comparison.json").read_text())
@@ -68,7 +68,7 @@ def test_any_name_is_shown_as_it_is(made, tmp_path, recwarn):
     content["rows"] = [row(name, method="ar", accuracy=0.5, fid=9.0) for name in NAMES]
     content["rows"] += [row(f"{name}:window=2", method=name.split(":")[0], accuracy=0.25, fid=8.0) for name in NAMES]
     content["baseline"] = NAMES[0]
-    page.write(content, images[:1] * len(content["rows"]), tmp_path)
+    report.write(content, images[:1] * len(content["rows"]), tmp_path)
     assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
 
     names = [each["name"] for each in content["rows"]]
@@ -88,9 +88,9 @@ def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
         each |= dict.fromkeys(("accuracy", "fid", "p_value"))
     content |= {"space": None, "reference": None}
     content["missing"] = dict.fromkeys(("fid", "accuracy", "p_value"), "no judge")
-    written = page.write(content, images, tmp_path)
+    written = report.write(content, images, tmp_path)
     assert "speed_quality.png" not in written
-    text = tables.text_table(content)
+    text = report.text_table(content)
     header = text.splitlines()[1]
     assert "FID" not in header and "acc." not in header and "images/s" in header
     assert "no FID-12, class acc., p: no judge" in text
@@ -99,9 +99,9 @@ def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
 def test_what_an_ar_of_another_chain_is_compared_with_is_told(made):
     content, _ = made
     told = "p of an ar with other denoising steps"
-    assert told not in tables.markdown(content)
+    assert told not in report.markdown(content)
     content["rows"][0] |= {"p_value": 0.5}
-    assert told in tables.markdown(content)
+    assert told in report.markdown(content)
 
 
 def test_the_table_fits_a_terminal(made):
@@ -115,7 +115,7 @@ def test_the_table_fits_a_terminal(made):
             "alpha": 0.5,
             "bound": None,
         }
-    lines = tables.text_table(content).splitlines()
+    lines = report.text_table(content).splitlines()
     assert max(map(len, lines)) <= 120 and len({line.index("exact") for line in lines[2:4]}) == 1
     assert lines[1].split()[:4] == ["configuration", "guarantee", "images/s", "speed-up"]
     assert lines[3].split()[:4] == ["cspd:gamma=16:prefill=0.01", "exact", "2.00", "2.25"]
@@ -126,14 +126,14 @@ def test_the_table_fits_a_terminal(made):
 
 def test_other_seeds_are_said_and_are_no_sweep(made, tmp_path):
     content, images = made
-    page.write(content, images, tmp_path)
+    report.write(content, images, tmp_path)
     assert "The same classes and seeds by" in (tmp_path / "report.html").read_text()
     assert "p unpaired" not in (tmp_path / "comparison.md").read_text()
     content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}, "p_unpaired": 0.25}
-    page.write(content, images, tmp_path)
+    report.write(content, images, tmp_path)
     assert "The same classes by" in (tmp_path / "report.html").read_text()
     assert "p unpaired: the same test against plain sampling of other seeds." in (
         (tmp_path / "comparison.md").read_text()
     )
-    point = page._panels(content)[0][2][0]
+    point = report._panels(content)[0][2][0]
     assert point.label == point.line == "ar:seed=1000"

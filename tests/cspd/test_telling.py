@@ -12,22 +12,22 @@ import time
 import pytest
 from stores import small_checkpoint
 
-from cspd import telling
-from cspd.choosing import PLAIN
+from cspd import terminal
 from cspd.cli import main
-from cspd.continuous.calibration import WINDOWS
-from cspd.continuous.costs import Costs
+from cspd.heads.calibration import WINDOWS
+from cspd.heads.tuning import Costs
+from cspd.method import PLAIN
 
 
 def test_what_takes_long_is_told_and_nothing_else(monkeypatch, capsys):
-    monkeypatch.setattr(telling, "PATIENCE", 0.01)
-    with telling.telling("counting sheep"):
+    monkeypatch.setattr(terminal, "PATIENCE", 0.01)
+    with terminal.telling("counting sheep"):
         for thread in threading.enumerate():
             if isinstance(thread, threading.Timer):
                 thread.join()
     assert capsys.readouterr().err == "cspd: counting sheep ...\n"
-    monkeypatch.setattr(telling, "PATIENCE", 1000.0)
-    with telling.telling("counting sheep"):
+    monkeypatch.setattr(terminal, "PATIENCE", 1000.0)
+    with terminal.telling("counting sheep"):
         pass
     assert capsys.readouterr().err == ""
 
@@ -41,11 +41,11 @@ class Terminal(io.StringIO):
 def test_work_that_is_counted_says_once_how_long_it_takes(stream, has_bar, monkeypatch):
     """From what the first part of it took; a bar follows on a terminal, and nothing is said of what is done at once."""
     monkeypatch.setattr(sys, "stderr", err := stream())
-    with telling.counting("counting sheep", 40) as advance:
+    with terminal.counting("counting sheep", 40) as advance:
         advance(40)
     assert err.getvalue() == ""
-    monkeypatch.setattr(telling, "PATIENCE", 0.05)
-    with telling.counting("counting sheep", 40) as advance:
+    monkeypatch.setattr(terminal, "PATIENCE", 0.05)
+    with terminal.counting("counting sheep", 40) as advance:
         for _ in range(8):
             time.sleep(0.1)
             advance(1)

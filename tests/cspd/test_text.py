@@ -12,7 +12,7 @@ from toys import LENGTH, counts, draw, p_value, request_of, sequences, staggered
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.batch import batch_of
 from cspd.discrete.drafts import _eagle_root
-from cspd.discrete.probabilities import Filter, guide, probabilities
+from cspd.discrete.rules import Filter, guide, probabilities
 from cspd.noise import Purpose
 
 OTHER = "a grey sky over it"  # a negative prompt

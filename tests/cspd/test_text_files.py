@@ -13,10 +13,9 @@ from PIL import Image
 from stores import small_vq_checkpoint
 
 import cspd
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.finding import checkpoint_files
-from cspd.vq.checkpoint import load_gpt
-from cspd.vq.registry import SamplingDefaults, create_gpt, defaults_of, gpt_spec
+from cspd.discrete.registry import SamplingDefaults, create_gpt, defaults_of, gpt_spec, load_gpt
 from mar.tensors import CheckpointError
 
 NAMES = ["00000_text-a-red-fox_seed5.png", "00001_text-blue_seed6.png", "00002_text-a-red-fox_seed7.png"]

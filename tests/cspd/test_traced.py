@@ -18,14 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import toy_mar, toy_models
 
 from cspd import kernels, noise
-from cspd.continuous import cached_head
-from cspd.continuous.ancestral import ancestral, every_output
-from cspd.continuous.draft_verify import NUM_SCALARS, lookup, move
-from cspd.continuous.slots import STATE_ROWS, Embeddings
-from cspd.precision import Precision
-from cspd.vq.gpt import CacheView
-from mar import reference
-from mar.cached import Counts, Kept, lazy, refresh
+from cspd.device import Precision
+from cspd.discrete.gpt import CacheView
+from cspd.heads import solvers
+from cspd.heads.chain import ancestral, every_output
+from cspd.heads.verify import NUM_SCALARS, STATE_ROWS, Embeddings, lookup, move
+from cspd.masked.backbones import Counts, Kept, lazy, refresh
+from mar import model as mar_model
 from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
 
@@ -71,7 +70,7 @@ def chain(outputs: Callable, model: MAR, precision: Precision) -> None:
 def published_chain(model: MAR, precision: Precision) -> None:
     """The whole sampler reads its masks."""
     draws = lambda t: zeros(ROWS, model.head.channels)  # noqa: E731
-    reference._denoise(precision.prepare(model), zeros(2 * ROWS, 12), 2.0, True, 1.0, NUM_STEPS, draws)
+    mar_model._denoise(precision.prepare(model), zeros(2 * ROWS, 12), 2.0, True, 1.0, NUM_STEPS, draws)
 
 
 def speculative_round(model: MAR, precision: Precision) -> None:
@@ -99,7 +98,7 @@ def backbone(model: MAR, precision: Precision) -> None:
 MAR_PARTS = {
     "head": head_forward,
     "chain": functools.partial(chain, every_output),
-    "cached head": functools.partial(chain, functools.partial(cached_head.outputs, reuse=2)),
+    "cached head": functools.partial(chain, functools.partial(solvers.outputs, reuse=2)),
     "published chain": published_chain,
     "speculative round": speculative_round,
     "backbone": backbone,

@@ -7,7 +7,7 @@ import pytest
 import standin
 import torch
 
-from cspd.transfer import Report, send
+from cspd.device import Report, send
 
 ARRAYS = {
     "bytes": np.array([True, False, True]),  # the next one begins at an aligned place all the same

@@ -12,21 +12,14 @@ import pytest
 from stores import small_checkpoint
 
 import cspd
-from cspd import methods
-from cspd.cli import _parse, main
-from cspd.commands import flags
-from cspd.commands import tune as command
-from cspd.commands.options import request_of
-from cspd.comparison import candidates as searched
-from cspd.comparison import halving, runs
-from cspd.comparison.halving import Trial
-from cspd.comparison.runs import store_of
-from cspd.comparison.study import Configuration
-from cspd.comparison.tune import OTHER_SEEDS, _add_losses, tune
-from cspd.evaluation.classifier import SPACES
-from cspd.evaluation.intervals import NORMAL
-from cspd.evaluation.reference import load_reference
-from cspd.parsing import tolerance
+from cspd import method as cspd_method
+from cspd.cli import _parse, evaluate, flags, main
+from cspd.cli.options import request_of
+from cspd.comparison import compare, study
+from cspd.comparison.compare import OTHER_SEEDS, Trial, _add_losses, tune
+from cspd.comparison.study import Configuration, comparison_store
+from cspd.evaluation.metrics import NORMAL, SPACES, load_reference
+from cspd.terminal import tolerance
 
 STEPS = (2, 3, 4)  # denoising steps of the candidates
 LIMITS = {"fid": 9.0}
@@ -38,9 +31,9 @@ FEW = ["--num-iter", "1", "--num-sampling-steps", "8", "--num", "8", "--max-batc
 def small_rungs():
     """Rungs of 4 and 8 images; of three candidates one goes on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(halving, "FEWEST", 4)
+        patch.setattr(compare, "FEWEST", 4)
         patch.setattr(flags, "FIRST_RUNG", 4)
-        patch.setattr(halving, "LEAST_KEPT", 1)
+        patch.setattr(compare, "LEAST_KEPT", 1)
         yield
 
 
@@ -55,7 +48,7 @@ def rows(digits):
 
 def search(rows, out, limits, num=8, **more):
     judge = {"space": "digits", "reference": load_reference(SPACES["digits"].reference)}
-    with store_of(out) as store:
+    with comparison_store(out) as store:
         return tune(*rows, range(10), num, limits, store, **judge, progress=False, **more)
 
 
@@ -137,7 +130,7 @@ def test_without_intervals_other_seeds_show_the_error():
 
 
 def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
-    timed = runs._timed
+    timed = study._timed
 
     def explode(row, requests, on_progress):
         if row.name in ("3", "ar" if explode.all else "3"):
@@ -145,7 +138,7 @@ def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
         return timed(row, requests, on_progress)
 
     explode.all = False
-    monkeypatch.setattr(runs, "_timed", explode)
+    monkeypatch.setattr(study, "_timed", explode)
     report, _ = search((rows[0], rows[1]), tmp_path, {"accuracy": 1.0}, num=4)
     assert report["tune"]["failed"] == {"3": "request 0 gave no image"}
     assert [row["name"] for row in report["rows"]][2:] == ["2", "4"]
@@ -159,8 +152,8 @@ def test_every_candidate_fits_the_embedded_models(digits):
     for engine, family in ((digits, "MAR"), (vq, "VQ")):
         for divergence in (None, 0.0, 0.5):
             plain = Configuration("ar", cspd.Request(0, method="ar"), engine)
-            found, left_out = searched.candidates(plain, divergence)
-            there = {method.name for method in methods.METHODS if method.family == family}
+            found, left_out = study.candidates(plain, divergence)
+            there = {method.name for method in cspd_method.METHODS if method.family == family}
             assert not {name for name in left_out if name.split(":")[0] in there}
             assert len({row.name for row in found}) == len(found) > 3
             given = {engine.check(row.request).num_iter for row in found}
@@ -169,7 +162,7 @@ def test_every_candidate_fits_the_embedded_models(digits):
 
 def test_the_users_iterations_are_among_those_searched(digits):
     plain = Configuration("ar", cspd.Request(0, method="ar", num_iter=12, cfg=2.0), digits)
-    found, _ = searched.candidates(plain, None)
+    found, _ = study.candidates(plain, None)
     assert {row.request.num_iter for row in found} == {8, 12, 16, 32, 64} and {row.request.cfg for row in found} == {
         2.0
     }
@@ -177,26 +170,26 @@ def test_the_users_iterations_are_among_those_searched(digits):
 
 
 def few_candidates(monkeypatch):
-    monkeypatch.setitem(searched.SEARCHED, "MAR", TINY)
-    monkeypatch.setattr(searched, "ITERATIONS", [1])
-    monkeypatch.setitem(searched.WINDOWS, "MAR", [{"method": "speculative", "window": [2, 3]}])
+    monkeypatch.setitem(study.SEARCHED, "MAR", TINY)
+    monkeypatch.setattr(study, "ITERATIONS", [1])
+    monkeypatch.setitem(study.WINDOWS, "MAR", [{"method": "speculative", "window": [2, 3]}])
 
 
 def test_a_stopped_search_goes_on_and_prints_the_line_to_run(tmp_path, monkeypatch, capsys):
     few_candidates(monkeypatch)
-    timed = runs._timed
+    timed = study._timed
 
     def stop(row, requests, on_progress):
         if len(stamps(tmp_path)) == 6:  # in the middle of the second rung
             signal.raise_signal(signal.SIGINT)
         return timed(row, requests, on_progress)
 
-    monkeypatch.setattr(runs, "_timed", stop)
+    monkeypatch.setattr(study, "_timed", stop)
     arguments = ["tune", *FEW, "--out", str(tmp_path), "--tolerance", "fid=900%,accuracy=100%", "--seed", "5"]
     assert main(arguments) == 130
     assert "6 chunks of images are in" in (told := capsys.readouterr().err) and "the same command goes on" in told
     kept = stamps(tmp_path)
-    monkeypatch.setattr(runs, "_timed", timed)
+    monkeypatch.setattr(study, "_timed", timed)
     assert main(arguments) == 0
     assert stamps(tmp_path).items() > kept.items() and len(stamps(tmp_path)) == 8
 
@@ -215,15 +208,15 @@ def test_the_command_has_settings_that_are_zero(rows):
     plain, _ = rows
     row = dataclasses.replace(plain, request=plain.request.but(temperature=0.0))
     args = _parse(["tune", "--no-graphs"])
-    again = _parse(shlex.split(command.command(args, row))[1:])
+    again = _parse(shlex.split(evaluate.command(args, row))[1:])
     assert request_of(again).temperature == 0 and again.graphs is False
-    again = _parse(shlex.split(command.command(_parse(["tune"]), row))[1:])
+    again = _parse(shlex.split(evaluate.command(_parse(["tune"]), row))[1:])
     assert again.graphs is None and again.compile is False
 
 
 def test_limits_that_nothing_keeps_are_told_after_the_report(tmp_path, monkeypatch, capsys):
     few_candidates(monkeypatch)
-    monkeypatch.setitem(searched.SEARCHED, "MAR", [{"method": "ar", "num_sampling_steps": [2, 16]}])  # worse; slower
+    monkeypatch.setitem(study.SEARCHED, "MAR", [{"method": "ar", "num_sampling_steps": [2, 16]}])  # worse; slower
     assert main(["tune", *FEW, "--num", "4", "--out", str(tmp_path), "--tolerance", "fid=0%"]) == 2
     captured = capsys.readouterr()
     error = captured.err.splitlines()[-1]
@@ -274,10 +267,10 @@ def test_a_tolerance_is_shares_by_name():
 
 @pytest.mark.slow
 def test_a_real_search_finds_what_is_known_to_be_fast(tmp_path, monkeypatch):
-    monkeypatch.setitem(searched.SEARCHED, "MAR", [{"method": "ar"}, {"method": "calibrated", "head_calls": 10}])
-    monkeypatch.setattr(searched, "ITERATIONS", [4])
+    monkeypatch.setitem(study.SEARCHED, "MAR", [{"method": "ar"}, {"method": "calibrated", "head_calls": 10}])
+    monkeypatch.setattr(study, "ITERATIONS", [4])
     settings = ["--num-iter", "8", "--num", "20", "--max-batch", "20", "--out", str(tmp_path)]
-    monkeypatch.setattr(halving, "FEWEST", 20)
+    monkeypatch.setattr(compare, "FEWEST", 20)
     assert main(["tune", *settings, "--tolerance", "fid=100%,accuracy=20%"]) == 0
     tuned = json.loads((tmp_path / "tune.json").read_text())
     assert tuned["chosen"].startswith("calibrated:")

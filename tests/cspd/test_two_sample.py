@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from cspd.evaluation.two_sample import energy_test
+from cspd.evaluation.metrics import energy_test
 
 
 def pairs(num, seed, channels=6, shared=1.0):

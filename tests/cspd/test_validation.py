@@ -16,15 +16,13 @@ import standin
 import torch
 
 from cspd import Engine, MARModels, Request
-from cspd.continuous.host import MARHost
-from cspd.continuous.memory import bytes_per_slot, check_memory, usual_tokens
-from cspd.lookup import choose, find, method_names
-from cspd.machine import free_bytes, pick_device
-from cspd.parsing import shortened
-from cspd.precision import Precision
-from cspd.records import parse_json
+from cspd.device import Precision, free_bytes, pick_device
+from cspd.files import parse_json
+from cspd.masked.host import MARHost, bytes_per_slot, check_memory, usual_tokens
+from cspd.method import choose, find, method_names
+from cspd.terminal import shortened
+from mar.checkpoint import MARS, create_mar, defaults_of
 from mar.model import MAR, MARConfig
-from mar.registry import MARS, create_mar, defaults_of
 from mar.vae import AutoencoderKL, KLConfig
 
 SPEC = MARS["mar_digits32_draft"]  # 64 tokens, 10 classes
@@ -135,13 +133,13 @@ def test_a_window_needs_noise():
 
 @pytest.mark.parametrize("changes", [{"temperature": 0}, {"num_sampling_steps": 2}], ids=str)
 def test_no_window_where_nothing_can_be_drafted(changes, engine, monkeypatch):
-    monkeypatch.setattr("cspd.continuous.tuning.measured_costs", None)  # no need to time anything
+    monkeypatch.setattr("cspd.heads.tuning.measured_costs", None)  # no need to time anything
     resolved = engine.resolve(Request(3, **changes))
     assert (resolved.method, resolved.window, resolved.draft) == ("speculative", 0, "calibrated")
 
 
 def test_a_window_that_is_given_stays(engine, monkeypatch):
-    monkeypatch.setattr("cspd.continuous.tuning.measured_costs", None)
+    monkeypatch.setattr("cspd.heads.tuning.measured_costs", None)
     assert [engine.resolve(Request(3, window=window)).window for window in (0, 5)] == [0, 5]
 
 

@@ -7,10 +7,11 @@ import torch
 from digits import coloured_digits
 
 import cspd
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.evaluation.classifier import accuracy, load_classifier
-from cspd.finding import checkpoint_files, embedded
-from cspd.lookup import method_names
+from cspd.evaluation.metrics import accuracy, load_classifier
+from cspd.method import method_names
+from cspd.models import embedded
 
 OF_VQ = method_names(["VQ"])
 

@@ -9,12 +9,12 @@ from conftest import relative_error
 from toys import CLASSES, draw, request_of, toy_gpt, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels, noise
+from cspd.discrete import gpt
+from cspd.discrete.gpt import Eagle
 from cspd.discrete.host import VQHost
-from cspd.discrete.probabilities import Filter, filter_numbers, probabilities, sample
-from cspd.lookup import find, method_names
+from cspd.discrete.rules import Filter, filter_numbers, probabilities, sample
+from cspd.method import find, method_names
 from cspd.noise import Purpose
-from cspd.vq import reference
-from cspd.vq.eagle import Eagle
 
 OF_VQ = method_names(["VQ"])
 WINDOWED = ("sjd", "mc-sjd", "gsd")
@@ -71,7 +71,9 @@ def test_plain_sampling_is_the_published_one(settings):
         return sample(p, noise.fine_uniform(seeds, Purpose.CODE, torch.full_like(seeds, position)))
 
     labels = torch.full_like(seeds, request.label)
-    assert torch.equal(codes, reference.sample(target, labels, draw=ours, **{n: getattr(request, n) for n in names}))
+    assert torch.equal(
+        codes, gpt.sample_published(target, labels, draw=ours, **{n: getattr(request, n) for n in names})
+    )
 
 
 def test_a_draft_that_is_the_target_changes_no_draw():
@@ -90,7 +92,7 @@ def test_batched_settings_are_those_of_the_reference():
     count, mass, most = filter_numbers(top_k, top_p, 50)
     ours = probabilities(logits, temperature, Filter(torch.tensor(count), torch.tensor(mass), most))
     for i in range(6):
-        expected = reference.distribution(logits[i : i + 1], temperature[i].item(), top_k[i], top_p[i])[0]
+        expected = gpt.distribution(logits[i : i + 1], temperature[i].item(), top_k[i], top_p[i])[0]
         assert torch.allclose(ours[i], expected, atol=1e-6)
 
 

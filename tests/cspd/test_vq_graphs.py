@@ -10,10 +10,9 @@ from graphs import replayed, rerun
 from toys import request_of, toy_models
 
 from cspd import Engine, VQModels
-from cspd.discrete.batch import LEAST_BUCKET, bucket
-from cspd.discrete.cache import MOST_NODES
+from cspd.discrete.batch import LEAST_BUCKET, MOST_NODES, bucket
 from cspd.graphs import Graphs
-from cspd.sequence import Output
+from cspd.request import Output
 
 LARGEST = {"window": MOST_NODES - 1}
 WINDOWED = ("sjd", "mc-sjd", "gsd")

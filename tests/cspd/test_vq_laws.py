@@ -6,11 +6,11 @@ import torch
 from scipy import stats
 from toys import CPU, admitted, counts, distribution, draw, host_of, p_value, request_of, sequences, toy_models
 
-from cspd.discrete import acceptance, draft_verify, drafts, jacobi, rules, tree
-from cspd.discrete.window import kept_windows
-from cspd.lookup import find
+from cspd.discrete import drafts, jacobi, rules, trees
+from cspd.discrete.jacobi import kept_windows
+from cspd.method import find
 from cspd.noise import Purpose
-from cspd.precision import Stopwatch
+from cspd.request import Stopwatch
 
 NUM = 20_000
 SAME, OTHER = 1e-4, 1e-8  # p-values: seeds are fixed, so the right distribution never fails, and a wrong one is far off
@@ -109,7 +109,7 @@ def test_a_relaxed_rule_is_within_its_bound(rule, kind, models):
 
 @pytest.mark.slow
 def test_a_bound_that_is_too_small_shows(models, monkeypatch):
-    monkeypatch.setattr(rules.Rule, "bound", lambda self, P, Q, f: 0.3 * acceptance.bound(P, Q, f))
+    monkeypatch.setattr(rules.Rule, "bound", lambda self, P, Q, f: 0.3 * rules.bound(P, Q, f))
     _, distance, statistics = test(models, "sd", gamma=3, rule="uniform-rsd", delta=4.0)
     assert distance > 1.2 * sum(s.bound for s in statistics) / len(statistics)
 
@@ -163,12 +163,12 @@ def plant_siblings_that_are_chosen(patch):
 
 def plant_choice_judged_as_a_draw(patch):
     """EAGLE-2's chosen codes judged as if they had been drawn from the draft."""
-    judge = tree.judge_siblings
+    judge = trees.judge_siblings
 
     def wrong(rule, P, Q, *args):
         return judge(rule, P, torch.full_like(P, 1 / P.shape[-1]), *args)
 
-    patch.setattr(tree, "judge_siblings", wrong)
+    patch.setattr(trees, "judge_siblings", wrong)
 
 
 def plant_uniform_draw_of_an_earlier_round(patch):
@@ -193,14 +193,14 @@ def plant_rejected_codes_of_the_window_drawn_from_p(patch):
 
 
 def plant_draft_and_residual_from_one_stream(patch):
-    uniform = draft_verify.VQHost.uniform
+    uniform = drafts.VQHost.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
         drafted = uniform(self, batch, Purpose.CODE, ahead, index, False)
         same = torch.as_tensor(purpose == Purpose.CODE_RESIDUAL)
         return torch.where(same, drafted, uniform(self, batch, purpose, ahead, index, fresh))
 
-    patch.setattr(draft_verify.VQHost, "uniform", wrong)
+    patch.setattr(drafts.VQHost, "uniform", wrong)
 
 
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while

@@ -6,9 +6,8 @@ import pytest
 import torch
 from toys import request_of, toy_models
 
-from cspd.discrete import neighbours as module
-from cspd.discrete.neighbours import near_codes, neighbours
-from cspd.discrete.rules import METRICS, rule_of
+from cspd.discrete import rules
+from cspd.discrete.rules import METRICS, near_codes, neighbours, rule_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -20,7 +19,7 @@ def test_neighbours(metric, dtype, monkeypatch):
     distance = (rows[:, None] - rows).square().sum(-1).tolist()
     expected = [sorted((d, j) for j, d in enumerate(row) if j != i) for i, row in enumerate(distance)]
     for at_once, k in ((2**22, 5), (100, 5), (41, 39), (1, 100)):
-        monkeypatch.setattr(module, "MOST_AT_ONCE", at_once)
+        monkeypatch.setattr(rules, "MOST_COMPARED_AT_ONCE", at_once)
         assert neighbours(codebook, k, metric).tolist() == [[j for _, j in row[:k]] for row in expected]
     assert neighbours(codebook, 2, metric)[[7, 21, 30]].tolist() == [[21, 30], [7, 30], [7, 21]]
     with pytest.raises(ValueError, match="l2, cosine"):

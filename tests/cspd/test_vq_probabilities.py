@@ -2,8 +2,8 @@
 
 import torch
 
-from cspd.discrete import probabilities
-from cspd.discrete.probabilities import draw_siblings, likeliest, point, sample, without
+from cspd.discrete import rules
+from cspd.discrete.rules import draw_siblings, likeliest, point, sample, without
 
 
 def test_samples_follow_the_weights_and_never_have_probability_zero():
@@ -21,7 +21,7 @@ def test_samples_follow_the_weights_and_never_have_probability_zero():
 
 def test_a_parallel_sum_that_rounds_upwards_gives_no_token_of_probability_zero(monkeypatch):
     exactly = torch.Tensor.cumsum
-    monkeypatch.setattr(probabilities, "_adds_in_parallel", lambda device: True)
+    monkeypatch.setattr(rules, "_adds_in_parallel", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda t, dim: exactly(t, dim) + 1e-15 * torch.arange(t.shape[dim]))
     assert sample(torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 2), torch.tensor([2.0**-24, 1.0])).tolist() == [1, 3]
     assert sample(torch.tensor([0.5, 0.0, 0.0, 0.5]), torch.tensor(0.5)) == 3

@@ -8,7 +8,7 @@ import pytest
 from toys import toy_gpt, toy_models
 
 from cspd import Engine, Request, VQModels
-from cspd.vq.eagle import Eagle
+from cspd.discrete.gpt import Eagle
 
 
 def test_resolved_requests_are_as_version_0_1_0_recorded_them():

@@ -12,14 +12,13 @@ from texts import PROMPTS, text_models
 from toys import draw, host_of, request_of, toy_models
 
 import cspd
-from cspd import Engine, Request, VQModels, telling
-from cspd.choosing import GAIN, PLAIN, Choice
+from cspd import Engine, Request, VQModels, terminal
 from cspd.cli import main
-from cspd.commands.sample_folder import sample_to_folder
-from cspd.discrete import tuning
-from cspd.discrete.grid import on_grid
-from cspd.discrete.tuning import JACOBI, TREES, Rounds, fastest, name_of, ways
-from cspd.keeping import COSTS, user_cache
+from cspd.cli.sample import sample_to_folder
+from cspd.discrete import family
+from cspd.discrete.family import JACOBI, TREES, Rounds, fastest, name_of, on_grid, ways
+from cspd.files import COSTS, user_cache
+from cspd.method import GAIN, PLAIN, Choice
 
 ALONE = name_of(PLAIN)
 
@@ -90,13 +89,13 @@ def test_every_way_makes_the_codes_of_ar(way, models):
 def test_rounds_are_timed_and_counted(models):
     host = host_of({name: models[name] for name in ("target", "eagle")}, 3)
     requests = {name_of(way): request_of("speculative", **way) for way in (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])}
-    seconds = tuning.round_seconds(host, requests)
+    seconds = family.round_seconds(host, requests)
     assert seconds.keys() == requests.keys() and all(0 < min(own) < 1 for own in seconds.values())
-    assert tuning.codes_a_round(host, requests[ALONE]) == 1
+    assert family.codes_a_round(host, requests[ALONE]) == 1
     _, statistics = draw(models, request_of("speculative", **JACOBI[0]), 3)
     mean = sum(s.step_compression for s in statistics) / 3
     alike = host_of(models, 3)
-    counted = tuning.codes_a_round(alike, request_of("speculative", **JACOBI[0]))
+    counted = family.codes_a_round(alike, request_of("speculative", **JACOBI[0]))
     assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
 
 
@@ -110,8 +109,8 @@ def test_measured_once_and_kept(engine, models, monkeypatch):
     assert first["key"]["slots"] == 2
     assert all(entry["key"]["weights"] for entry in counted)
 
-    monkeypatch.setattr(tuning, "round_seconds", None)  # everything is read
-    monkeypatch.setattr(tuning, "codes_a_round", None)
+    monkeypatch.setattr(family, "round_seconds", None)  # everything is read
+    monkeypatch.setattr(family, "codes_a_round", None)
     again = Engine(VQModels(**models), max_batch=2, device="cpu")
     assert again.resolve(asked) == resolved and again.resolve(resolved) == resolved
     assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
@@ -155,7 +154,7 @@ def test_near_settings_share_a_count(engine, monkeypatch):
     asked = Request(0, cfg=2.0, draft="jacobi")
     engine.resolve(asked)
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "codes_a_round", None)
+        patch.setattr(family, "codes_a_round", None)
         engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
         with pytest.raises(TypeError):  # it would count
             engine.resolve(asked.but(cfg=3.0))
@@ -167,7 +166,7 @@ def test_codes_of_the_embedded_models_are_counted(name, asked, monkeypatch):
     engine = cspd.load(name, device="cpu", max_batch=1)
     own = engine.host.tuning
     some = [*JACOBI, *(TREES if own.eagle else [])]
-    monkeypatch.setattr(tuning, "codes_a_round", None)
+    monkeypatch.setattr(family, "codes_a_round", None)
     request = engine.check(asked)
     monkeypatch.setattr(own, "graphs", True)  # as on a GPU
     codes = own.codes(request, some)
@@ -181,14 +180,14 @@ def test_codes_of_the_embedded_models_are_counted(name, asked, monkeypatch):
 def test_what_is_counted_is_told_once(engine, monkeypatch, capsys):
     own, request = engine.hosts["VQ"].tuning, engine.check(Request(0, cfg=2.0))
     own.codes(request, JACOBI[3:4])
-    monkeypatch.setattr(telling, "PATIENCE", 0.0)
+    monkeypatch.setattr(terminal, "PATIENCE", 0.0)
     own.codes(request, JACOBI[:3])
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "cfg=2" in told and re.search(r": about \d+ s\n", told)
 
 
 def test_what_does_not_fit_beside_the_engine_is_told(engine, monkeypatch):
-    monkeypatch.setattr(tuning, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(family, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"2 slots more, about .* give window=0"):
         engine.resolve(Request(0, cfg=2.0))
     assert engine.resolve(Request(0, cfg=2.0, window=0)).window == 0
@@ -196,7 +195,7 @@ def test_what_does_not_fit_beside_the_engine_is_told(engine, monkeypatch):
 
 def test_texts_of_other_lengths_are_timed_apart(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuning, "TEXT_STEP", 3)
+    monkeypatch.setattr(family, "TEXT_STEP", 3)
     engine = Engine(VQModels(**text_models()), max_batch=1, device="cpu")
     for prompt in PROMPTS[:2]:  # of 4 and 2 tokens
         engine.resolve(Request(prompt=prompt, cfg=2.0, draft="jacobi"))

@@ -8,11 +8,12 @@ import torch
 from graphs import replayed
 
 from cspd import noise
-from cspd.continuous import ancestral, windows
-from cspd.continuous.calibration import frozen
-from cspd.continuous.plan import Predictor
-from cspd.continuous.plan import windows as plan_windows
-from cspd.precision import Precision
+from cspd.device import Precision
+from cspd.heads import calibrated
+from cspd.heads import chain as heads_chain
+from cspd.heads.calibrated import Predictor
+from cspd.heads.calibrated import windows as plan_windows
+from cspd.heads.calibration import frozen
 from mar.head import Head
 
 CPU = torch.device("cpu")
@@ -24,11 +25,11 @@ def by_windows(head, precision):
     coefficients, drift = frozen(STEPS)
     predictor = Predictor(coefficients, drift, np.zeros_like(drift))
     plan = plan_windows((4, 3, 2, 0), predictor, np.zeros((4, 2)), 3, CPU)  # the third leaves out the null class
-    return windows.drawing(head, noise, plan, STEPS, precision)
+    return calibrated.drawing(head, noise, plan, STEPS, precision)
 
 
 CHAINS = {
-    "ancestral": lambda head, precision: ancestral.drawing(head, noise, STEPS, precision),
+    "ancestral": lambda head, precision: heads_chain.drawing(head, noise, STEPS, precision),
     "calibrated": by_windows,
 }
 

@@ -5,11 +5,8 @@ import types
 import pytest
 import torch
 
-from cspd.continuous.draft_verify import draft_table, lookup, move
-from cspd.continuous.rounds import move_by_kernels
-from cspd.continuous.slots import Embeddings, Table
-from cspd.kernels.drafting import before_head
-from cspd.kernels.judging import after_head
+from cspd.heads.verify import Embeddings, Table, draft_table, lookup, move, move_by_kernels
+from cspd.kernels.speculative import after_head, before_head
 from mar.head import Head, fill, filled
 
 NUM_STEPS = 12

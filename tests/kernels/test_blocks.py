@@ -4,11 +4,9 @@ import pytest
 import torch
 from conftest import relative_error
 
-from cspd.continuous.ancestral import guided
-from cspd.continuous.plan import Window
-from cspd.continuous.windows import _sources, weighted
-from cspd.kernels import head as kernels
-from cspd.kernels import steps
+from cspd.heads.calibrated import Window, _sources, weighted
+from cspd.heads.chain import guided
+from cspd.kernels import head as kernels_head
 from mar.head import Head
 
 BF16 = torch.bfloat16
@@ -38,8 +36,8 @@ def test_head_agrees(rows, classes, channels, width, depth):
     head = random_head(channels, width, depth)
     x, layers = torch.randn(rows, channels), random_layers(head, classes, rows)
     expected = head.denoise(x, head.split(layers))
-    assert relative_error(kernels.denoise(head, x, head.split(layers)), expected) < 2e-6
-    head.fused = kernels.denoise
+    assert relative_error(kernels_head.denoise(head, x, head.split(layers)), expected) < 2e-6
+    head.fused = kernels_head.denoise
     assert relative_error(head.denoise(x, head.split(layers)), expected) < 2e-6
 
 
@@ -48,7 +46,7 @@ def test_head_in_bfloat16_is_as_near_to_float32_as_pytorchs():
     x, layers = torch.randn(3, 16), random_layers(head, 2, 3)
     exact = head.denoise(x, head.split(layers))
     low, low_layers = head.to(BF16), [layer.to(BF16) for layer in layers]
-    by_kernels = kernels.denoise(low, x, low.split(low_layers))
+    by_kernels = kernels_head.denoise(low, x, low.split(low_layers))
     assert by_kernels.dtype == torch.float32
     plain = low.denoise(x.to(BF16), low.split(low_layers)).float()
     assert relative_error(by_kernels, exact) < max(relative_error(plain, exact), 0.02)
@@ -61,20 +59,20 @@ def test_modulations_are_read_where_they_are():
     at = torch.tensor([6, 0, 6])
     x = torch.randn(3, 5)
     expected = head.denoise(x, head.split([layer[:, at] for layer in layers]))
-    assert relative_error(kernels.denoise(head, x, head.split(layers), at), expected) < 2e-6
+    assert relative_error(kernels_head.denoise(head, x, head.split(layers), at), expected) < 2e-6
 
 
 def test_inputs_may_have_any_strides():
     head = random_head(5, 33, 2)
     x, noise, layers = torch.randn(3, 5), torch.randn(3, 5), head.split(random_layers(head, 2, 3))
     out, scale = head.denoise(x, layers), torch.rand(1, 1).expand(3, 1)
-    expected = steps.ancestral_step(x, out, noise, scale.clone(), 0.9, -0.3, 0.4)
+    expected = kernels_head.ancestral_step_kernel(x, out, noise, scale.clone(), 0.9, -0.3, 0.4)
     strided = [values.mT.contiguous().mT for values in (x, out, noise)]
     assert not any(values.is_contiguous() for values in strided)
-    assert torch.equal(steps.ancestral_step(*strided, scale, 0.9, -0.3, 0.4), expected)
-    by_head = kernels.ancestral_step(head, strided[0], layers, strided[2], scale, 0.9, -0.3, 0.4)
+    assert torch.equal(kernels_head.ancestral_step_kernel(*strided, scale, 0.9, -0.3, 0.4), expected)
+    by_head = kernels_head.ancestral_step(head, strided[0], layers, strided[2], scale, 0.9, -0.3, 0.4)
     assert relative_error(by_head, expected) < 2e-6
-    assert relative_error(kernels.denoise(head, strided[0], layers), out) < 2e-6
+    assert relative_error(kernels_head.denoise(head, strided[0], layers), out) < 2e-6
 
 
 BAD = {
@@ -90,7 +88,7 @@ def test_strides_that_no_kernel_reads_are_an_error(bad):
     head = random_head(5, 33, 2)
     x, layers = change(torch.randn(3, 5), head.split(random_layers(head, 2, 3)))
     with pytest.raises(ValueError, match=message):
-        kernels.denoise(head, x, layers)
+        kernels_head.denoise(head, x, layers)
 
 
 @pytest.mark.parametrize("rows,classes,channels", [(33, 2, 16), (1, 1, 5), (3, 2, 64)])
@@ -101,7 +99,7 @@ def test_ancestral_step_agrees(rows, classes, channels, dtype):
     scale = torch.rand(rows, 1) * 3  # torch.lerp changes its formula at 0.5
     eps, v = guided(out, scale)
     expected = torch.addcmul(torch.add(x * 0.9, eps, alpha=-0.3), torch.exp(v * 0.4), noise)
-    assert relative_error(steps.ancestral_step(x, out, noise, scale, 0.9, -0.3, 0.4), expected) < 1e-6
+    assert relative_error(kernels_head.ancestral_step_kernel(x, out, noise, scale, 0.9, -0.3, 0.4), expected) < 1e-6
 
 
 @pytest.mark.parametrize("rows,classes,channels", [(1, 2, 5), (1, 1, 5), (3, 2, 64)])
@@ -110,8 +108,8 @@ def test_head_with_its_step_agrees(rows, classes, channels):
     layers = head.split(random_layers(head, classes, rows))
     x, noise = torch.randn(2, rows, channels)
     scale = torch.rand(rows, 1) * 3
-    expected = steps.ancestral_step(x, head.denoise(x, layers), noise, scale, 0.9, -0.3, 0.4)
-    assert relative_error(kernels.ancestral_step(head, x, layers, noise, scale, 0.9, -0.3, 0.4), expected) < 2e-6
+    expected = kernels_head.ancestral_step_kernel(x, head.denoise(x, layers), noise, scale, 0.9, -0.3, 0.4)
+    assert relative_error(kernels_head.ancestral_step(head, x, layers, noise, scale, 0.9, -0.3, 0.4), expected) < 2e-6
 
 
 @pytest.mark.parametrize("rows,channels,num_steps", [(33, 16, 1), (3, 5, 9)])
@@ -128,7 +126,7 @@ def test_windows_agree(rows, channels, num_steps, guided):
     difference = None
     for classes in (2, 1) if guided else (1, 1):  # the second call has the difference of the first
         out = torch.randn(classes, rows, 2 * channels)
-        after, kept = steps.window_step(x, out, noise, scale, temperature, difference, base, slope, mix[-1])
+        after, kept = kernels_head.window_step(x, out, noise, scale, temperature, difference, base, slope, mix[-1])
         eps, v = out.chunk(2, dim=-1)
         difference = (scale - 1) * (eps[0] - eps[1]) if classes == 2 else difference
         eps = eps[0] if difference is None else eps[0] + difference

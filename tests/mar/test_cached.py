@@ -7,7 +7,7 @@ import torch
 from conftest import relative_error
 from toys import toy_mar
 
-from mar.cached import JUDGED, Kept, bytes_kept, judged_layer, lazy, refresh
+from cspd.masked.backbones import JUDGED, Kept, bytes_kept, judged_layer, lazy, refresh
 from mar.model import MAR
 
 BUFFER, LENGTH, SLOTS = 3, 16, 5

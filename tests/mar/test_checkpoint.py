@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from weights import DRAFT, TARGET, VAE, draft_weights, file_writer, random_weights, refusal  # noqa: F401 - fixtures
 
-from mar.checkpoint import fill, load_mar, load_vae
+from mar.checkpoint import VAES, create_mar, create_vae, defaults_of, fill, load_mar, load_vae, mar_spec
 from mar.model import MAR
-from mar.registry import VAES, create_mar, create_vae, defaults_of, mar_spec
 from mar.tensors import read_tensors
 
 NAME = "decoder_blocks.1.mlp.fc2.weight"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mar.diffusion import schedule, table, training_loss
+from mar.head import schedule, table, training_loss
 
 DATA_SCALE = 0.5
 

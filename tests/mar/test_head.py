@@ -21,7 +21,7 @@ def inputs(head):
 
 
 def by_step(head, t, c):
-    """The modulations of every timestep, computed together, as `cspd.continuous.ancestral` does."""
+    """The modulations of every timestep, computed together, as `cspd.heads.chain` does."""
     layers = head.split(head.modulations(head.time_embed(t)[:, None, None], head.cond_embed(c)))
     return [[tuple(part[i] for part in layer) for layer in layers] for i in range(len(t))]
 

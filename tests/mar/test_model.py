@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import GOLDEN, relative_error
 
-from mar import model as model_module
-from mar import registry
+from mar import checkpoint
+from mar import model as mar_model
 from mar.model import MAR, MARConfig
 
 SHAPES = json.loads((GOLDEN / "shapes_mar.json").read_text())
@@ -49,14 +49,14 @@ def test_golden_encoder(small_mar, mar_golden):
 @pytest.mark.parametrize("name", SHAPES)
 def test_official_shapes(name):
     with torch.device("meta"):
-        model = getattr(registry, name)()
+        model = getattr(checkpoint, name)()
     assert {key: list(value.shape) for key, value in model.state_dict().items()} == SHAPES[name]
 
 
 def test_ragged_batch(small_mar, batch, monkeypatch):
     tokens, order, embedding = batch
     together = small_mar(tokens, order, RAGGED, embedding)
-    monkeypatch.setattr(model_module, "PAD_TO", 1)  # alone there is nothing to pad or to mask
+    monkeypatch.setattr(mar_model, "PAD_TO", 1)  # alone there is nothing to pad or to mask
     for i, count in enumerate(RAGGED):
         alone = small_mar(tokens[i : i + 1], order[i : i + 1], [count], embedding[i : i + 1])
         assert relative_error(together[i : i + 1], alone) < 1e-5, count

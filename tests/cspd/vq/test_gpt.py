@@ -6,9 +6,8 @@ import pytest
 import torch
 from conftest import GOLDEN, relative_error
 
-from cspd.vq import reference, registry
-from cspd.vq.eagle import Eagle
-from cspd.vq.gpt import CacheView
+from cspd.discrete import gpt, registry
+from cspd.discrete.gpt import CacheView, Eagle
 
 SHAPES = json.loads((GOLDEN / "shapes_vq.json").read_text())
 
@@ -21,7 +20,7 @@ def test_golden_logits(null, name, small_gpt, gpt_golden):
 
 
 def test_golden_greedy_sample(small_gpt, gpt_golden):
-    codes = reference.sample(small_gpt, gpt_golden["labels"], cfg=2.0, temperature=0)
+    codes = gpt.sample_published(small_gpt, gpt_golden["labels"], cfg=2.0, temperature=0)
     assert torch.equal(codes, gpt_golden["greedy_cfg2"])
 
 
@@ -85,10 +84,10 @@ def test_rotary_table_is_zero_at_the_class(small_gpt):
 def test_reference_distribution():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     p = logits.softmax(-1)
-    assert torch.allclose(reference.distribution(logits, 1.0, 0, 1.0), p)
-    assert torch.allclose(reference.distribution(logits, 2.0, 0, 1.0), (logits / 2).softmax(-1))
-    assert torch.allclose(reference.distribution(logits, 1.0, 2, 1.0)[0, :2], p[0, :2] / p[0, :2].sum())
-    kept = reference.distribution(logits, 1.0, 0, p[0, 0].item() + 1e-3)[0] > 0  # the token that passes p is kept
+    assert torch.allclose(gpt.distribution(logits, 1.0, 0, 1.0), p)
+    assert torch.allclose(gpt.distribution(logits, 2.0, 0, 1.0), (logits / 2).softmax(-1))
+    assert torch.allclose(gpt.distribution(logits, 1.0, 2, 1.0)[0, :2], p[0, :2] / p[0, :2].sum())
+    kept = gpt.distribution(logits, 1.0, 0, p[0, 0].item() + 1e-3)[0] > 0  # the token that passes p is kept
     assert kept.tolist() == [True, True, False, False]
 
 

@@ -12,11 +12,10 @@ from toys import counts, draw, host_of, p_value, request_of, sequences, staggere
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.batch import batch_of
-from cspd.discrete.probabilities import guide
-from cspd.lookup import find
+from cspd.discrete.rules import guide
+from cspd.method import find
 from cspd.noise import Purpose
-from cspd.precision import Stopwatch
-from cspd.sequence import RoundStats, Sequence
+from cspd.request import RoundStats, Sequence, Stopwatch
 
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 SLOW = pytest.mark.slow

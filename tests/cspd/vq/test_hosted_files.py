@@ -11,9 +11,9 @@ from hosted import GUIDANCE, PROMPTS, SIDE, WORDS, generated, hosted_of, model_o
 from safetensors.torch import load_file, save_file
 
 import cspd
-from cspd import machine
+from cspd import device as cspd_device
+from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.finding import checkpoint_files
 from mar.tensors import CheckpointError
 from mar.vae import Decoder, KLConfig
 
@@ -242,7 +242,7 @@ def test_a_run_goes_on_with_the_same_files_only(folders, tmp_path, capsys):
 
 
 def test_memory_is_counted_before_weights_are_read(folders, monkeypatch):
-    monkeypatch.setattr(machine, "free_bytes", lambda device: 2**16)
+    monkeypatch.setattr(cspd_device, "free_bytes", lambda device: 2**16)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **more: pytest.fail("read"))
     told = "max_batch=2 with the models' weights and key-value caches needs about .* use a smaller model or another dev"
     with pytest.raises(ValueError, match=told + r"ice, or precision='bf16' \(--precision bf16\), which halves"):

@@ -13,9 +13,8 @@ from conftest import relative_error
 from stores import small_text_encoder
 from texts import folder_of_words
 
-from cspd.vq import text
-from cspd.vq.captions import cleaned
-from cspd.vq.text import TextEncoder, Truncated
+from cspd.discrete import text
+from cspd.discrete.text import TextEncoder, Truncated, cleaned
 from mar.tensors import CheckpointError
 
 CPU = torch.device("cpu")

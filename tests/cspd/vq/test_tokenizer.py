@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import GOLDEN, relative_error
 
-from cspd.vq import registry
-from cspd.vq.checkpoint import load_tokenizer
+from cspd.discrete import registry
+from cspd.discrete.registry import load_tokenizer
 
 SHAPES = json.loads((GOLDEN / "shapes_vq.json").read_text())
 RECORD = "quantize.codebook_used"

@@ -4,10 +4,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cspd.vq.checkpoint import load_eagle, load_gpt, load_tokenizer
-from cspd.vq.registry import create_eagle, create_gpt, create_tokenizer, defaults_of, gpt_spec
-from mar.checkpoint import load_mar, load_vae
-from mar.registry import create_mar, create_vae
+from cspd.discrete.registry import (
+    create_eagle,
+    create_gpt,
+    create_tokenizer,
+    defaults_of,
+    gpt_spec,
+    load_eagle,
+    load_gpt,
+    load_tokenizer,
+)
+from mar.checkpoint import create_mar, create_vae, load_mar, load_vae
 from mar.tensors import CheckpointError
 
 TARGET, DRAFT = "gpt_digits32", "gpt_digits32_draft"

@@ -1,0 +1,539 @@
+"""What a comparison shows: tables, the page, the points on the front, and the verdict."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import numpy as np
+from PIL import Image
+from tabulate import tabulate
+
+from cspd.evaluation.images import are_texts, in_turn
+from cspd.evaluation.metrics import NORMAL
+from cspd.files import link_of, write_bytes, write_json
+from cspd.method import GUARANTEES
+from cspd.plots import Panel, Point, beside, seed_grid, speed_quality
+from cspd.request import png_of
+from cspd.runs import model_line
+
+# The report of `cspd compare` as text, Markdown and CSV.
+
+
+class Column(NamedTuple):
+    """A column: its key in a row, its title, the format of its numbers, and what they mean."""
+
+    key: str
+    title: str
+    form: str
+    meaning: str
+
+
+COLUMNS = [
+    Column("name", "configuration", "", "The study's name for it, or its method and settings as --methods takes them."),
+    Column("guarantee", "guarantee", "", "What is known about the distribution of its images, see below."),
+    Column("images_per_second", "images/s", ".2f", "Median over the turns (least..most), decoding included."),
+    Column("speed_up", "speed-up", ".2f", "Against {baseline}, turn by turn: median (least..most)."),
+    Column(
+        "first_timestep",
+        "first timestep",
+        "d",
+        "The noisiest of the 1000 timesteps that its chains visit, where it is given; MAR's own chains begin at 999.",
+    ),
+    Column(
+        "head_calls_per_token",
+        "head calls/token",
+        ".1f",
+        "Sequential calls of the diffusion head for one token; of a cached head those that evaluate its blocks.",
+    ),
+    Column(
+        "window", "window", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."
+    ),
+    Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
+    Column(
+        "lazy_backbone_calls", "lazy calls", ".1f", "Those of them that compute a part of it, by a cached backbone."
+    ),
+    Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
+    Column("step_compression", "codes per forward", ".2f", "VQ codes committed in one forward of the target."),
+    Column("alpha", "alpha", ".3f", "Accepted share of what was drafted."),
+    Column(
+        "accuracy", "class acc.", ".3f", "Share of the images that the classifier assigns to their class{interval}."
+    ),
+    Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference{interval}; lower is better."),
+    Column("inception_score", "IS", ".2f", "Inception score, by the same classifier{interval}; higher is better."),
+    Column("clip_score", "CLIP", ".2f", "CLIP score of the images and their texts{interval}; higher is better."),
+    Column(
+        "clip_difference",
+        "CLIP change",
+        "+.2f",
+        "Mean difference of the CLIP scores from plain sampling's of the same texts and seeds{interval}.",
+    ),
+    Column(
+        "bound",
+        "TV bound",
+        ".3f",
+        "Upper bound of the total variation from the target's distribution{interval}; 1 promises nothing.",
+    ),
+    Column(
+        "difference",
+        "difference",
+        ".3f",
+        "Root mean square difference of held-out tokens from those that the full chain makes of the same condition and"
+        " noise, in standard deviations of a token.",
+    ),
+    Column(
+        "divergence",
+        "divergence",
+        ".3f",
+        "KL divergence of its chains from the full ones of the same conditions, nats per token, on held-out tokens.",
+    ),
+    Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
+    Column(
+        "pixel_difference",
+        "pixel difference",
+        ".1f",
+        "Root mean square difference of pixels, of 0 to 255, from plain sampling of the same seeds. A small one: nearly"
+        " the same images. A large one says nothing: an exact method may draw other images of the same distribution.",
+    ),
+    Column(
+        "peak_bytes",
+        "peak MiB",
+        ".0f",
+        "Peak memory while it ran, of the GPU or else of this process; the models of all configurations are loaded.",
+    ),
+    Column(
+        "p_value",
+        "p",
+        ".3f",
+        "Two-sample test of the images' features against plain sampling of the same seeds, see below.",
+    ),
+    Column("p_unpaired", "p unpaired", ".3f", "The same test against plain sampling of other seeds."),
+]
+INTERVALS = (
+    "accuracy",
+    "fid",
+    "inception_score",
+    "clip_score",
+    "clip_difference",
+    "bound",
+    "audit",
+)  # columns that have one, as {key}_ci95
+INTERVAL = " [95 % interval]"
+WIDTH = 120  # of the table and the notes in a terminal
+GAP = 2  # between columns there
+
+
+def value_of(row: dict, key: str) -> float | str | None:
+    """A row's value; of what has a spread, the median."""
+    value = row[key]
+    return value["median"] if isinstance(value, dict) else value
+
+
+def columns(report: dict) -> list[Column]:
+    """The columns of which some row has a value, with titles and meanings filled in."""
+    shown = []
+    for column in COLUMNS:
+        if any(row[column.key] is not None for row in report["rows"]):
+            meaning = column.meaning.format(**report, interval=INTERVAL)
+            shown.append(column._replace(title=_title(column, report), meaning=meaning))
+    return shown
+
+
+def _title(column: Column, report: dict) -> str:
+    return column.title.format(**report)
+
+
+def cell(row: dict, column: Column, short: bool = False) -> str:
+    """A row's value as it is written; empty where there is none. `short`: no spread except the speed-up's."""
+    value = row[column.key]
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return _spread(value, column.form, alone=short and column.key == "images_per_second")
+    if column.key == "peak_bytes":
+        value = value / 2**20
+    text = format(value, column.form)
+    interval = row.get(f"{column.key}_ci95")
+    if interval is None or short:
+        return text
+    low, high = (format(end, column.form) for end in interval)
+    return f"{text} [{low}, {high}]"
+
+
+def _spread(value: dict[str, float], form: str, alone: bool) -> str:
+    """The median, and the range unless it is one value or the median is to stand `alone`."""
+    low, median, high = (format(value[name], form) for name in ("min", "median", "max"))
+    if alone or value["min"] == value["max"]:
+        return median
+    return f"{median} ({low}..{high})"
+
+
+def notes(report: dict, short: bool = False) -> list[str]:
+    """What a reader must know to read the table, a sentence or two each; `short` as in `cell`."""
+    rows, images = report["rows"], report["images"]
+    turns = _counted(len(rows[0]["seconds"]), "turn")
+    size = _counted(min(images, report["max_batch"]), "image")
+    told = [f"speed-up: against {report['baseline']!r}, median of {turns} of {size}"]
+    if any(row["p_value"] is not None for row in rows):
+        told.append(
+            "p: two-sample test of the images' features against plain sampling (ar) with the same settings, paired by"
+            f" class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
+            " images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
+        )
+    if any(row["p_value"] is not None and row["method"] == "ar" for row in rows):
+        told.append("p of an ar with other denoising steps: against plain sampling by the first row's chain")
+    if any(row["p_unpaired"] is not None for row in rows):
+        told.append(
+            "p unpaired: the same test against plain sampling of other seeds. It does not find what is too small to be"
+            " seen among images of any seeds, as p does where those of one seed are nearly equal. Rows of nearly equal"
+            " images share their luck: compare theirs with that of plain sampling itself"
+        )
+    if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
+        told.append(
+            "[least, most]: a 95 % interval; of the class accuracy Wilson's, of FID and IS by the jackknife (none for"
+            " FID by Inception)"
+        )
+    if any(row["fid"] is not None for row in rows):
+        told.append(
+            f"FID-{images}: of {images} images, not of the customary 50,000. Few images raise it: compare it within"
+            " this table only"
+        )
+    return told + _missing(report)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _missing(report: dict) -> list[str]:
+    """Why columns are missing, one note for each reason."""
+    titles_by_reason: dict[str, list[str]] = {}
+    titles = {column.key: _title(column, report) for column in COLUMNS}
+    for key, reason in report["missing"].items():
+        if key in titles:
+            titles_by_reason.setdefault(reason, []).append(titles[key])
+    return [f"no {', '.join(titles)}: {reason}" for reason, titles in titles_by_reason.items()]
+
+
+def own_seeds(report: dict) -> bool:
+    """Whether some row has other seeds than the rest."""
+    return any("seed" in row["settings"] for row in report["rows"])
+
+
+def text_table(report: dict) -> str:
+    """The table and its notes for a terminal; titles are in two lines. What is too wide goes on below."""
+    name, *others = columns(report)
+    parts = [[name]]
+    for column in others:
+        if sum(_width(report, each) + GAP for each in parts[-1]) + _width(report, column) > WIDTH:
+            parts.append([name])
+        parts[-1].append(column)
+    told = [textwrap.fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes(report, short=True)]
+    return "\n".join(["\n\n".join(_plain(report, part) for part in parts), *told])
+
+
+def _plain(report: dict, shown: list[Column]) -> str:
+    return tabulate(zip(*(_lines(report, column) for column in shown)), tablefmt="plain", **_layout(shown))
+
+
+def _lines(report: dict, column: Column) -> list[str]:
+    """A column in a terminal, its title in two lines."""
+    above, _, below = column.title.rpartition(" ")
+    return [above, below, *(cell(row, column, short=True) for row in report["rows"])]
+
+
+def _width(report: dict, column: Column) -> int:
+    return max(map(len, _lines(report, column)))
+
+
+def markdown(report: dict) -> str:
+    """The table and its notes in Markdown."""
+    shown = columns(report)
+    titles = [column.title for column in shown]
+    lines = [[_escaped(cell(row, column)) for column in shown] for row in report["rows"]]
+    table = tabulate(lines, titles, tablefmt="pipe", **_layout(shown))
+    told = [f"* {_escaped(note)}" for note in notes(report)]
+    return "\n".join([table, "", *told]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line: a name may hold anything."""
+    return re.sub(r"([\\`*_\[\]<>&|~$])", r"\\\1", " ".join(text.splitlines()))
+
+
+def _layout(shown: list[Column]) -> dict:
+    """tabulate's options: names and guarantees at the left, numbers at the right and as they are written."""
+    sides = ["left" if column.key in ("name", "guarantee") else "right" for column in shown]
+    return {"colalign": sides, "disable_numparse": True}
+
+
+def csv_table(report: dict) -> str:
+    """All columns with all digits; what has a spread has three, an interval two. Empty: not measured."""
+    lines = [_flat(row) for row in report["rows"]]
+    fields = dict.fromkeys(key for line in lines for key in line)
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return buffer.getvalue()
+
+
+def _no_formula(text: str) -> str:
+    """Text that a spreadsheet shows and does not run: one that begins like a formula gets a quote before it."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _flat(row: dict) -> dict[str, object]:
+    """A row whose values all fit a cell of a CSV file."""
+    flat = {}
+    for key, value in row.items():
+        if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
+            flat |= {key: value["median"], f"{key}_least": value["min"], f"{key}_most": value["max"]}
+        elif key.endswith("_ci95"):
+            flat |= dict(zip((f"{key}_least", f"{key}_most"), value or (None, None)))
+        elif isinstance(value, (dict, list)):
+            flat[key] = json.dumps(value)
+        else:
+            flat[key] = _no_formula(value) if isinstance(value, str) else value
+    return flat
+
+
+WORSE = {"fid": 1, "inception_score": -1, "accuracy": -1}  # which way each gets worse
+
+
+# What `cspd tune` tells: the Pareto front as a table, the choice, and what is short of the limits where none is.
+
+NAMES = {"fid": "FID", "inception_score": "IS", "accuracy": "recognised", "divergence": "divergence"}
+SHOWN = ("name", "images_per_second", "speed_up", "fid", "inception_score", "accuracy", "difference", "guarantee")
+AGAINST = "FID against ar"
+
+
+def wanted(limits: Mapping[str, float]) -> str:
+    """The limits in words: "FID at most 2 % worse"."""
+    return ", ".join(_limit(name, limit) for name, limit in limits.items())
+
+
+def _limit(name: str, limit: float) -> str:
+    if name == "divergence":
+        return f"a divergence of at most {limit:g} nats per token" if limit else "exact"
+    return f"{NAMES[name]} at most {100 * limit:.3g} % worse"
+
+
+def against_plain(row: dict, name: str) -> str:
+    """How a row's value differs from plain sampling's, with half of a 95 % interval; empty where that is not known."""
+    loss = row["losses"][name]
+    if loss is None:
+        return ""
+    if name == "divergence":
+        return f"{loss['loss']:.3g}"
+    return f"{100 * WORSE[name] * loss['loss']:+.1f} % ±{100 * NORMAL * loss['error']:.1f}"
+
+
+def front_table(report: dict) -> str:
+    """The front for a terminal, the fastest last, between plain sampling and the same by other seeds."""
+    rows = report["rows"]
+    front = [row for row in rows[2:] if row["front"]]
+    shown = [rows[0], *sorted(front, key=lambda row: value_of(row, "images_per_second")), rows[1]]
+    known = {column.key: column for column in columns(report | {"rows": shown})}
+    keys = [key for key in SHOWN if key in known]
+    titles = [known[key].title for key in keys]
+    lines = [[cell(row, known[key], short=True) for key in keys] for row in shown]
+    if "fid" in keys:
+        place = keys.index("fid") + 1
+        titles.insert(place, AGAINST)
+        for row, line in zip(shown, lines):
+            line.insert(place, "" if row is rows[0] else against_plain(row, "fid"))
+    aligned = ["left"] + ["right"] * (len(titles) - 1)
+    return tabulate(lines, titles, tablefmt="plain", colalign=aligned, disable_numparse=True)
+
+
+def choice_told(report: dict) -> str:
+    """The chosen row in a sentence, and how sure it is that it keeps the limits."""
+    tuned = report["tune"]
+    row = next(row for row in report["rows"] if row["name"] == tuned["chosen"])
+    told = f"{_fast(row)} as ar, the fastest with {wanted(tuned['limits'])}"
+    unsure = [name for name, limit in tuned["limits"].items() if _reaches(row, name) > limit]
+    if unsure:
+        named = ", ".join(f"{NAMES[name]} {against_plain(row, name)}" for name in unsure)
+        more = f"more images than {report['images']} would tell (--num, and it goes on)"
+        return f"{told}; by chance it may be beyond that ({named}): {more}"
+    return told
+
+
+def _reaches(row: dict, name: str) -> float:
+    """The worse end of a loss's 95 % interval."""
+    return row["losses"][name]["loss"] + NORMAL * row["losses"][name]["error"]
+
+
+def shortfall(report: dict) -> str:
+    """Why no row is chosen: the nearest one, and how far it is from the limits."""
+    tuned = report["tune"]
+    told = f"nothing that is faster than ar is within the limits ({wanted(tuned['limits'])})"
+    row = next((row for row in report["rows"] if row["name"] == tuned["nearest"]), None)
+    if row is None:
+        return f"{told}: no candidate was left; take ar"
+    far = ", ".join(f"{NAMES[name]} {against_plain(row, name) or 'unknown'}" for name in tuned["limits"])
+    return f"{told}: the nearest is {_fast(row)}, {far}: allow more, or take ar"
+
+
+def _fast(row: dict) -> str:
+    return f"{row['name']}, {value_of(row, 'speed_up'):.2f} times as fast"
+
+
+# What `cspd compare` and `cspd tune` write: tables, pictures, and one HTML file that holds all of it.
+
+PAGE_COLUMNS = 10  # images of a row that are shown, at most
+MOST_WIDTH = 112  # of an image on the page, in pixels of a browser
+
+
+class Picture(NamedTuple):
+    """A picture of the page: what it shows, and the PNG file's content."""
+
+    title: str
+    png: bytes
+
+    @property
+    def link(self) -> str:
+        """The PNG as a data link."""
+        return link_of(self.png)
+
+
+class Strip(NamedTuple):
+    """A configuration's images on the page."""
+
+    name: str
+    pictures: Sequence[Picture]
+
+
+def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
+    """Writes all forms of the report into `out`; the files' names. `images`: of each row, uint8 [N, H, W, 3].
+
+    The folder is claimed: what it holds under these names is of an earlier report.
+    """
+    panels = _panels(report)
+    plots = [
+        Picture(f"{panel.quality} against {panel.speed}", png) for panel, png in zip(panels, speed_quality(panels))
+    ]
+    heads, rows = _shown(report, images)
+    is_small = rows[0][1][0].width < MOST_WIDTH
+    strips = []
+    for name, pictures in rows:
+        titles = [", ".join([name, *head]) for head in heads]
+        strips.append(Strip(name, [Picture(title, png_of(picture)) for title, picture in zip(titles, pictures)]))
+
+    files = {"report.html": _encoded(html_page(report, plots, strips, is_small))}
+    if plots:
+        files["speed_quality.png"] = png_of(beside([plot.png for plot in plots]))
+    else:
+        (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
+    named = [(_with_speed(row), pictures) for row, (_, pictures) in zip(report["rows"], rows)]
+    files |= {
+        "comparison.png": png_of(seed_grid(named, ["\n".join(head) for head in heads])),
+        "comparison.md": _encoded(markdown(report)),
+        "comparison.csv": _encoded(csv_table(report)),
+    }
+    for name, content in files.items():
+        write_bytes(out / name, content)
+    write_json(out / "comparison.json", report)
+    return [*files, "comparison.json"]
+
+
+def _with_speed(row: dict) -> str:
+    """A row's name, and below it how many times as fast as baseline sampling it was."""
+    speed = value_of(row, "speed_up")
+    return row["name"] if speed is None else f"{row['name']}\n{speed:.1f}x"
+
+
+def _encoded(text: str) -> bytes:
+    """As UTF-8. The names of files may be none."""
+    return text.encode(errors="backslashreplace")
+
+
+def _shown(report: dict, images: Sequence[np.ndarray]) -> tuple[list[list[str]], list[tuple[str, list[Image.Image]]]]:
+    """What the first images are of, in parts, one column per seed, and those of each row with its name."""
+    subjects = report["labels"]
+    of = "" if are_texts(subjects) else "class "
+    heads = []
+    for i, subject in enumerate(in_turn(subjects, min(report["images"], PAGE_COLUMNS))):
+        seed = [] if own_seeds(report) else [f"seed {report['first_seed'] + i}"]
+        heads.append([f"{of}{subject}", *seed])
+    rows = []
+    for row, made in zip(report["rows"], images):
+        rows.append((row["name"], [Image.fromarray(image) for image in made[: len(heads)]]))
+    return heads, rows
+
+
+def _panels(report: dict) -> list[Panel]:
+    """Quality against speed-up and, for VQ models, against codes per forward, which no machine changes."""
+    qualities = {"accuracy": "share recognised by the classifier", "fid": f"FID-{report['images']}, lower is better"}
+    qualities["clip_score"] = "CLIP score"
+    speeds = {"speed_up": f"speed-up over {report['baseline']}", "step_compression": "codes per forward of the target"}
+    base_seconds = report["rows"][0]["seconds"]
+    panels = []
+    for quality, quality_title in qualities.items():
+        for speed, speed_title in speeds.items():
+            measured = [row for row in report["rows"] if row[quality] is not None and row[speed] is not None]
+            points = [_point(row, speed, quality, base_seconds) for row in measured]
+            if points:
+                panels.append(Panel(speed_title, quality_title, points))
+    return panels
+
+
+def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Point:
+    label, line = _label(row)
+    speed_range = None
+    if speed == "speed_up":
+        ratios = [base / own for base, own in zip(base_seconds, row["seconds"])]
+        speed_range = tuple(np.percentile(ratios, [25, 75]).tolist())
+    interval = row[f"{quality}_ci95"]
+    on_front = quality == "fid" and row.get("front", False)
+    place = value_of(row, speed), row[quality], line, speed_range
+    return Point(label, *place, interval, row["guarantee"], on_front)
+
+
+def _label(row: dict) -> tuple[str, str]:
+    """A point's label, and its line: of "lantern++:optimal=true:k=10" the last setting, and the rest; else the name."""
+    line, colon, last = row["name"].rpartition(":")
+    swept = colon and line.split(":")[0] == row["method"] and not last.startswith("seed=")
+    return (last, line) if swept else (row["name"], row["name"])
+
+
+def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Strip] = (), is_small: bool = False) -> str:
+    """One file that needs no other: table, pictures, settings, what ran, and how to read it (report.html.j2).
+
+    `is_small`: images are enlarged, and their pixels are to be seen.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["json"] = json.dumps
+    given = {row["guarantee"] for row in report["rows"]}
+    search = report.get("tune")
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        command="cspd tune" if search else "cspd compare",
+        search=search,
+        front=front_table(report) if search else None,
+        plots=plots,
+        strips=strips,
+        small=is_small,
+        most_width=MOST_WIDTH,
+        columns=columns(report),
+        of_texts=are_texts(report["labels"]),
+        cell=cell,
+        notes=notes(report),
+        model_line=model_line,
+        own_seeds=own_seeds(report),
+        guarantees={name: meaning for name, meaning in GUARANTEES.items() if name in given},
+    )

@@ -1,0 +1,326 @@
+"""The device: precision, transfers, memory, and what machine this is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cspd.option import check_integer
+
+# The machine: its devices and their memory, its name in reports, and how repeated timings spread.
+
+LARGE = 2**30  # bytes of weights that are worth a word
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The device asked for, "auto" being CUDA where there is one, with its number. Raises ValueError where it cannot be
+    had.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        picked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu'")
+    if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={device!r}, but there are {torch.cuda.device_count()} CUDA devices: use a lower index"
+        )
+    if picked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if picked.type == "cuda" and picked.index is None:  # the current one, which may be another later
+        picked = torch.device("cuda", torch.cuda.current_device())
+    return picked
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until a device has done some work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated on a device."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def gibibytes(number: float) -> str:
+    """Bytes for people."""
+    return f"{number / 2**30:.1f} GiB"
+
+
+def room_told(needed: int, device: torch.device) -> str:
+    """How much of a device's memory weights take, as it follows their name; nothing where that is little."""
+    return f", which takes {gibibytes(needed)} of {gibibytes(free_bytes(device))} free" if needed >= LARGE else ""
+
+
+def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch.device, once: int = 0) -> None:
+    """Raises ValueError where `max_batch` slots of so many bytes, and `once` bytes for all of them, are not free.
+
+    Args:
+        what: follows "max_batch=N" in the message. fix: what to do where not even one slot fits.
+    """
+    check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
+    free, needed = free_bytes(device), once + per_slot * max_batch
+    if needed > free:
+        most = (free - once) // per_slot
+        fix = f"use max_batch <= {most}" if most > 0 else fix
+        raise ValueError(
+            f"max_batch={max_batch}{what} needs about {gibibytes(needed)} and {device} has {gibibytes(free)} free:"
+            f" {fix}"
+        )
+
+
+def describe(device: torch.device) -> dict:
+    """The machine that a device belongs to, in a few words."""
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def _cpu_name() -> str:
+    """The processor as its maker calls it, where Linux tells; else as Python knows it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())
+
+
+def reset_peak(device: torch.device) -> None:
+    """Peak memory counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):  # Linux only, and not in every container
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory since the reset: of the device, or of this process (its whole life where the system can't reset)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+# The precision policy, and a stopwatch that knows about devices that run behind the program.
+
+POLICIES = {
+    "fp32": "float32 throughout: the reference",
+    "tf32": "float32 storage, 10-bit mantissas inside CUDA matrix products; on a CPU the same as fp32",
+    "bf16": "bfloat16 copies of the weights of matrix products; chain, tables and first denoising step in float32",
+}
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Precision:
+    """One setting for a whole engine. The first denoising step and the autoencoder are in float32 under every policy.
+
+    What may be computed as fast as the policy allows is computed inside `fast`, by what `prepare` makes of a module.
+
+    Raises:
+        ValueError: unknown policy.
+    """
+
+    def __init__(self, policy: str, device: torch.device) -> None:
+        if not isinstance(policy, str) or policy not in POLICIES:
+            raise ValueError(f"precision={policy!r}: choose one of {', '.join(POLICIES)}")
+        self.policy, self.device = policy, device
+        self._prepared: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+    def prepare(self, module: Module) -> Module:
+        """The module as `fast` computes with it: under bf16 its matrix products have copies of their weights.
+
+        The copies are made once and live as long as the module. All other parameters are shared with it, and the
+        module itself stays as it is. Children that its class names in `FLOAT32` are no copies either, nor is a module
+        that computes in the type of its weights, its `own_type`, whatever the policy.
+        """
+        if self.policy != "bf16" or hasattr(module, "own_type"):
+            return module
+        if module not in self._prepared:
+            self._prepared[module] = BFloat16Linear(module) if isinstance(module, nn.Linear) else self._twin(module)
+        return self._prepared[module]
+
+    def _twin(self, module: nn.Module) -> nn.Module:
+        """A module that differs in its children, which are prepared."""
+        twin, exact = copy.copy(module), getattr(module, "FLOAT32", ())
+        twin._modules = {
+            name: child if child is None or name in exact else self.prepare(child)
+            for name, child in module._modules.items()
+        }
+        return twin
+
+    def bytes_to_copy(self, module: nn.Module | None) -> int:
+        """Bytes of the copies that `prepare` has still to make of a module."""
+        if self.policy != "bf16" or module is None or module in self._prepared or hasattr(module, "own_type"):
+            return 0
+        if isinstance(module, nn.Linear):
+            return sum(torch.bfloat16.itemsize * parameter.numel() for parameter in module.parameters())
+        exact = getattr(module, "FLOAT32", ())
+        return sum(self.bytes_to_copy(child) for name, child in module._modules.items() if name not in exact)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what matrix products give inside `fast`."""
+        return torch.bfloat16 if self.policy == "bf16" else torch.float32
+
+    def type_of(self, module: nn.Module) -> torch.dtype:
+        """Of what a module's matrix products give inside `fast`."""
+        return getattr(module, "own_type", self.dtype)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether `fast` and `full` are the same."""
+        return self.policy == "fp32"
+
+    def fast(self) -> contextlib.AbstractContextManager[None]:
+        """As fast as the policy allows."""
+        return self._products(tf32=self.policy == "tf32")
+
+    def full(self) -> contextlib.AbstractContextManager[None]:
+        """True float32, also inside `fast`."""
+        return self._products(tf32=False)
+
+    def _products(self, tf32: bool) -> contextlib.AbstractContextManager[None]:
+        if self.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):  # there is nothing to change
+            return contextlib.nullcontext()
+        return self._switch(tf32)
+
+    @contextlib.contextmanager
+    def _switch(self, tf32: bool) -> Iterator[None]:
+        flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]  # matrix products, convolutions
+        before = [flag.allow_tf32 for flag in flags]
+        for flag in flags:
+            flag.allow_tf32 = tf32
+        try:
+            with torch.autocast(self.device.type, enabled=False):  # a caller's own
+                yield
+        finally:
+            for flag, value in zip(flags, before):
+                flag.allow_tf32 = value
+
+
+def precision_of(precision: str | Precision, device: torch.device) -> Precision:
+    """The policy of this name for a device, or another engine's.
+
+    Raises:
+        ValueError: unknown policy, or that of an engine on another device, whose copies of weights are there.
+    """
+    if not isinstance(precision, Precision):
+        return Precision(precision, device)
+    if precision.device != device:
+        raise ValueError(
+            f"precision is that of an engine on {precision.device}, and this one is on {device}: give its name,"
+            f" {precision.policy!r}"
+        )
+    return precision
+
+
+class BFloat16Linear(nn.Module):
+    """A linear layer with its weights in bfloat16, as its outputs are; inputs may be of any type."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        with torch.inference_mode(False):
+            self.register_buffer("weight", linear.weight.detach().to(torch.bfloat16))
+            self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().to(torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+# Between the host and a GPU without either waiting: what is sent goes in one copy from pinned memory, what comes is
+# read late.
+
+ALIGNMENT = 8  # bytes: an array begins where a number of any type may begin
+
+
+def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Arrays as tensors on a device, by name, of the same shapes and types.
+
+    On a GPU they are parts of one buffer, which is copied from pinned memory; on a CPU nothing is copied.
+    """
+    if device.type != "cuda":
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    begin, total = {}, 0
+    for name, array in arrays.items():
+        begin[name] = total
+        total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    # freed at once: torch keeps pinned memory until the copy from it has run
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    bytes_of_all = packed.numpy()
+    for name, array in arrays.items():
+        bytes_of_all[begin[name] : begin[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = packed.to(device, non_blocking=True)
+    sent = {}
+    for name, array in arrays.items():
+        own = there[begin[name] : begin[name] + array.nbytes]
+        sent[name] = own.view(torch.from_numpy(array).dtype).view(array.shape)
+    return sent
+
+
+def send_integers(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """One array as an int64 tensor."""
+    return send({"values": np.asarray(values, dtype=np.int64)}, device)["values"]
+
+
+class Report:
+    """A tensor on its way to the host. Reading it waits for what was asked of the device before it, and no longer."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))  # which need not be the current device's
+
+    def array(self) -> np.ndarray:
+        """The values."""
+        if self._arrived:
+            self._arrived.synchronize()
+        return self._values.numpy()
+
+    def tolist(self) -> list:
+        """The values as Python numbers."""
+        return self.array().tolist()

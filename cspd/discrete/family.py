@@ -1,0 +1,670 @@
+"""The family of VQ models: the models, what is measured for them, and the list of their methods."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from cspd.device import Precision, check_fits, free_bytes
+from cspd.discrete.batch import MOST_NODES, most_columns
+from cspd.discrete.drafts import DRAFTS, check_model, drafting, run_drafted_round, run_plain_round
+from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
+from cspd.discrete.host import VQHost
+from cspd.discrete.jacobi import jacobi, run_jacobi_round
+from cspd.discrete.registry import HostedConfig
+from cspd.discrete.rules import MIXED
+from cspd.discrete.text import TextEncoder
+from cspd.files import content_hash, keep, measured_before, measured_once, of_device, user_cache
+from cspd.graphs import Graphs
+from cspd.method import PLAIN, Choice, Chooser, Method, Way, is_enough, judged, register_family
+from cspd.models import NO_NAMES, ClassNames
+from cspd.option import Option
+from cspd.request import Request, Sequence, Stopwatch
+from cspd.terminal import Advance, counting, no_advance
+
+# The sampling settings at which codes of rounds are counted: few, so that a slider that is moved counts none anew.
+
+STEPS = {"cfg": 0.5, "temperature": 0.1, "top_p": 0.05}
+OFF = {"cfg": 1.0, "temperature": 0.0, "top_p": 1.0}
+SETTINGS = (*STEPS, "top_k")
+
+
+def on_grid(request: Request) -> Request:
+    """A resolved request with the nearest settings of the grid: guidance in steps of 0.5, temperature of 0.1, top-p of
+    0.05, top-k in powers of two. What is off, or on, stays so.
+
+    A count is the mean of a few images, which is known to 5 %, and decides how long images take, never what they are.
+    """
+    settings: dict[str, float] = {}
+    for name, step in STEPS.items():
+        settings[name] = _nearest(getattr(request, name), step, OFF[name])
+    if request.top_k:
+        settings["top_k"] = 2 ** round(math.log2(request.top_k))
+    return request.but(**settings)
+
+
+def _nearest(value: float, step: float, off: float) -> float:
+    """The nearest multiple of a step above 0; `off` for that value alone."""
+    if value == off:
+        return value
+    nearest = max(1, round(value / step)) * step
+    if round(nearest, 9) == off:
+        nearest += step if value > off else -step
+    return round(nearest, 9)
+
+
+# Whether as many sequences as are to be in flight fit into memory; estimated before anything is allocated.
+
+WORKING = 10  # tensors [N, V] that a round may hold at once
+
+
+def bytes_per_slot(target: GPT, others: Iterable[GPT | Eagle | None], precision: Precision) -> int:
+    """Estimated peak bytes a slot adds: key-value caches, and the distributions of a round.
+
+    `others`: the models that draft.
+    """
+    config = target.config
+    gpts = [target, *(model for model in others if model is not None)]
+    caches = sum(cache_bytes(config, m.config, len(m.layers), precision.type_of(m)) for m in gpts)
+    return caches + working_bytes(config)
+
+
+def cache_bytes(target: Any, config: Any, layers: int, dtype: torch.dtype) -> int:
+    """Bytes of a slot's keys and values in a model's layers, also of the null condition; target: its config."""
+    return 4 * dtype.itemsize * layers * most_columns(target) * config.key_heads * config.head_dim
+
+
+def working_bytes(config: Any) -> int:
+    """Bytes of the distributions that a round holds of a slot at most."""
+    return 4 * MOST_NODES * config.vocab_size * WORKING
+
+
+# The published pairs of a draft and a rule of VQ codes, by their names.
+
+AR = Method(
+    name="ar",
+    family="VQ",
+    guarantee="exact",
+    summary="baseline sampling: one token per forward pass",
+    papers={"2406.06525": "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation"},
+    run_round=run_plain_round,
+    mixed=lambda request: MIXED,
+)
+SD = drafting(
+    "sd",
+    "speculative sampling: a smaller GPT drafts a chain of tokens",
+    {"2211.17192": "Fast Inference from Transformers via Speculative Decoding"},
+    draft="chain",
+    gamma=5,
+)
+EAGLE = drafting(
+    "eagle",
+    "EAGLE-1: a drafter on the target's features drafts a fixed tree",
+    {"2401.15077": "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty"},
+    draft="eagle-static",
+    gamma=5,
+)
+EAGLE2 = drafting(
+    "eagle2",
+    "EAGLE-2: the drafter's confidence shapes the tree; same images as ar",
+    {"2406.16858": "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees"},
+    draft="eagle-dynamic",
+    gamma=6,
+    coupling="same-image",
+)
+COOL_SD_PAPER = {
+    "2601.09212": "Annealed Relaxation of Speculative Decoding for Faster Autoregressive Image Generation (COOL-SD)"
+}
+UNIFORM_RSD = drafting(
+    "uniform-rsd",
+    "relaxes acceptance by a constant, on EAGLE-1's tree",
+    COOL_SD_PAPER,
+    draft="eagle-static",
+    gamma=5,
+    rule="uniform-rsd",
+    delta=1.1,
+)
+COOL_SD = drafting(
+    "cool-sd",
+    "relaxes acceptance by a schedule that decays with depth, on EAGLE-1's tree",
+    COOL_SD_PAPER,
+    draft="eagle-static",
+    gamma=5,
+    rule="cool-sd",
+    delta=1.1,
+)
+LANTERN = drafting(
+    "lantern",
+    "pools acceptance over near codebook entries, on EAGLE-2's tree",
+    {"2410.03355": "LANTERN: Accelerating Visual Autoregressive Models with Relaxed Speculative Decoding"},
+    draft="eagle-dynamic",
+    gamma=6,
+    rule="lantern",
+    delta=0.2,
+    k=100,
+    optimal=False,
+)
+LANTERN_PLUS = drafting(
+    "lantern++",
+    "LANTERN with a relative limit, on EAGLE-1's tree",
+    {
+        "2502.06352": "LANTERN++: Enhancing Relaxed Speculative Decoding with Static Tree Drafting for Visual"
+        " Auto-regressive Models"
+    },
+    draft="eagle-static",
+    gamma=5,
+    rule="lantern++",
+    lam=1.0,
+    k=10,
+    optimal=False,
+)
+SJD = jacobi(
+    "sjd",
+    "Jacobi decoding: the target drafts a window for itself; same images as ar",
+    {
+        "2410.01699": "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi"
+        " Decoding"
+    },
+    coupling="same-image",
+)
+MC_SJD = jacobi(
+    "mc-sjd",
+    "Jacobi decoding that keeps drafted tokens from round to round if it can",
+    {
+        "2510.24211": "MC-SJD: Maximal Coupling Speculative Jacobi Decoding for Autoregressive Visual Generation"
+        " Acceleration"
+    },
+    continuation=True,
+)
+SJD_PAC = jacobi(
+    "sjd-pac",
+    "Jacobi decoding with proactive drafting and adaptive continuation",
+    {
+        "2603.18599": "SJD-PAC: Accelerating Speculative Jacobi Decoding via Proactive Drafting and Adaptive"
+        " Continuation"
+    },
+    pd_k=4,
+    pd_d=3,
+    continuation=True,
+)
+GSD = jacobi(
+    "gsd",
+    "Jacobi decoding that accepts by groups of about equally likely tokens",
+    {"2508.07747": "Grouped Speculative Decoding for Autoregressive Image Generation"},
+    rule="gsd",
+    group=10,
+    optimal=False,
+)
+
+
+# The default method of VQ codes: drafts as much as makes images soonest on this device, or nothing. Guarantee: exact.
+#
+# Its rounds are those of others, with same-image coupling (`cspd.discrete.drafts`): plain sampling, where the window
+# is 0, Jacobi windows or EAGLE-2's trees. So a seed's image is that of `ar`, on every machine, but for rounding. What
+# is left open is decided by `cspd.discrete.family`.
+
+ROUNDS = {"jacobi": run_jacobi_round, "eagle-dynamic": run_drafted_round}
+OPEN = " (default: the fastest on this device)"
+WINDOW = Option(
+    "window",
+    int,
+    f"tokens drafted for one target forward pass; 0: none, as ar{OPEN}",
+    high=MOST_NODES - 1,
+    off=0,
+    metavar="W",
+)
+DRAFT = Option("draft", ROUNDS, f"what drafts the tokens{OPEN}")
+GAMMA = Option(
+    "gamma",
+    int,
+    f"the tree's height{OPEN}",
+    low=1,
+    high=DRAFTS["eagle-dynamic"].highest,
+    only_with=("draft", ("eagle-dynamic",)),
+)
+COUPLED = Option("coupling", ("same-image",), "accept only what ar would sample", default="same-image")
+DECIDED = tuple(option.name for option in (WINDOW, DRAFT, GAMMA))
+
+
+def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """A round of plain sampling, or of what drafts; returns the sequences that are finished."""
+    request = sequences[0].request
+    own = run_plain_round if request.window == 0 else ROUNDS[request.draft]
+    return own(host, sequences, watch)
+
+
+def check(request: Request, host: VQHost) -> None:
+    """Raises ValueError where the drafter that is asked for is not there."""
+    if request.draft == "eagle-dynamic":
+        check_model(request.draft, host)
+
+
+def resolve(request: Request, host: VQHost) -> Request:
+    """The request with the way to draft that is fastest for it on this device, where it leaves that open."""
+    return request.but(**host.tuning.choice(request, host.num_slots).way)
+
+
+SPECULATIVE = Method(
+    name="speculative",
+    family="VQ",
+    guarantee="exact",
+    summary="SJD or EAGLE-2 drafting if predicted to be faster on this device, otherwise ar; same images as ar",
+    papers={**SJD.papers, **EAGLE2.papers},
+    run_round=run_round,
+    options=(WINDOW, DRAFT, GAMMA, COUPLED),
+    mixed=lambda request: MIXED,
+    check=check,
+    resolve=resolve,
+    uses=lambda request: {"eagle"} if request.draft == "eagle-dynamic" else set(),
+)
+
+
+# What VQ models draft where nobody says: the fastest way, by what a round takes here and how many codes it commits.
+#
+# What a round takes depends on the machine, on the shapes of the models and of the batch, and on how much is drafted;
+# how many codes it commits, on the weights and the sampling settings. Both are measured on first use, with random and
+# with real codes, and kept in the user's cache folder; of the embedded models, codes at their usual settings come with
+# them. All ways make the images of `ar`: the choice decides how long they take and nothing else.
+
+SCHEMA = "cspd.vq-costs/1"
+MOST_CODES = 6.0  # that a round may commit on the average: 4.3 was the most that was ever measured
+LARGEST = 1e9
+REPEATS = 12  # of a round that is timed
+LONG = 0.1  # seconds of a round, of which once is enough
+IMAGES = 4  # whose rounds are counted
+TEXT_STEP = 32  # tokens of a text, between lengths that are timed apart
+
+JACOBI: list[Way] = [{"draft": "jacobi", "window": window} for window in (4, 8, 16, 32, 64)]
+TREES: list[Way] = [
+    {"draft": "eagle-dynamic", "gamma": gamma, "window": window}
+    for gamma, window in ((2, 6), (3, 12), (4, 24), (6, 60))  # the last one is EAGLE-2's own
+]
+
+
+def name_of(way: Way) -> str:
+    """As it is written after a method's name: "draft=jacobi:window=16"."""
+    return ":".join(f"{name}={value}" for name, value in way.items())
+
+
+def ways(request: Request, has_drafter: bool) -> list[Way]:
+    """What a request that leaves something open may do, as far as it says; plain sampling first, if that."""
+    given = {name: value for name in DECIDED if (value := getattr(request, name)) is not None}
+    if given.get("window") == 0:
+        return [{}]
+    drafting = [*JACOBI, *(TREES if has_drafter else [])]
+    if not given:
+        return [PLAIN, *drafting]
+    fitting = {name_of(way | given): way | given for way in map(dict, drafting) if _goes_with(way, given)}
+    return list(fitting.values())
+
+
+def _goes_with(way: Way, given: Mapping[str, object]) -> bool:
+    return given.get("draft", way["draft"]) == way["draft"]
+
+
+def farthest(way: Way) -> float:
+    """The most codes that a round might commit on the average."""
+    return min(MOST_CODES, 1.0 + way.get("gamma", way["window"]))
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Of ways, by their names: seconds of a round, or codes that it commits."""
+
+    values: dict[str, float]
+
+    def check(self) -> None:
+        """Raises ValueError where they are not what was measured."""
+        values = self.values.values() if isinstance(self.values, dict) else [None]
+        if not all(isinstance(value, float) and 0 < value < LARGEST for value in values):
+            raise ValueError(f"values are no numbers in 0..{LARGEST:g}")
+
+
+def fastest(
+    seconds: Mapping[str, float],
+    by_name: Mapping[str, Way],
+    count: Callable[[list[Way]], Mapping[str, float]],
+    num_slots: int,
+) -> Choice:
+    """The way that is fastest, or plain sampling if that is one of the ways and the others gain too little; and why.
+
+    Args:
+        seconds: of a round of each way, by name. count: tells how many codes a round commits by some ways, by name; it
+            is asked only of those that may be worth it.
+    """
+    at_once = f"with {num_slots} image{'s' if num_slots > 1 else ''} at once"
+    drafting = {name: way for name, way in by_name.items() if way is not PLAIN}
+    plain = seconds.get(name_of(PLAIN))
+    if plain is None:
+        codes = count(list(drafting.values()))
+        best = min(codes, key=lambda name: seconds[name] / codes[name])
+        return Choice(by_name[best], f"{at_once} {best} is predicted to be the fastest way to draft")
+    most = {name: plain * farthest(way) / seconds[name] for name, way in drafting.items()}
+    promising = [way for name, way in drafting.items() if is_enough(most[name])]
+    if not promising:
+        best = max(most, key=most.__getitem__)
+        return judged(by_name[best], most[best], f"{at_once} {best}", at_best=True)
+    gains = {name: plain * codes / seconds[name] for name, codes in count(promising).items()}
+    best = max(gains, key=gains.__getitem__)
+    return judged(by_name[best], gains[best], f"{at_once} {best}")
+
+
+class Tuning(Chooser):
+    """Chooses, by measurements that are each made on first use.
+
+    Args:
+        target, eagle, text_encoder: the models. device, precision, compiled, graphs: how they run.
+        calibrations: a folder where counts of codes are looked for before the user's cache folder.
+    """
+
+    def __init__(
+        self,
+        target: GPT,
+        eagle: Eagle | None,
+        device: torch.device,
+        precision: Precision,
+        compiled: bool,
+        graphs: bool,
+        text_encoder: TextEncoder | None = None,
+        calibrations: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.target, self.eagle, self.text_encoder = target, eagle, text_encoder
+        self.device, self.precision, self.compiled, self.graphs = device, precision, compiled, graphs
+        self._calibrations = calibrations
+        self._hashes: dict[str, str] = {}
+
+    def _kind(self, request: Request, num_slots: int) -> Hashable:
+        return *super()._kind(request, num_slots), self._text_length(request)
+
+    def _text_length(self, request: Request) -> int:
+        """Tokens of a request's longer text, in steps; 0 of a class."""
+        texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]
+        most = self.target.config.prefix_length
+        lengths = [len(self.text_encoder.features(text, most, self.device)) for text in texts]
+        return -(-max(lengths, default=0) // TEXT_STEP) * TEXT_STEP
+
+    def _choose(self, request: Request, num_slots: int) -> Choice:
+        """The way that is fastest on this device, and why."""
+        by_name = {name_of(way): way for way in ways(request, self.eagle is not None)}
+        if len(by_name) == 1:
+            return Choice(*by_name.values(), "as asked for")
+        seconds = self.seconds(request, num_slots, by_name)
+        return fastest(seconds, by_name, functools.partial(self.codes, request), num_slots)
+
+    def seconds(self, request: Request, num_slots: int, by_name: Mapping[str, Way]) -> dict[str, float]:
+        """Of a round of so many sequences by each way, half-way through an image."""
+        key = {
+            "schema": SCHEMA,
+            **of_device(self.device),
+            "precision": self.precision.policy,
+            "compiled": self.compiled,
+            "graphs": self.graphs,
+            "models": [str(model and model.config) for model in (self.target, self.eagle)],
+            "slots": num_slots,
+            "text": self._text_length(request),
+            "guided": request.guided,
+            "greedy": request.temperature == 0,
+            "filters": bool(request.top_k) or request.top_p < 1,
+            "seconds of": list(by_name),
+        }
+
+        def measure() -> Rounds:
+            requests = {name: request.but(**way) for name, way in by_name.items()}
+            times = round_seconds(self._host(num_slots), requests, long=LONG)
+            return Rounds({name: min(own) for name, own in times.items()})
+
+        return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
+
+    def codes(self, request: Request, some: list[Way]) -> dict[str, float]:
+        """Codes that a round commits on the average by some ways, of whole images by settings near a request's."""
+        request = on_grid(request)
+        keys = {name_of(way): self._key(request, way) for way in some}
+        folders = [folder for folder in (self._calibrations, user_cache()) if folder]
+        known = {name: measured_before(Rounds, key, folders) for name, key in keys.items()}
+        missing = [way for way in some if known[name_of(way)] is None]
+        settings = ", ".join(f"{name}={getattr(request, name):g}" for name in SETTINGS)
+        told = f"counting the codes that a round of this model commits, for the first time with {settings}"
+        work = IMAGES * self.target.config.block_size * len(missing)
+        with counting(f"{told} (kept in {user_cache()})", work) as advance:
+            for way in missing:
+                name = name_of(way)
+                found = Rounds({"codes": codes_a_round(self._host(IMAGES), request.but(**way), advance)})
+                keep(keys[name], found, user_cache())
+                known[name] = found
+        return {name: found.values["codes"] for name, found in known.items() if found is not None}
+
+    def _key(self, request: Request, way: Way) -> dict:
+        """All that codes of rounds depend on. What else a device changes is rounding."""
+        models = ["target", *sorted(SPECULATIVE.uses(request.but(**way)))]
+        return {
+            "schema": SCHEMA,
+            "precision": self.precision.policy,
+            "weights": [self._hash(model) for model in models],
+            **{name: getattr(request, name) for name in SETTINGS},
+            "codes of": name_of(way),
+        }
+
+    def _host(self, num_slots: int) -> VQHost:
+        """A host of its own, beside whatever runs. Raises ValueError where it does not fit into memory."""
+        needed = num_slots * bytes_per_slot(self.target, [self.eagle], self.precision)
+        free = free_bytes(self.device)
+        if needed > free:
+            raise ValueError(
+                f"choosing how far to draft takes {num_slots} slots more, about {needed / 2**30:.1f} GiB, and there are"
+                f" {free / 2**30:.1f} GiB free on {self.device}: give window=0 (plain sampling) or a smaller max_batch"
+            )
+        graphs = Graphs(self.device, self.graphs)
+        how = {"eagle": self.eagle, "text_encoder": self.text_encoder, "compiled": self.compiled, "graphs": graphs}
+        return VQHost(self.target, num_slots, self.device, self.precision, **how)
+
+    def _hash(self, name: str) -> str:
+        if name not in self._hashes:
+            self._hashes[name] = content_hash(getattr(self, name))
+        return self._hashes[name]
+
+
+@torch.inference_mode()
+def round_seconds(
+    host: VQHost,
+    requests: Mapping[str, Request],
+    repeats: int = REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+    long: float = math.inf,
+) -> dict[str, list[float]]:
+    """Seconds of rounds of all slots by each of some resolved requests, half-way through an image, in turn.
+
+    Args:
+        clock: tells seconds. long: of a round that takes so many, one is enough: noise matters where times are short.
+    """
+    times: dict[str, list[float]] = {name: [] for name in requests}
+    for _ in range(1 + repeats):  # the first warms up
+        for name, request in requests.items():
+            if max(times[name][1:], default=0.0) < long:
+                times[name].append(_seconds_half_way(host, _begun(host, request), clock))
+    return {name: own[1:] for name, own in times.items()}
+
+
+def _seconds_half_way(host: VQHost, sequences: list[Sequence], clock: Callable[[], float]) -> float:
+    half = host.seq_len // 2
+    host.known.fill_(half)
+    for sequence in sequences:
+        sequence.num_committed = half
+    _synchronize(host.device)
+    start = clock()
+    run_round(host, sequences, Stopwatch(host.device))
+    _synchronize(host.device)
+    return clock() - start
+
+
+@torch.inference_mode()
+def codes_a_round(host: VQHost, request: Request, advance: Advance = no_advance) -> float:
+    """Codes that a round commits, the mean of whole images in all slots, of different seeds and classes.
+
+    `advance` is told how many more are committed.
+    """
+    sequences = _begun(host, request)
+    running = list(sequences)
+    num_known = 0
+    while running:
+        finished = set(run_round(host, running, Stopwatch(host.device)))
+        before, num_known = num_known, sum(min(host.seq_len, sequence.num_committed) for sequence in sequences)
+        advance(num_known - before)
+        running = [sequence for sequence in running if sequence not in finished]
+    return statistics.mean(host.seq_len / sequence.stats.backbone_calls for sequence in sequences)
+
+
+def _begun(host: VQHost, request: Request) -> list[Sequence]:
+    """A sequence of a resolved request in every slot, about to run."""
+    host.clear()
+    sequences = []
+    for slot in range(host.num_slots):
+        own = request.but(seed=slot, known=None)
+        if host.num_classes:  # a text is the same in all of them
+            own = own.but(label=slot % host.num_classes)
+        sequences.append(Sequence(own, slot=slot, key=SPECULATIVE.round_key(own), uses=SPECULATIVE.uses(own)))
+    host.admit(sequences)
+    return sequences
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# The models that sample images by a GPT over VQ codes, and whether they fit each other.
+
+SHARED = "block_size", "vocab_size", "num_classes", "prefix_length", "caption_dim", "text_places", "row_end"
+
+
+def check_draft(ours: GPTConfig | HostedConfig, theirs: GPTConfig | HostedConfig) -> None:
+    """Raises ValueError where a target's draft is of other codes or conditions, by their configurations."""
+    for name in SHARED:
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ValueError(
+                f"draft and target do not fit: {name} is {getattr(theirs, name)} and {getattr(ours, name)}; take a"
+                " draft of the same codes"
+            )
+
+
+@dataclass(frozen=True)
+class VQModels:
+    """What samples images by a GPT over VQ codes.
+
+    Attributes:
+        target: the model whose images are made; its published settings are the requests' defaults.
+        draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
+        tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
+        classes: the names of the target's classes. text_encoder: of prompts, where it makes images of texts.
+        calibrations: a folder of what was counted of these models' rounds, as beside their checkpoint.
+    """
+
+    family: ClassVar[str] = VQHost.family
+
+    target: GPT
+    draft: GPT | None = None
+    eagle: Eagle | None = None
+    tokenizer: VQModel | None = None
+    classes: ClassNames = NO_NAMES
+    text_encoder: TextEncoder | None = None
+    calibrations: Path | None = None
+
+    def host(
+        self,
+        num_slots: int,
+        device: torch.device,
+        precision: Precision,
+        noise: types.ModuleType,
+        *,
+        compiled: bool = False,
+        graphs: Graphs | None = None,
+        cache: Path | None = None,
+    ) -> VQHost:
+        """A host of these models, which are on the device already; arguments as in `VQHost`.
+
+        `cache`, in place of `calibrations`, is read before the user's cache directory. Raises ValueError if there is
+        too little memory, or `compiled` is for other layers than LlamaGen's.
+        """
+        if compiled and not isinstance(self.target, GPT):
+            raise ValueError("compiled=True, or --compile, is for LlamaGen's and MAR's layers: leave it out")
+        fix = "use a smaller model or another device"
+        copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
+        encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
+        per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
+        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, copies + encoder)
+        with_graphs = graphs is not None and graphs.enabled
+        how = device, precision, compiled, with_graphs
+        tuning = Tuning(self.target, self.eagle, *how, self.text_encoder, cache or self.calibrations)
+        return VQHost(
+            self.target,
+            num_slots,
+            device,
+            precision,
+            noise,
+            draft=self.draft,
+            eagle=self.eagle,
+            tokenizer=self.tokenizer,
+            text_encoder=self.text_encoder,
+            tuning=tuning,
+            compiled=compiled,
+            graphs=graphs,
+        )
+
+    def check(self) -> None:
+        """Raises ValueError where draft, drafter, tokenizer or text encoder do not fit the target."""
+        config = self.target.config
+        if self.draft is not None:
+            check_draft(config, self.draft.config)
+        if self.eagle is not None:
+            for name in ("dim", "n_head", "block_size"):
+                ours, theirs = getattr(config, name), getattr(self.eagle.config, name)
+                if ours != theirs:
+                    raise ValueError(
+                        f"EAGLE drafter and target do not fit: {name} is {theirs} and {ours}; take the drafter that was"
+                        " trained on this target"
+                    )
+        if self.tokenizer is not None and self.tokenizer.config.codebook_size != config.vocab_size:
+            raise ValueError(
+                f"tokenizer and target do not fit: they have {self.tokenizer.config.codebook_size} and"
+                f" {config.vocab_size} codes; take the one the target was trained on"
+            )
+        if self.text_encoder is not None and self.text_encoder.width != config.caption_dim:
+            raise ValueError(
+                f"text encoder and target do not fit: features have {self.text_encoder.width} and {config.caption_dim}"
+                f" channels; take the encoder the target was trained on"
+            )
+
+
+def _named_by(request: Request) -> str | None:
+    """`sd` if a draft is named: it takes any."""
+    return "sd" if isinstance(request.draft, str) and request.draft in DRAFTS else None
+
+
+register_family(
+    VQModels.family,
+    [
+        AR,
+        SPECULATIVE,
+        SD,
+        EAGLE,
+        EAGLE2,
+        UNIFORM_RSD,
+        COOL_SD,
+        LANTERN,
+        LANTERN_PLUS,
+        SJD,
+        MC_SJD,
+        SJD_PAC,
+        GSD,
+    ],
+    named_by=_named_by,
+)

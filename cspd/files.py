@@ -1,0 +1,509 @@
+"""Files: written whole, read strictly, arrays with a digest, and what is measured once and kept."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import platformdirs
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor, nn
+
+from cspd.terminal import telling
+from mar.tensors import CheckpointError
+
+# Files that are written whole or not at all: a run that is cut off leaves the old one or the new one.
+
+TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")  # of the name of a file that is being written
+LARGEST = 2**31  # bytes of a file that is read: a record of a million images is smaller
+LONGEST = 20  # digits of its whole numbers: seeds have 19
+NUMBER = (int, float)
+MAYBE = (int, float, NoneType)
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """An OSError of writing says what to do."""
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "make room, then the same command goes on from here" if is_full else "give a place that can be written"
+        raise OSError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
+
+
+@contextlib.contextmanager
+def publishing(path: Path) -> Iterator[Path]:
+    """A temporary file, empty, of this call alone. It becomes `path` once it is whole, and is gone if writing it fails.
+
+    A process that is killed leaves it. In the folder of a run the next one removes it (`cspd.runs`).
+
+    Raises OSError where it cannot be written; the message says what to do.
+    """
+    if _is_special(path):
+        raise OSError(f"{path} is no ordinary file, and would be replaced by one: give the name of a file")
+    with explained(path):
+        temporary = _new_file_beside(path)
+    try:
+        with explained(path):
+            yield temporary
+            os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # of a folder that cannot be written: said above
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _is_special(path: Path) -> bool:
+    """Whether something is there that is no file, such as /dev/null or a folder."""
+    with contextlib.suppress(OSError):  # of a name that cannot be: writing says so
+        return path.exists() and not path.is_file()
+    return False
+
+
+def _new_file_beside(path: Path) -> Path:
+    """An empty file by the first of `temporary_names` that is free: what is there already may be anybody's."""
+    names = temporary_names(path.name)
+    while True:
+        temporary = path.with_name(next(names))
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            return temporary
+
+
+def temporary_names(name: str) -> Iterator[str]:
+    """The names that a file may have while it is written, without end; see `TEMPORARY`."""
+    yield f"{name}.tmp"
+    for number in itertools.count(1):
+        yield f"{name}.{number}.tmp"
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes as `publishing` does."""
+    with publishing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_json(path: Path, content: Mapping | Sequence) -> None:
+    """Writes as `publishing` does."""
+    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+
+def link_of(png: bytes) -> str:
+    """A PNG's content as a data link."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def append_json(path: Path, entry: Mapping) -> None:
+    """Adds a line to a file of JSON lines; a process that is killed then loses at most this one. Raises OSError."""
+    with explained(path), path.open("a") as file:
+        file.write(json.dumps(entry, allow_nan=False) + "\n")
+
+
+def check_file(path: Path, option: str) -> None:
+    """Raises ValueError or OSError where no file can be written: hours of work are not to end in that."""
+    if _is_special(path):
+        folder, other = f"is a folder: give {option} a file in it", f"is no ordinary file: give another {option}"
+        raise ValueError(f"{path} {folder if path.is_dir() else other}")
+    try:
+        _new_file_beside(path).unlink()
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}): give another {option}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder where there is none. Raises OSError where that fails; the message says what to do."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
+
+
+def read_text(path: Path) -> str:
+    """What a record or a journal holds. Raises OSError; ValueError if it is larger than any."""
+    size = path.stat().st_size
+    if size > LARGEST:
+        raise ValueError(f"{path.name} has {size:,} bytes")
+    return path.read_text(errors="replace")
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError; ValueError where it is no JSON, or has what we never write."""
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str) -> Any:
+    """What JSON text holds. Raises ValueError as `read_json`."""
+    try:
+        return json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"it has the number {text}")
+    return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > LONGEST:
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return int(text)
+
+
+def misfit(value: object, shape: object, place: str = "") -> str | None:
+    """Where a value that was read from JSON is not of a shape; None where it is.
+
+    Args:
+        shape: a type or several; [shape], a list of such values; {"key": shape}, a mapping with these keys at least
+            (that of "key?" may be absent); {str: shape}, a mapping of such values. No boolean is a number.
+    """
+    if isinstance(shape, Mapping):
+        if not isinstance(value, Mapping):
+            return place or "it"
+        if str in shape:
+            shape = dict.fromkeys(value, shape[str])
+        wanted = {key.removesuffix("?"): each for key, each in shape.items() if key[-1:] != "?" or key[:-1] in value}
+        inner = (misfit(value.get(key), each, f"{place}.{key}".removeprefix(".")) for key, each in wanted.items())
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            return place or "it"
+        inner = (misfit(each, shape[0], f"{place}[{i}]") for i, each in enumerate(value))
+    else:
+        fits = isinstance(value, shape) and not isinstance(value, bool)  # type: ignore[arg-type]
+        return None if fits else place or "it"
+    return next(filter(None, inner), None)
+
+
+# Arrays in files, each tied to what it was made of: damage and images of other settings or seeds are noticed.
+
+DIGEST = "digest"
+SHOWN = 5  # files that a line names, at most
+
+
+def write_item(path: Path, arrays: Mapping[str, Any], made_of: Mapping) -> None:
+    """Writes an .npz of `arrays` and a digest of them and of `made_of`, plain values. Raises OSError."""
+    arrays = {**arrays, DIGEST: np.array(digest_of(arrays, made_of))}
+    with publishing(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:
+    """The arrays of an item; None if it is not there, damaged, of something else, or not `like` {name: (type, shape)}.
+
+    Files of older versions have no digest: of them, `like` alone is known.
+    """
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}  # reading to the end compares checksums
+        digest = arrays.pop(DIGEST, None)
+    except Exception:  # a damaged or hostile archive makes its readers raise almost anything
+        return None
+    for name, (kind, shape) in like.items():
+        array = arrays.get(name)
+        if array is None or array.shape != shape or not np.issubdtype(array.dtype, kind):
+            return None
+    return arrays if digest is None or str(digest) == digest_of(arrays, made_of) else None
+
+
+def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
+    """SHA-256, in hexadecimal, of the names, types, shapes and values of arrays and of plain values."""
+    digest = hashlib.sha256(_canonical(made_of).encode())
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _canonical(made_of: Mapping) -> str:
+    """A text that is the same where `cspd.runs.differences` finds none: 3.0 is 3, and None is as if left out."""
+    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=_given)
+    return json.dumps(plain, sort_keys=True)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _given(settings: dict) -> dict:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def tell_damaged(names: Sequence[str]) -> None:
+    """Says which files are made again, if any."""
+    if names:
+        more = " ..." if len(names) > SHOWN else ""
+        count = "1 file is" if len(names) == 1 else f"{len(names)} files are"
+        shown = ", ".join(names[:SHOWN])
+        print(f"cspd: {count} damaged, incomplete or of other images, and made again: {shown}{more}", file=sys.stderr)
+
+
+# What is measured once and kept: in which folder, and by what it is found again.
+
+# where embedded checkpoints are: inside the package when installed, beside it in a source tree
+EMBEDDED_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
+CALIBRATION = "calibration"  # the folder beside a checkpoint
+COSTS = "costs.json"  # in the user's cache folder, or beside a checkpoint
+ENTRY = {"key": dict, "costs": dict, DIGEST: str}  # of it, see `misfit`
+REMEMBERED = 64  # entries in memory
+
+
+class Measured(Protocol):
+    """A dataclass of plain values that can tell whether they are right."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def check(self) -> None:
+        """Raises ValueError, saying what is wrong, where they are not what a measurement can have given."""
+
+
+Kind = TypeVar("Kind", bound=Measured)
+
+
+def user_cache() -> Path:
+    """The user's cache folder for cspd: on Linux $XDG_CACHE_HOME/cspd, or ~/.cache/cspd."""
+    return platformdirs.user_cache_path("cspd")
+
+
+def is_embedded(folder: Path) -> bool:
+    """Whether a folder belongs to an embedded checkpoint. What came with it is read, and nothing else is kept there."""
+    return any(root.resolve() in folder.resolve().parents for root in EMBEDDED_ROOTS)
+
+
+def identity_of(folder: Path) -> str:
+    """A hash of the names, sizes and times of a folder's files but hidden ones, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.startswith("."):  # a file manager leaves some
+            about = path.stat()
+            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def of_device(device: torch.device) -> dict:
+    """What timings depend on beside what is timed."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {os.cpu_count()} cores",
+        "threads": 0 if cuda else torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
+    return platform.processor() or platform.machine()
+
+
+def remember(known: dict[Any, Any], key: Hashable, value: object) -> None:
+    """Adds an entry; of too many the first goes, which can be read or computed again."""
+    if len(known) >= REMEMBERED:
+        del known[next(iter(known))]
+    known[key] = value
+
+
+def measured_once(
+    kind: type[Kind], key: Mapping, measure: Callable[[], Kind], what: str, folder: Path, again: bool = False
+) -> Kind:
+    """What was measured under a key: from a folder's `COSTS`, or measured (`again`) and kept there.
+
+    Args:
+        kind: what `measure` gives. what: is being done, for people, where it takes its time.
+    """
+    found = None if again else measured_before(kind, key, [folder])
+    if found is None:
+        with telling(what):
+            found = measure()
+        keep(key, found, folder)
+    return found
+
+
+def measured_before(kind: type[Kind], key: Mapping, folders: Sequence[Path]) -> Kind | None:
+    """What was measured under a key, from the first folder whose `COSTS` has it; None if none has."""
+    for entry in itertools.chain.from_iterable(_entries(folder / COSTS) for folder in folders):
+        if entry["key"] == key:
+            with contextlib.suppress(TypeError, ValueError):  # not what this version measures
+                found = kind(**entry["costs"])
+                found.check()
+                return found
+    return None
+
+
+def keep(key: Mapping, found: Measured, folder: Path) -> None:
+    """Writes what was measured under a key to a folder's `COSTS`."""
+    path = folder / COSTS
+    others = [entry for entry in _entries(path) if entry["key"] != key]  # as they are by now
+    with contextlib.suppress(OSError):  # read-only: measured again next time
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, [*others, _entry(key, dataclasses.asdict(found))])  # type: ignore[call-overload]
+
+
+def _entry(key: Mapping, costs: Mapping) -> dict:
+    """What is kept of a measurement."""
+    entry = {"key": key, "costs": costs}
+    return entry | {DIGEST: digest_of({}, entry)}
+
+
+def _entries(path: Path) -> list[dict]:
+    """The measurements in a file that are as they were written; none if it is absent or damaged."""
+    try:
+        entries = read_json(path)
+    except (OSError, ValueError):
+        return []
+    whole = [entry for entry in entries if misfit(entry, ENTRY) is None] if isinstance(entries, list) else []
+    return [entry for entry in whole if entry[DIGEST] == _entry(entry["key"], entry["costs"])[DIGEST]]
+
+
+def content_hash(model: nn.Module) -> str:
+    """A hash of a model's weights, names and shapes."""
+    with telling("looking whether these weights have been calibrated"):
+        digests = {name: _hash_of(tensor) for name, tensor in model.state_dict().items()}
+    return digest_of({}, digests)
+
+
+def _hash_of(tensor: Tensor) -> str:
+    """A hash of a tensor's type, shape and values; numpy does not know all types."""
+    values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return digest_of({"values": values}, {"type": str(tensor.dtype), "shape": list(tensor.shape)})
+
+
+# What takes long to fit and is kept: in memory and on disk, found again by all that it depends on.
+
+ABOUT = "cspd"  # in a file's metadata; of several entries the order would not be the same in every file
+
+
+class Arrays(Protocol):
+    """A dataclass of arrays that can tell whether they are right."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def check(self, num_steps: int) -> None:
+        """Raises ValueError, saying what is wrong, where they are none for T = `num_steps` denoising steps."""
+
+
+KeptKind = TypeVar("Kind", bound=Arrays)
+
+
+class Kept:
+    """Arrays by their settings, which have T as "num_sampling_steps".
+
+    Args:
+        folders: where they are looked for, in this order; new ones are kept in the first that can be written to and is
+            not of an embedded checkpoint.
+    """
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self.writable = [folder for folder in folders if not is_embedded(folder)]
+        self._known: dict[str, Any] = {}
+
+    def get(self, kind: type[KeptKind], settings: Mapping, make: Callable[[], KeptKind]) -> KeptKind:
+        """The arrays of some settings: remembered, read, or made and kept."""
+        found = self.find(kind, settings)
+        if found is None:
+            found = make()
+            self._write(found, settings)
+            remember(self._known, _file_name(kind, settings), found)
+        return found
+
+    def find(self, kind: type[KeptKind], settings: Mapping) -> KeptKind | None:
+        """The arrays of some settings, remembered or read; None if they have not been made."""
+        name = _file_name(kind, settings)
+        if name not in self._known:
+            read = (_read(folder, kind, settings) for folder in self.folders)
+            found = next((arrays for arrays in read if arrays is not None), None)
+            if found is None:
+                return None
+            remember(self._known, name, found)
+        return self._known[name]
+
+    def folder_of(self, kind: type[KeptKind], settings: Mapping) -> Path | None:
+        """The folder that some settings' arrays are read from; None if there are none on disk."""
+        return next((folder for folder in self.folders if _read(folder, kind, settings) is not None), None)
+
+    def _write(self, made: Arrays, settings: Mapping) -> None:
+        """Writes to the first folder that can be written to. Warns if there is none."""
+        name = _file_name(type(made), settings)
+        about = json.dumps(_about(vars(made), settings))
+        for folder in self.writable:
+            with contextlib.suppress(OSError, SafetensorError):
+                folder.mkdir(parents=True, exist_ok=True)
+                with publishing(folder / name) as temporary:
+                    save_file(vars(made), temporary, metadata={ABOUT: about})
+                    temporary.chmod(0o644)
+                return
+        places = ", ".join(map(str, self.writable)) or "none given"
+        what = type(made).__name__.lower()
+        warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({places})", stacklevel=3)
+
+
+def _read(folder: Path, kind: type[KeptKind], settings: Mapping) -> KeptKind | None:
+    """The arrays that a folder keeps of some settings; None if they are absent, damaged or of something else."""
+    with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
+        with safe_open(folder / _file_name(kind, settings), "np") as file:
+            arrays = {field.name: file.get_tensor(field.name) for field in dataclasses.fields(kind)}
+            about = json.loads(file.metadata()[ABOUT])
+        if about == _about(arrays, settings):
+            read = kind(**arrays)
+            read.check(settings["num_sampling_steps"])
+            return read
+    return None
+
+
+def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
+    """What a file says of itself: what it was made for, and a digest of that and of all in it."""
+    return {"settings": settings, DIGEST: digest_of(arrays, settings)}
+
+
+def _file_name(kind: type, settings: Mapping) -> str:
+    return f"{kind.__name__.lower()}-{digest_of({}, settings)[:20]}.safetensors"
+
+
+# Folders of models of `transformers`: which files they must have.
+
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model*.bin")  # in the order that it looks for them
+
+
+def files_of(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """The files of the first pattern that has any."""
+    found = (sorted(file for file in folder.glob(pattern) if file.is_file()) for pattern in patterns)
+    return next(filter(None, found), [])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights, beside which a drafter of ours may lie."""
+    return files_of(folder, WEIGHTS)
+
+
+def check_files(folder: Path, needed: Mapping[str, Sequence[str]], of: str, advice: str) -> None:
+    """Raises CheckpointError where a folder lacks a file.
+
+    Args:
+        needed: maps what a file is to patterns of its name, of which any will do. of: whose files they are.
+    """
+    for what, patterns in needed.items():
+        if not files_of(folder, patterns):
+            raise CheckpointError(f"{folder}: no {what} of {of} there ({' or '.join(patterns)}): {advice}")

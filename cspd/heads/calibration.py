@@ -1,0 +1,278 @@
+"""Chains of the sampler's own, and the drafts that are fitted to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cspd.device import Precision
+from cspd.heads.chain import ContinuousHost, Denoised, MakeHost, Rows, denoise_ancestral, run_plain_round
+from cspd.heads.verify import draft_table
+from cspd.request import Request, Sequence, Stopwatch
+from cspd.terminal import Advance, no_advance
+from mar.head import schedule
+
+# The drafts of speculative denoising: linear predictors of the head's output, fitted once per model and settings.
+#
+# A calibration changes the speed, and which image a seed gives, but never the distribution of the images.
+# `cspd.heads.tuning` makes them and keeps them on disk.
+
+DRAFTS = {
+    "calibrated": "eps~ = c0 y + c1 eps' + c2 x', least squares by step and lag",
+    "frozen": "eps~ = eps', the last evaluated one: needs no fit, is right less often",
+}
+WINDOWS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+LARGEST = 1e6  # of coefficients (fits stay below 400) and of what a window makes of them (below 21,000)
+RIDGE = 1e-7  # of the mean diagonal: at the noisiest steps eps' and x' are nearly the same
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A draft, and how often it is right.
+
+    Attributes:
+        coefficients: float32 [T, lags, 3], (c0, c1, c2) by step and lag, lags from 1.
+        drift: float32 [T, lags], mean change of the variance channel.
+        calls: int16 [len(WINDOWS), N], sequential head calls of N tokens at each window, simulated on the traces.
+    """
+
+    coefficients: np.ndarray
+    drift: np.ndarray
+    calls: np.ndarray
+
+    def check(self, num_steps: int) -> None:
+        """Raises ValueError, saying what is wrong, where it is no draft for T = `num_steps` denoising steps."""
+        lags = min(WINDOWS[-1], num_steps)
+        wanted = {
+            "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST, LARGEST),
+            "drift": (np.float32, (num_steps, lags), -LARGEST, LARGEST),
+            "calls": (np.int16, (len(WINDOWS), max(1, self.calls.shape[-1])), 1, num_steps),
+        }
+        check_arrays("a calibration", vars(self), wanted)
+        with np.errstate(over="ignore"):
+            table = draft_table(self.coefficients, self.drift, num_steps, lags, temperature=1.0)
+        if not np.abs(table).max() <= LARGEST:
+            raise ValueError(f"a calibration's drafts grow beyond {LARGEST:g}")
+
+
+def check_arrays(owner: str, arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple]) -> None:
+    """Raises ValueError where arrays are not of the (dtype, shape, least, most) that is `wanted` of their names."""
+    for name, (dtype, shape, low, high) in wanted.items():
+        values = arrays[name]
+        if values.dtype != dtype or values.shape != shape:
+            kinds = f"{values.dtype} {list(values.shape)}, not {np.dtype(dtype)} {list(shape)}"
+            raise ValueError(f"{owner}'s {name} are {kinds}")
+        if not ((values >= low) & (values <= high)).all():  # NaN is in no range
+            raise ValueError(f"{owner}'s {name} are not all in {low:g}..{high:g}")
+
+
+def frozen(num_steps: int, most_lags: int = WINDOWS[-1]) -> tuple[np.ndarray, np.ndarray]:
+    """Coefficients [T, lags, 3] and drift [T, lags] of the frozen draft, which needs no fit."""
+    lags = min(most_lags, num_steps)
+    coefficients = np.tile(np.float32([0, 1, 0]), (num_steps, lags, 1))
+    return coefficients, np.zeros((num_steps, lags), np.float32)
+
+
+def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool = False) -> Calibration:
+    """Fits the draft to ancestral chains and simulates on them how often it is accepted.
+
+    For each step k and lag w it solves the least squares of eps_k on (x_k, eps_{k+w}, x_{k+w}), weights 1/sigma_k^2.
+    Chains that are not finite are left out, and count as never accepted. A fit that is no good becomes frozen.
+
+    Args:
+        x, eps, v: [T, N, d], inputs, guided noise predictions and variance channels of N chains; on the CPU.
+        temperature: tau > 0 the chains ran with. is_frozen: take the frozen draft instead of fitting one.
+    """
+    num_steps, num_chains = x.shape[:2]
+    s, generator = schedule(num_steps), torch.Generator().manual_seed(0)
+    coefficients, drift = (torch.from_numpy(values) for values in frozen(num_steps))
+    lags = coefficients.shape[1]
+    accepted = torch.zeros(num_steps, lags, num_chains, dtype=torch.bool)
+    accepted[0] = True  # step 0 is never judged
+    finite = (x.isfinite() & eps.isfinite() & v.isfinite()).all(2).all(0)
+    fitted_x, fitted_eps, fitted_v = (values[:, finite] for values in (x, eps, v))
+    is_frozen = is_frozen or not finite.any()
+    for k in range(1, num_steps - 1):
+        anchors = slice(k + 1, k + 1 + lags)  # by lag; there are fewer near T
+        num_lags = len(x[anchors])
+        anchor_x, anchor_eps, anchor_v = x[anchors], eps[anchors], v[anchors]
+        slope = s.log_sigma_slope[k]
+        if not is_frozen:
+            coefficients[k, :num_lags] = least_squares(fitted_x, fitted_eps, fitted_v, k, anchors, slope)
+            drift[k, :num_lags] = (fitted_v[k] - fitted_v[anchors]).mean((1, 2))
+
+        # would these drafts be accepted on the very chains they are fitted to?
+        c0, c1, c2 = coefficients[k, :num_lags, :, None, None].unbind(1)
+        eps_drafted = c0 * x[k] + c1 * anchor_eps + c2 * anchor_x
+        v_drafted = anchor_v + drift[k, :num_lags, None, None]
+        mean_error = s.mean_eps[k] * (eps_drafted - eps[k])
+        log_sigma_p = np.log(temperature) + s.log_sigma_base[k] + slope * v[k]
+        log_sigma_q = log_sigma_p + slope * (v_drafted - v[k])
+        accepted[k, :num_lags] = _draw_and_judge(mean_error, log_sigma_p, log_sigma_q, generator)
+
+    calls = [_simulate(accepted[:, :window]) for window in WINDOWS]
+    made = Calibration(
+        coefficients=coefficients.numpy(),
+        drift=drift.numpy(),
+        calls=torch.stack(calls).to(torch.int16).numpy(),
+    )
+    try:
+        made.check(num_steps)
+    except ValueError:
+        if is_frozen:
+            raise
+        return fit(x, eps, v, temperature, is_frozen=True)
+    return made
+
+
+def least_squares(x: Tensor, eps: Tensor, v: Tensor, k: int, anchors: slice, slope: float) -> Tensor:
+    """c [lags, 3] for eps_k on (x_k, eps and x of the anchors), weighted by 1/variance; x, eps, v [T, N, d]."""
+    anchor_x, anchor_eps, x, eps, v = x[anchors], eps[anchors], x[k], eps[k], v[k]
+    features = torch.stack([x.expand_as(anchor_x), anchor_eps, anchor_x], dim=1)
+    features = features.flatten(2).double()  # [lags, 3, N d]
+    weights = torch.exp(-2 * slope * (v - v.mean()))
+    weighted = features * weights.flatten().double()
+    gram = weighted @ features.transpose(1, 2)
+    moments = weighted @ eps.flatten().double()
+    mean_diagonal = gram.diagonal(dim1=1, dim2=2).mean(-1)
+    ridge = RIDGE * mean_diagonal[:, None, None] * torch.eye(3, dtype=torch.float64)
+    return torch.linalg.solve_ex(gram + ridge, moments).result.float()
+
+
+def _draw_and_judge(mean_error: Tensor, log_sigma_p: Tensor, log_sigma_q: Tensor, generator: torch.Generator) -> Tensor:
+    """Whether a draw of q is accepted as one of p, bool [lags, N].
+
+    Args:
+        mean_error: q's mean less p's, [lags, N, d]. log_sigma_p: [N, d]. log_sigma_q: [lags, N, d].
+    """
+    num_chains = len(log_sigma_p)
+    z_q = torch.randn(log_sigma_p.shape, generator=generator)
+    z_p = (mean_error + log_sigma_q.exp() * z_q) * torch.exp(-log_sigma_p)
+    log_ratio = log_sigma_q - log_sigma_p + 0.5 * (z_q - z_p) * (z_q + z_p)
+    uniform = torch.rand(num_chains, generator=generator)
+    return uniform.log() < log_ratio.sum(-1)
+
+
+def _simulate(accepted: Tensor) -> Tensor:
+    """Head calls per token [N], the first included, where `accepted` [T, W, N] says which lags are right at a step."""
+    num_steps, window, num_chains = accepted.shape
+    t = torch.full((num_chains,), num_steps - 2)
+    calls = torch.ones(num_chains)
+    chain = torch.arange(num_chains)
+    place = torch.arange(window).unsqueeze(1)
+    while (t >= 0).any():
+        calls += t >= 0
+        steps = (t - place).clamp(min=0)
+        prefix = accepted[steps, place, chain].cumprod(0).sum(0)
+        steps_left = (t + 1).clamp(0, window)
+        t = t - torch.minimum(prefix + 1, steps_left)
+    return calls
+
+
+# Chains of the sampler's own, which predictions of the head are fitted to and measured on.
+
+TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what a fit sees: the sampler's own tokens
+
+
+class Trace(NamedTuple):
+    """Ancestral chains of N tokens, on the CPU.
+
+    Attributes:
+        x, eps, v: [T, N, d], by step, inputs, guided noise predictions and variance channels. tokens: [N, d].
+        z: [G, N, D]. seed, position: int64 [N], of their noise. scale, temperature: [N, 1].
+    """
+
+    x: Tensor
+    eps: Tensor
+    v: Tensor
+    tokens: Tensor
+    z: Tensor
+    seed: Tensor
+    position: Tensor
+    scale: Tensor
+    temperature: Tensor
+
+    @property
+    def chains(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x, self.eps, self.v
+
+    def to(self, device: torch.device) -> Trace:
+        return Trace(*(values.to(device) for values in self))
+
+    def finite(self) -> Trace:
+        """The tokens whose chains are finite throughout. Raises ValueError where none is."""
+        right = torch.stack([values.isfinite().all(2).all(0) for values in self.chains]).all(0)
+        which = (right & self.tokens.isfinite().all(1)).nonzero().squeeze(1)
+        if not len(which):
+            raise ValueError(
+                f"all of {len(right)} chains left the numbers of float32, so there is nothing to fit: look at cfg,"
+                f" temperature, num_sampling_steps={len(self.x)} and the weights"
+            )
+        return Trace(*(_of_tokens(values, which) for values in self))
+
+
+def _of_tokens(values: Tensor, which: Tensor) -> Tensor:
+    """Some tokens of a field of `Trace`: they are its last dimension but one, or its only one."""
+    return values.index_select(max(0, values.dim() - 2), which)
+
+
+def num_traced(length: int, device: torch.device) -> int:
+    """Images of L tokens that a trace takes: two at least, but on a CPU, where a large model would take minutes."""
+    return max(1 if device.type == "cpu" else 2, -(-TRACE_TOKENS // length))
+
+
+def trace(
+    model: Any,
+    request: Request,
+    device: torch.device,
+    precision: Precision,
+    make_host: MakeHost,
+    held_out: bool = False,
+    advance: Advance = no_advance,
+) -> Trace:
+    """256 tokens of the sampler's own, labels and iterations mixed; `held_out`: others, of other labels and seeds.
+
+    `advance` is told of its parts, 1 in all.
+    """
+    length, num_classes = model.config.seq_len, model.config.class_num
+    num_images = num_traced(length, device)
+    spread = max(1, num_classes // num_images)  # between the labels
+    first = num_images if held_out else 0
+    common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
+    common |= {"temperature": request.temperature, "num_sampling_steps": request.num_sampling_steps}
+    batch = []
+    for i in range(num_images):
+        label = (i * spread + bool(first)) % num_classes
+        batch.append(Sequence(Request(label, TRACE_SEED + first + i, "ar", **common), ticket=i, slot=i))
+    host, watch = make_host(model, num_images, device, precision), Stopwatch(device)
+    host.admit(batch)
+    parts: list[Trace] = []
+    share = 1 / (common["num_iter"] * request.num_sampling_steps)
+    traced = functools.partial(_traced, parts, lambda: advance(share))
+    for _ in range(common["num_iter"]):
+        run_plain_round(host, batch, watch, denoise=traced)
+    return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
+
+
+def _traced(
+    parts: list[Trace], advance: Callable[[], None], host: ContinuousHost, model: str, rows: Rows, z: Tensor
+) -> Denoised:
+    """The ancestral chains of an iteration's rows, which are added to `parts`; `advance` is told of each step."""
+    steps: list[Tensor] = []
+
+    def keep(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:
+        steps.append(torch.stack([x, eps, v]))
+        advance()
+
+    made = denoise_ancestral(host, model, rows, z, trace=keep)
+    steps.reverse()  # they ran from T - 1 down to 0
+    x, eps, v = torch.stack(steps, dim=1)
+    whole = Trace(x, eps, v, made.tokens, z, rows.seed, rows.position, rows.scale, rows.temperature)
+    parts.append(whole.to(torch.device("cpu")))
+    return made

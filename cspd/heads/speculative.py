@@ -1,0 +1,573 @@
+"""Speculative denoising: many steps of the head's chain for one call. Guarantee: exact."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections import deque
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cspd.device import Precision, Report, send, send_integers
+from cspd.graphs import Graphs, bucket
+from cspd.heads.calibration import DRAFTS, WINDOWS, frozen
+from cspd.heads.chain import (
+    SHORT_FIRST,
+    Conditions,
+    ContinuousHost,
+    Denoised,
+    Rows,
+    ancestral_advice,
+    denoise_ancestral,
+    denoiser,
+    full_conditions,
+    run_plain_round,
+)
+from cspd.heads.verify import (
+    FIRST_BLOCK,
+    LOG_SIGMA_P,
+    MAX_TRIES,
+    MEAN_P,
+    NOBODY,
+    WAITING,
+    Slots,
+    capacity_for,
+    draft_table,
+    draw_residual,
+    first_step,
+    lookup,
+    move_on,
+    table_size,
+)
+from cspd.noise import DRAFT_OFFSET
+from cspd.option import Option, check_integer
+from cspd.request import Request, RoundStats, Sequence, Stopwatch
+from mar.head import Head, fill, schedule
+
+# What is left of a chain when it has ended: its token, and a record of how it came about.
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Chains that ended in a round, N of them.
+
+    Attributes:
+        owners: who they are, and row: int64 [N], what they are for, as given to `start`. tokens: [N, d].
+        record: int8 [N, T]: at the step a round began at, how many steps it decided, negative if the last of them was
+            resampled; 0 elsewhere. Each is one head call; the first, ancestral one at T - 1 counts as 1 step.
+        tries: of each, residual candidates looked at; fallbacks: how often none of them was kept.
+        log_sigma: [N], if traced, log sigma_p summed over channels and steps T - 1 .. 1. log_sigma_last: [N, d], at 0.
+    """
+
+    owners: list[Hashable]
+    row: Tensor
+    tokens: Tensor
+    record: Tensor
+    tries: list[int]
+    fallbacks: list[int]
+    log_sigma: Tensor
+    log_sigma_last: Tensor
+
+
+def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many drafted states were judged, and how many accepted: int64 [2, window] by lag, from 1, and [2, T] by step.
+
+    Args:
+        record: int8 [N, T] of finished chains, see `Finished`.
+    """
+    num_steps = record.shape[1]
+    _, begin = record.nonzero()
+    signed = record[record != 0].astype(np.int64)[:, None]  # a row for each head call
+    lag = np.arange(1, window + 1)
+    step = begin[:, None] - lag + 1
+    drafted = (begin < num_steps - 1)[:, None] & (step > 0)  # the first step is ancestral, and step 0 is never judged
+    judged = drafted & (lag <= np.abs(signed))
+    accepted = judged & (lag != -signed)
+    by_lag = np.stack([judged.sum(0), accepted.sum(0)])
+    by_step = np.stack([np.bincount(step[which], minlength=num_steps) for which in (judged, accepted)])
+    return by_lag, by_step
+
+
+# Speculative denoising: the head's chain in fewer head calls, with exactly the ancestral chain's distribution.
+#
+# `draft_verify` has the method. Here is which chains take part in a round, and what the host learns of them.
+
+# Of a launch that is a graph. What a launch of n rounds ended is known one launch later, so that an iteration of about
+# ten rounds wastes 1.5 n - 0.5 of them on chains that stand still. A launch takes the host about 0.1 ms, which the GPU
+# is not to wait for: a round of MAR-B's head takes it 0.05 ms with its kernels fused and 0.15 ms without.
+ROUNDS = 2
+
+
+@dataclass(eq=False)
+class _Chain:
+    """A chain under way, as the host knows it.
+
+    Attributes:
+        slot: where it is. since: the first launch whose report counts for it. left: the steps left, as last reported.
+    """
+
+    owner: Hashable
+    slot: int
+    since: float
+    left: int
+
+
+class Chains:
+    """Chains of many tokens, each at its own step, that move on together: one batched head call a round.
+
+    Chains may join at any time and leave when they end, so that the call stays full. They are moved on by launches:
+    functions of fixed shape of their slots, of a round or some, in which a chain that has ended stands still. On a GPU
+    the host reads what came of a launch when it has made the next one, so that neither waits for the other.
+
+    Args:
+        head: the diffusion head. table: of the draft, see `draft_table`. noise: the source of randomness.
+        graphs: what runs the launches; by default nothing is captured.
+        trace_sigma: also sum log sigma_p along the chains, see `Finished`.
+        drafting: the head is a draft model's, whose uniform draws and candidates are apart from the target's.
+        compiled: run rounds through torch.compile; the results agree to rounding.
+
+    Attributes:
+        rounds: of a launch, one head call each.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        table: Tensor,
+        precision: Precision,
+        noise: types.ModuleType,
+        *,
+        graphs: Graphs | None = None,
+        trace_sigma: bool = False,
+        drafting: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self.head, self.precision, self.noise, self.device = head, precision, noise, table.device
+        self._fast_head = precision.prepare(head)
+        self.trace_sigma, self.drafting = trace_sigma, drafting
+        self.num_steps, self.window = table.shape[:2]
+        self._lookup = lookup(table)
+        self._move = move_on(self.device, compiled)
+        with precision.full():
+            self._t_embed = head.time_embed(send_integers(schedule(self.num_steps).timestep_map, self.device))
+        self._graphs = graphs or Graphs(self.device, enabled=False)
+        self.rounds = ROUNDS if self._graphs.enabled else 1
+        self._late = self._graphs.enabled or self.device.type == "cuda"  # reports are read a launch late
+        self._slots: Slots | None = None
+        self._chains: list[_Chain] = []  # under way
+        self._rows: Tensor | None = None  # their slots on the device, until one joins or leaves
+        self._launches = 0
+        self._unread: deque[tuple[int, list[_Chain], Report]] = deque()
+
+    @property
+    def owners(self) -> list[Hashable]:
+        """Of the chains under way."""
+        return [chain.owner for chain in self._chains]
+
+    def clear(self) -> None:
+        """Drops the chains under way, also those of a start that failed."""
+        self._let_go(self._chains)
+        if self._slots is not None:
+            self._slots.clear()
+
+    def start(
+        self,
+        owners: Several[Hashable],
+        row: Tensor,
+        seed: Tensor,
+        position: Tensor,
+        z: Tensor,
+        scale: Tensor,
+        temperature: Tensor,
+        index: int = 0,
+    ) -> None:
+        """Starts N chains with their first step, which joins them to those under way.
+
+        Args:
+            owners: who they are. row: int64 [N], what they are for: both come back in `Finished`.
+            seed, position: int64 [N], of their noise. z: [G, N, D]. scale, temperature: [N, 1], the temperature that
+                of the draft's table. index: of x_T and eps_t, see `cspd.noise.initial`.
+        """
+        slots = self._reserve(len(owners), copies=len(z))
+        names = torch.stack([row, seed, position], dim=1)
+        self._join(send_integers(slots, self.device), names, z, scale, temperature, index)
+        left, since = self.num_steps - 1, self._launches + 1
+        self._chains = self._chains + [_Chain(owner, slot, since, left) for owner, slot in zip(owners, slots)]
+        self._rows = None
+
+    def _reserve(self, count: int, copies: int) -> list[int]:
+        """Slots for so many more chains; allocates more where needed, or where a table of modulations fits again."""
+        needed = 1 + len(self._chains) + count
+        most = table_size(self.head, copies, self.precision) // self.num_steps
+        old = self._slots
+        if old is None or needed > old.capacity or (needed <= most and not old.tabled):
+            capacity = capacity_for(needed, most)
+            self._slots = Slots(self.head, self.num_steps, copies, capacity, capacity <= most, self.device)
+            if old is not None:
+                self._move_from(old)
+        return self._slots.take(count)
+
+    def _move_from(self, old: Slots) -> None:
+        """Moves the chains under way from slots that were too few."""
+        slots, num_chains = self._slots, len(self._chains)
+        slots.adopt(old, [chain.slot for chain in self._chains])
+        for slot, chain in enumerate(self._chains, 1):
+            chain.slot = slot
+        if slots.tabled and not old.tabled and num_chains:
+            here = torch.arange(1, num_chains + 1, device=self.device)
+            slots.write_modulations(here, self._modulations(slots.c_embed[here].transpose(0, 1)))
+
+    def _modulations(self, c_embed: Tensor) -> list[Tensor]:
+        """The head's modulations by layer at all steps for conditions [G, N, width]: [G, N, T, ..]."""
+        with self.precision.fast():
+            return self._fast_head.modulations(self._t_embed, c_embed.unsqueeze(2))
+
+    def _join(self, here: Tensor, names: Tensor, z: Tensor, scale: Tensor, temperature: Tensor, index: int) -> None:
+        """Writes chains to their slots [N], after their first step; names: (row, seed, position) [N, 3]."""
+        slots, (_, seed, position) = self._slots, names.unbind(1)
+        x, eps_t, uniform = self.noise.chain(
+            seed, position, self.num_steps, self.head.channels, index, int(self.drafting)
+        )
+        log_uniform = uniform.log()
+        log_uniform[:, 0] = -math.inf  # step 0 is never rejected
+        slots.draws[here] = torch.cat([eps_t, log_uniform.unsqueeze(-1)], dim=-1)
+        with self.precision.full():
+            c_embed = self.head.cond_embed(fill(z))
+        layers = self._modulations(c_embed[:, : len(x)]) if slots.tabled else None
+        if layers:
+            slots.write_modulations(here, layers)
+        with self.precision.full():
+            if layers and self.precision.uniform:
+                first = [fill(layer[:, :, -1]) for layer in layers]
+            else:
+                first = self.head.modulations(self._t_embed[-1], c_embed)
+            state, log_sigma = first_step(self.head, x, eps_t[:, -1], first, scale, temperature, self.num_steps)
+        slots.state[here, :4] = state
+        slots.names[here] = names
+        slots.scale[here] = scale.unsqueeze(1)
+        slots.log_sigma[here] = log_sigma.sum(-1)
+        slots.c_embed[here] = c_embed[:, : len(x)].transpose(0, 1)
+        slots.progress[here] = slots.first_progress
+        slots.record[here] = slots.first_record
+
+    def advance(self) -> Finished | None:
+        """Launches rounds of every chain, of a step at least each; returns the chains that are known to have ended."""
+        if self._rows is None:
+            self._rows = self._padded(self._chains)
+        slots = self._slots
+        written = [slots.state, slots.progress, slots.record, slots.log_sigma]
+        progress = self._graphs.run((slots.key, "rounds"), self._run_rounds, self._rows, state=written)
+        self._launches += 1
+        self._unread.append((self._launches, self._chains, Report(progress)))
+        if self._late and len(self._unread) == 1:
+            return None
+        return self._follow(*self._unread.popleft())
+
+    def _padded(self, chains: Several[_Chain]) -> Tensor:
+        """The chains' slots, int64 on the device, and nobody's up to the next bucket."""
+        slots = [chain.slot for chain in chains]
+        return send_integers(slots + [NOBODY] * (bucket(len(slots)) - len(slots)), self.device)
+
+    def _run_rounds(self, rows: Tensor) -> Tensor:
+        """A launch of the chains in slots [R]; returns their progress [R, 4], see `Slots`."""
+        slots, modulations = self._slots, self._slots.modulations(self._t_embed)
+        windows = (rows * self.num_steps).unsqueeze(1) - self._lookup.lags
+        begin = torch.arange(0, len(rows) * self.window, self.window, device=self.device)
+        state, scale = slots.state.index_select(0, rows), slots.scale.index_select(0, rows)
+        left, waiting, tries, fallbacks = slots.progress.index_select(0, rows).unbind(1)
+        for _ in range(self.rounds):
+            chains = windows, begin, scale, state, left, waiting
+            with self.precision.fast():
+                moved = self._move(self._fast_head, self._lookup, slots.draws, modulations, *chains, self.trace_sigma)
+            state, left, waiting = moved.state, moved.left, moved.waiting
+            slots.record.view(-1).index_add_(0, moved.place, moved.record)
+            if self.trace_sigma:
+                slots.log_sigma.index_add_(0, rows, moved.log_sigma)
+        progress = torch.stack([left, waiting, tries, fallbacks], dim=1)
+        slots.state.index_copy_(0, rows, state)
+        slots.progress.index_copy_(0, rows, progress)
+        return progress
+
+    def _follow(self, launch: int, chains: list[_Chain], report: Report) -> Finished | None:
+        """Does what a launch of these chains asks for: draws residuals, and lets those go that have ended."""
+        unresolved, searching, ended = [], [], []
+        for chain, (left, waiting, tries, fallbacks) in zip(chains, report.tolist()):
+            if launch < chain.since:  # the report is out of date
+                continue
+            if left >= chain.left and not waiting:
+                raise RuntimeError("a round decided no step of a chain: its draft's table is damaged")
+            chain.left = left
+            if left == 0:  # though it may wait: step 0 is rejected where its log-ratio is -inf, as its uniform draw
+                ended.append((chain, tries, fallbacks))
+            elif waiting:
+                (unresolved if waiting < 2 * self.num_steps else searching).append(chain)
+        if unresolved:
+            self._resolve(unresolved)
+        if searching:
+            self._search_on(searching)
+        return self._finish(*zip(*ended)) if ended else None
+
+    def _resolve(self, chains: list[_Chain]) -> None:
+        """Draws the states that `gaussian.resample` left open, where the first candidates suffice."""
+        slots, first = self._slots, self._residual(0, FIRST_BLOCK)
+        written = [slots.state, slots.progress]
+        progress = self._graphs.run((slots.key, "residual"), first, self._padded(chains), state=written)
+        self._answered(chains)
+        if not self._late:
+            waiting = progress[:, WAITING].tolist()
+            self._search_on([chain for chain, wanted in zip(chains, waiting) if wanted])
+
+    def _search_on(self, chains: list[_Chain]) -> None:
+        """Draws them from the candidates after the first ones, by a search that reads from the device."""
+        if chains:
+            rows = send_integers([chain.slot for chain in chains], self.device)
+            self._residual(FIRST_BLOCK, MAX_TRIES)(rows)
+            self._answered(chains)
+
+    def _residual(self, first: int, max_tries: int) -> Callable[[Tensor], Tensor]:
+        """`draw_residual` of so many candidates, as a function of slots."""
+        offset = DRAFT_OFFSET if self.drafting else 0
+        return functools.partial(draw_residual, self._slots, self.noise, offset, first, max_tries)
+
+    def _answered(self, chains: list[_Chain]) -> None:
+        """What launches so far say of these chains is out of date."""
+        for chain in chains:
+            chain.since = self._launches + 1
+
+    def _finish(self, chains: Several[_Chain], tries: Several[int], fallbacks: Several[int]) -> Finished:
+        """Takes these chains, which have ended, out of their slots."""
+        slots, here = self._slots, send_integers([chain.slot for chain in chains], self.device)
+        state = slots.state.index_select(0, here)
+        self._let_go(chains)
+        slots.release([chain.slot for chain in chains])
+        return Finished(
+            owners=[chain.owner for chain in chains],
+            row=slots.names.index_select(0, here)[:, 0],
+            tokens=state[:, MEAN_P],
+            record=slots.record.index_select(0, here).to(torch.int8),
+            tries=[*tries],
+            fallbacks=[*fallbacks],
+            log_sigma=slots.log_sigma.index_select(0, here),
+            log_sigma_last=state[:, LOG_SIGMA_P],
+        )
+
+    def _let_go(self, chains: Several[_Chain]) -> None:
+        """Leaves these chains out from now on."""
+        for chain in chains:
+            chain.since = math.inf
+        self._chains = [chain for chain in self._chains if chain.since < math.inf]
+        self._rows = None
+
+
+# Speculative denoising of MAR's tokens: many steps of the head's chain a call. Guarantee: exact.
+
+WINDOW = Option(
+    "window",
+    int,
+    "denoising steps drafted ahead in the head; 0: none (default: the fastest on this device)",
+    high=WINDOWS[-1],
+    off=0,
+    metavar="W",
+)
+DRAFT = Option(
+    "draft",
+    DRAFTS,
+    "how the head's next outputs are predicted: by a fitted linear model, or as equal to the last one (frozen: no"
+    " calibration, lower acceptance)",
+    default="calibrated",
+)
+# where chains are short: here they all begin at timestep 999
+REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
+
+
+def chains_of(host: ContinuousHost, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
+    """Speculative chains of the host's "target" or "draft" for sequences that share a round; none is under way.
+
+    Where there are graphs, those of the last requests that asked for the same are taken again.
+    """
+    make = functools.partial(_make_chains, host, model, sequence.request, trace_sigma)
+    chains = host.graphs.last(f"chains of {model}, {trace_sigma=}", sequence.key, make)
+    chains.clear()
+    return chains
+
+
+def _make_chains(host: ContinuousHost, model: str, request: Request, trace_sigma: bool) -> Chains:
+    if request.draft == "frozen":
+        coefficients, drift = frozen(request.num_sampling_steps)
+    else:
+        calibration = host.tuning.calibrations[model].get(request)
+        coefficients, drift = calibration.coefficients, calibration.drift
+    table = draft_table(coefficients, drift, request.num_sampling_steps, request.window, request.temperature)
+    head = host.models[model].head
+    table = send({"table": table}, host.device)["table"]
+    drafting = model == "draft"
+    return Chains(
+        head,
+        table,
+        host.precision,
+        host.noise,
+        graphs=host.graphs,
+        trace_sigma=trace_sigma,
+        drafting=drafting,
+        compiled=host.tuning.compiled,
+    )
+
+
+class _Running:
+    """What sequences of one kind share while they run: the chains of all of them, and what these cost."""
+
+    def __init__(self, host: ContinuousHost, sequence: Sequence) -> None:
+        self.chains = chains_of(host, "target", sequence)
+        shape = (host.num_slots, host.config.seq_len, sequence.request.num_sampling_steps)
+        self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
+
+    def begin(self, host: ContinuousHost, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
+        """Starts the chains of the sequences' next iteration, by their first step."""
+        owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
+        row = rows.slot * host.seq_len + rows.position
+        self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
+        for sequence, count in zip(sequences, rows.counts):
+            sequence.refresh = functools.partial(self.show, host, sequence.slot)
+            sequence.iteration += 1
+            sequence.num_under_way = count
+            sequence.stats.iterations += 1
+            sequence.stats.backbone_calls += 1
+            sequence.stats.head_calls += 1
+            sequence.stats.head_evaluations += count * len(z)
+
+    def show(self, host: ContinuousHost, slot: int) -> None:
+        """Writes the head calls of a slot's tokens; of those that are not made yet they mean nothing."""
+        host.heat[slot] = (self.record[slot] != 0).sum(-1).float()
+
+    def advance(self, host: ContinuousHost, sequences: list[Sequence]) -> None:
+        """A launch of all chains, which are these sequences', of one head call or some; commits those that end."""
+        copies = 2 if sequences[0].request.guided else 1
+        rounds = self.chains.rounds
+        for sequence in sequences:
+            sequence.stats.head_calls += rounds
+            sequence.stats.head_evaluations += rounds * sequence.num_under_way * self.chains.window * copies
+        finished = self.chains.advance()
+        if finished:
+            host.tokens.view(-1, host.config.token_dim)[finished.row] = finished.tokens
+            self.record.flatten(0, 1)[finished.row] = finished.record
+            for sequence, tries, fallbacks in zip(finished.owners, finished.tries, finished.fallbacks):
+                sequence.stats.resample_tries += tries
+                sequence.stats.fallbacks += fallbacks
+                sequence.num_under_way -= 1
+                sequence.num_committed += 1
+
+
+def run_round(
+    host: ContinuousHost,
+    batch: list[Sequence],
+    watch: Stopwatch,
+    backbone: Conditions = full_conditions,
+) -> list[Sequence]:
+    """Runs head calls until three in four sequences have ended their iteration, and returns those that are finished.
+
+    This is plain autoregression with the denoiser `denoise` below, but that no sequence waits for the others' chains.
+
+    Those go on to their next iteration, and their rows join the chains still under way: no call waits for the slowest
+    token, and the backbone is called for many at once.
+    """
+    request = batch[0].request
+    if request.window == 0:
+        return run_plain_round(host, batch, watch, backbone=backbone)
+    kept = host.kept[batch[0].key]
+    if "running" not in kept:
+        kept["running"] = _Running(host, batch[0])
+    running = kept["running"]
+    idle = [s for s in batch if not s.num_under_way]
+    if idle:
+        rows = host.next_rows(idle)
+        watch.start("backbone")
+        z = backbone(host, idle, rows)
+        watch.start("head")
+        running.begin(host, idle, rows, z)
+    watch.start("head")
+    busy = [s for s in batch if s.num_under_way]
+    while 4 * len(busy) > len(batch):
+        running.advance(host, busy)
+        busy = [s for s in busy if s.num_under_way]
+    watch.start("other")
+    finished = [s for s in batch if s.iteration == s.request.num_iter and not s.num_under_way]
+    if finished:
+        slots = send_integers([sequence.slot for sequence in finished], host.device)
+        records = running.record[slots]
+        known = host.given(finished)
+        if known is not None:  # the record of these is of the slots' last sequences
+            records = records.masked_fill(known.unsqueeze(-1), 0)
+        host.heat[slots] = (records != 0).sum(-1).float()
+        report = Report(records)
+        for index, sequence in enumerate(finished):
+            num_made = sequence.request.num_made(host.seq_len)
+            sequence.complete_stats = functools.partial(_count, sequence.stats, report, index, request.window, num_made)
+    return finished
+
+
+def _count(stats: RoundStats, records: Report, index: int, window: int, num_made: int) -> None:
+    """Adds what the records [B, L, T] say of a sequence's chains, of which so many were run."""
+    record = records.array()[index]
+    stats.head_calls_per_token = float((record != 0).sum() / num_made)
+    stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
+
+
+def check(request: Request, host: ContinuousHost) -> None:
+    """Raises ValueError where a window does not fit the denoising steps, or there is no noise to speculate on."""
+    if request.window is not None:
+        most = min(WINDOWS[-1], request.num_sampling_steps)
+        check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
+        if request.window and request.temperature == 0:
+            raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
+
+
+def resolve(request: Request, host: ContinuousHost) -> Request:
+    """The request with the window that is fastest for it on this device, where it leaves that open."""
+    if request.window is not None:
+        return request
+    return request.but(**host.tuning.choice(request, host.num_slots).way)
+
+
+@denoiser(
+    "speculative",
+    "exact",
+    options=(WINDOW, DRAFT),
+    needs="calibration",
+    check=check,
+    resolve=resolve,
+    advice=functools.partial(ancestral_advice, remedy=REMEDY),
+    run_round=run_round,
+)
+def denoise(
+    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+) -> Denoised:
+    """Speculative chains of all rows, run until the last one has ended; arguments as in `cspd.heads.chain`."""
+    request = rows.sequences[0].request
+    if request.window == 0:
+        return denoise_ancestral(host, model, rows, z, index=index, densities=densities)
+    kept = host.kept[rows.sequences[0].key]
+    if (model, densities) not in kept:  # their table is made once
+        kept[model, densities] = chains_of(host, model, rows.sequences[0], trace_sigma=densities)
+    chains = kept[model, densities]
+    num = len(rows.seed)
+    row = torch.arange(num, device=z.device)
+    chains.start(range(num), row, rows.seed, rows.position, z, rows.scale, rows.temperature, index)
+    tokens, log_sigma_last = z.new_empty(2, num, host.config.token_dim)
+    record = torch.empty(num, request.num_sampling_steps, dtype=torch.int8, device=z.device)
+    log_sigma = z.new_empty(num)
+    while chains.owners:
+        finished = chains.advance()
+        if finished:
+            tokens[finished.row], record[finished.row] = finished.tokens, finished.record
+            log_sigma[finished.row], log_sigma_last[finished.row] = finished.log_sigma, finished.log_sigma_last
+    own_calls = (record != 0).sum(1).cpu().numpy()
+    evaluations = (1 + (own_calls - 1) * chains.window) * len(z)
+    head_calls = np.zeros(len(rows.sequences), np.int64)
+    np.maximum.at(head_calls, rows.owner, own_calls)
+    return Denoised(tokens, own_calls, head_calls, evaluations, log_sigma, log_sigma_last)

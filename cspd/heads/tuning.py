@@ -1,0 +1,434 @@
+"""What the head's samplers are tuned by: fits to the models and costs of this device, made once and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cspd import noise
+from cspd.device import Precision, seconds_of, send
+from cspd.files import Kept, KeptKind, content_hash, measured_once, of_device, remember, user_cache
+from cspd.graphs import Graphs
+from cspd.heads.calibrated import Plan, Predictor, Shortcut, Window, fit_predictor, fit_shortcut, plan_of
+from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, fit, trace
+from cspd.heads.chain import MakeHost, drawing
+from cspd.heads.speculative import Chains
+from cspd.heads.verify import draft_table, table_size
+from cspd.method import PLAIN, Choice, Chooser, is_enough, judged
+from cspd.request import Request
+from cspd.terminal import counting, no_advance
+from mar.head import Head
+
+# How far to look ahead: a cost model of the head on this device, and the window it recommends.
+
+LARGEST = 1e18  # seconds, sizes or bytes
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+STEPS, WINDOW, ROUNDS = 128, 8, 12  # of what is timed: long enough that no chain ends in it
+ANCESTRAL_STEPS = STEPS // 4
+REPEATS, PATIENCE = 5, 0.5  # sizes grow until one takes this many seconds
+ENOUGH = 3.0  # seconds of one size, after which two repeats will do: noise matters where times are short
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the head's work against its size.
+
+    Attributes:
+        rows: tokens at once; ancestral: seconds of a denoising step of so many, and start: of starting their
+            speculative chains, a denoising step.
+        inputs: rows times window; round: seconds of a speculative round on so many.
+        table_size: rows times steps that speculation has memory for, see `cspd.heads.verify.table_size`.
+    """
+
+    rows: list[int]
+    ancestral: list[float]
+    start: list[float]
+    inputs: list[int]
+    round: list[float]
+    table_size: int
+
+    def check(self) -> None:
+        """Raises ValueError where they are not what `measure` can have given."""
+        sizes = {"rows": self.rows, "inputs": self.inputs, "table_size": [self.table_size]}
+        seconds = {"ancestral": self.ancestral, "start": self.start, "round": self.round}
+        for name, values in (sizes | seconds).items():
+            kind = int if name in sizes else float
+            if not isinstance(values, list) or not all(type(each) is kind and 0 <= each < LARGEST for each in values):
+                raise ValueError(f"{name} are no numbers in 0..{LARGEST:g}")
+            if name != "table_size" and not 0 < len(values) == len(self.rows) <= len(ROWS):
+                raise ValueError(f"{name} are {len(values)}, and there are 1..{len(ROWS)} sizes")
+        if sorted({*self.rows, 0}) != [0, *self.rows] or sorted({*self.inputs, 0}) != [0, *self.inputs]:
+            raise ValueError("sizes do not grow")
+
+    def head_seconds(self, num_steps: int, rows: float, window: int, calls: np.ndarray | None = None) -> float:
+        """Predicted seconds of `rows` tokens' chains, together; window 0 is ancestral.
+
+        Args:
+            calls: head calls of some tokens at this window, as in `Calibration`.
+        """
+        if window == 0:
+            return num_steps * _interpolate(rows, self.rows, self.ancestral)
+        seconds = num_steps * _interpolate(rows, self.rows, self.start)
+        for num_calls in range(1, int(calls.max())):
+            share = (calls > num_calls).mean()  # of the tokens that are still under way after so many calls
+            chance = 1 - (1 - share) ** rows  # that any of the rows is
+            rows_left = rows * share / chance  # how many then are, on average
+            seconds += chance * _interpolate(rows_left * window, self.inputs, self.round)
+        return seconds
+
+    def choose(self, num_steps: int, rows: float, calibrate: Callable[[], Calibration]) -> Choice:
+        """The window that the head is fastest with for so many tokens at once, or none where that gains too little.
+
+        Args:
+            calibrate: gives the calibration; it is asked for only if some window may be worth it.
+        """
+        at_once = f"with {rows:.3g} token{'s' if rows > 1 else ''} at once"
+        too_large = rows * num_steps / max(1, self.table_size)
+        if too_large > 1:
+            table = f"{at_once} the head's table of {num_steps} steps"
+            return Choice(PLAIN, f"{table} needs {too_large:.2f} times the memory that it may take")
+        fewest = {window: np.array([1 + math.ceil((num_steps - 1) / window)]) for window in WINDOWS}
+        window, gain = self._fastest(num_steps, rows, fewest)
+        if not is_enough(gain):
+            return judged({"window": window}, gain, f"{at_once} the head", at_best=True)
+        window, gain = self._fastest(num_steps, rows, dict(zip(WINDOWS, calibrate().calls)))
+        return judged({"window": window}, gain, f"{at_once} the head")
+
+    def _fastest(self, num_steps: int, rows: float, calls: Mapping[int, np.ndarray]) -> tuple[int, float]:
+        """The window with the least predicted time, and how many times as fast as ancestral sampling that is.
+
+        Args:
+            calls: head calls of some tokens, by window.
+        """
+        seconds = {
+            window: self.head_seconds(num_steps, rows, window, own)
+            for window, own in calls.items()
+            if window <= num_steps
+        }
+        best = min(seconds, key=seconds.__getitem__)
+        return best, self.head_seconds(num_steps, rows, 0) / seconds[best]
+
+
+def _interpolate(size: float, sizes: list[int], seconds: list[float]) -> float:
+    """Linear between measured sizes, constant below the least, proportional above the largest."""
+    return float(np.interp(size, sizes, seconds)) * max(1.0, size / sizes[-1])
+
+
+class _AcceptAll:
+    """Noise whose uniform draws accept every drafted state, so that all timed rounds do the same."""
+
+    @staticmethod
+    def chain(*args: object) -> tuple[Tensor, ...]:
+        x, eps_t, uniform = noise.chain(*args)
+        return x, eps_t, torch.zeros_like(uniform)
+
+
+@torch.inference_mode()
+def measure(
+    head: Head,
+    guided: bool,
+    device: torch.device,
+    precision: Precision,
+    compiled: bool = False,
+    graphs: bool | None = None,
+) -> Costs:
+    """Times the ancestral chain and speculative rounds on random conditions; a second or two for small heads.
+
+    Args:
+        compiled, graphs: as of `cspd.engine.Engine`.
+    """
+    copies, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
+    coefficients = np.zeros((STEPS, WINDOW, 3))
+    coefficients[..., 1] = 1
+    table = draft_table(coefficients, np.zeros((STEPS, WINDOW)), STEPS, WINDOW, 1.0)
+    table = send({"table": table}, device)["table"]
+    runner = Graphs(device, graphs)
+    measured = {"ancestral": [], "start": [], "round": []}
+    rows, limit = [], table_size(head, copies, precision)
+    for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5, disable=None):
+        if rows and size * STEPS > limit:
+            break
+        z = torch.randn(copies, size, head.cond_embed.in_features, generator=generator).to(device)
+        chains = Chains(head, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
+        times = _time_one_size(chains, z, runner)
+        for name, seconds in times.items():
+            smaller = measured[name][-1:]  # more rows never take less time: where they seem to, it was noise
+            measured[name].append(max([min(seconds), *smaller]))
+        rows.append(size)
+        if times["start"][0] * STEPS > PATIENCE:
+            break
+    return Costs(rows=rows, inputs=[size * WINDOW for size in rows], table_size=limit, **measured)
+
+
+def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[float]]:
+    """Seconds of an ancestral step, of starting chains (a step), and of a round, for conditions z [G, R, D]."""
+    device, size = z.device, z.shape[1]
+    seed, position = torch.arange(size, device=device), torch.arange(size, device=device)
+    ones = torch.ones(size, 1, device=device)  # guidance scales and temperatures
+
+    draw = drawing(chains.head, noise, ANCESTRAL_STEPS, chains.precision)
+
+    def run_ancestral() -> None:
+        graphs.run("ancestral", draw, z, ones, ones, seed, position)
+
+    def start() -> None:
+        chains.clear()
+        chains.start(range(size), position, seed, position, z, ones, ones)
+
+    times = {"ancestral": [], "start": [], "round": []}
+    begun = time.perf_counter()
+    for repeat in range(REPEATS):
+        if repeat > 1 and time.perf_counter() - begun > ENOUGH:
+            break
+        times["ancestral"].append(seconds_of(run_ancestral, device) / ANCESTRAL_STEPS)
+        times["start"].append(seconds_of(start, device) / STEPS)
+        launches = [seconds_of(chains.advance, device) for _ in range(ROUNDS // chains.rounds)]
+        times["round"].append(statistics.median(launches) / chains.rounds)
+    return times
+
+
+# What speculation in the head is tuned by: drafts fitted to the models, and the costs of this device.
+#
+# Both are made on first use and kept on disk: calibrations beside the checkpoint, or else in the user's cache folder,
+# and costs in the user's cache folder. What is kept is found again by all that it depends on. The embedded checkpoints
+# come with calibrations for their usual settings (scripts/bundle_calibrations.py).
+
+# what a fit takes beside its traces, of which each takes 1: measured with `digits32`
+WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
+COSTS_SCHEMA = "cspd.costs/2"
+SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
+
+
+class Tuning(Chooser):
+    """Calibrations and costs, each made on first use, and the windows that are chosen by them.
+
+    Args:
+        target, draft: the models. device, precision, compiled, graphs: how they run.
+        make_host: makes a host of one model alone, whose sampling drafts are fitted to.
+        cache: where calibrations are kept, before the user's cache folder.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        device: torch.device,
+        precision: Precision,
+        compiled: bool,
+        graphs: bool,
+        cache: Path | None,
+        make_host: MakeHost,
+    ) -> None:
+        super().__init__()
+        self.target, self.device, self.precision = target, device, precision
+        self.compiled, self.graphs = compiled, graphs
+        folders = [folder for folder in (cache, user_cache()) if folder]
+        self.calibrations = {
+            name: Calibrations(model, device, precision, folders, make_host)
+            for name, model in (("target", target), ("draft", draft))
+            if model is not None
+        }
+        self._costs: dict[bool, Costs] = {}
+
+    def costs(self, guided: bool, again: bool = False) -> Costs:
+        """The head's costs on this device, measured on first use or `again`; kept in the user's cache folder."""
+        if guided not in self._costs or again:
+            self._costs[guided] = measured_costs(
+                self.target.head, guided, self.device, self.precision, self.compiled, self.graphs, user_cache(), again
+            )
+        return self._costs[guided]
+
+    def _kind(self, request: Request, num_slots: int) -> Hashable:
+        return *super()._kind(request, num_slots), request.num_made(self.target.config.seq_len)
+
+    def _choose(self, request: Request, num_slots: int) -> Choice:
+        """The window that is fastest on this device, and why."""
+        num_steps, temperature = request.num_sampling_steps, request.temperature
+        if temperature == 0 or num_steps < 3:
+            settings = f"temperature={temperature}, num_sampling_steps={num_steps}"
+            return Choice(PLAIN, f"{settings}: there is nothing to draft")
+        num_made = request.num_made(self.target.config.seq_len)
+        rows = num_slots * (request.gamma or num_made / request.num_iter)  # denoised at once: of all slots
+        calibrate = functools.partial(self.calibrations["target"].get, request)
+        choice = self.costs(request.guided).choose(num_steps, rows, calibrate)
+        if choice.way == PLAIN:
+            return choice
+        return Choice(choice.way, f"{choice.why}; --window {choice.way['window']} gives these images on any machine")
+
+
+class Calibrations:
+    """The calibrations of one model, made on first use and kept.
+
+    Args:
+        model, device, precision: whose, and how it computes.
+        folders: where they are looked for, in this order; a new one is kept in the first that can be written to.
+        make_host: makes a host of the model alone, whose sampling drafts are fitted to.
+    """
+
+    def __init__(
+        self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_host: MakeHost
+    ) -> None:
+        self.model, self.device, self.precision, self.make_host = model, device, precision, make_host
+        self._kept = Kept(folders)
+        self._weights: str | None = None
+        self._plans: dict[tuple, Plan] = {}
+        self._windows: dict[str, list[Window]] = {}
+        self._traces: tuple[dict, dict[bool, Trace]] = {}, {}  # the settings last asked for, and theirs
+        self._advance = no_advance  # of the fit that is told of
+
+    @contextlib.contextmanager
+    def fitting(self, request: Request, *kinds: type) -> Iterator[None]:
+        """Tells of fits of these kinds, if any is to be made within it: as of one, with the time for all."""
+        if self._advance is not no_advance:  # a part of what is told of
+            yield
+            return
+        missing = [kind for kind in kinds if self.find(request, kind) is None]
+        traces = {held_out for kind in missing for held_out in (False, kind is not Calibration)}
+        work = len(traces - self._remembered(request).keys()) + sum(WORK[kind] for kind in missing)
+        settings = f"cfg={request.cfg:g}, temperature={request.temperature:g}, {request.num_sampling_steps} steps"
+        how = f"{settings}, {self.precision.policy}"
+        place = next(iter(self._kept.writable), "memory")
+        told = f"fitting the calibration of `{request.method}` to this model, for the first time with {how}"
+        with counting(f"{told} (kept in {place})", work) as self._advance:
+            try:
+                yield
+            finally:
+                self._advance = no_advance
+
+    def get(self, request: Request) -> Calibration:
+        """The calibration for a resolved request's guidance, temperature, T and draft."""
+        return self._kept.get(Calibration, self._settings(request, Calibration), lambda: self._fit(request))
+
+    def predictor(self, request: Request) -> Predictor:
+        """The predictor for a request's guidance, temperature and T."""
+        return self._kept.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
+
+    def find(self, request: Request, kind: type[KeptKind]) -> KeptKind | None:
+        """What is kept of a request and a kind; None if it has not been fitted."""
+        return self._kept.find(kind, self._settings(request, kind))
+
+    def plan(self, request: Request, head_calls: int | None, most: float | None = None) -> Plan:
+        """The plan of so many head calls, or of a divergence, for a request's chains; arguments as in `plan_of`."""
+        settings = json.dumps(self._settings(request, Predictor)), head_calls, most
+        if settings not in self._plans:
+            remember(self._plans, settings, plan_of(self.predictor(request).skip_cost, head_calls, most))
+        return self._plans[settings]
+
+    def shortcut(self, request: Request) -> Shortcut:
+        """The shortcut for a resolved request's guidance, temperature, T, head calls and null class."""
+        return self._kept.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
+
+    def windows(self, request: Request) -> list[Window]:
+        """What follows each call of a request's shortcut, on the device."""
+        settings = json.dumps(self._settings(request, Shortcut))
+        if settings not in self._windows:
+            windows = self.shortcut(request).windows(self.predictor(request), request.null_every, self.device)
+            remember(self._windows, settings, windows)
+        return self._windows[settings]
+
+    def folder_of(self, request: Request, kind: type = Calibration) -> Path | None:
+        """The folder that keeps what is of a request and a kind; None if there is none on disk."""
+        return self._kept.folder_of(kind, self._settings(request, kind))
+
+    def _settings(self, request: Request, kind: type) -> dict:
+        """All that the arrays of a kind depend on."""
+        own: dict[type, dict] = {
+            Calibration: {"draft": request.draft},
+            Shortcut: {"head_calls": request.head_calls, "null_every": request.null_every if request.guided else None},
+        }
+        return self._of_chains(request) | {"schema": SCHEMAS[kind]} | own.get(kind, {})
+
+    def _of_chains(self, request: Request) -> dict:
+        """All that chains depend on."""
+        if self._weights is None:
+            self._weights = content_hash(self.model)
+        return {
+            "weights": self._weights,
+            "cfg": float(request.cfg),
+            "cfg_schedule": request.cfg_schedule if request.guided else None,
+            "temperature": float(request.temperature),
+            "num_sampling_steps": request.num_sampling_steps,
+            "precision": self.precision.policy,
+            "seed": TRACE_SEED,
+        }
+
+    @torch.inference_mode()
+    def _fit(self, request: Request) -> Calibration:
+        with self.fitting(request, Calibration):
+            chains = self._trace(request, held_out=False).chains
+            made = fit(*chains, request.temperature, request.draft == "frozen")
+            self._advance(WORK[Calibration])
+        return made
+
+    @torch.inference_mode()
+    def _fit_predictor(self, request: Request) -> Predictor:
+        with self.fitting(request, Predictor):
+            seen, held_out = (self._trace(request, held_out).finite().chains for held_out in (False, True))
+            made = fit_predictor(seen, held_out, request.temperature)
+            self._advance(WORK[Predictor])
+        return made
+
+    @torch.inference_mode()
+    def _fit_shortcut(self, request: Request) -> Shortcut:
+        with self.fitting(request, Predictor, Shortcut):
+            predictor, steps = self.predictor(request), self.plan(request, request.head_calls).steps
+            seen, held_out = (self._trace(request, held_out).finite().to(self.device) for held_out in (False, True))
+            advance = lambda share: self._advance(share * WORK[Shortcut])  # noqa: E731
+            given = seen, held_out, predictor, steps, request.null_every, self.precision
+            return fit_shortcut(self.model.head, *given, advance)
+
+    def _trace(self, request: Request, held_out: bool) -> Trace:
+        """Chains of the sampler's own; the last ones are remembered, since several fits take the same."""
+        traces = self._remembered(request)
+        if held_out not in traces:
+            traces[held_out] = trace(
+                self.model, request, self.device, self.precision, self.make_host, held_out, self._advance
+            )
+        return traces[held_out]
+
+    def _remembered(self, request: Request) -> dict[bool, Trace]:
+        """The traces of a request's settings that are remembered, by whether they are held out."""
+        settings = self._of_chains(request)
+        if self._traces[0] != settings:
+            self._traces = settings, {}
+        return self._traces[1]
+
+
+def measured_costs(
+    head: Head,
+    guided: bool,
+    device: torch.device,
+    precision: Precision,
+    compiled: bool,
+    graphs: bool,
+    folder: Path,
+    again: bool = False,
+) -> Costs:
+    """The costs of a head's size on this device: from `folder`, or measured (`again`) and kept there."""
+    key = {
+        "schema": COSTS_SCHEMA,
+        **of_device(device),
+        "precision": precision.policy,
+        "head": [head.channels, head.width, len(head.res_blocks), head.cond_embed.in_features],
+        "guided": guided,
+        "compiled": compiled,
+        "graphs": graphs,
+    }
+
+    def timed() -> Costs:
+        return measure(head, guided, device, precision, compiled, graphs)
+
+    return measured_once(Costs, key, timed, "timing this device, once", folder, again)

@@ -1,0 +1,321 @@
+"""CSpD: a smaller MAR drafts tokens, the target accepts or resamples them. Guarantee: heuristic."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cspd.device import send, send_integers
+from cspd.heads import (
+    calibrated,  # noqa: F401 - the samplers of the head register their names
+    solvers,  # noqa: F401 - the samplers of the head register their names
+    speculative,  # noqa: F401 - the samplers of the head register their names
+)
+from cspd.heads.chain import DENOISERS, Denoised, Rows, advance, check_ancestral
+from cspd.heads.verify import first_kept
+from cspd.masked.host import MARHost
+from cspd.method import Method, choices
+from cspd.option import Option, check_integer
+from cspd.request import Request, Sequence, Stopwatch
+
+# What CSpD decides by (arXiv 2411.11925, section 3.2): the ratio of two denoising chains' densities at a token.
+
+SIGMA = Option(
+    "sigma",
+    ("paper", "published"),
+    "Sigma of the ratio: as in eq. 4, or inverted, as in the authors' released code",
+    default="paper",
+    implied=True,
+)
+
+
+class Paths(NamedTuple):
+    """Tokens, and the Gaussians of the chains that made them; indexed, those of some.
+
+    Attributes:
+        tokens: [..., d], which are the means of the last step. log_sigma: [...], summed over channels and the steps
+            T - 1 .. 1. log_sigma_last: [..., d], at step 0, where sampling adds no noise but a sigma exists.
+    """
+
+    tokens: Tensor
+    log_sigma: Tensor
+    log_sigma_last: Tensor
+
+    def at(self, *index: Tensor) -> Paths:
+        return Paths(*(values[index] for values in self))
+
+
+def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float, sigma: str | None = None) -> Tensor:
+    """log of eq. 4's p(x) / q(x), Sigma included, for tokens x [R, n, d]: [R, n].
+
+    Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1 (as in eq. 4; the supplement's 14-17 drop a minus sign), or
+    its inverse, see `SIGMA`.
+    """
+    log_big_sigma = p.log_sigma - q.log_sigma if sigma == "published" else q.log_sigma - p.log_sigma
+    # the last step's Gaussians, with their means and sigmas; only the z-scores are tempered
+    mean_p, mean_q = p.tokens[:, None], q.tokens[:, None]
+    log_sigma_p, log_sigma_q = p.log_sigma_last[:, None], q.log_sigma_last[:, None]
+    z_p = (x - mean_p) * torch.exp(-log_sigma_p) / ratio_temperature
+    z_q = (x - mean_q) * torch.exp(-log_sigma_q) / ratio_temperature
+    last = log_sigma_q - log_sigma_p + 0.5 * (z_q - z_p) * (z_q + z_p)
+    return log_big_sigma[:, None] + last.sum(-1)
+
+
+# CSpD: a smaller MAR drafts tokens, the target accepts or resamples them them. Guarantee: heuristic.
+#
+# Source: Continuous Speculative Decoding (arXiv 2411.11925), Algorithm 1. The acceptance ratio compares two chains
+# that visit different states. So it is not a density ratio at one point, and the output's distribution is not the
+# target's. Taken literally (ratio temperature 1) it accepts nothing, since the last step's sigma is far below the
+# distance of the two models' tokens. The authors' code divides that step's z-scores by 42, which is the default here.
+
+OPTIONS = (
+    Option("gamma", int, "tokens drafted per round", default=8, low=1),
+    Option(
+        "verify",
+        ("parallel", "sequential"),
+        "verify all drafted tokens from the verified prefix, or each one after those before it",
+        default="parallel",
+    ),
+    Option(
+        "ratio_temperature",
+        float,
+        "divides the last step's z-scores in the ratio; 1 is the paper's formula",
+        default=42.0,
+        above=0,
+        metavar="X",
+    ),
+    SIGMA,
+    Option("align", bool, "draft model and target denoise a token with the same noise", default=True),
+    Option(
+        "prefill",
+        float,
+        "fraction of the tokens that the target generates alone, at first",
+        default=0.05,
+        high=1,
+        metavar="P",
+    ),
+    *(
+        option
+        for option in choices("chains", DENOISERS, "how both models denoise a token", default="ancestral")
+        if option.name != "audit"  # nobody is told of an audit of two models' chains
+    ),
+)
+MAX_TRIES = 100
+
+
+def _denoise(
+    host: MARHost, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
+) -> tuple[Paths, Denoised]:
+    """Rows by a model's head, as the request's chains are: their paths, and what they cost."""
+    made = DENOISERS[request.chains].denoise(host, model, rows, z, index=index, densities=True)
+    return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
+
+
+class _Running:
+    """How many of each sequence's drafts were judged and accepted, by how far ahead and by rank."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.by_lag: dict[Sequence, np.ndarray] = {}
+        self.by_rank: dict[Sequence, np.ndarray] = {}
+
+    def count(self, sequence: Sequence, accepted: np.ndarray) -> None:
+        """Adds a round's decisions on a sequence's next tokens: bool [n], in their order."""
+        by_lag = self.by_lag.setdefault(sequence, np.zeros((2, sequence.request.gamma), dtype=np.int64))
+        by_rank = self.by_rank.setdefault(sequence, np.zeros((2, self.length), dtype=np.int64))
+        num, known = len(accepted), sequence.num_committed
+        judged_and_accepted = np.stack([np.ones_like(accepted), accepted])
+        by_lag[:, :num] += judged_and_accepted
+        by_rank[:, known : known + num] += judged_and_accepted
+
+
+def _running(host: MARHost, sequence: Sequence) -> _Running:
+    return host.kept[sequence.key].setdefault("counts", _Running(host.seq_len))
+
+
+def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
+    """Drafts counts[i] tokens of batch[i] one after the other and writes them to the slots: fields [B, gamma, ...]."""
+    request, channels = batch[0].request, host.config.token_dim
+    by_token = torch.zeros(len(batch), max(counts), device=host.device)
+    by_channel = torch.zeros(*by_token.shape, channels, device=host.device)
+    drafted = Paths(tokens=by_channel, log_sigma=by_token, log_sigma_last=by_channel.clone())
+    watch.start("draft")
+    for offset in range(max(counts)):
+        index = [i for i, count in enumerate(counts) if count > offset]
+        active = [batch[i] for i in index]
+        rows = host.rows(active, [sequence.num_committed + offset for sequence in active], [1] * len(active))
+        paths, made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
+        host.commit(rows, paths.tokens)
+        where = send_integers(index, host.device)
+        for values, of_step in zip(drafted, paths):
+            values[where, offset] = of_step
+        for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
+            sequence.stats.draft_backbone_calls += 1
+            sequence.stats.draft_head_calls += head_calls
+    return drafted
+
+
+def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Paths, q: Paths) -> tuple[Tensor, Tensor]:
+    """Tokens [N, d] of norm(max(0, p - q)) for rejected rows `which` [N], by eq. 11, and the tries of each."""
+    p, q = p.at(which), q.at(which)
+    seed, position = rows.seed[which], rows.position[which]
+    channels = p.tokens.shape[-1]
+
+    def keep(y: Tensor) -> Tensor:
+        """eq. 11's alpha_s = max(0, 1 - q(y) / p(y)), Sigma included."""
+        return -torch.expm1(-log_ratio(y, p, q, request.ratio_temperature, request.sigma).clamp(min=0))
+
+    def draws(first: int, num: int) -> tuple[Tensor, Tensor]:
+        normals, uniform = host.noise.token_candidates(seed, position, first, num, channels)
+        return normals, uniform.log()
+
+    # candidates come from the target's own last step, tau sigma_p: only the ratio is tempered
+    proposal = p.tokens[:, None], p.log_sigma_last[:, None]
+    tokens, tries = first_kept(proposal, keep, draws, MAX_TRIES)
+    none_kept = (tries > MAX_TRIES).unsqueeze(-1)
+    return torch.where(none_kept, p.tokens, tokens), tries
+
+
+def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Prefills sequences that are at their start; runs a round of Algorithm 1 for the others."""
+    length = host.config.seq_len
+    prefill = math.ceil(batch[0].request.prefill * length)
+    starting = [sequence for sequence in batch if sequence.num_committed < prefill]
+    if starting:
+        rows = host.next_rows(starting, limit=prefill)
+        advance(host, starting, rows, watch)
+        host.heat[rows.slot, rows.position] = torch.full_like(rows.scale[:, 0], torch.nan)
+    going = [sequence for sequence in batch if sequence not in starting]
+    if going:
+        _speculate(host, going, watch)
+    finished = [sequence for sequence in batch if sequence.num_committed == length]
+    running = _running(host, batch[0])
+    for sequence in finished:
+        for name in ("by_lag", "by_rank"):
+            counts = getattr(running, name).pop(sequence, None)
+            if counts is not None:
+                setattr(sequence.stats, name, counts.tolist())
+    return finished
+
+
+def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
+    """A round of Algorithm 1."""
+    request, length = batch[0].request, host.seq_len
+    known = [sequence.num_committed for sequence in batch]
+    counts = [min(request.gamma, length - num_known) for num_known in known]
+    rows = host.rows(batch, known, counts)
+
+    # draft: gamma tokens one after the other, with the noise that the target will have
+    q = _draft(host, batch, counts, watch).at(rows.sequence, rows.offset)
+
+    # verify: denoise the same tokens with the target, and accept with probability min(1, p / q), eq. 4
+    watch.start("backbone")
+    z = _target_conditions(host, batch, rows)
+    watch.start("head")
+    p, made = _denoise(host, "target", request, rows, z, index=0 if request.align else 1)
+    ratio = log_ratio(q.tokens[:, None], p, q, request.ratio_temperature, request.sigma).squeeze(-1)
+    uniform = host.noise.token_coins(rows.seed, rows.position)
+    watch.start("other")
+    accepted = (uniform.log() < ratio).cpu().numpy()
+    committed = _num_committed(request, counts, accepted)
+    decided = np.concatenate([np.arange(count) < num for count, num in zip(counts, committed)])
+
+    # resample what was rejected, eq. 11
+    tries = np.zeros(len(accepted), dtype=np.int64)
+    rejected = np.flatnonzero(decided & ~accepted)
+    if len(rejected):
+        which = send_integers(rejected, host.device)
+        tokens, tried = _resample(host, request, rows, which, p, q)
+        host.tokens[rows.slot[which], rows.position[which]] = tokens
+        tries[rejected] = tried.cpu().numpy()
+
+    # commit: the drafted tokens are in their slots already
+    sent = send({"rows": np.flatnonzero(decided), "heat": accepted[decided].astype(np.float32)}, host.device)
+    host.heat[rows.slot[sent["rows"]], rows.position[sent["rows"]]] = sent["heat"]
+    _account(host, batch, rows, made, committed, accepted, tries)
+    for sequence, count in zip(batch, committed):
+        sequence.iteration += 1
+        sequence.num_committed += count
+
+
+def _target_conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+    """The target's z for drafted tokens: from the verified prefix, or each from all tokens before it."""
+    if batch[0].request.verify == "parallel":
+        return host.conditions(batch, rows)
+    owners, known = [], []  # a context for each drafted token
+    for sequence, num_known, count in zip(batch, rows.known, rows.counts):
+        owners += [sequence] * count
+        known += range(num_known, num_known + count)
+    return host.conditions(owners, host.rows(owners, known, [1] * len(owners)))
+
+
+def _num_committed(request: Request, counts: list[int], accepted: np.ndarray) -> list[int]:
+    """How many drafted tokens of each sequence are decided: all, or those up to the first rejection."""
+    if request.verify == "parallel":
+        return counts
+    apart = np.split(accepted, np.cumsum(counts)[:-1])
+    prefixes = [own.cumprod().sum().item() for own in apart]
+    return [min(prefix + 1, count) for prefix, count in zip(prefixes, counts)]
+
+
+def _account(
+    host: MARHost,
+    batch: list[Sequence],
+    rows: Rows,
+    made: Denoised,
+    committed: list[int],
+    accepted: np.ndarray,
+    tries: np.ndarray,
+) -> None:
+    """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
+    running = _running(host, batch[0])
+    first = 0
+    head_calls = made.head_calls_by_sequence(len(batch))
+    for sequence, count, num_committed, own_calls in zip(batch, rows.counts, committed, head_calls):
+        drafted, decided = slice(first, first + count), slice(first, first + num_committed)
+        first += count
+        running.count(sequence, accepted[decided])
+        stats = sequence.stats
+        stats.iterations += 1
+        stats.backbone_calls += 1
+        stats.head_calls += own_calls
+        stats.head_calls_per_token += made.calls[decided].sum().item() / sequence.request.num_made(host.seq_len)
+        stats.head_evaluations += made.evaluations[drafted].sum().item()
+        stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
+        stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())
+
+
+def check(request: Request, host: MARHost) -> None:
+    """Raises ValueError where more is drafted than there is, or there is no noise to compare densities by."""
+    check_integer("gamma", request.gamma, 1, host.seq_len, "a round drafts at most all of the sequence's tokens")
+    if request.temperature == 0:
+        raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
+    if request.prefill:
+        check_ancestral(request, host)  # whose chains make the prefill
+    DENOISERS[request.chains].check(request, host)
+
+
+def resolve(request: Request, host: MARHost) -> Request:
+    """The request with what its chains decide."""
+    return DENOISERS[request.chains].resolve(request, host)
+
+
+CSPD = Method(
+    name="cspd",
+    family="MAR",
+    guarantee="heuristic",
+    summary="a draft MAR proposes tokens, the target accepts or resamples",
+    papers={"2411.11925": "Continuous Speculative Decoding for Autoregressive Image Generation"},
+    run_round=run_round,
+    needs="draft model",
+    options=OPTIONS,
+    mixed=lambda request: ("num_iter",),
+    check=check,
+    resolve=resolve,
+    advice=lambda request: DENOISERS[request.chains].advice(request),
+    uses=lambda request: {"draft"},
+)

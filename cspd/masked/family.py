@@ -1,0 +1,299 @@
+"""The family of MAR: its models, its samplers as points on three axes, and the list of its methods."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from cspd.device import Precision
+from cspd.graphs import Graphs
+from cspd.heads.chain import (
+    ANCESTRAL_MIXED,
+    ANCESTRAL_OPTIONS,
+    DENOISERS,
+    Denoiser,
+    ancestral_advice,
+    check_ancestral,
+    run_plain_round,
+)
+from cspd.heads.tuning import Tuning
+from cspd.masked.backbones import BACKBONES, Backbone
+from cspd.masked.cspd import CSPD
+from cspd.masked.host import MARHost, check_memory, usual_tokens
+from cspd.masked.orders import ORDERS, Order
+from cspd.method import Method, _with_defaults, choices, register_family
+from cspd.models import NO_NAMES, ClassNames
+from cspd.request import Request, Sequence, Stopwatch
+from mar.model import MAR
+from mar.vae import AutoencoderKL
+
+# Samplers of MAR: a choice on each of three axes. Published methods are points on them.
+#
+# * order: which tokens when, `cspd.masked.orders`.
+# * backbone: how their conditions z are computed, `cspd.masked.backbones`.
+# * denoiser: how a token is drawn from z, `cspd.heads.chain`.
+#
+# A method that is named for its denoiser takes any order and backbone; the others take any denoiser too.
+
+MEANING = {
+    "order": "which tokens when: MAR's random order, or one after the other of a checkerboard's colours",
+    "backbone": "how the transformer is evaluated: in full, or with what earlier iterations left",
+    "denoiser": "how a token is drawn from its condition",
+}
+
+
+class Point(NamedTuple):
+    """A choice on each axis, by name."""
+
+    order: str
+    backbone: str
+    denoiser: str
+
+    def of(self, request: Request) -> Point:
+        """What a request chooses, and this where it leaves that open."""
+        return Point(*(getattr(request, axis) or usual for axis, usual in self._asdict().items()))
+
+    @property
+    def parts(self) -> tuple[Order, Backbone, Denoiser]:
+        return ORDERS[self.order], BACKBONES[self.backbone], DENOISERS[self.denoiser]
+
+    @property
+    def guarantee(self) -> str:
+        """The denoiser's, where nothing else is changed."""
+        is_plain = self.order == "random" and self.backbone == "full"
+        return DENOISERS[self.denoiser].guarantee if is_plain else "heuristic"
+
+
+def run_round(usual: Point, host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Runs the next iteration of every sequence by its backbone and denoiser and returns those that are finished."""
+    _, backbone, denoiser = usual.of(batch[0].request).parts
+    if denoiser.run_round is not None:
+        return denoiser.run_round(host, batch, watch, backbone.conditions)
+    return run_plain_round(host, batch, watch, backbone=backbone.conditions, denoise=denoiser.denoise)
+
+
+def check(usual: Point, request: Request, host: MARHost) -> None:
+    """Raises ValueError where a choice on some axis does not fit the rest."""
+    for part in usual.of(request).parts:
+        part.check(request, host)
+
+
+def resolve(usual: Point, request: Request, host: MARHost) -> Request:
+    """The request with what its backbone and its denoiser decide."""
+    _, backbone, denoiser = usual.of(request).parts
+    return denoiser.resolve(backbone.resolve(request, host), host)
+
+
+def sampling(
+    name: str,
+    summary: str,
+    papers: dict[str, str],
+    *,
+    order: str = "random",
+    backbone: str = "full",
+    denoiser: str = "ancestral",
+    any_denoiser: bool = False,
+    **defaults: object,
+) -> Method:
+    """A sampler: a point on the axes.
+
+    Args:
+        order, backbone, denoiser: by name. any_denoiser: a request may choose another.
+        defaults: values of their options.
+    """
+    usual = Point(order, backbone, denoiser)
+    options = [
+        *choices("order", ORDERS, MEANING["order"], order, **defaults),
+        *choices("backbone", BACKBONES, MEANING["backbone"], backbone, **defaults),
+    ]
+    if any_denoiser:
+        options += choices("denoiser", DENOISERS, MEANING["denoiser"], denoiser, **defaults)
+    else:
+        options += _with_defaults(DENOISERS[denoiser].options, defaults)
+    return Method(
+        name=name,
+        family="MAR",
+        guarantee=usual.guarantee,
+        summary=summary,
+        papers=papers,
+        run_round=functools.partial(run_round, usual),
+        needs=DENOISERS[denoiser].needs,
+        options=tuple(options),
+        mixed=lambda request: DENOISERS[usual.of(request).denoiser].mixed,
+        check=functools.partial(check, usual),
+        resolve=functools.partial(resolve, usual),
+        of_request=lambda request: usual.of(request).guarantee,
+        advice=lambda request: DENOISERS[usual.of(request).denoiser].advice(request),
+        heat="calls",
+    )
+
+
+# The published samplers of MAR, and ours, by their names: points on the axes of `sampling`.
+
+AR = Method(
+    name="ar",
+    family="MAR",
+    guarantee="exact",
+    summary="baseline sampling: every token takes the full denoising chain",
+    papers={"2406.11838": "Autoregressive Image Generation without Vector Quantization"},
+    run_round=run_plain_round,
+    options=ANCESTRAL_OPTIONS,
+    mixed=lambda request: ANCESTRAL_MIXED,
+    check=check_ancestral,
+    advice=ancestral_advice,
+    heat="calls",
+)
+SPECULATIVE = sampling(
+    "speculative",
+    "speculates on the diffusion head's own denoising chain; no draft model",
+    {"2501.05370": "Accelerated Diffusion Models via Speculative Sampling"},
+    denoiser="speculative",
+)
+CALIBRATED = sampling(
+    "calibrated",
+    "evaluates the head at N of the T steps and predicts the others with a fitted linear model; same noise as ar",
+    {},
+    denoiser="calibrated",
+)
+DISA = sampling(
+    "disa",
+    "takes fewer denoising steps in later iterations",
+    {"2505.20297": "DiSA: Diffusion Step Annealing in Autoregressive Image Generation"},
+    denoiser="annealed",
+)
+
+DDIM = sampling(
+    "ddim",
+    "solves the head's chain deterministically, first order",
+    {"2010.02502": "Denoising Diffusion Implicit Models"},
+    denoiser="ddim",
+)
+DPM_SOLVER = sampling(
+    "dpm-solver++",
+    "solves the head's chain deterministically, second order",
+    {"2211.01095": "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models"},
+    denoiser="dpm-solver++",
+)
+
+GTR = sampling(
+    "gtr",
+    "generates one colour of a checkerboard in most iterations, the other in a few; more steps for detailed tokens",
+    {"2510.17171": "Generation then Reconstruction: Accelerating Masked Autoregressive Models via Two-Stage Sampling"},
+    order="checkerboard",
+    denoiser="frequency-weighted",
+    any_denoiser=True,
+)
+
+LAZYMAR = sampling(
+    "lazymar",
+    "reuses transformer features between iterations and head features between denoising steps",
+    {"2503.12450": "LazyMAR: Accelerating Masked Autoregressive Models via Feature Caching"},
+    backbone="cached",
+    denoiser="cached",
+    any_denoiser=True,
+)
+
+
+# The models that sample images by MAR, and whether they fit each other.
+
+
+@dataclass(frozen=True)
+class MARModels:
+    """What samples images by MAR.
+
+    Attributes:
+        target: the model whose images are made; its published settings are the requests' defaults.
+        draft: a smaller model of the same tokens, for methods that draft.
+        vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
+        classes: the names of the target's classes.
+        calibrations: a folder of what was fitted to these models, as beside their checkpoint.
+    """
+
+    family: ClassVar[str] = MARHost.family
+
+    target: MAR
+    draft: MAR | None = None
+    vae: AutoencoderKL | None = None
+    classes: ClassNames = NO_NAMES
+    calibrations: Path | None = None
+
+    def host(
+        self,
+        num_slots: int,
+        device: torch.device,
+        precision: Precision,
+        noise: types.ModuleType,
+        *,
+        compiled: bool = False,
+        graphs: Graphs | None = None,
+        cache: Path | None = None,
+    ) -> MARHost:
+        """A host of these models, which are on the device already.
+
+        Args:
+            compiled: run speculative rounds through torch.compile. cache: in place of `calibrations`: where
+                calibrations are kept, before the user's cache directory. Others as in `MARHost`.
+
+        Raises:
+            ValueError: too little memory.
+        """
+        copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
+        check_memory(self.target, num_slots, usual_tokens(self.target), device, copies)
+        with_graphs = graphs is not None and graphs.enabled
+        beside = cache or self.calibrations
+        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside, MARHost)
+        return MARHost(
+            self.target,
+            num_slots,
+            device,
+            precision,
+            noise,
+            draft=self.draft,
+            vae=self.vae,
+            tuning=tuning,
+            graphs=graphs,
+        )
+
+    def check(self) -> None:
+        """Raises ValueError where draft or autoencoder do not speak the target's tokens."""
+        config = self.target.config
+        if self.draft is not None:
+            for name in ("seq_len", "token_dim", "class_num"):
+                ours, theirs = getattr(config, name), getattr(self.draft.config, name)
+                if ours != theirs:
+                    raise ValueError(
+                        f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same tokens"
+                    )
+        if self.vae is not None:
+            latents = self.vae.config
+            pairs = {
+                "channels": (latents.embed_dim, config.vae_embed_dim),
+                "stride": (latents.stride, config.vae_stride),
+            }
+            for name, (theirs, ours) in pairs.items():
+                if ours != theirs:
+                    raise ValueError(
+                        f"autoencoder and target do not fit: {name} is {theirs} and {ours}; take the one the target"
+                        " was trained on"
+                    )
+
+
+register_family(
+    MARModels.family,
+    [
+        AR,
+        SPECULATIVE,
+        CALIBRATED,
+        DISA,
+        DDIM,
+        DPM_SOLVER,
+        GTR,
+        LAZYMAR,
+        CSPD,
+    ],
+)

@@ -1,3 +1,0 @@
-"""The version, in a file that everything may import."""
-
-__version__ = "0.1.0"
