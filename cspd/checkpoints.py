@@ -19,13 +19,13 @@ import torch
 from cspd.device import check_fits, free_bytes, gibibytes, pick_device, room_told
 from cspd.discrete.family import VQModels, cache_bytes, check_draft, working_bytes
 from cspd.discrete.gpt import GPT, Eagle
-from cspd.discrete.hosted import CONFIG, Folder, HostedEagle, is_hosted, load_hosted_eagle, opened, read, read_prompts
+from cspd.discrete.hf import CONFIG, Folder, HFEagle, is_hf, load_hf_eagle, opened, read, read_prompts
 from cspd.discrete.registry import CHAMELEON_DECODER, load_eagle, load_gpt, load_tokenizer
 from cspd.discrete.text import TextEncoder
 from cspd.engine import Engine
 from cspd.files import CALIBRATION
 from cspd.masked.family import MARModels
-from cspd.models import DESCRIPTION, Models, described, embedded
+from cspd.models import DESCRIPTION, Models, bundled, described
 from cspd.terminal import is_too_long, shortened, telling
 from mar.checkpoint import load_mar, load_vae, suggestion
 from mar.tensors import CheckpointError, count_numbers
@@ -170,8 +170,8 @@ def _find(folder: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _target_file(checkpoint: str | Path) -> Path:
-    """The file of an embedded name, a folder or a target's file."""
-    known = embedded()
+    """The file of a bundled name, a folder or a target's file."""
+    known = bundled()
     place = known.get(str(checkpoint), path_of(checkpoint, "checkpoint"))
     if is_remote(checkpoint):
         with telling(f"asking the hub for {checkpoint}"):
@@ -179,7 +179,7 @@ def _target_file(checkpoint: str | Path) -> Path:
     if place.is_file():
         return place
     found = _find(place, _TARGETS) if place.is_dir() else []
-    if not found and is_hosted(place):
+    if not found and is_hf(place):
         return place / CONFIG
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
@@ -188,14 +188,14 @@ def _target_file(checkpoint: str | Path) -> Path:
         raise CheckpointError(
             f"{checkpoint}: no checkpoint there; give a file, a folder with one of {', '.join(_TARGETS)}"
             " (checkpoints/README.md says where the official files come from) or of a model of transformers"
-            " (docs/text.md), or an embedded name:"
+            " (docs/text.md), or a bundled name:"
             f" {suggestion(str(checkpoint), known)}"
         )
     return found[0]
 
 
 def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
-    """The files of an embedded name, a folder, or a target's file, by what they are for; None where absent.
+    """The files of a bundled name, a folder, or a target's file, by what they are for; None where absent.
 
     "target", "draft" and "vae" of MAR; "target", "draft", "eagle", "tokenizer" and the folder "text_encoder" of VQ
     models, which are known by a tokenizer beside them or by their official name. A model of `transformers` has its
@@ -207,7 +207,7 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     """
     target = _target_file(checkpoint)
     files: dict[str, Path | None] = {"target": target}
-    if is_hosted(target):
+    if is_hf(target):
         decoder = next(iter(_find(target.parent, CHAMELEON_DECODER)), None)
         drafter = next(iter(_find(target.parent, _VQ_FILES["eagle"])), None)
         return files | {"draft": None, "eagle": drafter, "tokenizer": decoder, "text_encoder": None}
@@ -231,7 +231,7 @@ def patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
 
 
 def family_of(checkpoint: str | Path) -> str:
-    """Whose models an embedded name, a folder or a target's file has: "MAR" or "VQ". Raises CheckpointError."""
+    """Whose models a bundled name, a folder or a target's file has: "MAR" or "VQ". Raises CheckpointError."""
     return (VQModels if "tokenizer" in checkpoint_files(checkpoint) else MARModels).family
 
 
@@ -241,7 +241,7 @@ SMALLER = "use a smaller model or another device"
 HALF = ", or precision='bf16' (--precision bf16), which halves the weights"
 
 
-def hosted_models(
+def hf_models(
     place: Path,
     draft: Path | None,
     eagle: Path | None,
@@ -260,18 +260,18 @@ def hosted_models(
         max_batch: slots that there must be room for.
 
     Raises:
-        CheckpointError: as in `cspd.discrete.hosted`. ValueError: too little memory, a library is missing, or
+        CheckpointError: as in `cspd.discrete.hf`. ValueError: too little memory, a library is missing, or
             `vae` is given to a model that makes pixels itself, or the draft does not fit.
     """
     device = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    folders = [opened(_hosted_folder(each), dtype) for each in (place, draft) if each is not None]
+    folders = [opened(_hf_folder(each), dtype) for each in (place, draft) if each is not None]
     decoder = folders[0].decoder(vae)
     prefix = min(folder.config.prefix_length for folder in folders)
     folders = [replace(folder, config=replace(folder.config, prefix_length=prefix)) for folder in folders]
     for folder in folders[1:]:
         check_draft(folders[0].config, folder.config)
-    drafter = load_hosted_eagle(eagle, folders[0].config, folders[0].dtype) if eagle else None
+    drafter = load_hf_eagle(eagle, folders[0].config, folders[0].dtype) if eagle else None
     _check_memory(folders, drafter, device, max_batch)
     prompts = read_prompts(folders[0])
     models = []
@@ -282,13 +282,13 @@ def hosted_models(
     return VQModels(target, next((model for model, _ in others), None), drafter, tokenizer, text_encoder=prompts)  # type: ignore[arg-type]
 
 
-def _hosted_folder(place: Path) -> Path:
-    if not is_hosted(place):
+def _hf_folder(place: Path) -> Path:
+    if not is_hf(place):
         raise CheckpointError(f"{place}: no folder of a model of transformers, as the target's is: it has no {CONFIG}")
     return place if place.is_dir() else place.parent
 
 
-def _check_memory(folders: list[Folder], drafter: HostedEagle | None, device: torch.device, max_batch: int) -> None:
+def _check_memory(folders: list[Folder], drafter: HFEagle | None, device: torch.device, max_batch: int) -> None:
     """Raises ValueError where weights and caches will not fit."""
     target = folders[0].config
     caches = sum(cache_bytes(target, folder.config, folder.config.n_layer, folder.dtype) for folder in folders)
@@ -331,7 +331,7 @@ def load(
     """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
 
     Args:
-        checkpoints: embedded names, folders with official files or as `Engine.save_pretrained` writes them, or of a
+        checkpoints: bundled names, folders with official files or as `Engine.save_pretrained` writes them, or of a
             model of `transformers` that makes images (docs/text.md), targets' files, or names on the Hugging Face hub
             ("org/name", "org/name/file"); "digits32" by default.
         arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`); by default found out from the
@@ -357,11 +357,11 @@ def load(
         files = checkpoint_files(checkpoint)
         target = files["target"]
         assert target is not None  # or `checkpoint_files` had raised an error
-        if is_hosted(target):
+        if is_hf(target):
             unfit = {"arch (--arch)": arch, "text_encoder (--text-encoder)": text_encoder}
-            _check_hosted(checkpoint, unfit | {"compiled (--compile)": compiled or None})
+            _check_hf(checkpoint, unfit | {"compiled (--compile)": compiled or None})
             drafter, decoder = given.get("eagle", files["eagle"]), given.get("vae")
-            models.append(hosted_models(target, given.get("draft"), drafter, decoder, device, precision, max_batch))
+            models.append(hf_models(target, given.get("draft"), drafter, decoder, device, precision, max_batch))
             continue
         models.append(_official_models(checkpoint, files, given, arch, pick_device(device)))
     return Engine(
@@ -374,7 +374,7 @@ def load(
     )
 
 
-def _check_hosted(checkpoint: str | Path, given: Mapping[str, object]) -> None:
+def _check_hf(checkpoint: str | Path, given: Mapping[str, object]) -> None:
     """Raises ValueError for what is given (not None) that models of `transformers` do not take."""
     for name, value in given.items():
         if value is not None:

@@ -269,7 +269,7 @@ class BFloat16Linear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
-# Between the host and a GPU without either waiting: what is sent goes in one copy from pinned memory, what comes is
+# Between the CPU and a GPU without either waiting: what is sent goes in one copy from pinned memory, what comes is
 # read late.
 
 ALIGNMENT = 8  # bytes: an array begins where a number of any type may begin
@@ -305,7 +305,7 @@ def send_integers(values: Sequence[int] | np.ndarray, device: torch.device) -> T
 
 
 class Report:
-    """A tensor on its way to the host. Reading it waits for what was asked of the device before it, and no longer."""
+    """A tensor on its way to the CPU. Reading it waits for what was asked of the device before it, and no longer."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._arrived = values, None

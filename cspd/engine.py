@@ -24,7 +24,7 @@ from tqdm import tqdm
 from cspd import noise as philox_noise
 from cspd.device import Precision, describe, pick_device, precision_of
 from cspd.graphs import Graphs
-from cspd.method import Host, Method, choose, families_for, method_of
+from cspd.method import Method, ModelRunner, choose, families_for, method_of
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, requests_of
@@ -37,10 +37,10 @@ AHEAD = 4  # batches of images that may be under way, before a round waits for t
 
 
 class _Made(NamedTuple):
-    """What `Host.results` has of sequences, and images [B, 3, H, W], on the host."""
+    """What `ModelRunner.results` has of sequences, and images [B, 3, H, W], on the CPU."""
 
     tokens: Tensor
-    heat: Tensor
+    token_cost: Tensor
     finite: Tensor
     images: Tensor | None
 
@@ -74,12 +74,12 @@ class Finisher:
         """Sequences are charged the seconds of a round, when it is past."""
         self._work.append(_Work(sequences, watch))
 
-    def add(self, host: Host, sequences: list[Sequence], on_decoded: Callable[[int], object]) -> None:
+    def add(self, runner: ModelRunner, sequences: list[Sequence], on_decoded: Callable[[int], object]) -> None:
         """Begins to decode sequences, whose slots are free afterwards.
 
         On a CPU `on_decoded` is called with a number of images that are there.
         """
-        results = host.results(sequences)
+        results = runner.results(sequences)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for tensor in results:
@@ -87,7 +87,7 @@ class Finisher:
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             watch = Stopwatch(self.device)
             watch.start("decode")
-            images = host.decode(results[0]) if self._stream else _decoded(host, results[0], on_decoded)
+            images = runner.decode(results[0]) if self._stream else _decoded(runner, results[0], on_decoded)
             made = _Made(*(None if each is None else each.to("cpu", non_blocking=True) for each in (*results, images)))  # type: ignore[arg-type]
             watch.stop()
         self._work.append(_Work(sequences, watch, made))
@@ -116,11 +116,11 @@ class Finisher:
         return sum(1 for work in self._work if work.made)
 
 
-def _decoded(host: Host, tokens: Tensor, on_decoded: Callable[[int], object]) -> Tensor | None:
+def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], object]) -> Tensor | None:
     """Images of tokens [B, ...], some at a time; never one of several alone, which takes as long as two."""
     parts = []
     for part in tokens.tensor_split(math.ceil(len(tokens) / AT_ONCE)):
-        images = host.decode(part)
+        images = runner.decode(part)
         if images is None:
             return None
         parts.append(images)
@@ -132,12 +132,12 @@ def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Out
     images = [None] * len(sequences) if made.images is None else made.images
     outputs = []
     with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
-        for sequence, own_finite, image, *of_one in zip(sequences, made.finite, images, made.tokens, made.heat):
+        for sequence, own_finite, image, *of_one in zip(sequences, made.finite, images, made.tokens, made.token_cost):
             sequence.complete_stats()
-            own_tokens, own_heat = (each.clone() for each in of_one)
+            own_tokens, own_token_cost = (each.clone() for each in of_one)
             error = _error(sequence, own_finite, image)
             image = None if image is None or error else image.clone()
-            what = sequence.request, own_tokens, image, own_heat, sequence.stats, error, sequence.class_name
+            what = sequence.request, own_tokens, image, own_token_cost, sequence.stats, error, sequence.class_name
             outputs.append((sequence, Output(*what)))
     return outputs
 
@@ -269,15 +269,17 @@ class Turns:
 
 
 class Flight:
-    """Requests in flight over the hosts of an engine. All that changes anything is for who has the turn.
+    """Requests in flight over the model runners of an engine. All that changes anything is for who has the turn.
 
     Attributes:
-        turns: of the threads. hosts: by family. scheduler, finisher: of the sequences that run, and of their images.
+        turns: of the threads. runners: by family. scheduler, finisher: of the sequences that run, and of their images.
     """
 
-    def __init__(self, hosts: Mapping[str, Host], num_slots: int, device: torch.device) -> None:
-        self.hosts, self.device = hosts, device
-        self._lengths = {family: host.seq_len for family, host in hosts.items()}  # told after the engine is closed too
+    def __init__(self, runners: Mapping[str, ModelRunner], num_slots: int, device: torch.device) -> None:
+        self.runners, self.device = runners, device
+        self._lengths = {
+            family: runner.seq_len for family, runner in runners.items()
+        }  # told after the engine is closed too
         self.turns = Turns()
         self.scheduler = Scheduler(num_slots)
         self.finisher = Finisher(device)
@@ -299,8 +301,8 @@ class Flight:
         try:
             self._free_cancelled()
             admitted = self.scheduler.admit()
-            for family, host in self.hosts.items():
-                host.admit([sequence for sequence in admitted if sequence.request.family == family])
+            for family, runner in self.runners.items():
+                runner.admit([sequence for sequence in admitted if sequence.request.family == family])
             batch = self.scheduler.next()
             if batch:
                 self._run(batch, watch, on_decoded)
@@ -312,8 +314,8 @@ class Flight:
 
     def _run(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
         method, key = method_of(batch[0].request), batch[0].key
-        host = self.hosts[method.family]
-        finished = method.run_round(host, batch, watch)
+        runner = self.runners[method.family]
+        finished = method.run_round(runner, batch, watch)
         watch.stop()
         self.finisher.add_round(batch, watch)
         for sequence in batch:
@@ -321,10 +323,10 @@ class Flight:
                 sequence.reached.append(sequence.num_started)
         self.scheduler.release(finished)
         if len(finished) == len(batch):
-            host.forget(key)
+            runner.forget(key)
         # one whose chains were under way as it was cancelled can end its last iteration nevertheless
         if wanted := [sequence for sequence in finished if sequence not in self._cancelled]:
-            self.finisher.add(host, wanted, on_decoded)
+            self.finisher.add(runner, wanted, on_decoded)
 
     def cancel(self, sequences: Collection[Sequence]) -> None:
         """Takes sequences out that are not finished. Slots that work under way will write to are free a round later."""
@@ -337,7 +339,7 @@ class Flight:
     def _free_cancelled(self) -> None:
         for key, batch in list(self.scheduler.running.items()) if self._cancelled else ():
             if self._cancelled.issuperset(batch):  # what is under way is theirs alone
-                self.hosts[str(batch[0].request.family)].forget(key)
+                self.runners[str(batch[0].request.family)].forget(key)
                 self.scheduler.release(list(batch))
         for sequence in list(self._cancelled):
             if sequence in self.scheduler and not sequence.num_under_way:
@@ -351,8 +353,8 @@ class Flight:
         self.scheduler.clear()
         self.finisher.clear()
         self._cancelled.clear()
-        for host in self.hosts.values():
-            host.clear()
+        for runner in self.runners.values():
+            runner.clear()
         for sequence in dropped:
             sequence.inbox.append((sequence, why))
 
@@ -373,21 +375,21 @@ class Flight:
         with self.turns.take():
             if sequence not in self.scheduler.in_flight():
                 return None
-            (output,) = so_far(self.hosts[str(sequence.request.family)], [sequence])
+            (output,) = so_far(self.runners[str(sequence.request.family)], [sequence])
         return None if output.image is None else output.pil()
 
 
 @torch.inference_mode()
-def so_far(host: Host, sequences: list[Sequence]) -> list[Output]:
-    """What is committed by now of running sequences of a host, as outputs; for who has the turn.
+def so_far(runner: ModelRunner, sequences: list[Sequence]) -> list[Output]:
+    """What is committed by now of running sequences of a model runner, as outputs; for who has the turn.
 
     Heat is NaN where a token is yet to be made. On a GPU some statistics are a few rounds late.
     """
-    tokens, heat = (torch.cat(each) for each in zip(*map(host.so_far, sequences)))
-    images = host.decode(tokens)
+    tokens, token_cost = (torch.cat(each) for each in zip(*map(runner.so_far, sequences)))
+    images = runner.decode(tokens)
     shown = [None] * len(sequences) if images is None else images.nan_to_num().cpu()
     outputs = []
-    for sequence, *own in zip(sequences, tokens.cpu(), shown, heat.cpu()):
+    for sequence, *own in zip(sequences, tokens.cpu(), shown, token_cost.cpu()):
         outputs.append(Output(sequence.request, *own, sequence.stats, class_name=sequence.class_name))  # type: ignore[call-arg, misc]
     return outputs
 
@@ -652,33 +654,35 @@ class Engine:
         self._models: list[Models] = [placed(each, self.device) for each in models]
         how: dict[str, Any] = {"noise": noise, "compiled": compiled, "cache": cache}
         self._settings = how | {"graphs": graphs}
-        self.hosts: dict[str, Host] = {}
+        self.runners: dict[str, ModelRunner] = {}
         for each in self._models:
-            self.hosts[each.family] = each.host(max_batch, self.device, self.precision, **how, graphs=self.graphs)
+            self.runners[each.family] = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
         self.num_slots, self._closed = max_batch, False
         self._classes = {each.family: each.classes for each in self._models}
-        self._flight = Flight(self.hosts, max_batch, self.device)
+        self._flight = Flight(self.runners, max_batch, self.device)
         self.scheduler = self._flight.scheduler
         self._inbox: deque = deque()  # of the requests of `add_request`
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{family} {host.image_size}x{host.image_size}" for family, host in self.hosts.items())
+        sizes = ", ".join(
+            f"{family} {runner.image_size}x{runner.image_size}" for family, runner in self.runners.items()
+        )
         how = f"{sizes} pixels; {self.num_slots} slots, {self.device}, {self.precision.policy}"
         return f"<Engine, {'closed' if self._closed else how}>"
 
     @property
-    def host(self) -> Host:
+    def runner(self) -> ModelRunner:
         """The first family's."""
         self._check_open()
-        return next(iter(self.hosts.values()))
+        return next(iter(self.runners.values()))
 
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine over the same models."""
         self._check_open()
         settings = {"device": self.device, "precision": self.precision, **self._settings}  # and its copies of weights
         engine = Engine(*self._models, max_batch=max_batch, **settings)
-        for family, host in self.hosts.items():
-            engine.hosts[family].adopt(host)
+        for family, runner in self.runners.items():
+            engine.runners[family].adopt(runner)
         return engine
 
     def describe(self) -> dict:
@@ -708,7 +712,7 @@ class Engine:
         """
         request, method = self._checked(request)
         with self._flight.turns.take():
-            request = self.hosts[method.family].resolve(request, method)
+            request = self.runners[method.family].resolve(request, method)
         if advice := method.advice(request):
             warnings.warn(advice, stacklevel=1)  # always from here, so that Python says it once
         return request
@@ -717,12 +721,12 @@ class Engine:
         if not isinstance(request, Request):
             raise ValueError(f"{shortened(request)} is no request: give cspd.Request(label, ...)")
         self._check_open()
-        request, method = choose(request, families_for(request, self.hosts))
-        if isinstance(request.label, str) and self.hosts[method.family].num_classes:
+        request, method = choose(request, families_for(request, self.runners))
+        if isinstance(request.label, str) and self.runners[method.family].num_classes:
             request = request.but(label=self._classes[method.family].number_of(request.label))
         if request.label is None and request.prompt is None and request.cfg is None:  # nothing to guide towards
             request = request.but(cfg=1.0)
-        return self.hosts[method.family].check(request, method), method
+        return self.runners[method.family].check(request, method), method
 
     def add_request(self, request: Request) -> int:
         """Queues a request and returns its ticket. Raises ValueError on a bad one, which harms no other."""
@@ -860,7 +864,7 @@ class Engine:
         with self._flight.turns.take():
             self._flight.drop(RuntimeError(CLOSED))
             self._closed = True
-            self.hosts, self._models, self._flight.hosts = {}, [], {}
+            self.runners, self._models, self._flight.runners = {}, [], {}
             self.graphs = Graphs(self.device, enabled=False)
             self.precision = Precision(self.precision.policy, self.device)
         if self.device.type == "cuda":

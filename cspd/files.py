@@ -262,8 +262,8 @@ def tell_damaged(names: Sequence[str]) -> None:
 
 # What is measured once and kept: in which folder, and by what it is found again.
 
-# where embedded checkpoints are: inside the package when installed, beside it in a source tree
-EMBEDDED_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
+# where bundled checkpoints are: inside the package when installed, beside it in a source tree
+BUNDLED_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
 CALIBRATION = "calibration"  # the folder beside a checkpoint
 COSTS = "costs.json"  # in the user's cache folder, or beside a checkpoint
 ENTRY = {"key": dict, "costs": dict, DIGEST: str}  # of it, see `misfit`
@@ -287,9 +287,9 @@ def user_cache() -> Path:
     return platformdirs.user_cache_path("cspd")
 
 
-def is_embedded(folder: Path) -> bool:
-    """Whether a folder belongs to an embedded checkpoint. What came with it is read, and nothing else is kept there."""
-    return any(root.resolve() in folder.resolve().parents for root in EMBEDDED_ROOTS)
+def is_bundled(folder: Path) -> bool:
+    """Whether a folder belongs to a bundled checkpoint. What came with it is read, and nothing else is kept there."""
+    return any(root.resolve() in folder.resolve().parents for root in BUNDLED_ROOTS)
 
 
 def identity_of(folder: Path) -> str:
@@ -412,12 +412,12 @@ class Kept:
 
     Args:
         folders: where they are looked for, in this order; new ones are kept in the first that can be written to and is
-            not of an embedded checkpoint.
+            not of a bundled checkpoint.
     """
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
-        self.writable = [folder for folder in folders if not is_embedded(folder)]
+        self.writable = [folder for folder in folders if not is_bundled(folder)]
         self._known: dict[str, Any] = {}
 
     def get(self, kind: type[KeptKind], settings: Mapping, make: Callable[[], KeptKind]) -> KeptKind:

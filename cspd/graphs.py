@@ -48,7 +48,7 @@ class _Recorded:
 class Graphs:
     """Runs functions of tensors; where enabled, each is captured once by key and shapes and then replayed.
 
-    A function takes tensors and returns tensors: one, or tuples of them. It reads the host nowhere, makes no shape from
+    A function takes tensors and returns tensors: one, or tuples of them. It reads the CPU nowhere, makes no shape from
     data, draws nothing from torch's generators and calls no other `run`. Beside its inputs it may read tensors that
     stay where they are (weights, slots, constants), and may write in place those that are named as its state. Graphs do
     not keep these: one whose tensors are gone is captured anew. (A tensor that Triton kernels alone read is not seen:

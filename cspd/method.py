@@ -1,4 +1,4 @@
-"""Methods, the registry of them, which method a request takes, and the hosts that they run on."""
+"""Methods, the registry of them, which method a request takes, and the model runners that they run on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cspd.files import remember
 from cspd.graphs import Graphs
-from cspd.option import COMMON, DEFAULTS, EMBEDDED, Option, check_integer, check_seed
+from cspd.option import BUNDLED, COMMON, DEFAULTS, Option, check_integer, check_seed
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import NO_CHARACTER, choice, shortened, value_of
 
-# What the engine knows: methods, one object each in the file that holds its round, and the hosts of their models.
+# What the engine knows: methods, one object each in the file that holds its round, and the runners of their models.
 #
-# `cspd.method` is the registry. There is one host a family of models, `MARHost` and `VQHost`.
+# `cspd.method` is the registry. There is one model runner a family of models, `MARRunner` and `VQRunner`.
 
 GUARANTEES = {
     "exact": "The images have the distribution of plain sampling with the same settings, to floating-point accuracy:"
@@ -31,15 +31,15 @@ GUARANTEES = {
     "bounded": "The total variation from plain sampling's distribution is at most the measured bound.",
     "heuristic": "No proof: only the images say how good it is.",
 }
-# (a host of the method's family, sequences, stopwatch) -> those that are finished
+# (a model runner of the method's family, sequences, stopwatch) -> those that are finished
 RunRound = Callable[[Any, list[Sequence], Stopwatch], list[Sequence]]
 
 
-def nothing_more(request: Request, host: Host) -> None:
+def nothing_more(request: Request, runner: ModelRunner) -> None:
     """A check of a method that has none of its own."""
 
 
-def as_it_is(request: Request, host: Host) -> Request:
+def as_it_is(request: Request, runner: ModelRunner) -> Request:
     """The request, where a method leaves nothing to be decided."""
     return request
 
@@ -52,7 +52,7 @@ class Method:
         name: by which a request asks for it. family: "MAR" or "VQ", whose models it decodes.
         guarantee: a key of `GUARANTEES`; of the default settings, see `guarantee_of`.
         summary: what it does, in a few words. papers: titles and links, by name or arXiv number.
-        run_round: runs one batched round, (host, sequences, stopwatch) -> those that are finished.
+        run_round: runs one batched round, (runner, sequences, stopwatch) -> those that are finished.
         needs: what it needs beside the target: "draft model", "EAGLE drafter", "calibration", or nothing ("-").
         options: settings that only some methods have; an option follows those it depends on (`only_with`).
         mixed: settings that may differ between the sequences of one round, beside a resolved request.
@@ -62,7 +62,7 @@ class Method:
         advice: what is wrong with the settings of a resolved request that may be meant all the same, and what to give;
             None where nothing is. It is a warning, and part of the error where tokens are not finite.
         uses: which models beside the target a resolved request needs, "draft" or "eagle".
-        heat: what `Output.heat` shows of its tokens: head "calls", or which drafts were "accepted".
+        token_cost: what `Output.token_cost` shows of its tokens: head "calls", or which drafts were "accepted".
     """
 
     name: str
@@ -79,7 +79,7 @@ class Method:
     of_request: Callable[[Request], str] | None = None
     advice: Callable[[Request], str | None] = lambda request: None
     uses: Callable[[Request], set[str]] = lambda request: set()
-    heat: str = "accepted"
+    token_cost: str = "accepted"
 
     def guarantee_of(self, request: Request) -> str:
         """The guarantee of a resolved request."""
@@ -175,8 +175,8 @@ def _check_text(request: Request) -> None:
         )
 
 
-def with_tokens(request: Request, host: Host, shape: tuple[int, ...]) -> Request:
-    """The request with what is known of its image as tokens of a host's model, of a shape.
+def with_tokens(request: Request, runner: ModelRunner, shape: tuple[int, ...]) -> Request:
+    """The request with what is known of its image as tokens of a model runner's model, of a shape.
 
     Raises ValueError as `Known.as_tokens`.
     """
@@ -184,9 +184,9 @@ def with_tokens(request: Request, host: Host, shape: tuple[int, ...]) -> Request
         return request
     check_seed(request.seed)
     seed = torch.tensor([request.seed])
-    order = host.noise.order(seed, shape[0])[0]
+    order = runner.noise.order(seed, shape[0])[0]
     return dataclasses.replace(
-        request, known=request.known.as_tokens(shape, functools.partial(host.encode, seed=seed), order)
+        request, known=request.known.as_tokens(shape, functools.partial(runner.encode, seed=seed), order)
     )
 
 
@@ -201,7 +201,7 @@ def _out_of_place(name: str, request: Request, method: Method) -> str:
     return f"{name}={value!r} needs {selector}={values}, and it is {getattr(request, selector)!r}"
 
 
-class Host(Protocol):
+class ModelRunner(Protocol):
     """Owns the models of a family and, in slots allocated once, the tensors of every running sequence.
 
     Attributes:
@@ -229,7 +229,7 @@ class Host(Protocol):
         """
 
     def adopt(self, other: Any) -> None:
-        """Takes over what another host of the same models has measured."""
+        """Takes over what another model runner of the same models has measured."""
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of sequences that are about to run."""
@@ -322,10 +322,10 @@ def find(name: str | None, family: str | None) -> Method:
     return _named(str(name), [str(family)], [method for method in METHODS if method.family == family])
 
 
-def families_for(request: Request, hosts: Mapping[str, Host]) -> list[str]:
-    """The families of an engine's hosts, those first that take what a request gives: a text, or a class."""
+def families_for(request: Request, runners: Mapping[str, ModelRunner]) -> list[str]:
+    """The families of an engine's runners, those first that take what a request gives: a text, or a class."""
     of_text = request.prompt is not None
-    return sorted(hosts, key=lambda family: (hosts[family].num_classes == 0) != of_text)
+    return sorted(runners, key=lambda family: (runners[family].num_classes == 0) != of_text)
 
 
 def choose(request: Request, families: Several[str]) -> tuple[Request, Method]:
@@ -362,7 +362,7 @@ def _named(name: str, families: Several[str], candidates: Several[Method]) -> Me
 def _other_models(owners: Several[Method]) -> str:
     """What else to do where the methods that were meant are another family's; empty where there are none."""
     families = dict.fromkeys(method.family for method in owners)
-    return "".join(f", or take {family} models, as of {EMBEDDED[family]}" for family in families)
+    return "".join(f", or take {family} models, as of {BUNDLED[family]}" for family in families)
 
 
 def _default(request: Request, families: Several[str]) -> Method:
@@ -459,14 +459,14 @@ def guarantee_of(request: Request) -> str:
 GAIN = 0.7  # drafts only if the predicted time is below this share of plain sampling's; the margin covers what the
 # predictions leave out: in MAR, joins and uneven iterations took up to a quarter more where measured
 
-Way = Mapping[str, Any]  # settings of a request: how it drafts
-PLAIN: Way = {"window": 0}
+DraftConfig = Mapping[str, Any]  # settings of a request: how it drafts
+PLAIN: DraftConfig = {"window": 0}
 
 
 class Choice(NamedTuple):
     """A way to draft, or `PLAIN`, and why it was chosen."""
 
-    way: Way
+    way: DraftConfig
     why: str
 
 
@@ -475,7 +475,7 @@ def is_enough(gain: float) -> bool:
     return gain * GAIN > 1
 
 
-def judged(way: Way, gain: float, what: str, at_best: bool = False) -> Choice:
+def judged(way: DraftConfig, gain: float, what: str, at_best: bool = False) -> Choice:
     """A way if its gain over plain sampling is enough, and plain sampling if not.
 
     Args:

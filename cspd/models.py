@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from cspd.device import Precision
-from cspd.files import EMBEDDED_ROOTS, explained, misfit, publishing, read_json, write_json
+from cspd.files import BUNDLED_ROOTS, explained, misfit, publishing, read_json, write_json
 from cspd.graphs import Graphs
-from cspd.method import Host
+from cspd.method import ModelRunner
 from cspd.terminal import choice, shortened
 from mar.checkpoint import named_size
 from mar.tensors import CheckpointError
@@ -98,7 +98,7 @@ class Models(Protocol):
     def check(self) -> None:
         """Raises ValueError where the models do not fit each other."""
 
-    def host(
+    def runner(
         self,
         num_slots: int,
         device: torch.device,
@@ -108,8 +108,8 @@ class Models(Protocol):
         compiled: bool = False,
         graphs: Graphs | None = None,
         cache: Path | None = None,
-    ) -> Host:
-        """A host of these models, which fit and are on the device already. Raises ValueError on too little memory."""
+    ) -> ModelRunner:
+        """A runner of these models, which fit and are on the device already. Raises ValueError on too little memory."""
 
 
 def modules_of(models: Models) -> dict[str, nn.Module]:
@@ -185,15 +185,15 @@ def placed(models: Any, device: torch.device) -> Any:
     return dataclasses.replace(models, **modules)
 
 
-def embedded() -> dict[str, Path]:
-    """The embedded checkpoints by name; none where an installation has left them out."""
-    root = next((root for root in EMBEDDED_ROOTS if root.is_dir()), None)
+def bundled() -> dict[str, Path]:
+    """The bundled checkpoints by name; none where an installation has left them out."""
+    root = next((root for root in BUNDLED_ROOTS if root.is_dir()), None)
     return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()} if root else {}
 
 
-def embedded_folder(name: str) -> Path:
-    """The folder of an embedded checkpoint. Raises FileNotFoundError where an installation has none of this name."""
-    folder = embedded().get(name)
+def bundled_folder(name: str) -> Path:
+    """The folder of a bundled checkpoint. Raises FileNotFoundError where an installation has none of this name."""
+    folder = bundled().get(name)
     if folder is None:
-        raise FileNotFoundError(f"{name}: this installation has no such embedded checkpoint: install cspd again")
+        raise FileNotFoundError(f"{name}: this installation has no such bundled checkpoint: install cspd again")
     return folder

@@ -32,14 +32,14 @@ class Purpose(enum.IntEnum):
     ORDER = 0
     INIT = 1  # x_T
     STEP = 2  # eps_t
-    COIN = 3  # the uniform draw that decides whether a drafted state is accepted
+    ACCEPT = 3  # the uniform draw that decides whether a drafted state is accepted
     CANDIDATE = 4  # of the residual after a rejection
-    CANDIDATE_COIN = 5
+    CANDIDATE_ACCEPT = 5
     TOKEN_COIN = 6  # decides whether a drafted token is accepted
     TOKEN_CANDIDATE = 7
-    TOKEN_CANDIDATE_COIN = 8
+    TOKEN_CANDIDATE_ACCEPT = 8
     CODE = 9  # a VQ code, drafted or not
-    CODE_COIN = 10  # decides whether a drafted code is accepted
+    TOKEN_ACCEPT = 10  # decides whether a drafted code is accepted
     CODE_RESIDUAL = 11  # after all drafted codes for a place were rejected
     LATENT = 12  # of a given picture's token
 
@@ -178,7 +178,7 @@ def steps(seed: Tensor, position: Tensor, step: Tensor, channels: int, index: in
 
 
 def chain(
-    seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, coin_index: int = 0
+    seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, accept_index: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a chain that speculates draws in advance, by one pass of the generator: x_T, eps_t, and for each step the
     uniform draw that decides whether its draft is accepted.
@@ -194,31 +194,31 @@ def chain(
     if kernels.available(seed.device):
         from cspd.kernels import philox as kernel
 
-        check_indices(max(index, coin_index), MAX_INDEX)
-        return kernel.chain(seed, position, num_steps, channels, _chain_tags(index, coin_index))
-    counts, block, step, tag = _chain_counters(num_steps, channels, index, coin_index, seed.device)
+        check_indices(max(index, accept_index), MAX_INDEX)
+        return kernel.chain(seed, position, num_steps, channels, _chain_tags(index, accept_index))
+    counts, block, step, tag = _chain_counters(num_steps, channels, index, accept_index, seed.device)
     seed, position = seed.unsqueeze(-1), position.unsqueeze(-1)
     words = torch.stack(philox((block, position, step, tag), _key(seed)), dim=-1)
     first, middle, last = words.split(counts, dim=1)
     eps = _box_muller(middle.unflatten(1, (num_steps, -1)).flatten(2))
-    coins = _uniform(last.flatten(1)[:, :num_steps])
-    return _box_muller(first.flatten(1))[:, :channels], eps[..., :channels].contiguous(), coins
+    accept_uniforms = _uniform(last.flatten(1)[:, :num_steps])
+    return _box_muller(first.flatten(1))[:, :channels], eps[..., :channels].contiguous(), accept_uniforms
 
 
 @functools.cache  # as `_constants`
 def _chain_counters(
-    num_steps: int, channels: int, index: int, coin_index: int, device: torch.device
+    num_steps: int, channels: int, index: int, accept_index: int, device: torch.device
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
     """The counters of a chain's x_T, eps_t and uniform draws, one after the other: how many, and words block, step and
     tag.
     """
-    check_indices(max(index, coin_index), MAX_INDEX)
-    per_step, for_coins = -(-channels // 4), -(-num_steps // 4)
-    init_tag, step_tag, coin_tag = _chain_tags(index, coin_index)
+    check_indices(max(index, accept_index), MAX_INDEX)
+    per_step, for_accept = -(-channels // 4), -(-num_steps // 4)
+    init_tag, step_tag, accept_tag = _chain_tags(index, accept_index)
     parts = [
         (init_tag, torch.arange(per_step), torch.zeros(1, dtype=torch.int64)),
         (step_tag, torch.arange(per_step), torch.arange(num_steps)),
-        (coin_tag, torch.arange(for_coins), torch.zeros(1, dtype=torch.int64)),
+        (accept_tag, torch.arange(for_accept), torch.zeros(1, dtype=torch.int64)),
     ]
     counts = [len(block) * len(step) for _, block, step in parts]
     block = torch.cat([block.repeat(len(step)) for _, block, step in parts])
@@ -227,11 +227,11 @@ def _chain_counters(
     return counts, block.to(device), step.to(device), tag.to(device)
 
 
-def _chain_tags(index: int, coin_index: int) -> tuple[int, int, int]:
+def _chain_tags(index: int, accept_index: int) -> tuple[int, int, int]:
     """The counter's last word for x_T, eps_t and the uniform draws."""
-    words = (Purpose.INIT, index), (Purpose.STEP, index), (Purpose.COIN, coin_index)
-    init_tag, step_tag, coin_tag = (purpose << INDEX_BITS | own for purpose, own in words)
-    return init_tag, step_tag, coin_tag
+    words = (Purpose.INIT, index), (Purpose.STEP, index), (Purpose.ACCEPT, accept_index)
+    init_tag, step_tag, accept_tag = (purpose << INDEX_BITS | own for purpose, own in words)
+    return init_tag, step_tag, accept_tag
 
 
 def candidates(
@@ -248,21 +248,23 @@ def candidates(
         ValueError: candidates of the target would be the draft model's.
     """
     check_indices(first + num - 1, DRAFT_OFFSET)
-    return _candidates((Purpose.CANDIDATE, Purpose.CANDIDATE_COIN), seed, position, step, first + offset, num, channels)
+    return _candidates(
+        (Purpose.CANDIDATE, Purpose.CANDIDATE_ACCEPT), seed, position, step, first + offset, num, channels
+    )
 
 
-def step_coins(seed: Tensor, position: Tensor, num_steps: int) -> Tensor:
+def step_accept_uniforms(seed: Tensor, position: Tensor, num_steps: int) -> Tensor:
     """A uniform draw for each step of tokens, as in `chain`: seed, position [R] to [R, T]."""
-    return uniform(seed, Purpose.COIN, position, num=num_steps)
+    return uniform(seed, Purpose.ACCEPT, position, num=num_steps)
 
 
 def token_candidates(seed: Tensor, position: Tensor, first: int, num: int, channels: int) -> tuple[Tensor, Tensor]:
     """As `candidates`, for whole tokens that were rejected."""
-    purposes = (Purpose.TOKEN_CANDIDATE, Purpose.TOKEN_CANDIDATE_COIN)
+    purposes = (Purpose.TOKEN_CANDIDATE, Purpose.TOKEN_CANDIDATE_ACCEPT)
     return _candidates(purposes, seed, position, torch.zeros_like(position), first, num, channels)
 
 
-def token_coins(seed: Tensor, position: Tensor) -> Tensor:
+def token_accept_uniforms(seed: Tensor, position: Tensor) -> Tensor:
     """The uniform draw that decides whether a drafted token is accepted: seed, position [R] to [R]."""
     return uniform(seed, Purpose.TOKEN_COIN, position, num=1).squeeze(-1)
 

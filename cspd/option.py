@@ -191,5 +191,5 @@ VQ_OPTIONS = (
     ),
 )
 COMMON: dict[str, tuple[Option, ...]] = {"MAR": MAR_OPTIONS, "VQ": VQ_OPTIONS}
-EMBEDDED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint that is taken by default
+BUNDLED = {"MAR": "digits32", "VQ": "digits32_vq"}  # the checkpoint that is taken by default
 DEFAULTS = {"MAR": "speculative", "VQ": "speculative"}  # methods

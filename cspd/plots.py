@@ -171,9 +171,9 @@ def _lines(text: str) -> int:
     return text.count("\n") + 1
 
 
-def heat_grid(
+def token_cost_grid(
     images: Sequence[Image.Image],
-    heat: Sequence[Sequence[float] | None],
+    token_cost: Sequence[Sequence[float] | None],
     captions: Sequence[str],
     columns: int,
     accepted: bool,
@@ -181,10 +181,10 @@ def heat_grid(
     """A grid of images, each beside the costs of its tokens as colours, with a legend below.
 
     Args:
-        heat: [L] of each image, raster order, see `Output.heat`; None, for an image or for NaN, is left grey.
+        token_cost: [L] of each image, raster order, see `Output`; None, for an image or for NaN, is left grey.
         accepted: 1 means accepted, 0 resampled; else heat counts head calls.
     """
-    known = np.array([value for cells in heat if cells for value in cells], dtype=float)  # None becomes NaN
+    known = np.array([value for cells in token_cost if cells for value in cells], dtype=float)  # None becomes NaN
     low, high = 0.0, 1.0
     if not accepted and np.isfinite(known).any():
         low, high = np.nanmin(known), np.nanmax(known)
@@ -198,7 +198,7 @@ def heat_grid(
         both.paste(coloured(shares).resize(image.size, Image.Resampling.NEAREST), (image.width, 0))
         return both
 
-    pictures = grid([pair(image, values) for image, values in zip(images, heat)], captions, columns)
+    pictures = grid([pair(image, values) for image, values in zip(images, token_cost)], captions, columns)
     if accepted:
         return _above(pictures, _squares([(0.0, "rejected"), (1.0, "accepted"), (np.nan, "not drafted")]))
     return _above(pictures, _colour_bar(low, high, "head calls per token"))

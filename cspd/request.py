@@ -318,7 +318,7 @@ def _shown(source: Any) -> str:
     return shortened(source)
 
 
-# From tokens to pixels: what the hosts of both families do with their decoders, and images of 8 bits.
+# From tokens to pixels: what the model runners of both families do with their decoders, and images of 8 bits.
 
 DECODE_BATCH = 8  # images through a decoder at once, which bounds its memory
 
@@ -611,9 +611,9 @@ class Output:
         request: as it ran, defaults filled in.
         tokens: on the CPU, raster order: MAR's float32 [L, d], VQ codes int64 [L] (-1 where there was none to draw).
         image: float32 [3, H, W] in 0..1 on the CPU; None in an engine without autoencoder, and where there is an error.
-        heat: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` and VQ models 1 where
-            a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design; NaN of
-            tokens that were known from the start.
+        token_cost: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` and VQ models 1
+            where a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design, and
+            of tokens that were known from the start.
         stats: what it cost.
         error: None; or of a request whose tokens or image are not finite, which request it is, and where that began.
         class_name: of the request's label, its number where classes have no names; or the prompt.
@@ -624,10 +624,16 @@ class Output:
     request: Request
     tokens: Tensor
     image: Tensor | None
-    heat: Tensor
+    token_cost: Tensor
     stats: RoundStats
     error: str | None = None
     class_name: str = ""
+
+    @property
+    def heat(self) -> Tensor:
+        """The old name of `token_cost`, for one version."""
+        warnings.warn("Output.heat is now Output.token_cost", DeprecationWarning, stacklevel=2)
+        return self.token_cost
 
     def pil(self) -> Image.Image:
         """The image as Pillow's. Raises ValueError where there is none."""

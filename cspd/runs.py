@@ -473,15 +473,15 @@ def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None 
     }
 
 
-def models_of(settings: Mapping[str, Any], host: Any) -> list[dict]:
-    """The models of a host that a run's settings name files of, each with its file's name, fingerprint and size.
+def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
+    """The models of a runner that a run's settings name files of, each with its file's name, fingerprint and size.
 
     Args:
-        settings: as `cspd.cli.options.run_settings` gives them. host: the engine's, of their family.
+        settings: as `cspd.cli.options.run_settings` gives them. runner: the engine's, of their family.
     """
     found = []
     for role, stored in _files(settings).items():
-        modules = {"vae": getattr(host, "vae", None), **host.models}
+        modules = {"vae": getattr(runner, "vae", None), **runner.models}
         file, parameters = Path(stored["file"]), sum(each.numel() for each in modules[role].parameters())
         named = {"role": role, "file": file.name, "sha256": _fingerprint((file,), stored["modified"])}
         if "folder" in stored:  # of a model of transformers

@@ -46,8 +46,8 @@ class Batch:
         if not self.sequences:
             return
         request = self.sequences[0].request
-        host = self.engine.hosts[str(request.family)]
-        finished = method_of(request).run_round(host, self.sequences, Stopwatch(self.engine.device))
+        runner = self.engine.runners[str(request.family)]
+        finished = method_of(request).run_round(runner, self.sequences, Stopwatch(self.engine.device))
         self.sequences = [sequence for sequence in self.sequences if sequence not in finished]
 
 
@@ -72,17 +72,17 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
     Args:
         request: resolved. num: of sequences; by default one in every slot.
     """
-    host, method, iteration = engine.hosts[str(request.family)], method_of(request), 0
-    if host.family == "MAR":
-        before = starts(request, host.seq_len)
+    runner, method, iteration = engine.runners[str(request.family)], method_of(request), 0
+    if runner.family == "MAR":
+        before = starts(request, runner.seq_len)
         iteration = iteration_at(before, known)
         known = int(before[iteration])
-    host.clear()
+    runner.clear()
     sequences = []
     for slot in range(engine.num_slots if num is None else num):
         own = request.but(seed=slot)
-        if host.num_classes and request.label is not None:
-            own = own.but(label=slot % host.num_classes)
+        if runner.num_classes and request.label is not None:
+            own = own.but(label=slot % runner.num_classes)
         sequences.append(
             Sequence(
                 own,
@@ -93,11 +93,11 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
                 stats=RoundStats(guarantee=method.guarantee_of(own)),
             )
         )
-    host.admit(sequences)
+    runner.admit(sequences)
     for sequence in sequences:
         sequence.iteration, sequence.num_committed = iteration, known
-    if host.family == "VQ":
-        host.known.fill_(known)
+    if runner.family == "VQ":
+        runner.known.fill_(known)
     return Batch(engine, sequences)
 
 
@@ -147,7 +147,7 @@ def _alternative(
     if asked.num_sampling_steps <= HEAD_CALLS:
         return None
     found: dict = {"method": "calibrated", "speedup": None, "difference": None}
-    at_hand = calibrated.at_hand(asked, engine.hosts["MAR"])
+    at_hand = calibrated.at_hand(asked, engine.runners["MAR"])
     if at_hand is None:
         return found
     resolved, found["difference"] = at_hand
@@ -165,8 +165,8 @@ def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: 
     """
     full, rest = divmod(num, engine.num_slots)
     counts = {size: count for size, count in ((engine.num_slots, full), (rest, 1)) if size and count}
-    host = engine.hosts[str(request.family)]
-    before = starts(request, host.seq_len, None if request.family == "MAR" else 1)
+    runner = engine.runners[str(request.family)]
+    before = starts(request, runner.seq_len, None if request.family == "MAR" else 1)
     budget = min(MOST, SHARE * seconds)
     most = max(LEAST, SLACK * budget)
     if rounds / (len(before) * sum(counts.values())) > most:  # a round, if plain sampling's are as long as the run's
@@ -182,7 +182,7 @@ def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: 
                 return None
             total += count * own
     finally:
-        host.clear()
+        runner.clear()
     return total
 
 
@@ -194,7 +194,7 @@ def _batch_rounds(
     Args:
         before: tokens known before each round. budget, most: seconds that timing should take, and may take.
     """
-    seq_len = engine.hosts[str(request.family)].seq_len
+    seq_len = engine.runners[str(request.family)].seq_len
     start = time.perf_counter()
     places = _places(before, seq_len, min(FEWEST, len(before)))
     first = next(iter(places))

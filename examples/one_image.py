@@ -1,6 +1,6 @@
 """One image of one class: python examples/one_image.py
 
-Writes seven.png, by the embedded model of coloured digits. Any folder of official files goes in its place.
+Writes seven.png, by the bundled model of coloured digits. Any folder of official files goes in its place.
 """
 
 import cspd

@@ -16,16 +16,16 @@ SHARE = Option("guided_share", float, "share of the steps, the noisiest, that ar
 
 
 @denoiser("early-guidance", options=(SHARE,))
-def denoise(host, model, rows, z, *, index=0, densities=False):
+def denoise(runner, model, rows, z, *, index=0, densities=False):
     """The ancestral chain, its first steps with the null class and the others without."""
-    request, head = rows.sequences[0].request, host.models[model].head
+    request, head = rows.sequences[0].request, runner.models[model].head
     s = schedule(request.num_sampling_steps)
     num_guided = round(request.guided_share * len(s))
     classes = [len(z)] * num_guided + [1] * (len(s) - num_guided)
-    x = host.noise.initial(rows.seed, rows.position, host.config.token_dim, index)
+    x = runner.noise.initial(rows.seed, rows.position, runner.config.token_dim, index)
     steps = torch.arange(len(s), device=x.device)
-    noise = rows.temperature * host.noise.steps(rows.seed, rows.position, steps, x.shape[1], index)
-    for calls, own_head, by_call in modulated(head, z, s.timestep_map[::-1], host.precision, classes):
+    noise = rows.temperature * runner.noise.steps(rows.seed, rows.position, steps, x.shape[1], index)
+    for calls, own_head, by_call in modulated(head, z, s.timestep_map[::-1], runner.precision, classes):
         for call, modulations in zip(calls, by_call):
             step = len(s) - 1 - call
             eps, v = evaluate(own_head, x, modulations, rows.scale)

@@ -12,19 +12,19 @@ from cspd.discrete.drafts import Drafted, draft, drafting
 
 
 @draft("ngram")
-def propose(host, batch):
+def propose(runner, batch):
     """gamma codes after the last earlier place of the last committed code; none (-1) where there is no such place."""
     gamma = batch.request.gamma
-    last, _ = host.last(batch, 1)  # [B, 1]
-    codes = host.codes[batch.slot]
+    last, _ = runner.last(batch, 1)  # [B, 1]
+    codes = runner.codes[batch.slot]
     known = batch.known_t.unsqueeze(1)
-    place = torch.arange(codes.shape[1], device=host.device)
+    place = torch.arange(codes.shape[1], device=runner.device)
 
     earlier = (codes == last) & (place < known - 1)
     found = torch.where(earlier, place, -1).amax(1, keepdim=True)
     source = found + 1 + place[:gamma]
     drafted = torch.where((found >= 0) & (source < known), codes.gather(1, source), -1)
-    return Drafted(trees.chain_shape(gamma, host.device), torch.cat([last, drafted], 1), None)
+    return Drafted(trees.chain_shape(gamma, runner.device), torch.cat([last, drafted], 1), None)
 
 
 cspd.register(drafting("ngram", "a chain of codes that followed before", {}, draft="ngram", gamma=4))

@@ -18,7 +18,7 @@ from mar.model import MAR, MARConfig
 from mar.tensors import CheckpointError, read_tensors
 from mar.vae import AutoencoderKL, KLConfig
 
-# Every model this project can build, by name: the official sizes and the embedded ones.
+# Every model this project can build, by name: the official sizes and the bundled ones.
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def _official(embed_dim: int, depth: int, num_heads: int, width: int, head_depth
     return MARSpec(config, "kl16", SamplingDefaults(cfg=cfg))
 
 
-def _embedded(
+def _bundled(
     embed_dim: int,
     depth: int,
     num_heads: int,
@@ -87,10 +87,10 @@ MARS: dict[str, MARSpec] = {
     "mar_base": _official(768, 12, 12, 1024, 6, cfg=2.9),
     "mar_large": _official(1024, 16, 16, 1280, 8, cfg=3.0),
     "mar_huge": _official(1280, 20, 16, 1536, 12, cfg=3.2),
-    "mar_digits32": _embedded(192, 3, 6, 256, 3, 32, "kl_digits32", _DIGITS),
-    "mar_digits32_draft": _embedded(96, 2, 4, 160, 2, 32, "kl_digits32", _DIGITS),
-    "mar_emoji64": _embedded(192, 4, 6, 256, 3, 64, "kl_emoji64", _EMOJI),
-    "mar_emoji64_draft": _embedded(96, 2, 4, 160, 2, 64, "kl_emoji64", _EMOJI),
+    "mar_digits32": _bundled(192, 3, 6, 256, 3, 32, "kl_digits32", _DIGITS),
+    "mar_digits32_draft": _bundled(96, 2, 4, 160, 2, 32, "kl_digits32", _DIGITS),
+    "mar_emoji64": _bundled(192, 4, 6, 256, 3, 64, "kl_emoji64", _EMOJI),
+    "mar_emoji64_draft": _bundled(96, 2, 4, 160, 2, 64, "kl_emoji64", _EMOJI),
 }
 
 VAES: dict[str, KLConfig] = {

@@ -223,7 +223,7 @@ class MAR(nn.Module):
         Args:
             tokens: [B, L, d], raster order; values at unknown positions are ignored.
             order: int64 [B, L], a permutation of the positions for each sequence; the first num_known[b] are known.
-            num_known: B integers, 0..L, on the host, where the largest decides shapes; or int64 [B], with `padded`.
+            num_known: B integers, 0..L, on the CPU, where the largest decides shapes; or int64 [B], with `padded`.
             class_embedding: [B, D], rows of `class_emb` or `fake_latent` for the null class.
             positions: int64 [B, M], where z is wanted; everywhere by default. The last block is computed only there.
             padded: how many tokens the encoder sees, at least the largest of `num_known`, see `MAR.padded`: with it

@@ -16,7 +16,7 @@ from training import rank_and_world, wait_for_all
 
 from cspd import Engine, Request, VQModels
 from cspd.discrete.gpt import VQModel
-from cspd.discrete.host import VQHost
+from cspd.discrete.runner import VQRunner
 from cspd.evaluation.images import Subject, asking_for
 from cspd.files import publishing
 
@@ -53,15 +53,15 @@ def of_images(
 
 
 def of_target(
-    host: VQHost, subjects: Sequence[Subject], labels: Sequence[int], cfg: float, max_batch: int, first_seed: int
+    runner: VQRunner, subjects: Sequence[Subject], labels: Sequence[int], cfg: float, max_batch: int, first_seed: int
 ) -> Make:
     """Makes codes that the target samples, of subjects by their labels in turn, with seeds from `first_seed` on.
 
     Plain sampling of many images at once: where throughput counts, drafting would only add work.
     """
-    precision = "bf16" if host.device.type == "cuda" else "fp32"
-    models = VQModels(host.target, text_encoder=host.text_encoder)
-    engine = Engine(models, max_batch=max_batch, device=host.device, precision=precision)
+    precision = "bf16" if runner.device.type == "cuda" else "fp32"
+    models = VQModels(runner.target, text_encoder=runner.text_encoder)
+    engine = Engine(models, max_batch=max_batch, device=runner.device, precision=precision)
 
     def make(numbers: range) -> Codes:
         own = [labels[number % len(labels)] for number in numbers]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from cspd import Request
 from cspd.discrete.gpt import seen
-from cspd.discrete.host import VQHost, inputs_of_texts, sent_texts
+from cspd.discrete.runner import VQRunner, inputs_of_texts, sent_texts
 from cspd.evaluation.images import Subject, are_texts
 
 
@@ -25,11 +25,11 @@ class Inputs(NamedTuple):
     the ends of rows where it has them.
 
     Attributes:
-        embedded: [B, N, dim]. position: int64 [1, N], LlamaGen's. length: L.
+        bundled: [B, N, dim]. position: int64 [1, N], LlamaGen's. length: L.
         present: bool [B, N], which are no padding; None where all are.
     """
 
-    embedded: Tensor
+    bundled: Tensor
     position: Tensor
     length: int
     present: Tensor | None
@@ -65,7 +65,7 @@ def _through(target: Any, inputs: Inputs) -> Tensor:
     position = inputs.position
     if target.config.text_places:
         position = (inputs.present.cumsum(1) - 1).clamp(min=0)
-    return target.through(inputs.embedded, target.table(position), inputs.mask())
+    return target.through(inputs.bundled, target.table(position), inputs.mask())
 
 
 def _with_row_ends(target: Any, inputs: Inputs) -> tuple[Inputs, Tensor]:
@@ -78,40 +78,42 @@ def _with_row_ends(target: Any, inputs: Inputs) -> tuple[Inputs, Tensor]:
     place = torch.arange(len(position), device=position.device) + position // side
     begins_row = (position % side == 0) & (position > 0)
     end = target.cls_embedding.weight[target.config.row_end]
-    embedded = end.repeat(len(inputs.embedded), len(position) + num_ends, 1)
-    embedded[:, place - begins_row.long()] = inputs.embedded
+    bundled = end.repeat(len(inputs.bundled), len(position) + num_ends, 1)
+    bundled[:, place - begins_row.long()] = inputs.bundled
     present = F.pad(inputs.present, (0, num_ends), value=True)
-    return inputs._replace(embedded=embedded, present=present), place
+    return inputs._replace(bundled=bundled, present=present), place
 
 
 @torch.no_grad()
-def inputs_of(host: VQHost, subjects: Sequence[Subject], numbers: Tensor, is_null: Tensor, codes: Tensor) -> Inputs:
+def inputs_of(runner: VQRunner, subjects: Sequence[Subject], numbers: Tensor, is_null: Tensor, codes: Tensor) -> Inputs:
     """What a target and its drafter take in for codes [B, L] of subjects by their numbers int64 [B], as in drafting.
 
     Args:
         is_null: bool [B], where guidance's null class or null caption is in the subject's place.
     """
-    target, codes = host.target, codes.to(host.device)
+    target, codes = runner.target, codes.to(runner.device)
     if not are_texts(subjects):
-        classes = torch.where(is_null, host.num_classes, numbers).to(host.device)
+        classes = torch.where(is_null, runner.num_classes, numbers).to(runner.device)
         condition, present = target.cls_embedding(classes), None
     else:
-        condition, present = _texts(host, [subjects[number] for number in numbers.tolist()], is_null.to(host.device))
+        condition, present = _texts(
+            runner, [subjects[number] for number in numbers.tolist()], is_null.to(runner.device)
+        )
     length = codes.shape[1]
-    embedded = torch.cat([condition, target.tok_embeddings(codes[:, :-1])], 1)
-    position = torch.arange(embedded.shape[1], device=host.device) - (condition.shape[1] - 1)
+    bundled = torch.cat([condition, target.tok_embeddings(codes[:, :-1])], 1)
+    position = torch.arange(bundled.shape[1], device=runner.device) - (condition.shape[1] - 1)
     if present is not None:
         present = F.pad(present, (0, length - 1), value=True)
-    return Inputs(embedded, position.clamp(min=0).unsqueeze(0), length, present)
+    return Inputs(bundled, position.clamp(min=0).unsqueeze(0), length, present)
 
 
-def _texts(host: VQHost, texts: list[str], is_null: Tensor) -> tuple[Tensor, Tensor]:
+def _texts(runner: VQRunner, texts: list[str], is_null: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs [B, n, dim] of texts or their null captions, and which of them are no padding, bool [B, n]."""
-    sent = sent_texts(host, [Request(prompt=text) for text in texts], copies=2)
-    inputs = inputs_of_texts(host.target, sent)
-    each = torch.arange(len(texts), device=host.device)
+    sent = sent_texts(runner, [Request(prompt=text) for text in texts], num_branches=2)
+    inputs = inputs_of_texts(runner.target, sent)
+    each = torch.arange(len(texts), device=runner.device)
     row, most = 2 * each + is_null, inputs.shape[1]
-    place = torch.arange(most, device=host.device) - (most - sent.count[row]).unsqueeze(1)
+    place = torch.arange(most, device=runner.device) - (most - sent.count[row]).unsqueeze(1)
     return inputs[row.unsqueeze(1), place.clamp(min=0)], place >= 0
 
 

@@ -1,4 +1,4 @@
-"""Coloured digits: the embedded models' data set, 32x32 RGB in 10 classes, drawn on the fly from a seed.
+"""Coloured digits: the bundled models' data set, 32x32 RGB in 10 classes, drawn on the fly from a seed.
 
 The 1,797 handwritten digits that ship with scikit-learn (8x8, grey), upsampled and smoothed, with a small random
 rotation, scale and shift, in a random bright colour on a random dark two-colour gradient.

@@ -49,7 +49,7 @@ def acceptance_by_depth(
         for codes, labels in zip(data.codes.split(AT_ONCE), data.labels.split(AT_ONCE)):
             is_null = torch.arange(2 * len(labels)) >= len(labels)
             inputs = take_in(labels.repeat(2), is_null, codes.repeat(2, 1))
-            sums += _sums(target, drafter, codes.to(inputs.embedded.device), inputs, sampling, depths)
+            sums += _sums(target, drafter, codes.to(inputs.bundled.device), inputs, sampling, depths)
     accepted, judged = sums
     return (accepted / judged.clamp(min=TINY)).tolist()
 
@@ -60,17 +60,17 @@ def _sums(
     """(accepted, judged) [2, depths], summed over the places of codes [B, L]; inputs: of 2 B, the null ones second."""
     length, device = inputs.length, codes.device
     place = torch.arange(length, device=device)
-    of_codes = inputs.embedded[:, -length:]
+    of_codes = inputs.bundled[:, -length:]
     features = features_of(target, inputs)
     P = distributions(target, features[:, -length:], sampling)
 
     # a chain starts at every place: its first input has the target's feature, the others the drafter's own
-    past, embedded, places = [inputs.past(features[:, :-1])], [inputs.embedded], [inputs.position[0]]
+    past, bundled, places = [inputs.past(features[:, :-1])], [inputs.bundled], [inputs.position[0]]
     weight, sums = torch.ones_like(codes, dtype=torch.float32), []
     for ahead in range(depths):
         table = drafter.table(torch.cat(places).unsqueeze(0))
         mask = _sees(ahead, inputs.sees(), length).unsqueeze(1)
-        predicted = drafter(torch.cat(past, 1), torch.cat(embedded, 1), table, mask)[:, -length:]
+        predicted = drafter(torch.cat(past, 1), torch.cat(bundled, 1), table, mask)[:, -length:]
 
         # judged against what the target says there
         num = length - ahead
@@ -83,7 +83,7 @@ def _sums(
         # the next input of every chain
         after = (place + ahead + 1).clamp(max=length - 1)
         past.append(predicted)
-        embedded.append(of_codes[:, after])
+        bundled.append(of_codes[:, after])
         places.append(after)
     return torch.stack(sums, 1).double().cpu()
 

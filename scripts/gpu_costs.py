@@ -24,17 +24,17 @@ STEPS = 100  # T
 SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
 BATCHES, ITERATIONS = (1, 8, 64, 256), (64, 256)
 HEAD_CALLS = 10  # N of `calibrated`
-CALLS = {12: 11.4, 24: 8.1}  # head calls per token by W, of the embedded model: docs/benchmarks.md
+CALLS = {12: 11.4, 24: 8.1}  # head calls per token by W, of the bundled model: docs/benchmarks.md
 LONGEST = 1.08  # rounds until an iteration's tokens are done, over a token's own
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU and its host: the constants of the model.
+    """A GPU and its runner: the constants of the model.
 
     Attributes:
-        launch: seconds of the host for a kernel. wait: seconds lost where the host waits for the device. kernel:
-            seconds that the smallest kernel takes on the device, also in a graph. replay: of the host for a graph.
+        launch: seconds of the model runner for a kernel. wait: seconds lost where the CPU waits for the device. kernel:
+            seconds that the smallest kernel takes on the device, also in a graph. replay: of the CPU for a graph.
         bandwidth: bytes a second. peak: operations a second.
         size: bytes of a number in matrix products and in the table of modulations.
     """
@@ -53,7 +53,7 @@ H200 = Device()
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of each piece of work: `fixed` and `per_layer` of them; and how often the host waits.
+    """Kernels of each piece of work: `fixed` and `per_layer` of them; and how often the CPU waits.
 
     Attributes:
         backbone: a call, by layers of encoder and decoder. step: a denoising step with its modulations there, by blocks
@@ -89,7 +89,7 @@ def count(kernels: tuple[int, int], layers: int) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of every iteration: its kernels, their work [K], and waits of the host; and how often it is repeated."""
+    """A part of every iteration: its kernels, their work [K], and waits of the CPU; and how often it is repeated."""
 
     kernels: float
     work: Work
@@ -102,17 +102,17 @@ class Piece:
         return self.times * np.maximum(self.kernels * device.kernel, work)
 
     def on_host(self, device: Device, graphs: bool) -> float:
-        """Seconds in which the host launches the kernels, or one graph of them."""
+        """Seconds in which the CPU launches the kernels, or one graph of them."""
         return self.times * (device.replay if graphs else self.kernels * device.launch)
 
 
 def as_one(chain: Piece) -> Piece:
-    """A chain whose steps follow one another without the host: one graph can have them all."""
+    """A chain whose steps follow one another without the model runner: one graph can have them all."""
     return Piece(chain.kernels * chain.times, chain.work * chain.times)
 
 
 def seconds(pieces: list[Piece], device: Device, graphs: bool) -> np.ndarray:
-    """Of each iteration, [K]: the host launches ahead of the device, but where it waits. No graph is waited for."""
+    """Of each iteration, [K]: the CPU launches ahead of the device, but where it waits. No graph is waited for."""
     busy = sum(piece.on_device(device) for piece in pieces)
     launching = sum(piece.on_host(device, graphs) for piece in pieces)
     waiting = 0.0 if graphs else device.wait * sum(piece.times * piece.waits for piece in pieces)

@@ -31,12 +31,12 @@ def drafts() -> tuple[cspd.Engine, Tensor, Tensor]:
     """The engine, and (P, Q) [N, V] at all places of images."""
     engine = cspd.load("digits32_vq", max_batch=IMAGES, device="cpu")
     outputs = engine.sample(range(IMAGES), method="ar", cfg=SAMPLING.cfg)
-    host, codes = engine.host, torch.stack([output.tokens for output in outputs])
+    runner, codes = engine.runner, torch.stack([output.tokens for output in outputs])
     labels = torch.tensor([output.request.label for output in outputs])
     is_null = torch.arange(2 * IMAGES) >= IMAGES
-    inputs = inputs_of(host, range(host.num_classes), labels.repeat(2), is_null, codes.repeat(2, 1))
-    both = predict(host.target, host.models["eagle"], inputs, 0.0, torch.Generator())
-    predicted, features = (distributions(host.target, made, SAMPLING).flatten(0, 1) for made in both)
+    inputs = inputs_of(runner, range(runner.num_classes), labels.repeat(2), is_null, codes.repeat(2, 1))
+    both = predict(runner.target, runner.models["eagle"], inputs, 0.0, torch.Generator())
+    predicted, features = (distributions(runner.target, made, SAMPLING).flatten(0, 1) for made in both)
     return engine, features, predicted
 
 
@@ -67,7 +67,7 @@ def residual(rule: Rule, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tenso
 @torch.inference_mode()
 def main() -> None:
     engine, P_all, Q_all = drafts()
-    tokenizer = engine.host.models["tokenizer"]
+    tokenizer = engine.runner.models["tokenizer"]
     print("delta    k  drafted  TV of G   committed: paper  its bound  released")
     for (delta, k), draft in itertools.product(SETTINGS, (drawn, chosen)):
         paper = Rule("lantern", delta=delta, k=k, optimal=False)

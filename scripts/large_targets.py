@@ -1,5 +1,5 @@
 """Which way to draft would pay for LlamaGen's larger models: their rounds timed with random weights, and the codes that
-a round commits as of the embedded models, since there are no weights whose drafts could be judged.
+a round commits as of the bundled models, since there are no weights whose drafts could be judged.
 
 python scripts/large_targets.py --sizes B,L,XL        prints a table in Markdown
 
@@ -19,8 +19,8 @@ import cspd
 from cspd.device import Precision
 from cspd.discrete.family import JACOBI, TREES, Tuning, name_of, round_seconds
 from cspd.discrete.gpt import GPT, Eagle
-from cspd.discrete.host import VQHost
 from cspd.discrete.registry import gpt_spec
+from cspd.discrete.runner import VQRunner
 from cspd.gpu_check.cases import random_model
 from cspd.method import PLAIN
 from cspd.request import Request
@@ -39,8 +39,8 @@ def milliseconds(size: str, batch: int, ways: dict[str, Request]) -> dict[str, f
     """Of a round of each way, of an official size with random weights."""
     config = gpt_spec(f"llamagen_{size.lower()}").config
     target, eagle = random_model(GPT, config, CPU), random_model(Eagle, config, CPU)
-    host = VQHost(target, batch, CPU, Precision("fp32", CPU), eagle=eagle)
-    times = round_seconds(host, ways, REPEATS, time.process_time)
+    runner = VQRunner(target, batch, CPU, Precision("fp32", CPU), eagle=eagle)
+    times = round_seconds(runner, ways, REPEATS, time.process_time)
     return {name: 1000 * statistics.median(own) for name, own in times.items()}
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
     ways = [PLAIN, *JACOBI, *TREES]
     requests = {name_of(way): asked(**way) for way in ways}
-    tuning: Tuning = cspd.load("digits32_vq", device="cpu").host.tuning
+    tuning: Tuning = cspd.load("digits32_vq", device="cpu").runner.tuning
     codes = {name_of(way): 1.0 if way is PLAIN else tuning.codes(asked(), way) for way in ways}
     rows = [[name, f"{codes[name]:.2f}"] for name in requests]
     for size in args.sizes.split(","):

@@ -1,4 +1,4 @@
-"""Times plain sampling of the embedded VQ target against LlamaGen's own loop: python scripts/llamagen_loop.py
+"""Times plain sampling of the bundled VQ target against LlamaGen's own loop: python scripts/llamagen_loop.py
 
 The loop is written after LlamaGen's code (Sun et al. 2024, arXiv 2406.06525): all images in lockstep, attention over
 the whole length of a cache under a mask, `torch.multinomial`; as it is, and compiled. The weights are ours.
@@ -86,8 +86,8 @@ def main() -> None:
         for name, compiled in ((OURS, False), (f"{OURS} --compile", True))
     }
     for engine in engines.values():
-        engine.host.models["tokenizer"] = None  # decoding is not compared
-    model = engines[OURS].host.target
+        engine.runner.models["tokenizer"] = None  # decoding is not compared
+    model = engines[OURS].runner.target
     requests = [Request(i % 10, seed=i, method="ar", cfg=args.cfg) for i in range(args.batch)]
     runs: dict[str, Callable] = {name: lambda e=engine: e.generate(requests) for name, engine in engines.items()}
     loops = {"LlamaGen's loop": forward, "LlamaGen's loop, compiled": torch.compile(forward, fullgraph=True)}

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=1000, help="images that go into the file (default: %(default)s)")
     parser.add_argument("--space", choices=[*SPACES, INCEPTION], default="digits", help="(default: %(default)s)")
     parser.add_argument("--weights", type=Path, help="Inception-v3's file (default: torch-fidelity's own download)")
-    parser.add_argument("--out", type=Path, help="(default: the embedded space's own file)")
+    parser.add_argument("--out", type=Path, help="(default: the bundled space's own file)")
     args = parser.parse_args()
     if args.out is None and args.space not in SPACES:
         parser.error(f"--space {args.space} comes with no file of its own: give --out")

@@ -1,4 +1,4 @@
-"""Trains the classifier that judges embedded models, on real images: python scripts/train_classifier.py
+"""Trains the classifier that judges bundled models, on real images: python scripts/train_classifier.py
 
 Each image is blended with another of its batch, and so are their labels (mixup, Zhang et al. 2018).
 """

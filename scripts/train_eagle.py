@@ -33,9 +33,9 @@ import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.cli.options import read_prompts
 from cspd.discrete.gpt import GPT, Eagle
-from cspd.discrete.host import VQHost
-from cspd.discrete.hosted import HostedEagle, is_hosted
-from cspd.discrete.registry import HostedConfig, defaults_of
+from cspd.discrete.hf import HFEagle, is_hf
+from cspd.discrete.registry import HFConfig, defaults_of
+from cspd.discrete.runner import VQRunner
 from cspd.evaluation.images import Subject, are_texts, asking_for, image_files
 from cspd.files import weight_files
 from cspd.runs import file_fingerprint, together
@@ -64,13 +64,13 @@ def predict(
     past = features[:, :-1]
     uniform = torch.rand(past.shape, generator=generator).to(past.device)
     past = inputs.past(past + noise * (2 * uniform - 1))
-    predicted = drafter(past, inputs.embedded, drafter.table(inputs.position), inputs.mask())
+    predicted = drafter(past, inputs.bundled, drafter.table(inputs.position), inputs.mask())
     return predicted[:, -inputs.length :], features[:, -inputs.length :]
 
 
 def loss_of(target: GPT, drafter: Eagle, inputs: Inputs, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
     """EAGLE's loss on a batch, and the numbers to show."""
-    with torch.autocast(inputs.embedded.device.type, torch.bfloat16):
+    with torch.autocast(inputs.bundled.device.type, torch.bfloat16):
         predicted, features = predict(target, drafter, inputs, NOISE, generator)
         wanted = target.output(features).float().softmax(-1)
         logits = target.output(predicted).float()
@@ -119,8 +119,8 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list[Subject]]:
-    """A host of the target, at the resolution of --size where that is given, and what its images are to be of.
+def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQRunner, list[Subject]]:
+    """A model runner of the target, at the resolution of --size where that is given, and what its images are to be of.
 
     Raises:
         ValueError: the target is no VQ model, cannot encode images or makes none of that size, texts are given to one
@@ -129,30 +129,30 @@ def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQHost, list
     texts = read_prompts(args.prompts, image_files(Path(args.data)) if args.data else ()) if args.prompts else None
     files = {"vae": args.tokenizer, "text_encoder": args.text_encoder}
     engine = cspd.load(args.checkpoint, arch=args.arch, **files, max_batch=1, device=device)
-    host = engine.host
-    if host.family != "VQ":
+    runner = engine.runner
+    if runner.family != "VQ":
         raise ValueError(f"--checkpoint {args.checkpoint} is a MAR: EAGLE drafts the codes of VQ models")
-    subjects = texts or [*range(host.num_classes)] or [0]
+    subjects = texts or [*range(runner.num_classes)] or [0]
     engine.check(asking_for(cspd.Request(method="ar"), subjects[0]))  # models of texts say that they have no class
-    tokenizer, config = host.models["tokenizer"], host.config
+    tokenizer, config = runner.models["tokenizer"], runner.config
     if args.data and tokenizer is None:
         raise ValueError(
             f"--data {args.data}: nothing beside {args.checkpoint} encodes images: give --tokenizer, or --self-samples"
         )
-    stride = (tokenizer or host.target).config.stride
+    stride = (tokenizer or runner.target).config.stride
     own = config.grid * stride
     args.size = args.size or own
-    if isinstance(config, HostedConfig) and args.size != own:
+    if isinstance(config, HFConfig) and args.size != own:
         raise ValueError(f"--size {args.size}: {args.checkpoint} makes images of {own} pixels alone: leave it out")
-    host.target.config = dataclasses.replace(config, block_size=(args.size // stride) ** 2)
-    return host, subjects
+    runner.target.config = dataclasses.replace(config, block_size=(args.size // stride) ** 2)
+    return runner, subjects
 
 
 def learnt_from(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, Any]:
     """What codes depend on, plain values; of models, their files' fingerprints."""
     files = checkpoint_files(args.checkpoint)
     target = files["target"]
-    weights = weight_files(target.parent) if is_hosted(target) else [target]
+    weights = weight_files(target.parent) if is_hf(target) else [target]
     source = {"target": together([*map(file_fingerprint, weights)]), "size": args.size} | identity(subjects)
     if args.self_samples:
         return source | {"cfg": args.cfg}
@@ -162,7 +162,7 @@ def learnt_from(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, 
 
 
 def codes_of(
-    args: argparse.Namespace, host: VQHost, subjects: list[Subject], source: dict[str, Any]
+    args: argparse.Namespace, runner: VQRunner, subjects: list[Subject], source: dict[str, Any]
 ) -> tuple[Codes, Codes]:
     """What is trained on, and what is held out; `source`: as `learnt_from` has it.
 
@@ -175,10 +175,10 @@ def codes_of(
     def of_split(split: str, num: int, first_seed: int) -> Codes:
         numbers = numbers_of(subjects, split == "held-out")
         if data is None:
-            make = of_target(host, subjects, numbers, args.cfg, args.max_batch, first_seed)
+            make = of_target(runner, subjects, numbers, args.cfg, args.max_batch, first_seed)
         else:
-            make = of_images(data, split, numbers, host.models["tokenizer"], first_seed, host.device)
-        return kept(make, num, (args.codes or args.run / "codes") / split, source, host.device)
+            make = of_images(data, split, numbers, runner.models["tokenizer"], first_seed, runner.device)
+        return kept(make, num, (args.codes or args.run / "codes") / split, source, runner.device)
 
     return of_split("train", num, FIRST_SEED), of_split("held-out", min(HELD_OUT, -(-num // 10)), HELD_OUT_SEED)
 
@@ -199,18 +199,18 @@ def images_of(args: argparse.Namespace, subjects: list[Subject]) -> Data:
 def main() -> None:
     args = arguments()
     device = device_of_process()
-    host, subjects = loaded(args, device)
-    target, take_in = host.target, functools.partial(inputs_of, host, subjects)
+    runner, subjects = loaded(args, device)
+    target, take_in = runner.target, functools.partial(inputs_of, runner, subjects)
     sampling = defaults_of(target.config)
     args.cfg = sampling.cfg if args.cfg is None else args.cfg
     source = learnt_from(args, subjects)
-    train, held_out = codes_of(args, host, subjects, source)
+    train, held_out = codes_of(args, runner, subjects, source)
     config = target.config
-    hosted = isinstance(config, HostedConfig)
+    hf = isinstance(config, HFConfig)
     lr = args.lr or WIDTH_LR / config.dim
     settings = chosen(args, "checkpoint", "images", "self_samples", "cfg", "steps", "batch") | {"lr": lr} | source
     torch.manual_seed(0)
-    drafter = (HostedEagle if hosted else Eagle)(config).to(device).train()
+    drafter = (HFEagle if hf else Eagle)(config).to(device).train()
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         generator = torch.Generator().manual_seed(number)
@@ -231,7 +231,7 @@ def main() -> None:
         print(f"held-out, guidance {sampling.cfg:g}: of codes 1, 2, ... ahead are accepted, given those before them,")
         print(", ".join(f"{share:.3f}" for share in shares))
         print(f"a chain of them: {1 + sum(itertools.accumulate(shares, float.__mul__)):.2f} codes per forward")
-    arch = config.architecture if hosted else named_size(target) or ""
+    arch = config.architecture if hf else named_size(target) or ""
     export(drafter, args.out, arch, seconds, half=lambda name: True)
 
 

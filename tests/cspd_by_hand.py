@@ -174,7 +174,7 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
         p = {rank: chain(target, rank, rank if sequential else known, index) for rank in ranks}
         for rank in ranks:
             at = order[rank : rank + 1]
-            accepted[rank] = noise.token_coins(seed, at).log().item() < judge(q[rank].mean, p[rank], q[rank])
+            accepted[rank] = noise.token_accept_uniforms(seed, at).log().item() < judge(q[rank].mean, p[rank], q[rank])
             known = rank + 1
             if accepted[rank]:
                 continue

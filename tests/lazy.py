@@ -1,4 +1,4 @@
-"""LazyMAR's requests on a toy, on an engine and in a host's slots."""
+"""LazyMAR's requests on a toy, on an engine and in a model runner's slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from toys import CPU, toy_mar
 
 from cspd import Engine, MARModels
 from cspd.device import Precision
-from cspd.masked.host import MARHost
+from cspd.masked.runner import MARRunner
 from cspd.request import Sequence
 
 QUICK = {"method": "lazymar", "num_sampling_steps": 4, "first_timestep": 950, "cfg": 2.0, "warmup": 1, "refresh": 4}
@@ -24,9 +24,9 @@ def engine(model, max_batch=3, **settings):
 
 
 def started(model, requests):
-    """A host, and the requests' sequences in its slots, about to run."""
-    host = MARHost(model, len(requests), CPU, Precision("fp32", CPU))
+    """A model runner, and the requests' sequences in its slots, about to run."""
+    runner = MARRunner(model, len(requests), CPU, Precision("fp32", CPU))
     resolver = engine(model)
     batch = [Sequence(resolver.resolve(request), i, slot=i, key=KEY) for i, request in enumerate(requests)]
-    host.admit(batch)
-    return host, batch
+    runner.admit(batch)
+    return runner, batch

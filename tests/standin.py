@@ -7,11 +7,11 @@
 
 All numbers are those of a CPU. What a GPU would do is noted:
 * a kernel for every operation that is no view; matrix products, sorting and attention may launch a few more;
-* a read, where the host waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
+* a read, where the CPU waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
 * a blocking copy, to the device from memory that is not pinned or without `non_blocking`.
 
 Tensors of both devices in one operation raise RuntimeError, as on a GPU. So do a norm's weights of another type than
-its input, and a read while a graph is captured. What a non-blocking copy brings to the host is there once an event
+its input, and a read while a graph is captured. What a non-blocking copy brings to the CPU is there once an event
 recorded after it is past, and rubbish before. A graph is the list of its operations, run again. Everything is undone at
 the end, but that models stay where they are: give a copy of shared ones.
 """
@@ -114,7 +114,7 @@ class StandIn(TorchDispatchMode):
 
     Attributes:
         kernels: by operation; a graph's replay is one. by_function: by the function of ours that launches them.
-        reads, blocking: the places where the host waits for the device, and for a copy to it.
+        reads, blocking: the places where the CPU waits for the device, and for a copy to it.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class StandIn(TorchDispatchMode):
             if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
                 self.wait(self.reads, "index by a mask")
             if not all(isinstance(each, OnDevice) for each in (*indices, *args[2:3])):  # torch copies it
-                self.wait(self.blocking, "index or value on the host")
+                self.wait(self.blocking, "index or value on the CPU")
             on_host = [tensor for tensor in on_host if all(tensor is not index for index in indices)]
         if on_host:
             shapes = [tuple(tensor.shape) for tensor in on_host]
@@ -224,7 +224,7 @@ class StandIn(TorchDispatchMode):
         return self._launch("copy to the device", op, args, kwargs)
 
     def _to_host(self, name: str, op: Any, args: tuple, kwargs: dict, non_blocking: bool) -> Tensor:
-        self.count("copy to the host")
+        self.count("copy to the CPU")
         if name == "_to_copy":
             value = op(*_held(args), **kwargs)
             target = self._pin(value.clone())  # as torch makes it, for a copy that nobody waits for
@@ -234,7 +234,7 @@ class StandIn(TorchDispatchMode):
         if non_blocking and self._is_pinned(target):
             target.copy_(torch.full([target.element_size()], RUBBISH, dtype=torch.uint8).view(target.dtype))
         else:
-            self.wait(self.reads, "copy to the host")
+            self.wait(self.reads, "copy to the CPU")
         return target
 
     def _pin(self, tensor: Tensor) -> Tensor:

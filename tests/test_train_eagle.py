@@ -1,4 +1,4 @@
-"""Drafters for a target that is not embedded: from its own samples, and from a folder; what is kept and measured."""
+"""Drafters for a target that is not bundled: from its own samples, and from a folder; what is kept and measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from programs import run_program
 from safetensors.torch import load_file, save_file
 from stores import small_vq_checkpoint
 from texts import PROMPTS, text_models
-from toys import CLASSES, CPU, host_of, toy_models
+from toys import CLASSES, CPU, runner_of, toy_models
 
 import cspd
 from cspd.checkpoints import checkpoint_files
@@ -208,21 +208,21 @@ def one_by_one(target, drafter, both, own, sampling, depths):
 @pytest.mark.parametrize("subjects", [range(CLASSES), PROMPTS], ids=["classes", "texts"])
 def test_acceptance_by_depth_is_that_of_chains_one_by_one(subjects):
     of_texts = subjects is PROMPTS
-    host = host_of(text_models() if of_texts else toy_models(codes=11, length=9), 1)
-    drafter, depths, sampling = host.models["eagle"], 4, SamplingDefaults(cfg=1.7, top_k=6 if of_texts else 0)
+    runner = runner_of(text_models() if of_texts else toy_models(codes=11, length=9), 1)
+    drafter, depths, sampling = runner.models["eagle"], 4, SamplingDefaults(cfg=1.7, top_k=6 if of_texts else 0)
     data = Codes(torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3)
 
     def both(number):
         if not of_texts:
             return torch.tensor([number, CLASSES])
-        own = host.text_of(PROMPTS[number])
-        return torch.stack([own, host.target.cls_embedding.uncond_embedding[-len(own) :]])
+        own = runner.text_of(PROMPTS[number])
+        return torch.stack([own, runner.target.cls_embedding.uncond_embedding[-len(own) :]])
 
     with torch.inference_mode():
-        sums = sum(one_by_one(host.target, drafter, both(label), own, sampling, depths) for own, label in zip(*data))
+        sums = sum(one_by_one(runner.target, drafter, both(label), own, sampling, depths) for own, label in zip(*data))
     expected = (sums[0] / sums[1]).tolist()
-    take_in = functools.partial(inputs_of, host, subjects)
-    found = acceptance_by_depth(host.target, drafter, data, take_in, sampling, depths)
+    take_in = functools.partial(inputs_of, runner, subjects)
+    found = acceptance_by_depth(runner.target, drafter, data, take_in, sampling, depths)
     assert found == pytest.approx(expected, rel=1e-4)
     assert max(expected) - min(expected) > 0.01
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conditions import inputs_of
-from hosted import GUIDANCE, PROMPTS, SIDE, drafter_of, hosted_of, model_of, saved
+from hf import GUIDANCE, PROMPTS, SIDE, drafter_of, hf_of, model_of, saved
 from programs import run_program, shades
 from safetensors.torch import load_file
 from texts import check_fed_alike, running
@@ -29,22 +29,22 @@ TEXTS = ["a red fox", "blue", "an old ship in green", "a quiet night", "green", 
 @pytest.mark.parametrize("rounds", [(0, 4, 2), (7, 1, 3)], ids=str)
 def test_training_sees_what_drafting_sees(architecture, rounds):
     """Of three texts of unequal length and what guides them, each sequence as far as it is, beyond ends of rows."""
-    target, texts, _ = hosted_of(model_of(architecture))
+    target, texts, _ = hf_of(model_of(architecture))
     models = {"target": target, "text_encoder": texts, "eagle": drafter_of(target)}
     common = {"label": None, "cfg": GUIDANCE, "gamma": 3}
     asked = [request_of("eagle", prompt=text, seed=i, **common) for i, text in enumerate(PROMPTS)]
-    host, started = running(models, asked, rounds)
+    runner, started = running(models, asked, rounds)
     length = SIDE**2 - 1
     with torch.inference_mode():
-        batch = batch_of(host, by_slot(started))
-        root = _eagle_root(host, batch, 3)[:, :, 0]
-        last = host.features(batch, host.last(batch, 1)[0])[:, :, 0]
-        kept = host.past.before(batch, torch.arange(1, length + 1).expand(3, -1))
+        batch = batch_of(runner, by_slot(started))
+        root = _eagle_root(runner, batch, 3)[:, :, 0]
+        last = runner.features(batch, runner.last(batch, 1)[0])[:, :, 0]
+        kept = runner.past.before(batch, torch.arange(1, length + 1).expand(3, -1))
 
         slots = torch.tensor([sequence.slot for sequence in started])
-        codes = host.codes[slots, :length].repeat(2, 1)
+        codes = runner.codes[slots, :length].repeat(2, 1)
         is_null = torch.arange(6) >= 3
-        inputs = inputs_of(host, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
+        inputs = inputs_of(runner, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
         made = predict(target, models["eagle"], inputs, 0.0, torch.Generator())
     predicted, features = (each.unflatten(0, (2, 3)) for each in made)
     assert max(sequence.num_committed for sequence in started) > SIDE
@@ -87,8 +87,8 @@ def test_from_its_own_samples(folder, train):
     assert own["eagle"] is None
     beside = shutil.copy(drafter, own["target"].parent / "eagle.safetensors")
     assert checkpoint_files(own["target"].parent)["eagle"] == beside
-    loaded = cspd.load(beside.parent, max_batch=1, device="cpu").host.models["eagle"]
-    assert torch.equal(loaded.fc.weight, engine.host.models["eagle"].fc.weight)
+    loaded = cspd.load(beside.parent, max_batch=1, device="cpu").runner.models["eagle"]
+    assert torch.equal(loaded.fc.weight, engine.runner.models["eagle"].fc.weight)
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ def test_in_bfloat16(architecture, train, tmp_path):
     """Of weights as the hub has them, the drafter is trained in float32 and computes in the target's type."""
     folder = folder_of(architecture, tmp_path, torch.bfloat16)
     engine = cspd.load(folder, eagle=train(folder, self_samples=7), max_batch=3, device="cpu")
-    own = engine.host.models["eagle"]
-    assert own.own_type == engine.host.target.own_type == engine.host.cache("eagle").tensor.dtype == torch.bfloat16
+    own = engine.runner.models["eagle"]
+    assert own.own_type == engine.runner.target.own_type == engine.runner.cache("eagle").tensor.dtype == torch.bfloat16
     outputs = engine.sample(prompts=TEXTS[:3], method="eagle", seed=3)
     assert all(((output.tokens >= 0) & (output.tokens < 16)).all() for output in outputs)
     assert sum(output.stats.backbone_calls for output in outputs) < 3 * SIDE**2

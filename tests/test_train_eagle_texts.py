@@ -28,17 +28,17 @@ def test_training_sees_what_drafting_sees():
     """Of three texts of unequal length and their null captions, each sequence as far as it is."""
     models = text_models()
     asked = [request_of("eagle", label=None, prompt=text, seed=i, cfg=2.5, gamma=3) for i, text in enumerate(PROMPTS)]
-    host, started = running(models, asked, (0, 2, 1))
+    runner, started = running(models, asked, (0, 2, 1))
     with torch.inference_mode():
-        batch = batch_of(host, by_slot(started))
-        root = _eagle_root(host, batch, 3)[:, :, 0]
-        last = host.features(batch, host.last(batch, 1)[0])[:, :, 0]
-        kept = host.past.before(batch, torch.arange(1, 10).expand(3, -1))
+        batch = batch_of(runner, by_slot(started))
+        root = _eagle_root(runner, batch, 3)[:, :, 0]
+        last = runner.features(batch, runner.last(batch, 1)[0])[:, :, 0]
+        kept = runner.past.before(batch, torch.arange(1, 10).expand(3, -1))
 
         slots = torch.tensor([sequence.slot for sequence in started])
-        codes = host.codes[slots, :9].repeat(2, 1)
+        codes = runner.codes[slots, :9].repeat(2, 1)
         is_null = torch.arange(6) >= 3
-        inputs = inputs_of(host, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
+        inputs = inputs_of(runner, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
         made = predict(models["target"], models["eagle"], inputs, 0.0, torch.Generator())
     predicted, features = (each.unflatten(0, (2, 3)) for each in made)
     assert len({sequence.num_committed for sequence in started}) == 3

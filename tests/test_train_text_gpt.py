@@ -97,7 +97,7 @@ def test_the_folder_is_loaded_and_sampled(folder):
     plain, drafted, other = engine.generate(asked)
     assert plain.image.shape == drafted.image.shape == other.image.shape == (3, 8, 8)
     assert drafted.stats.draft_backbone_calls > 0
-    assert engine.host.text_encoder.width == 8
+    assert engine.runner.text_encoder.width == 8
 
 
 def test_muon_trains_the_layers_of_the_gpt(folder):
@@ -181,32 +181,32 @@ def trained(folder):
     engine = cspd.load(folder, max_batch=3, device="cpu")
     words, encoder = read_encoder(folder / "text_encoder")
     generator = torch.Generator().manual_seed(0)
-    for parameter in engine.host.target.parameters():
+    for parameter in engine.runner.target.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    return engine, words, TextGPT(engine.host.target, encoder)
+    return engine, words, TextGPT(engine.runner.target, encoder)
 
 
 @pytest.mark.filterwarnings("ignore::cspd.discrete.text.Truncated")
 def test_training_sees_what_sampling_sees(trained):
     """Texts of unequal length, and one that is cut off, and what guides them: the logits of every code."""
     engine, words, model = trained
-    host, method = engine.host, find("ar", "VQ")
+    runner, method = engine.runner, find("ar", "VQ")
     started = []
     for slot, prompt in enumerate(PROMPTS):
         request = request_of("ar", label=None, prompt=prompt, seed=slot, cfg=2.0)
         started.append(Sequence(request, slot=slot, key=slot, uses=method.uses(request), stats=RoundStats()))
     seen = []
     with torch.inference_mode():
-        host.admit(started)
+        runner.admit(started)
         for _ in range(16):
-            batch = batch_of(host, started)
-            seen.append(host.target.output(host.features(batch, host.last(batch, 1)[0]))[:, :, 0])
-            method.run_round(host, started, Stopwatch(CPU))
-        codes = host.codes[:3, :16]
+            batch = batch_of(runner, started)
+            seen.append(runner.target.output(runner.features(batch, runner.last(batch, 1)[0]))[:, :, 0])
+            method.run_round(runner, started, Stopwatch(CPU))
+        codes = runner.codes[:3, :16]
     for rows, (half, is_null) in product((slice(2), slice(2, 3)), enumerate((False, True))):
         texts = tokens_of(words, PROMPTS[rows], MOST, torch.full((len(PROMPTS[rows]),), is_null))
         assert (texts.ids.shape[1] == MOST) == (len(texts.ids) == 1)  # cut off
-        assert texts.present.sum(1).tolist() == [len(host.text_of(prompt)) for prompt in PROMPTS[rows]]
+        assert texts.present.sum(1).tolist() == [len(runner.text_of(prompt)) for prompt in PROMPTS[rows]]
         expected = torch.stack([each[half, rows] for each in seen], 1)
         with torch.inference_mode():
             assert relative_error(model(texts, codes[rows, :-1]), expected) < 1e-4

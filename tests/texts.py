@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from toys import host_of, toy_models
+from toys import runner_of, toy_models
 
 from cspd.checkpoints import checkpoint_files
 from cspd.discrete.gpt import GPT, GPTConfig
-from cspd.discrete.host import VQHost
 from cspd.discrete.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
+from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.gpu_check.run import relative_error
 from cspd.method import find
@@ -80,20 +80,20 @@ def text_models(codes: int = 11, length: int = 9, **more: int) -> dict:
     return models
 
 
-def running(models: dict, requests: list[Request], rounds: tuple[int, ...]) -> tuple[VQHost, list[Sequence]]:
-    """A host, and sequences of requests of one method after so many rounds each, the first in the last slot."""
+def running(models: dict, requests: list[Request], rounds: tuple[int, ...]) -> tuple[VQRunner, list[Sequence]]:
+    """A model runner, and sequences of requests of one method after so many rounds each, the first in the last slot."""
     method, last = find(requests[0].method, "VQ"), len(requests) - 1
-    host = host_of(models, len(requests))
+    runner = runner_of(models, len(requests))
     started = [
         Sequence(request, slot=last - i, key=i, uses=method.uses(request), stats=RoundStats())
         for i, request in enumerate(requests)
     ]
     with torch.inference_mode():
-        host.admit(started)
+        runner.admit(started)
         for sequence, times in zip(started, rounds):
             for _ in range(times):
-                method.run_round(host, [sequence], Stopwatch(host.device))
-    return host, started
+                method.run_round(runner, [sequence], Stopwatch(runner.device))
+    return runner, started
 
 
 def conditions(model: GPT, request: Request) -> list[tuple[Tensor, Tensor]]:

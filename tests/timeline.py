@@ -1,4 +1,4 @@
-"""The time of a pretended CUDA device, which runs behind the host: events, streams, graphs, and late arrivals.
+"""The time of a pretended CUDA device, which runs behind the model runner: events, streams, graphs, and late arrivals.
 
 `gpu` is the `standin.StandIn` that they are of.
 """
@@ -24,7 +24,7 @@ class Timeline:
         self._arrivals: list[tuple[int, Tensor, Tensor]] = []  # after which event, where to, and what
 
     def arrive_later(self, target: Tensor, value: Tensor) -> None:
-        """A copy to the host, which is there once the next event is past."""
+        """A copy to the CPU, which is there once the next event is past."""
         self._arrivals.append((self.recorded, target, value))
 
     def reach(self, event: int) -> None:

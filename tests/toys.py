@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cspd.device import Precision
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
-from cspd.discrete.host import VQHost
 from cspd.discrete.rules import Filter, filter_numbers, guide, probabilities
+from cspd.discrete.runner import VQRunner
 from cspd.engine import Engine
 from cspd.method import find
 from cspd.request import Output, Request, RoundStats, Sequence, Stopwatch
@@ -69,7 +69,7 @@ def staggered(engine: Engine, requests: list[Request]) -> list[Output]:
 
 
 def toy_models(codes: int = CODES, length: int = LENGTH, **more: int) -> dict:
-    """Target, draft, EAGLE drafter and tokenizer, as `VQHost` and `VQModels` take them; `more` of the GPTs' sizes."""
+    """Target, draft, EAGLE drafter and tokenizer, as `VQRunner` and `VQModels` take them; `more` of the GPTs' sizes."""
     target, draft = toy_gpt(0, 0.7, codes, length, **more), toy_gpt(1, 0.5, codes, length, **more)
     torch.manual_seed(5)
     eagle = Eagle(target.config).eval().requires_grad_(False)
@@ -95,17 +95,17 @@ def distribution(target: GPT, request: Request) -> Tensor:
     return p.double().gather(-1, every.unsqueeze(-1)).squeeze(-1).prod(1)
 
 
-def host_of(models: dict, num_slots: int) -> VQHost:
+def runner_of(models: dict, num_slots: int) -> VQRunner:
     models = dict(models)
-    return VQHost(models.pop("target"), num_slots, CPU, Precision("fp32", CPU), **models)
+    return VQRunner(models.pop("target"), num_slots, CPU, Precision("fp32", CPU), **models)
 
 
-def admitted(host: VQHost, request: Request, seeds: Iterable[int]) -> list[Sequence]:
+def admitted(runner: VQRunner, request: Request, seeds: Iterable[int]) -> list[Sequence]:
     """Sequences of requests that differ in their seeds, about to run, in slots 0, 1, ..."""
     started, uses = [], find(request.method, "VQ").uses(request)
     for slot, seed in enumerate(seeds):
         started.append(Sequence(replace(request, seed=seed), 0, slot=slot, uses=uses, stats=RoundStats()))
-    host.admit(started)
+    runner.admit(started)
     return started
 
 
@@ -113,18 +113,18 @@ def draw(
     models: dict, request: Request, num: int, batch: int = 20000, first_seed: int = 0
 ) -> tuple[Tensor, list[RoundStats]]:
     """Codes int64 [num, L] of requests that differ in their seeds, and their statistics."""
-    host = host_of(models, batch)
+    runner = runner_of(models, batch)
     run_round = find(request.method, "VQ").run_round
     made, statistics = [], []
     with torch.inference_mode():
         for start in range(0, num, batch):
             seeds = range(first_seed + start, first_seed + min(start + batch, num))
-            everyone = admitted(host, request, seeds)
+            everyone = admitted(runner, request, seeds)
             running = list(everyone)
             while running:
-                finished = set(run_round(host, running, Stopwatch(CPU)))
+                finished = set(run_round(runner, running, Stopwatch(CPU)))
                 running = [s for s in running if s not in finished]
-            made.append(host.results(everyone)[0].clone())
+            made.append(runner.results(everyone)[0].clone())
             statistics += [s.stats for s in everyone]
     return torch.cat(made), statistics
 

@@ -1,4 +1,4 @@
-"""Random weights of the embedded models, files of them, and the error that reading a file raises."""
+"""Random weights of the bundled models, files of them, and the error that reading a file raises."""
 
 import pytest
 import torch

@@ -107,7 +107,7 @@ def bench(
     first = engines(1)
     counts = [(batch, num) for batch in sorted(batches) for num in ([batch, queued] if queued else [batch])]
     filled = [_fill(first, request) for request in requests]
-    plans = [(request, contenders(request, first.host.seq_len, names, gammas, verify)) for request in filled]
+    plans = [(request, contenders(request, first.runner.seq_len, names, gammas, verify)) for request in filled]
     for contender in (c for _, plan in plans for c in plan.values() if c is not None):
         first.check(contender)
     memory = [_memory(first, requests[0], batch, num) for batch, num in counts]
@@ -124,7 +124,7 @@ def bench(
                         timed[name].append(made)
                     bar.update()
             rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
-    report = {"schema": SCHEMA, "family": first.host.family, "machine": first.describe(), "runs": runs}
+    report = {"schema": SCHEMA, "family": first.runner.family, "machine": first.describe(), "runs": runs}
     return report | {"rows": rows, "memory": memory}
 
 
@@ -139,7 +139,7 @@ def _common_settings(request: Request) -> dict:
 
 
 def _requests(engine: Engine, request: Request, num: int, first: int = 0) -> list[Request]:
-    classes = engine.host.num_classes
+    classes = engine.runner.num_classes
     return [
         dataclasses.replace(request, label=(request.label + i) % classes, seed=request.seed + i)
         for i in range(first, first + num)
@@ -189,7 +189,7 @@ def _published(engine: Engine, requests: list[Request]) -> Tensor:
     labels = torch.tensor([r.label for r in requests], device=engine.device)
     settings = _common_settings(engine.check(with_method(requests[0], "ar")))
     with torch.inference_mode():
-        return engine.host.decode(engine.host.published(labels, settings))
+        return engine.runner.decode(engine.runner.published(labels, settings))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -213,7 +213,7 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], base: list[
 def _memory(engine: Engine, request: Request, batch: int, num: int) -> dict:
     """Peak memory of `num` short requests through `batch` slots; the images are dropped as they come."""
     small, quick = engine.with_slots(batch), with_method(request, "ar")
-    known = {option.name for option in COMMON[engine.host.family]}
+    known = {option.name for option in COMMON[engine.runner.family]}
     quick = dataclasses.replace(quick, **{name: n for name, n in MEMORY_SETTINGS.items() if name in known})
     reset_peak(engine.device)
     for _ in small.stream(_requests(engine, quick, num)):
@@ -303,7 +303,7 @@ def _check_files(args: argparse.Namespace) -> None:
         if _image_format(args.plot) not in formats:
             raise ValueError(f"--plot {args.plot}: give a name that ends in one of .{', .'.join(formats)}")
         if space_of(checkpoint_files(args.checkpoint)["target"]) is None:
-            raise ValueError(f"--plot {args.plot}: only the embedded models' images have a classifier: leave it out")
+            raise ValueError(f"--plot {args.plot}: only the bundled models' images have a classifier: leave it out")
 
 
 def _image_format(path: Path) -> str:
@@ -340,7 +340,7 @@ def run_bench(args: argparse.Namespace) -> None:
     )
     print(format_bench(report))
     if args.json:
-        ran = what_ran(report["machine"], models_of(settings, target.host), args.line)
+        ran = what_ran(report["machine"], models_of(settings, target.runner), args.line)
         write_json(args.json, report | {"ran": ran})
         print(f"wrote {args.json}")
     if args.plot:
@@ -398,7 +398,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
 def _show_calibrated(engine: Engine, request: Request) -> None:
     """Fits the windows of a request's head calls, and tells what other numbers of calls would cost."""
     request = engine.resolve(request)
-    calibrations = engine.host.tuning.calibrations["target"]
+    calibrations = engine.runner.tuning.calibrations["target"]
     shortcut = calibrations.shortcut(request)
     has_noise = request.temperature > 0
     aside = "" if has_noise else "; without noise there is none, and this is what it would be at temperature 1"
@@ -420,7 +420,7 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
             f"temperature={request.temperature}, num_sampling_steps={request.num_sampling_steps}: there is nothing to"
             " speculate on without noise or below 3 steps; give others"
         )
-    tuning = engine.host.tuning
+    tuning = engine.runner.tuning
     calibrations = tuning.calibrations["target"]
     costs, calibration = tuning.costs(request.guided, force), calibrations.get(request)
     print(f"head calls per token, simulated on the fit's own chains (ancestral: {request.num_sampling_steps}):")

@@ -69,7 +69,7 @@ from cspd.evaluation.metrics import (
 )
 from cspd.evaluation.run import EXPLODED, MANIFEST, RECORD, Processes, Shards, sample_shards, shards_store
 from cspd.files import NUMBER, misfit, read_json, write_json
-from cspd.option import DEFAULTS, EMBEDDED, option_names
+from cspd.option import BUNDLED, DEFAULTS, option_names
 from cspd.plots import grid
 from cspd.request import Request, to_pil
 from cspd.runs import (
@@ -215,7 +215,7 @@ def _asked(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
     common = {key: value for key, value in common.items() if key not in replaced} | given
     settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
     if entries is None:
-        common = {"checkpoint": EMBEDDED["MAR"]} | common
+        common = {"checkpoint": BUNDLED["MAR"]} | common
         entries = named_entries(args.methods or ["ar", DEFAULTS[family_of(common["checkpoint"])]])
     return settings, common, entries
 
@@ -230,7 +230,7 @@ def judge_of(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
             raise ValueError(f"--ref {args.ref}: features of these models' images are Inception's: give --weights too")
         return {}
     reference = reference_for(space, args.ref)
-    for side in {row.engine.host.image_size for row in rows}:
+    for side in {row.engine.runner.image_size for row in rows}:
         metrics.check(side, space=space, weights=args.weights, reference=reference, device=args.device)
     return {"space": space, "weights": args.weights, "reference": reference}
 
@@ -308,7 +308,7 @@ def _check_measuring(args: argparse.Namespace) -> None:
 def _how_made(args: argparse.Namespace, engine: Engine, manifest: dict, summary: dict) -> dict:
     """What the report says of sampling: settings, speed, and what ran."""
     summary["machine"] = engine.describe()
-    ran = what_ran(summary["machine"], models_of(manifest, engine.host), args.line)
+    ran = what_ran(summary["machine"], models_of(manifest, engine.runner), args.line)
     about = {"settings": without_folders(manifest), "sampling": summary, "ran": ran}
     return about if summary["images_made"] else about | _earlier_sampling(args.out / RECORD, manifest)
 
@@ -335,13 +335,13 @@ def _prepare(
     engine = load_engine(args, args.max_batch)
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
-    host = engine.host
-    subjects = prompts or class_numbers(args.labels or range(host.num_classes) or [0], engine)
+    runner = engine.runner
+    subjects = prompts or class_numbers(args.labels or range(runner.num_classes) or [0], engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # models of texts say that they have no class
     settings, how = run_settings(args, engine.check(request)), {}
     if rank == 0:
-        how = _how_to_measure(args, (host.image_size, host.image_size), engine.device, are_texts(subjects))
+        how = _how_to_measure(args, (runner.image_size, runner.image_size), engine.device, are_texts(subjects))
     return engine, request, subjects, settings, how
 
 
@@ -366,7 +366,7 @@ def _how_to_measure(
 
 
 def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool) -> str | None:
-    """Inception's with its weights, or else the embedded models' own; of other images the first for their size.
+    """Inception's with its weights, or else the bundled models' own; of other images the first for their size.
 
     None: others' images of texts, and no --ref.
     """
@@ -404,7 +404,7 @@ def _report(args: argparse.Namespace, images: Dataset, subjects: list[Subject] |
     reference, weights = how["reference"], how["weights"]
     report = {"schema": EVALUATION_SCHEMA, "space": how["space"], "weights": None, "reference": None, **values}
     report |= {"largest_token": None, "exploded": None, "files": [GRID], **about}
-    if weights:  # None: torch-fidelity's download, or the embedded classifier
+    if weights:  # None: torch-fidelity's download, or the bundled classifier
         report["weights"] = {"name": weights.name, "fingerprint": file_fingerprint(weights)}
     if reference:
         report["reference"] = {"name": reference.name, "fingerprint": reference.fingerprint}
@@ -486,7 +486,7 @@ def _check_limits(limits: Mapping[str, float], judge: Mapping[str, object]) -> N
     if "fid" in limits and judge["reference"] is None:
         raise ValueError("--tolerance fid: there is no reference: give --ref")
     if "accuracy" in limits and judge["space"] == INCEPTION:
-        raise ValueError("--tolerance accuracy: only the embedded models' images have a classifier: leave it out")
+        raise ValueError("--tolerance accuracy: only the bundled models' images have a classifier: leave it out")
 
 
 def command(args: argparse.Namespace, row: Configuration) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cspd.cli.listing import Owners, Use, uses
-from cspd.option import COMMON, DEFAULTS, EMBEDDED
+from cspd.option import BUNDLED, COMMON, DEFAULTS
 from cspd.terminal import (
     API_KEY,
     MOST,
@@ -512,9 +512,9 @@ def _bench(parser: Parser) -> None:
         "--vq",
         action="store_const",
         dest="checkpoint",
-        const=EMBEDDED["VQ"],
+        const=BUNDLED["VQ"],
         default=argparse.SUPPRESS,
-        help=f"the bundled VQ models: short for --checkpoint {EMBEDDED['VQ']}",
+        help=f"the bundled VQ models: short for --checkpoint {BUNDLED['VQ']}",
     )
     group.add_argument(
         "--batch", type=count_list, metavar="LIST", default="1,8", help="batch sizes (default: %(default)s)"
@@ -657,7 +657,7 @@ def _add_sampling(parser: Parser, max_batch: bool = True) -> argparse._ArgumentG
 
 def _add_checkpoint(group: argparse._ArgumentGroup, several: bool = False) -> None:
     """The model, and the files that it is of. `several`: a list is taken, by default all bundled models that run."""
-    usual = "all that can run here" if several else EMBEDDED["MAR"]
+    usual = "all that can run here" if several else BUNDLED["MAR"]
     group.add_argument(
         "--checkpoint",
         type=word,

@@ -13,12 +13,12 @@ import torch
 from cspd.checkpoints import checkpoint_files, family_of, load
 from cspd.cli.flags import add_plugin
 from cspd.cli.listing import format_table, markdown_table, options_table
-from cspd.discrete.hosted import CONFIG, is_hosted
+from cspd.discrete.hf import CONFIG, is_hf
 from cspd.discrete.text import TextEncoder, missing_library
 from cspd.engine import Engine
 from cspd.files import identity_of, misfit, parse_json, weight_files
 from cspd.method import METHODS, Method, choose, method_of
-from cspd.models import embedded
+from cspd.models import bundled
 from cspd.option import option_names
 from cspd.request import Label, Request
 from cspd.terminal import NO_CHARACTER, __version__
@@ -126,16 +126,16 @@ def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
 
 def check_classes(engine: Engine, command: str, instead: str) -> None:
     """Raises ValueError where an engine has a model of texts: `command` makes images of classes."""
-    if any(host.num_classes == 0 for host in engine.hosts.values()):
+    if any(runner.num_classes == 0 for runner in engine.runners.values()):
         raise ValueError(f"{command} makes images of classes, and these models make images of texts: use {instead}")
 
 
 # From the flags that commands share to what they ask for: plugins, requests, and an engine with its models.
 
 
-def embedded_here() -> list[str]:
-    """The embedded models that this installation can run: those of texts need libraries of an extra."""
-    complete = {name: folder for name, folder in embedded().items() if (folder / "target.safetensors").is_file()}
+def bundled_here() -> list[str]:
+    """The bundled models that this installation can run: those of texts need libraries of an extra."""
+    complete = {name: folder for name, folder in bundled().items() if (folder / "target.safetensors").is_file()}
     of_classes = [name for name, folder in complete.items() if not (folder / "text_encoder").is_dir()]
     return of_classes if missing_library() else [*complete]
 
@@ -193,7 +193,7 @@ def _stored(file: Path) -> dict:
     """By what a run knows the file of a model again; of a model of `transformers`, all files of its folder."""
     more: dict = {}
     weights = [file]
-    if is_hosted(file):
+    if is_hf(file):
         file = file / CONFIG if file.is_dir() else file
         weights = weight_files(file.parent)
         more["folder"] = identity_of(file.parent)

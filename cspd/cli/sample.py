@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.checkpoints import check_of_one, checkpoint_files
-from cspd.cli.options import check_method, embedded_here, load_engine, read_prompts, request_of, run_settings
+from cspd.cli.options import bundled_here, check_method, load_engine, read_prompts, request_of, run_settings
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS, RECORD
 from cspd.files import MAYBE, append_json, misfit, parse_json, read_text, tell_damaged, write_bytes
 from cspd.method import as_it_is, method_of
-from cspd.plots import grid, heat_grid
+from cspd.plots import grid, token_cost_grid
 from cspd.request import Known, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import LAZY, STATS, Store, differences, kept_choices, measured_lines, speed_line, summary_of, write_png
 from cspd.speed import against_plain
@@ -40,7 +40,7 @@ from cspd.terminal import API_KEY, if_stopped
 SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # a line of JSON for each image since the record was written
 NAMES = rf"\d+_(label(\d+|none)|text[a-z0-9-]*)_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
-IMAGE = {"index": int, "request": dict, "stats": STATS, "heat?": [MAYBE]}
+IMAGE = {"index": int, "request": dict, "stats": STATS, "token_cost?": [MAYBE], "heat?": [MAYBE]}
 GRID_LIMIT = 400  # images in the grid, at most
 LONGEST_NAME = 60  # characters of a text in a file's name
 
@@ -195,7 +195,7 @@ def _sample(
         content = png_of(to_pil(finish(output)))
         entry = {"index": index, "file": names[index], "sha256": _hash(content), "request": output.request.to_dict()}
         if heatmap:
-            entry["heat"] = [None if math.isnan(value) else value for value in output.heat.tolist()]
+            entry["token_cost"] = [None if math.isnan(value) else value for value in output.token_cost.tolist()]
         made.append(entry | {"stats": stats})
         append_json(out / JOURNAL, made[-1])
         write_bytes(out / names[index], content)
@@ -230,9 +230,9 @@ def _write_overviews(
     heads, earlier = zip(*before) if before else ((), ())
     write_png(out / GRID, grid([*earlier, *pictures], [*heads, *captions], columns))
     if heatmap:
-        heat = [image.get("heat") for image in shown]
-        accepted = method_of(requests[0]).heat == "accepted"
-        write_png(out / HEATMAP, heat_grid(pictures, heat, captions, columns, accepted))
+        token_cost = [image.get("token_cost", image.get("heat")) for image in shown]
+        accepted = method_of(requests[0]).token_cost == "accepted"
+        write_png(out / HEATMAP, token_cost_grid(pictures, token_cost, captions, columns, accepted))
 
 
 def _add(total: list | None, counts: list) -> list:
@@ -278,7 +278,7 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
     _tell_cost(summary)
     asked = engine.check(request)
     if summary["window"] is not None and method_of(asked).resolve is not as_it_is:
-        why = engine.hosts[str(asked.family)].tuning.why(asked, engine.num_slots)
+        why = engine.runners[str(asked.family)].tuning.why(asked, engine.num_slots)
         print(f"window {summary['window']}: {why}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
@@ -324,7 +324,7 @@ def run_edit(args: argparse.Namespace) -> None:
     engine = load_engine(args, min(args.max_batch, args.num))
     asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
     family = engine.check(asked).family
-    size = engine.hosts[family].image_size
+    size = engine.runners[family].image_size
     known = given or placed(args.image, args.place, size)
     resized = cropping(known.image, size)
     if resized:
@@ -354,7 +354,7 @@ def run_edit(args: argparse.Namespace) -> None:
         how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish, "speed": True}
         record = sample_to_folder(engine, requests, args.out, settings, **how)
     made = first.known.num_made
-    print(f"{made} of {engine.hosts[family].seq_len} tokens of the first picture were made anew")
+    print(f"{made} of {engine.runners[family].seq_len} tokens of the first picture were made anew")
     tell(engine, requests[0], record, args.out, args.heatmap)
 
 
@@ -378,7 +378,7 @@ def run_serve(args: argparse.Namespace) -> None:
         from cspd.serving.app import Server, make_app
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
-    names = list(dict.fromkeys(args.checkpoint or embedded_here()))
+    names = list(dict.fromkeys(args.checkpoint or bundled_here()))
     for name in names:
         checkpoint_files(name)  # raises now, and not when others are loaded
     check_of_one(names, args.arch, args.vae, args.draft_checkpoint, args.eagle, args.text_encoder)

@@ -194,7 +194,7 @@ def ran_by(rows: Sequence[Configuration], command: str | None) -> dict:
     models: dict[tuple, dict] = {}
     for row in rows:
         family = row.engine.check(row.request).family
-        for model in models_of(row.files, row.engine.hosts[family]):
+        for model in models_of(row.files, row.engine.runners[family]):
             known = models.setdefault((model["role"], model["sha256"]), model | {"configurations": []})
             known["configurations"].append(row.name)
     return what_ran(rows[0].engine.describe(), list(models.values()), command)

@@ -28,7 +28,7 @@ from cspd.engine import Engine, OnProgress
 from cspd.evaluation.images import Subject, asking_for, in_turn
 from cspd.files import MAYBE, NUMBER, misfit, parse_json, read_item, tell_damaged, write_item
 from cspd.method import guarantee_of, method_names, option_order, parse_method, plain_of, with_method
-from cspd.option import EMBEDDED, check_integer
+from cspd.option import BUNDLED, check_integer
 from cspd.request import Output, Request, to_pil
 from cspd.runs import ADDED, DECIDED, LAZY, MEASURED, Store, kept_choices
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, shortened
@@ -300,7 +300,7 @@ def configurations(
 
     def make(name: str, own: dict) -> Configuration:
         models = {key: value for key, value in (common | own).items() if key in MODELS and value is not None}
-        models = {"checkpoint": EMBEDDED["MAR"]} | models
+        models = {"checkpoint": BUNDLED["MAR"]} | models
         place = tuple(sorted((key, str(value)) for key, value in models.items()))
         if place not in engines:
             engines[place] = load(models)
@@ -341,7 +341,7 @@ def _usual(plain: Configuration) -> list[Configuration]:
     """Plain sampling with MAR's usual 64 iterations; none of models that make a token an iteration."""
     if plain.engine.check(plain.request).num_iter is None:
         return []
-    most = min(USUAL_ITERATIONS, plain.engine.host.seq_len)
+    most = min(USUAL_ITERATIONS, plain.engine.runner.seq_len)
     return [_plain(dataclasses.replace(plain, request=dataclasses.replace(plain.request, num_iter=most)), plain)]
 
 
@@ -446,7 +446,7 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
     if divergence is not None:
         entries = [*entries, *WINDOWS[usual.family]]
     elif usual.num_iter is not None:
-        length = plain.engine.host.seq_len
+        length = plain.engine.runner.seq_len
         iterations = sorted({usual.num_iter, *(number for number in ITERATIONS if number <= length)})
         entries = [{"method": entry["method"], "num_iter": iterations, **entry} for entry in entries]
 
@@ -530,7 +530,7 @@ class Turns:
 
     def _find(self, r: int, i: int) -> bool:
         """Whether an earlier run has made a row's chunk of a turn."""
-        side = self.rows[r].engine.hosts[self.plans[r].family].image_size
+        side = self.rows[r].engine.runners[self.plans[r].family].image_size
         chunk = read_chunk(self.folder / _file(r, i), self._made_of(r, i), side)
         if chunk is None:
             return False

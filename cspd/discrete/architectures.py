@@ -1,4 +1,4 @@
-"""The modules of `transformers`' models as a VQ host takes them. Imported on use only: it needs `transformers`."""
+"""The modules of `transformers`' models as `VQRunner` takes them. Imported on use only: it needs `transformers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import Cache, ChameleonConfig, ChameleonForConditionalGenerati
 from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 
 from cspd.discrete.gpt import CacheView
-from cspd.discrete.registry import CHAMELEON_DECODER, Architecture, HostedConfig, Image, Parts, SamplingDefaults
+from cspd.discrete.registry import CHAMELEON_DECODER, Architecture, HFConfig, Image, Parts, SamplingDefaults
 from mar.tensors import CheckpointError, read_tensors
 from mar.vae import Decoder, KLConfig
 
@@ -53,7 +53,7 @@ def spread_norms(model: Any) -> None:
 
 
 class SlotCache(Cache):
-    """`transformers`' interface to a view of a host's cache."""
+    """`transformers`' interface to a view of a model runner's cache."""
 
     def __init__(self, view: CacheView) -> None:
         super().__init__(layers=[])
@@ -64,14 +64,14 @@ class SlotCache(Cache):
         return self.view.update(layer, key, value)
 
 
-class HostedModel(nn.Module):
-    """Predicts each code from a prompt and the codes before it, as `cspd.discrete.gpt.GPT` does, for `VQHost`.
+class HFModel(nn.Module):
+    """Predicts each code from a prompt and the codes before it, as `cspd.discrete.gpt.GPT` does, for `VQRunner`.
 
     The input at position p is the code before p, and at 0 the prompt's last token; `cls_embedding` makes inputs of
     prompts [B, n], int64, and `tok_embeddings` of codes. It computes in the type of its weights.
     """
 
-    def __init__(self, config: HostedConfig, parts: Parts) -> None:
+    def __init__(self, config: HFConfig, parts: Parts) -> None:
         super().__init__()
         self.config = config
         self.decoder = parts.decoder

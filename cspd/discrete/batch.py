@@ -21,24 +21,24 @@ MOST_NODES = 80  # inputs of one forward beyond what is committed: the root, and
 WIDTH_STEP = 8  # columns are looked at in multiples of this, so that shapes repeat
 
 
-def rows_of(slot: Tensor, first: int | None, copies: int) -> Tensor | slice:
+def rows_of(slot: Tensor, first: int | None, num_branches: int) -> Tensor | slice:
     """Cache rows [B * copies] of sequences, a sequence's copies side by side.
 
     Args:
-        slot: int64 [B], ascending; first: of slots that are one after the other, on the host, else None.
-        copies: 2 with the null class, else 1.
+        slot: int64 [B], ascending; first: of slots that are one after the other, on the CPU, else None.
+        num_branches: 2 with the null class, else 1.
     """
     if first is not None:  # neighbouring slots: a slice, which is looked at in place where an index would copy
         last = first + len(slot) - 1
-        return slice(2 * first, 2 * last + 2) if copies == 2 else slice(2 * first, 2 * last + 1, 2)
-    rows = 2 * slot.unsqueeze(1) + steps(copies, slot.device)
+        return slice(2 * first, 2 * last + 2) if num_branches == 2 else slice(2 * first, 2 * last + 1, 2)
+    rows = 2 * slot.unsqueeze(1) + steps(num_branches, slot.device)
     return rows.flatten()
 
 
 def most_columns(config: Any) -> int:
     """Columns that a target's sequence takes at most: its condition's, the codes', and what is drafted beyond them."""
     columns = config.prefix_length - 1 + config.block_size + MOST_NODES
-    if config.row_end is not None:  # of these, and of what is beside the first path, see `cspd.discrete.host`
+    if config.row_end is not None:  # of these, and of what is beside the first path, see `cspd.discrete.runner`
         columns += config.grid + MOST_NODES // config.grid + 2 * MOST_NODES + 2
     return stepped(columns)
 
@@ -81,9 +81,9 @@ class Cache:
         """Where keys and values of a forward go, and which columns each input looks at.
 
         Args:
-            rows: int64 [R] or a slice. start: int64 [R]; most: what it is at most, on the host; together: whether all
+            rows: int64 [R] or a slice. start: int64 [R]; most: what it is at most, on the CPU; together: whether all
                 are just that. count: N, inputs of a row.
-            seen: bool [N, M + 2] or [R, N, M + 2]; columns: as in `cspd.discrete.host.VQHost.features`.
+            seen: bool [N, M + 2] or [R, N, M + 2]; columns: as in `cspd.discrete.runner.VQRunner.features`.
 
         Returns:
             The view, and a mask, bool [R or 1, 1, N, width]; None where all inputs look at all columns.
@@ -139,7 +139,7 @@ def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
     return seen.gather(2, index.expand(-1, seen.shape[1], -1))
 
 
-# The sequences of one round, and what is known of them before it: on the host, and on the device.
+# The sequences of one round, and what is known of them before it: on the CPU, and on the device.
 
 LEAST_BUCKET = 64  # codes committed, in a graph of fixed shape
 BUCKETS = 4  # from one power of two to the next
@@ -151,7 +151,7 @@ class Kind(NamedTuple):
 
     Attributes:
         size: B, sequences. first_slot: of slots that are one after the other, else None.
-        copies: 2 where the batch is guided: everything is evaluated under the class and under the null class.
+        num_branches: 2 where the batch is guided: everything is evaluated under the class and under the null class.
         greedy: whether their temperature is 0, of all or of none.
         least, most: bounds of the codes that are committed.
         most_kept: the most codes that a sequence's top-k and top-p keep; 0 where all keep all.
@@ -159,7 +159,7 @@ class Kind(NamedTuple):
 
     size: int
     first_slot: int | None
-    copies: int
+    num_branches: int
     greedy: bool
     least: int
     most: int
@@ -211,8 +211,8 @@ class Batch:
         return self.kind.size
 
     @property
-    def copies(self) -> int:
-        return self.kind.copies
+    def num_branches(self) -> int:
+        return self.kind.num_branches
 
     @property
     def greedy(self) -> bool:
@@ -236,7 +236,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
         ahead: sequences that have taken part in a round that is not counted yet, each committing up to `most_ahead`.
 
     Returns:
-        (their kind, int64 [7, B] on the host: whole numbers, and the bits of float64).
+        (their kind, int64 [7, B] on the CPU: whole numbers, and the bits of float64).
     """
     known = [sequence.num_committed for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
@@ -255,7 +255,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     kind = Kind(
         size=len(sequences),
         first_slot=slots[0] if slots[-1] - slots[0] < len(slots) else None,
-        copies=2 if sequences[0].request.guided else 1,
+        num_branches=2 if sequences[0].request.guided else 1,
         greedy=temperature[0] == 0,
         least=min(known),
         most=min(max(known) + most_ahead, config.block_size),
@@ -282,7 +282,7 @@ def alike(sequences: list[Sequence], inputs_of: Callable[[Sequence], int]) -> It
 
 def of_copies(batch: Batch, tensor: Tensor) -> Tensor:
     """Rows of a tensor [B, ...] for each copy of a sequence, side by side: [B * copies, ...]."""
-    return tensor.repeat_interleave(batch.copies, 0) if batch.copies > 1 else tensor
+    return tensor.repeat_interleave(batch.num_branches, 0) if batch.num_branches > 1 else tensor
 
 
 def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
@@ -294,21 +294,21 @@ def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Ba
         request,
         kind,
         known_t,
-        known_t.repeat_interleave(kind.copies) if kind.copies > 1 else known_t,
+        known_t.repeat_interleave(kind.num_branches) if kind.num_branches > 1 else known_t,
         slot,
         seed,
         iteration,
         scale,
         temperature,
         filter=Filter(count, mass, kind.most_kept) if kind.most_kept else None,
-        rows=rows_of(slot, kind.first_slot, kind.copies),
+        rows=rows_of(slot, kind.first_slot, kind.num_branches),
     )
 
 
-def batch_of(host: Any, sequences: list[Sequence]) -> Batch:
-    """The batch of sequences in the slots of a `VQHost`, between rounds."""
-    kind, numbers = packed(sequences, host.config, set(), 0)
-    return unpacked(sequences[0].request, kind, send_integers(numbers.numpy(), host.device), host.known)
+def batch_of(runner: Any, sequences: list[Sequence]) -> Batch:
+    """The batch of sequences in the slots of a `VQRunner`, between rounds."""
+    kind, numbers = packed(sequences, runner.config, set(), 0)
+    return unpacked(sequences[0].request, kind, send_integers(numbers.numpy(), runner.device), runner.known)
 
 
 # The target's features before the codes of running sequences, which EAGLE's drafter takes in.
@@ -336,10 +336,10 @@ class PastFeatures:
 
     def before(self, batch: Batch, position: Tensor) -> Tensor:
         """The features before positions [B, N]: [copies, B, N, dim]."""
-        return self._features()[: batch.copies, batch.slot.unsqueeze(1), position]
+        return self._features()[: batch.num_branches, batch.slot.unsqueeze(1), position]
 
     def keep(self, batch: Batch, features: Tensor, ahead: int = 0) -> None:
         """Keeps features [copies, B, n, dim] at the input `ahead` of the last committed one and those after it."""
         place = batch.known_t.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self._device)
-        kept = self._features()[: batch.copies]
+        kept = self._features()[: batch.num_branches]
         kept[:, batch.slot.unsqueeze(1), place] = features.float()

@@ -15,7 +15,6 @@ from torch import Tensor
 from cspd.device import Report, send_integers
 from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
 from cspd.discrete.gpt import steps
-from cspd.discrete.host import VQHost
 from cspd.discrete.rules import (
     MIXED,
     coupling_option,
@@ -27,6 +26,7 @@ from cspd.discrete.rules import (
     rule_options,
     sample,
 )
+from cspd.discrete.runner import VQRunner
 from cspd.discrete.trees import Draws, Shape, Verified, chain_shape, follow, grown, walk
 from cspd.method import Method
 from cspd.noise import MAX_INDEX, Purpose, check_indices
@@ -35,7 +35,7 @@ from cspd.request import Request, RoundStats, Sequence, Stopwatch
 
 # What a draft of VQ codes is: a function that proposes a tree of codes for the target to judge.
 #
-# A draft is a function `(host, batch) -> Drafted`. Its siblings are either drawn without replacement from a
+# A draft is a function `(runner, batch) -> Drafted`. Its siblings are either drawn without replacement from a
 # distribution Q that it gives, or chosen (Q is None), and then judged as point masses. Any rule can judge any draft.
 
 
@@ -55,11 +55,11 @@ class Draft:
     """A way to draft.
 
     Attributes:
-        propose: drafts for a batch. needs: the model it needs beside the target, a key of `VQHost.models`, or None.
+        propose: drafts for a batch. needs: the model it needs beside the target, a key of `VQRunner.models`, or None.
         highest: codes one after the other that it can draft, the largest `gamma`.
     """
 
-    propose: Callable[[VQHost, Batch], Drafted]
+    propose: Callable[[VQRunner, Batch], Drafted]
     needs: str | None = None
     highest: int = MOST_NODES - 1
 
@@ -70,7 +70,7 @@ DRAFTS: dict[str, Draft] = {}  # by name
 def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1) -> Callable[[Callable], Callable]:
     """Names a function as a draft that a request can ask for; attributes as in `Draft`."""
 
-    def named(propose: Callable[[VQHost, Batch], Drafted]) -> Callable[[VQHost, Batch], Drafted]:
+    def named(propose: Callable[[VQRunner, Batch], Drafted]) -> Callable[[VQRunner, Batch], Drafted]:
         DRAFTS[name] = Draft(propose, needs, highest)
         return propose
 
@@ -78,36 +78,36 @@ def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1)
 
 
 # How a round runs: numbers go to the device in one copy, the work is one graph where there are graphs, and what the
-# host must count comes back in one copy. On CUDA that is read a round late, so that the host waits for nothing.
+# CPU must count comes back in one copy. On CUDA that is read a round late, so that the CPU waits for nothing.
 #
-# How many codes are committed is known on the device first (`VQHost.known`); the host needs a bound of it only. A
+# How many codes are committed is known on the device first (`VQRunner.known`); the CPU needs a bound of it only. A
 # sequence that is finished may take part in one round more, in which it has no room for codes.
 
-Work = Callable[[VQHost, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the host
+Work = Callable[[VQRunner, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the CPU
 
 
 class Unread(NamedTuple):
-    """A round that the host has not counted yet: its sequences, its `outcome`, and what it commits at most."""
+    """A round that the CPU has not counted yet: its sequences, its `outcome`, and what it commits at most."""
 
     sequences: list[Sequence]
     outcome: Report
     most: int
 
 
-def outcome(host: VQHost, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
-    """What the host is told of a round [B, 3 + 2 height], also of the draft model's forwards, which a graph repeats.
+def outcome(runner: VQRunner, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
+    """What the CPU is told of a round [B, 3 + 2 height], also of the draft model's forwards, which a graph repeats.
 
     Args:
         count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
         judged, accepted: bool [B, height], by how far ahead a code was drafted.
     """
-    draft_calls = steps(host.draft_calls + 1, host.device)[-1].expand_as(count)
+    draft_calls = steps(runner.draft_calls + 1, runner.device)[-1].expand_as(count)
     one = [column.unsqueeze(1) for column in (count, draft_calls, bound)]
     return torch.cat([*one, judged, accepted], 1)
 
 
 def run(
-    host: VQHost, sequences: list[Sequence], watch: Stopwatch, work: Work, state: Several[Tensor] = ()
+    runner: VQRunner, sequences: list[Sequence], watch: Stopwatch, work: Work, state: Several[Tensor] = ()
 ) -> list[Sequence]:
     """One round of a method that drafts; returns the sequences that are known to be finished.
 
@@ -115,19 +115,19 @@ def run(
         watch: times the forwards. state: tensors that would not be the same after a second run of the work.
     """
     key = sequences[0].key
-    before: Unread | None = host.unread.pop(key, None)
-    numbers = launch(host, sequences, watch, work, state, before)
+    before: Unread | None = runner.unread.pop(key, None)
+    numbers = launch(runner, sequences, watch, work, state, before)
     most = numbers.shape[1] // 2  # a code for each one drafted ahead, and one more
     now: Unread | None = Unread(by_slot(sequences), Report(numbers), most)
-    if host.late:
-        host.unread[key], now = now, before
+    if runner.late:
+        runner.unread[key], now = now, before
     if now is not None:
-        _count(host, now)
-    return [sequence for sequence in sequences if sequence.num_committed == host.seq_len]
+        _count(runner, now)
+    return [sequence for sequence in sequences if sequence.num_committed == runner.seq_len]
 
 
 def launch(
-    host: VQHost,
+    runner: VQRunner,
     sequences: list[Sequence],
     watch: Stopwatch,
     work: Work,
@@ -142,29 +142,29 @@ def launch(
     sequences = by_slot(sequences)
     request = sequences[0].request
     ahead = set(before.sequences) if before else set()
-    kind, numbers = packed(sequences, host.config, ahead, before.most if before else 0)
-    if host.graphs.enabled:
+    kind, numbers = packed(sequences, runner.config, ahead, before.most if before else 0)
+    if runner.graphs.enabled:
         kind = kind.bucketed()
         watch.start("backbone")  # of what is replayed, phases are not told apart
 
     def whole(numbers: Tensor) -> Tensor:
-        host.begin(None if host.graphs.enabled else watch)
-        batch = unpacked(request, kind, numbers, host.known)
-        made = work(host, batch)
+        runner.begin(None if runner.graphs.enabled else watch)
+        batch = unpacked(request, kind, numbers, runner.known)
+        made = work(runner, batch)
         committed = made[:, 0].long() + 1
-        host.known[batch.slot] = (batch.known_t + committed).clamp(max=host.seq_len)
+        runner.known[batch.slot] = (batch.known_t + committed).clamp(max=runner.seq_len)
         return made
 
-    key, sent = (sequences[0].key, kind), send_integers(numbers.numpy(), host.device)
-    made = host.graphs.run(key, whole, sent, state=(host.known, *state))
+    key, sent = (sequences[0].key, kind), send_integers(numbers.numpy(), runner.device)
+    made = runner.graphs.run(key, whole, sent, state=(runner.known, *state))
     watch.start("other")
     return made
 
 
-def _count(host: VQHost, unread: Unread) -> None:
+def _count(runner: VQRunner, unread: Unread) -> None:
     """Counts a round of each sequence that was not finished before."""
     for sequence, (num_accepted, draft_calls, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
-        room = host.seq_len - sequence.num_committed
+        room = runner.seq_len - sequence.num_committed
         if room:
             count_round(sequence, min(int(num_accepted) + 1, room))
             _count_drafted(sequence.stats, int(draft_calls), bound, ahead)
@@ -199,38 +199,38 @@ def _added(before: list[int], now: list[float]) -> list[int]:
 # Plain sampling of VQ codes: one target forward, one code a round. Guarantee: exact.
 
 
-def run_plain_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Draws the next code of every sequence and returns those that are finished; nothing is copied to the host."""
-    launch(host, sequences, watch, _sample)
+def run_plain_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+    """Draws the next code of every sequence and returns those that are finished; nothing is copied to the CPU."""
+    launch(runner, sequences, watch, _sample)
     for sequence in sequences:
         count_round(sequence, committed=1)
-    return [sequence for sequence in sequences if sequence.num_committed == host.seq_len]
+    return [sequence for sequence in sequences if sequence.num_committed == runner.seq_len]
 
 
-def _sample(host: VQHost, batch: Batch) -> Tensor:
+def _sample(runner: VQRunner, batch: Batch) -> Tensor:
     """Draws and commits the next codes: one target forward. No draft was accepted: [B, 1]."""
-    here = steps(1, host.device)
-    features = host.features(batch, host.last(batch, 1)[0])
-    P = host.distributions(batch, features)
-    codes = sample(P, host.drawn(batch, here))
+    here = steps(1, runner.device)
+    features = runner.features(batch, runner.last(batch, 1)[0])
+    P = runner.distributions(batch, features)
+    codes = sample(P, runner.drawn(batch, here))
     no_draft = torch.zeros_like(codes, dtype=torch.float32)
-    host.commit(batch, codes, no_draft)
+    runner.commit(batch, codes, no_draft)
     return no_draft
 
 
 # The random numbers of a round that judges a tree.
 
 
-def draw_tree(host: VQHost, batch: Batch, shape: Shape) -> Draws:
+def draw_tree(runner: VQRunner, batch: Batch, shape: Shape) -> Draws:
     """The uniform draws of a tree, by one pass of the generator."""
     num, num_places = shape.num_nodes, 1 + shape.height
-    purpose, index, fresh = _streams(num, num_places, host.device)
-    place = steps(num_places, host.device)
+    purpose, index, fresh = _streams(num, num_places, runner.device)
+    place = steps(num_places, runner.device)
     of_nodes = (shape.depth - 1).clamp(min=0)
     of_places = place.expand(*shape.depth.shape[:-1], -1)
     ahead = torch.cat([of_nodes, of_nodes, of_places], -1)
-    codes, nodes, rejected = host.uniform(batch, purpose, ahead, index, fresh).split((num, num, num_places), 1)
-    return Draws(codes, nodes, host.drawn(batch, place), rejected)
+    codes, nodes, rejected = runner.uniform(batch, purpose, ahead, index, fresh).split((num, num, num_places), 1)
+    return Draws(codes, nodes, runner.drawn(batch, place), rejected)
 
 
 @functools.lru_cache(maxsize=64)
@@ -239,7 +239,7 @@ def _streams(num_nodes: int, num_places: int, device: torch.device) -> tuple[Ten
 
     A drafted code is committed in the round that drafts it, or dropped: its draw may be used again.
     """
-    purpose = [Purpose.CODE] * num_nodes + [Purpose.CODE_COIN] * num_nodes + [Purpose.CODE_RESIDUAL] * num_places
+    purpose = [Purpose.CODE] * num_nodes + [Purpose.TOKEN_ACCEPT] * num_nodes + [Purpose.CODE_RESIDUAL] * num_places
     index = [*range(num_nodes), *range(num_nodes), *[0] * num_places]
     fresh = [0] * num_nodes + [1] * (num_nodes + num_places)
     check_indices(max(index), MAX_INDEX)
@@ -258,50 +258,50 @@ def _streams(num_nodes: int, num_places: int, device: torch.device) -> tuple[Ten
 # Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft, see docs/bounds.md.
 
 
-def run_drafted_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_drafted_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Drafts codes for every sequence, has the target judge them all in one forward, commits what is accepted and one
     code more, and returns the sequences that are finished.
     """
-    return run(host, sequences, watch, _draft_and_verify)
+    return run(runner, sequences, watch, _draft_and_verify)
 
 
-def _draft_and_verify(host: VQHost, batch: Batch) -> Tensor:
-    """The round but for what the host counts: its `outcome`."""
+def _draft_and_verify(runner: VQRunner, batch: Batch) -> Tensor:
+    """The round but for what the CPU counts: its `outcome`."""
     draft = DRAFTS[batch.request.draft]
-    drafted = draft.propose(host, batch)
-    features = host.features(batch, drafted.codes, depth=drafted.shape.depth, seen=drafted.shape.seen)
-    verified = _verify(host, batch, drafted, features)
-    commit(host, batch, drafted, verified)
+    drafted = draft.propose(runner, batch)
+    features = runner.features(batch, drafted.codes, depth=drafted.shape.depth, seen=drafted.shape.seen)
+    verified = _verify(runner, batch, drafted, features)
+    commit(runner, batch, drafted, verified)
     if draft.needs == "eagle":
-        each = steps(len(batch), host.device).unsqueeze(1)
-        host.past.keep(batch, features[:, each, verified.path])
-    accepted = steps(drafted.shape.height, host.device) < verified.count.unsqueeze(1)
-    return outcome(host, verified.count, verified.bound, verified.judged, accepted)
+        each = steps(len(batch), runner.device).unsqueeze(1)
+        runner.past.keep(batch, features[:, each, verified.path])
+    accepted = steps(drafted.shape.height, runner.device) < verified.count.unsqueeze(1)
+    return outcome(runner, verified.count, verified.bound, verified.judged, accepted)
 
 
-def _verify(host: VQHost, batch: Batch, drafted: Drafted, features: Tensor) -> Verified:
+def _verify(runner: VQRunner, batch: Batch, drafted: Drafted, features: Tensor) -> Verified:
     """What becomes of the tree, by the target's features [copies, B, N, dim] after its codes."""
     shape, codes, Q, draws = drafted
-    room = host.seq_len - batch.known_t
+    room = runner.seq_len - batch.known_t
     if batch.same_image:
-        drawn = sample(host.distributions(batch, features), host.drawn(batch, shape.depth))
+        drawn = sample(runner.distributions(batch, features), runner.drawn(batch, shape.depth))
         return follow(shape, codes, drawn, room)
     rule = rule_of(batch.request)
-    near = near_codes(host.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
-    P = host.distributions(batch, features, soft=rule.pools)
-    return walk(rule, shape, codes, P, Q, draws or draw_tree(host, batch, shape), room, near)
+    near = near_codes(runner.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
+    P = runner.distributions(batch, features, soft=rule.pools)
+    return walk(rule, shape, codes, P, Q, draws or draw_tree(runner, batch, shape), room, near)
 
 
-def commit(host: VQHost, batch: Batch, drafted: Drafted, verified: Verified) -> None:
+def commit(runner: VQRunner, batch: Batch, drafted: Drafted, verified: Verified) -> None:
     """Commits the accepted codes and the last."""
     shape, codes = drafted.shape, drafted.codes
-    level = steps(shape.height + 1, host.device)
+    level = steps(shape.height + 1, runner.device)
     place = verified.count.unsqueeze(1)
     after = codes.gather(1, verified.path.roll(-1, 1))
     committed = torch.where(level == place, verified.last.unsqueeze(1), after)
-    host.commit(batch, committed, heat=(level < place).float())
+    runner.commit(batch, committed, token_cost=(level < place).float())
     if not shape.chain:
-        host.compact(batch, torch.where(level <= place, verified.path, level))
+        runner.compact(batch, torch.where(level <= place, verified.path, level))
 
 
 DRAFT = Option("draft", DRAFTS, "what drafts the tokens")
@@ -311,31 +311,31 @@ _FLAGS = {"draft": "--draft-checkpoint", "eagle": "--eagle"}
 NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
 
 
-def check(request: Request, host: VQHost) -> None:
+def check(request: Request, runner: VQRunner) -> None:
     """Raises ValueError where the draft cannot draft so far, or a model that is needed is not there."""
     highest = DRAFTS[request.draft].highest
     check_integer("gamma", request.gamma, 1, highest, f"it is how far {request.draft!r} drafts ahead")
-    check_model(request.draft, host)
-    check_rule(request, host)
+    check_model(request.draft, runner)
+    check_rule(request, runner)
 
 
-def check_model(name: str, host: VQHost) -> None:
+def check_model(name: str, runner: VQRunner) -> None:
     """Raises ValueError where the model that a draft needs is not there."""
     needs = DRAFTS[name].needs
-    if needs and host.models[needs] is None:
+    if needs and runner.models[needs] is None:
         raise ValueError(
             f"draft={name!r} needs {_WITH_ARTICLE[needs]} and this engine has none: give it to load(..., {needs}=file),"
             f" with {_FLAGS[needs]} on the command line, or put its file beside the target's"
         )
 
 
-def check_rule(request: Request, host: VQHost) -> None:
+def check_rule(request: Request, runner: VQRunner) -> None:
     """Raises ValueError on a bad rule; finds the neighbours it looks at now, and not while others wait in a round."""
     rule = rule_of(request)
     if rule.pools:
-        if host.models["tokenizer"] is None:
+        if runner.models["tokenizer"] is None:
             raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
-        near_codes(host.models["tokenizer"], rule.metric, rule.num_near)
+        near_codes(runner.models["tokenizer"], rule.metric, rule.num_near)
 
 
 def drafting(
@@ -424,32 +424,32 @@ def _expected(batch: Batch, q: Tensor, u: Tensor) -> Tensor:
 
 
 @draft("chain", needs="draft")
-def chain(host: VQHost, batch: Batch) -> Drafted:
+def chain(runner: VQRunner, batch: Batch) -> Drafted:
     """gamma codes, one after the other, by the draft model."""
     gamma = batch.request.gamma
     # the last two inputs: of a round that accepted everything, the draft has not seen the last but one
-    recent, start = host.last(batch, 2)
-    features = host.features(batch, recent, start, "draft")
+    recent, start = runner.last(batch, 2)
+    features = runner.features(batch, recent, start, "draft")
     features = _pick(features, (batch.known_t - start).unsqueeze(1))
-    u = host.drawn(batch, steps(gamma, host.device)).split(1, 1)
-    codes, Q = [host.last(batch, 1)[0]], []
+    u = runner.drawn(batch, steps(gamma, runner.device)).split(1, 1)
+    codes, Q = [runner.last(batch, 1)[0]], []
     for i in range(gamma):
         if i > 0:
-            features = host.features(batch, codes[-1], i, "draft")
-        q = host.distributions(batch, features, "draft")
+            features = runner.features(batch, codes[-1], i, "draft")
+        q = runner.distributions(batch, features, "draft")
         Q.append(q)
         if batch.same_image:
             codes.append(likeliest(_expected(batch, q, u[i]), 1).squeeze(-1))
         else:
             codes.append(sample(q, u[i]))
-    return Drafted(_chain_shape(gamma, host.device), torch.cat(codes, 1), torch.cat(Q, 1))
+    return Drafted(_chain_shape(gamma, runner.device), torch.cat(codes, 1), torch.cat(Q, 1))
 
 
-def _eagle_root(host: VQHost, batch: Batch, height: int) -> Tensor:
+def _eagle_root(runner: VQRunner, batch: Batch, height: int) -> Tensor:
     """EAGLE's feature at the root [copies, B, 1, dim]; what was committed since its last round is taken in anew."""
-    recent, start = host.last(batch, height + 1)
-    past = host.past.before(batch, start.unsqueeze(1) + steps(height + 1, host.device))
-    features = host.features(batch, recent, start, "eagle", past=past)
+    recent, start = runner.last(batch, height + 1)
+    past = runner.past.before(batch, start.unsqueeze(1) + steps(height + 1, runner.device))
+    features = runner.features(batch, recent, start, "eagle", past=past)
     return _pick(features, (batch.known_t - start).unsqueeze(1))
 
 
@@ -517,16 +517,16 @@ def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
 
 
 @draft("eagle-static", needs="eagle", highest=1 + max(map(len, EAGLE_TREE)))
-def eagle_static(host: VQHost, batch: Batch) -> Drafted:
+def eagle_static(runner: VQRunner, batch: Batch) -> Drafted:
     """EAGLE-1: always the same tree, siblings drawn without replacement; gamma is its height, at most 5."""
-    shape, levels, inner = _static_tree(batch.request.gamma, host.device)
+    shape, levels, inner = _static_tree(batch.request.gamma, runner.device)
     chosen = batch.greedy or batch.same_image
-    draws = None if chosen else draw_tree(host, batch, shape)
-    u = host.drawn(batch, steps(shape.height, host.device)).split(1, 1)
-    features = _eagle_root(host, batch, shape.height)
-    codes, Q = [host.last(batch, 1)[0]], []
+    draws = None if chosen else draw_tree(runner, batch, shape)
+    u = runner.drawn(batch, steps(shape.height, runner.device)).split(1, 1)
+    features = _eagle_root(runner, batch, shape.height)
+    codes, Q = [runner.last(batch, 1)[0]], []
     for depth, level in enumerate(levels):
-        q = host.distributions(batch, features, "eagle", soft=batch.greedy)
+        q = runner.distributions(batch, features, "eagle", soft=batch.greedy)
         Q.append(q)
         if chosen:
             drafted = likeliest(_expected(batch, q, u[depth]), level.children.shape[1])
@@ -539,7 +539,7 @@ def eagle_static(host: VQHost, batch: Batch) -> Drafted:
 
         # those that have children themselves, each seeing its ancestors and itself
         below = levels[depth + 1]
-        features = host.features(
+        features = runner.features(
             batch,
             drafted[:, level.inner],
             model="eagle",
@@ -566,33 +566,33 @@ class Candidates(NamedTuple):
 
 
 @draft("eagle-dynamic", needs="eagle", highest=8)
-def eagle_dynamic(host: VQHost, batch: Batch) -> Drafted:
+def eagle_dynamic(runner: VQRunner, batch: Batch) -> Drafted:
     """EAGLE-2: the likeliest nodes of every depth are expanded, the likeliest of all are kept; gamma is the height."""
     height = batch.request.gamma
     nodes = batch.request.window or NODES
-    branches = min(BRANCHES, nodes, host.config.vocab_size)
-    candidates = _expand(host, batch, height, branches)
+    branches = min(BRANCHES, nodes, runner.config.vocab_size)
+    candidates = _expand(runner, batch, height, branches)
     parent, codes = _rerank(candidates, nodes)
     shape = grown(parent, height, 1 + branches * (height - 1), branches)
-    root = host.last(batch, 1)[0]
+    root = runner.last(batch, 1)[0]
     return Drafted(shape, torch.cat([root, codes], 1), None)
 
 
-def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidates:
+def _expand(runner: VQRunner, batch: Batch, height: int, branches: int) -> Candidates:
     """EAGLE-2's expansion phase: at every depth the most confident nodes get `branches` children each."""
-    size, device = len(batch), host.device
+    size, device = len(batch), runner.device
     each = steps(size, device).unsqueeze(1)
     width = 1 + (height - 1) * branches  # cache columns from the root on: its own, and of what is expanded
     column = steps(width + 2, device)  # the first stands for all before the root, see `seen_of`; the second is its own
     seen = (column <= 1).expand(size, 1, width + 2)
     number = torch.zeros(size, 1, dtype=torch.int64, device=device)  # of the nodes expanded at this depth
     confidence = torch.zeros(size, 1, dtype=torch.float64, device=device)
-    features = _eagle_root(host, batch, height)
-    u = host.drawn(batch, steps(height, device)).split(1, 1)
+    features = _eagle_root(runner, batch, height)
+    u = runner.drawn(batch, steps(height, device)).split(1, 1)
     levels, first = [], 1  # the number of the first node at this depth
     for depth in range(1, height + 1):
         # children, each as confident as its path: the product of the draft's probabilities
-        q = _expected(batch, host.distributions(batch, features, "eagle", soft=True), u[depth - 1])
+        q = _expected(batch, runner.distributions(batch, features, "eagle", soft=True), u[depth - 1])
         q, codes = q.topk(branches)  # [B, n, branches]
         log_q = q.double().log().clamp(min=LEAST_LOG).nan_to_num(nan=LEAST_LOG)  # NaN would come before its parent
         confidence = (confidence.unsqueeze(-1) + log_q).flatten(1)
@@ -609,7 +609,7 @@ def _expand(host: VQHost, batch: Batch, height: int, branches: int) -> Candidate
         above = best // branches  # among the nodes expanded last
         start = 1 + (depth - 1) * branches
         seen = seen[each, above] | (column == column[1 + start : 1 + start + branches].unsqueeze(1))
-        features = host.features(
+        features = runner.features(
             batch,
             codes.gather(1, best),
             model="eagle",

@@ -18,14 +18,14 @@ from cspd.device import Precision, check_fits, free_bytes
 from cspd.discrete.batch import MOST_NODES, most_columns
 from cspd.discrete.drafts import DRAFTS, check_model, drafting, run_drafted_round, run_plain_round
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQModel
-from cspd.discrete.host import VQHost
 from cspd.discrete.jacobi import jacobi, run_jacobi_round
-from cspd.discrete.registry import HostedConfig
+from cspd.discrete.registry import HFConfig
 from cspd.discrete.rules import MIXED
+from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.files import content_hash, keep, measured_before, measured_once, of_device, user_cache
 from cspd.graphs import Graphs
-from cspd.method import PLAIN, Choice, Chooser, Method, Way, is_enough, judged, register_family
+from cspd.method import PLAIN, Choice, Chooser, DraftConfig, Method, is_enough, judged, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.option import Option
 from cspd.request import Request, Sequence, Stopwatch
@@ -235,22 +235,22 @@ COUPLED = Option("coupling", ("same-image",), "accept only what ar would sample"
 DECIDED = tuple(option.name for option in (WINDOW, DRAFT, GAMMA))
 
 
-def run_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """A round of plain sampling, or of what drafts; returns the sequences that are finished."""
     request = sequences[0].request
     own = run_plain_round if request.window == 0 else ROUNDS[request.draft]
-    return own(host, sequences, watch)
+    return own(runner, sequences, watch)
 
 
-def check(request: Request, host: VQHost) -> None:
+def check(request: Request, runner: VQRunner) -> None:
     """Raises ValueError where the drafter that is asked for is not there."""
     if request.draft == "eagle-dynamic":
-        check_model(request.draft, host)
+        check_model(request.draft, runner)
 
 
-def resolve(request: Request, host: VQHost) -> Request:
+def resolve(request: Request, runner: VQRunner) -> Request:
     """The request with the way to draft that is fastest for it on this device, where it leaves that open."""
-    return request.but(**host.tuning.choice(request, host.num_slots).way)
+    return request.but(**runner.tuning.choice(request, runner.num_slots).way)
 
 
 SPECULATIVE = Method(
@@ -272,7 +272,7 @@ SPECULATIVE = Method(
 #
 # What a round takes depends on the machine, on the shapes of the models and of the batch, and on how much is drafted;
 # how many codes it commits, on the weights and the sampling settings. Both are measured on first use, with random and
-# with real codes, and kept in the user's cache folder; of the embedded models, codes at their usual settings come with
+# with real codes, and kept in the user's cache folder; of the bundled models, codes at their usual settings come with
 # them. All ways make the images of `ar`: the choice decides how long they take and nothing else.
 
 SCHEMA = "cspd.vq-costs/1"
@@ -283,19 +283,19 @@ LONG = 0.1  # seconds of a round, of which once is enough
 IMAGES = 4  # whose rounds are counted
 TEXT_STEP = 32  # tokens of a text, between lengths that are timed apart
 
-JACOBI: list[Way] = [{"draft": "jacobi", "window": window} for window in (4, 8, 16, 32, 64)]
-TREES: list[Way] = [
+JACOBI: list[DraftConfig] = [{"draft": "jacobi", "window": window} for window in (4, 8, 16, 32, 64)]
+TREES: list[DraftConfig] = [
     {"draft": "eagle-dynamic", "gamma": gamma, "window": window}
     for gamma, window in ((2, 6), (3, 12), (4, 24), (6, 60))  # the last one is EAGLE-2's own
 ]
 
 
-def name_of(way: Way) -> str:
+def name_of(way: DraftConfig) -> str:
     """As it is written after a method's name: "draft=jacobi:window=16"."""
     return ":".join(f"{name}={value}" for name, value in way.items())
 
 
-def ways(request: Request, has_drafter: bool) -> list[Way]:
+def ways(request: Request, has_drafter: bool) -> list[DraftConfig]:
     """What a request that leaves something open may do, as far as it says; plain sampling first, if that."""
     given = {name: value for name in DECIDED if (value := getattr(request, name)) is not None}
     if given.get("window") == 0:
@@ -307,11 +307,11 @@ def ways(request: Request, has_drafter: bool) -> list[Way]:
     return list(fitting.values())
 
 
-def _goes_with(way: Way, given: Mapping[str, object]) -> bool:
+def _goes_with(way: DraftConfig, given: Mapping[str, object]) -> bool:
     return given.get("draft", way["draft"]) == way["draft"]
 
 
-def farthest(way: Way) -> float:
+def farthest(way: DraftConfig) -> float:
     """The most codes that a round might commit on the average."""
     return min(MOST_CODES, 1.0 + way.get("gamma", way["window"]))
 
@@ -331,8 +331,8 @@ class Rounds:
 
 def fastest(
     seconds: Mapping[str, float],
-    by_name: Mapping[str, Way],
-    count: Callable[[list[Way]], Mapping[str, float]],
+    by_name: Mapping[str, DraftConfig],
+    count: Callable[[list[DraftConfig]], Mapping[str, float]],
     num_slots: int,
 ) -> Choice:
     """The way that is fastest, or plain sampling if that is one of the ways and the others gain too little; and why.
@@ -401,7 +401,7 @@ class Tuning(Chooser):
         seconds = self.seconds(request, num_slots, by_name)
         return fastest(seconds, by_name, functools.partial(self.codes, request), num_slots)
 
-    def seconds(self, request: Request, num_slots: int, by_name: Mapping[str, Way]) -> dict[str, float]:
+    def seconds(self, request: Request, num_slots: int, by_name: Mapping[str, DraftConfig]) -> dict[str, float]:
         """Of a round of so many sequences by each way, half-way through an image."""
         key = {
             "schema": SCHEMA,
@@ -420,12 +420,12 @@ class Tuning(Chooser):
 
         def measure() -> Rounds:
             requests = {name: request.but(**way) for name, way in by_name.items()}
-            times = round_seconds(self._host(num_slots), requests, long=LONG)
+            times = round_seconds(self._runner(num_slots), requests, long=LONG)
             return Rounds({name: min(own) for name, own in times.items()})
 
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
 
-    def codes(self, request: Request, some: list[Way]) -> dict[str, float]:
+    def codes(self, request: Request, some: list[DraftConfig]) -> dict[str, float]:
         """Codes that a round commits on the average by some ways, of whole images by settings near a request's."""
         request = on_grid(request)
         keys = {name_of(way): self._key(request, way) for way in some}
@@ -438,12 +438,12 @@ class Tuning(Chooser):
         with counting(f"{told} (kept in {user_cache()})", work) as advance:
             for way in missing:
                 name = name_of(way)
-                found = Rounds({"codes": codes_a_round(self._host(IMAGES), request.but(**way), advance)})
+                found = Rounds({"codes": codes_a_round(self._runner(IMAGES), request.but(**way), advance)})
                 keep(keys[name], found, user_cache())
                 known[name] = found
         return {name: found.values["codes"] for name, found in known.items() if found is not None}
 
-    def _key(self, request: Request, way: Way) -> dict:
+    def _key(self, request: Request, way: DraftConfig) -> dict:
         """All that codes of rounds depend on. What else a device changes is rounding."""
         models = ["target", *sorted(SPECULATIVE.uses(request.but(**way)))]
         return {
@@ -454,8 +454,8 @@ class Tuning(Chooser):
             "codes of": name_of(way),
         }
 
-    def _host(self, num_slots: int) -> VQHost:
-        """A host of its own, beside whatever runs. Raises ValueError where it does not fit into memory."""
+    def _runner(self, num_slots: int) -> VQRunner:
+        """A model runner of its own, beside whatever runs. Raises ValueError where it does not fit into memory."""
         needed = num_slots * bytes_per_slot(self.target, [self.eagle], self.precision)
         free = free_bytes(self.device)
         if needed > free:
@@ -465,7 +465,7 @@ class Tuning(Chooser):
             )
         graphs = Graphs(self.device, self.graphs)
         how = {"eagle": self.eagle, "text_encoder": self.text_encoder, "compiled": self.compiled, "graphs": graphs}
-        return VQHost(self.target, num_slots, self.device, self.precision, **how)
+        return VQRunner(self.target, num_slots, self.device, self.precision, **how)
 
     def _hash(self, name: str) -> str:
         if name not in self._hashes:
@@ -475,7 +475,7 @@ class Tuning(Chooser):
 
 @torch.inference_mode()
 def round_seconds(
-    host: VQHost,
+    runner: VQRunner,
     requests: Mapping[str, Request],
     repeats: int = REPEATS,
     clock: Callable[[], float] = time.perf_counter,
@@ -490,49 +490,49 @@ def round_seconds(
     for _ in range(1 + repeats):  # the first warms up
         for name, request in requests.items():
             if max(times[name][1:], default=0.0) < long:
-                times[name].append(_seconds_half_way(host, _begun(host, request), clock))
+                times[name].append(_seconds_half_way(runner, _begun(runner, request), clock))
     return {name: own[1:] for name, own in times.items()}
 
 
-def _seconds_half_way(host: VQHost, sequences: list[Sequence], clock: Callable[[], float]) -> float:
-    half = host.seq_len // 2
-    host.known.fill_(half)
+def _seconds_half_way(runner: VQRunner, sequences: list[Sequence], clock: Callable[[], float]) -> float:
+    half = runner.seq_len // 2
+    runner.known.fill_(half)
     for sequence in sequences:
         sequence.num_committed = half
-    _synchronize(host.device)
+    _synchronize(runner.device)
     start = clock()
-    run_round(host, sequences, Stopwatch(host.device))
-    _synchronize(host.device)
+    run_round(runner, sequences, Stopwatch(runner.device))
+    _synchronize(runner.device)
     return clock() - start
 
 
 @torch.inference_mode()
-def codes_a_round(host: VQHost, request: Request, advance: Advance = no_advance) -> float:
+def codes_a_round(runner: VQRunner, request: Request, advance: Advance = no_advance) -> float:
     """Codes that a round commits, the mean of whole images in all slots, of different seeds and classes.
 
     `advance` is told how many more are committed.
     """
-    sequences = _begun(host, request)
+    sequences = _begun(runner, request)
     running = list(sequences)
     num_known = 0
     while running:
-        finished = set(run_round(host, running, Stopwatch(host.device)))
-        before, num_known = num_known, sum(min(host.seq_len, sequence.num_committed) for sequence in sequences)
+        finished = set(run_round(runner, running, Stopwatch(runner.device)))
+        before, num_known = num_known, sum(min(runner.seq_len, sequence.num_committed) for sequence in sequences)
         advance(num_known - before)
         running = [sequence for sequence in running if sequence not in finished]
-    return statistics.mean(host.seq_len / sequence.stats.backbone_calls for sequence in sequences)
+    return statistics.mean(runner.seq_len / sequence.stats.backbone_calls for sequence in sequences)
 
 
-def _begun(host: VQHost, request: Request) -> list[Sequence]:
+def _begun(runner: VQRunner, request: Request) -> list[Sequence]:
     """A sequence of a resolved request in every slot, about to run."""
-    host.clear()
+    runner.clear()
     sequences = []
-    for slot in range(host.num_slots):
+    for slot in range(runner.num_slots):
         own = request.but(seed=slot, known=None)
-        if host.num_classes:  # a text is the same in all of them
-            own = own.but(label=slot % host.num_classes)
+        if runner.num_classes:  # a text is the same in all of them
+            own = own.but(label=slot % runner.num_classes)
         sequences.append(Sequence(own, slot=slot, key=SPECULATIVE.round_key(own), uses=SPECULATIVE.uses(own)))
-    host.admit(sequences)
+    runner.admit(sequences)
     return sequences
 
 
@@ -546,7 +546,7 @@ def _synchronize(device: torch.device) -> None:
 SHARED = "block_size", "vocab_size", "num_classes", "prefix_length", "caption_dim", "text_places", "row_end"
 
 
-def check_draft(ours: GPTConfig | HostedConfig, theirs: GPTConfig | HostedConfig) -> None:
+def check_draft(ours: GPTConfig | HFConfig, theirs: GPTConfig | HFConfig) -> None:
     """Raises ValueError where a target's draft is of other codes or conditions, by their configurations."""
     for name in SHARED:
         if getattr(ours, name) != getattr(theirs, name):
@@ -568,7 +568,7 @@ class VQModels:
         calibrations: a folder of what was counted of these models' rounds, as beside their checkpoint.
     """
 
-    family: ClassVar[str] = VQHost.family
+    family: ClassVar[str] = VQRunner.family
 
     target: GPT
     draft: GPT | None = None
@@ -578,7 +578,7 @@ class VQModels:
     text_encoder: TextEncoder | None = None
     calibrations: Path | None = None
 
-    def host(
+    def runner(
         self,
         num_slots: int,
         device: torch.device,
@@ -588,8 +588,8 @@ class VQModels:
         compiled: bool = False,
         graphs: Graphs | None = None,
         cache: Path | None = None,
-    ) -> VQHost:
-        """A host of these models, which are on the device already; arguments as in `VQHost`.
+    ) -> VQRunner:
+        """A model runner of these models, which are on the device already; arguments as in `VQRunner`.
 
         `cache`, in place of `calibrations`, is read before the user's cache directory. Raises ValueError if there is
         too little memory, or `compiled` is for other layers than LlamaGen's.
@@ -597,14 +597,14 @@ class VQModels:
         if compiled and not isinstance(self.target, GPT):
             raise ValueError("compiled=True, or --compile, is for LlamaGen's and MAR's layers: leave it out")
         fix = "use a smaller model or another device"
-        copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
+        num_branches = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
         per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
-        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, copies + encoder)
+        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, num_branches + encoder)
         with_graphs = graphs is not None and graphs.enabled
         how = device, precision, compiled, with_graphs
         tuning = Tuning(self.target, self.eagle, *how, self.text_encoder, cache or self.calibrations)
-        return VQHost(
+        return VQRunner(
             self.target,
             num_slots,
             device,

@@ -13,7 +13,6 @@ from torch.nn import functional
 from cspd.discrete.batch import MOST_NODES, Batch
 from cspd.discrete.drafts import Drafted, check_rule, commit, outcome, run
 from cspd.discrete.gpt import steps
-from cspd.discrete.host import VQHost
 from cspd.discrete.rules import (
     MIXED,
     Rule,
@@ -27,6 +26,7 @@ from cspd.discrete.rules import (
     sample,
     without,
 )
+from cspd.discrete.runner import VQRunner
 from cspd.discrete.trees import Judged, Shape, follow, judge_siblings
 from cspd.method import Method
 from cspd.noise import MAX_INDEX, Purpose, check_indices
@@ -88,8 +88,8 @@ def _streams(path: int, siblings: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor]
         (Purpose.CODE, ahead, first),
         (Purpose.CODE_RESIDUAL, ahead, first),
         (Purpose.CODE, level, of_siblings),
-        (Purpose.CODE_COIN, of_path, of_path + 1),
-        (Purpose.CODE_COIN, level, of_siblings),
+        (Purpose.TOKEN_ACCEPT, of_path, of_path + 1),
+        (Purpose.TOKEN_ACCEPT, level, of_siblings),
     ]
     counts = [len(index) for _, _, index in kinds]
     purpose = torch.tensor([kind for kind, _, _ in kinds], device=device)
@@ -128,16 +128,16 @@ class Verdict(NamedTuple):
     bound: Tensor
 
 
-def kept_windows(host: VQHost, path: int) -> tuple[Tensor, Tensor]:
+def kept_windows(runner: VQRunner, path: int) -> tuple[Tensor, Tensor]:
     """Codes int64 [slots, F] and Q [slots, F, V] that windows keep from round to round.
 
     They are parts of the largest window's, made on first use, which stay: graphs read them where they are.
     """
-    if host.windows is None:
-        size = host.num_slots, MOST_NODES - 1
-        codes = torch.zeros(size, dtype=torch.int64, device=host.device)
-        host.windows = codes, torch.zeros(*size, host.config.vocab_size, device=host.device)
-    codes, Q = host.windows
+    if runner.windows is None:
+        size = runner.num_slots, MOST_NODES - 1
+        codes = torch.zeros(size, dtype=torch.int64, device=runner.device)
+        runner.windows = codes, torch.zeros(*size, runner.config.vocab_size, device=runner.device)
+    codes, Q = runner.windows
     return codes[:, :path], Q[:, :path]
 
 
@@ -158,21 +158,21 @@ class Draws(NamedTuple):
     beside: Tensor
 
 
-def draw(host: VQHost, batch: Batch, comb: Comb) -> Draws:
+def draw(runner: VQRunner, batch: Batch, comb: Comb) -> Draws:
     """The random numbers of a round, by one pass of the generator."""
-    draws = host.uniform(batch, *comb.streams)
+    draws = runner.uniform(batch, *comb.streams)
     codes, fill, siblings, path, beside = draws.split(comb.counts, 1)
-    fill = (fill * host.config.vocab_size).long()
+    fill = (fill * runner.config.vocab_size).long()
     siblings, beside = (u.unflatten(1, comb.siblings.shape) for u in (siblings, beside))
     return Draws(codes, fill, siblings, path, beside)
 
 
-def slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
+def slide(runner: VQRunner, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
     """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
     path, vocabulary = codes.shape[1], P.shape[-1]
-    kept_codes, kept_Q = kept_windows(host, path)
+    kept_codes, kept_Q = kept_windows(runner, path)
     first = accepted.unsqueeze(1) + 1
-    place = first + steps(path, host.device)  # in the old window
+    place = first + steps(path, runner.device)  # in the old window
     following = torch.cat([codes, draws.fill[:, path:]], 1)
     kept_codes[batch.slot] = following.gather(1, place)
 
@@ -197,62 +197,64 @@ def slide(host: VQHost, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor
 # 4. Redraw. What was drawn along the first path is the next window: codes that had settled stay as they are.
 
 
-def kept_nodes(host: VQHost) -> Tensor:
+def kept_nodes(runner: VQRunner) -> Tensor:
     """int64 [slots, N], the drafted nodes that windows keep from round to round, made on first use."""
-    if host.nodes is None:
-        host.nodes = torch.zeros(host.num_slots, MOST_NODES, dtype=torch.int64, device=host.device)
-    return host.nodes
+    if runner.nodes is None:
+        runner.nodes = torch.zeros(runner.num_slots, MOST_NODES, dtype=torch.int64, device=runner.device)
+    return runner.nodes
 
 
-def judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
-    """The round but for what the host counts: its `outcome`."""
+def judge_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
+    """The round but for what the CPU counts: its `outcome`."""
     request = batch.request
-    comb = comb_of(request.window, request.pd_k or 1, request.pd_d or 0, host.device)
-    codes = _draft_same_image(host, batch, comb)
-    features = host.features(batch, codes, depth=comb.shape.depth, seen=comb.shape.seen)
-    P = host.distributions(batch, features)
-    drawn = sample(P, host.drawn(batch, comb.shape.depth))
-    verified = follow(comb.shape, codes, drawn, host.seq_len - batch.known_t)
-    commit(host, batch, Drafted(comb.shape, codes, None), verified)
-    _redraw(host, batch, comb, P, drawn, verified.count)
-    accepted = steps(comb.shape.height, host.device) < verified.count.unsqueeze(1)
-    return outcome(host, verified.count, verified.bound, verified.judged, accepted)
+    comb = comb_of(request.window, request.pd_k or 1, request.pd_d or 0, runner.device)
+    codes = _draft_same_image(runner, batch, comb)
+    features = runner.features(batch, codes, depth=comb.shape.depth, seen=comb.shape.seen)
+    P = runner.distributions(batch, features)
+    drawn = sample(P, runner.drawn(batch, comb.shape.depth))
+    verified = follow(comb.shape, codes, drawn, runner.seq_len - batch.known_t)
+    commit(runner, batch, Drafted(comb.shape, codes, None), verified)
+    _redraw(runner, batch, comb, P, drawn, verified.count)
+    accepted = steps(comb.shape.height, runner.device) < verified.count.unsqueeze(1)
+    return outcome(runner, verified.count, verified.bound, verified.judged, accepted)
 
 
-def _draft_same_image(host: VQHost, batch: Batch, comb: Comb) -> Tensor:
+def _draft_same_image(runner: VQRunner, batch: Batch, comb: Comb) -> Tensor:
     """Codes int64 [B, N] of the root and of the nodes that the round before left; a new request's are guesses."""
-    kept = kept_nodes(host)[batch.slot, : comb.shape.num_nodes - 1]
-    guesses = _guesses(host, batch, steps(comb.path, host.device))
+    kept = kept_nodes(runner)[batch.slot, : comb.shape.num_nodes - 1]
+    guesses = _guesses(runner, batch, steps(comb.path, runner.device))
     guesses = functional.pad(guesses, (0, comb.siblings.numel()), value=-1)  # no two siblings are alike
     drafted = torch.where((batch.iteration == 0).unsqueeze(1), guesses, kept)
-    return torch.cat([host.last(batch, 1)[0], drafted], 1)
+    return torch.cat([runner.last(batch, 1)[0], drafted], 1)
 
 
-def _guesses(host: VQHost, batch: Batch, ahead: Tensor) -> Tensor:
+def _guesses(runner: VQRunner, batch: Batch, ahead: Tensor) -> Tensor:
     """Codes as a uniform distribution would give them at the draws of places so far ahead."""
-    return (host.drawn(batch, ahead) * host.config.vocab_size).long()
+    return (runner.drawn(batch, ahead) * runner.config.vocab_size).long()
 
 
-def _redraw(host: VQHost, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor, count: Tensor) -> None:
+def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor, count: Tensor) -> None:
     """Keeps the nodes of the next round: codes along the first path, moved up behind what is committed, and beside
     them those that the target's distributions there, P [B, N, V], make likely.
     """
     path = comb.path
-    place = count.unsqueeze(1) + 1 + steps(path, host.device)  # in the old window, where the last is that of P after it
+    place = (
+        count.unsqueeze(1) + 1 + steps(path, runner.device)
+    )  # in the old window, where the last is that of P after it
     inside = place <= path
     place_inside = place.clamp(max=path)
-    codes = torch.where(inside, drawn.gather(1, place_inside), _guesses(host, batch, place))
+    codes = torch.where(inside, drawn.gather(1, place_inside), _guesses(runner, batch, place))
     nodes = codes
     if comb.depth:
-        each = steps(len(codes), host.device).unsqueeze(1)
+        each = steps(len(codes), runner.device).unsqueeze(1)
         Q = P[each, place_inside[:, : comb.depth]]
-        u = host.drawn(batch, place[:, : comb.depth])
+        u = runner.drawn(batch, place[:, : comb.depth])
         left = without(nearby(Q, u), codes[:, : comb.depth])
         siblings = likeliest(left, comb.siblings.shape[1])
         possible = left.gather(-1, siblings.clamp(min=0)) > 0  # or else it may be the path's own code
         siblings = torch.where(possible, siblings, -1)
         nodes = torch.cat([codes, siblings.flatten(1)], 1)
-    kept_nodes(host)[batch.slot, : nodes.shape[1]] = nodes
+    kept_nodes(runner)[batch.slot, : nodes.shape[1]] = nodes
 
 
 # Speculative Jacobi decoding: the target drafts for itself, a window of codes at a time.
@@ -287,42 +289,42 @@ def _redraw(host: VQHost, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor, co
 # docs/bounds.md.
 
 
-def run_jacobi_round(host: VQHost, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_jacobi_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Judges every window by one forward of the target, commits the accepted prefix and one code more (two after a
     sibling), drafts the rest anew, and returns the sequences that are finished.
     """
     request = sequences[0].request
     if request.coupling == "same-image":
-        return run(host, sequences, watch, judge_and_redraw, state=(kept_nodes(host),))
-    comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
-    return run(host, sequences, watch, _judge_and_redraw, state=kept_windows(host, comb.path))
+        return run(runner, sequences, watch, judge_and_redraw, state=(kept_nodes(runner),))
+    comb = comb_of(request.window, request.pd_k, request.pd_d, runner.device)
+    return run(runner, sequences, watch, _judge_and_redraw, state=kept_windows(runner, comb.path))
 
 
-def _judge_and_redraw(host: VQHost, batch: Batch) -> Tensor:
-    """The round but for what the host counts: its `outcome`."""
+def _judge_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
+    """The round but for what the CPU counts: its `outcome`."""
     request = batch.request
     rule = rule_of(request)
-    near = near_codes(host.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
-    comb = comb_of(request.window, request.pd_k, request.pd_d, host.device)
-    draws = draw(host, batch, comb)
+    near = near_codes(runner.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
+    comb = comb_of(request.window, request.pd_k, request.pd_d, runner.device)
+    draws = draw(runner, batch, comb)
 
-    window = _draft(host, batch, comb, rule, draws)
-    P = _verify(host, batch, comb, rule, window)
+    window = _draft(runner, batch, comb, rule, draws)
+    P = _verify(runner, batch, comb, rule, window)
     on_path = _judge_path(rule, window, P, draws, near)
-    room = host.seq_len - batch.known_t
+    room = runner.seq_len - batch.known_t
     verdict = _judge(rule, comb, window, P, on_path, draws, room, near)
-    _commit(host, batch, comb, window, verdict, draws)
+    _commit(runner, batch, comb, window, verdict, draws)
     codes = _redraw_path(rule, window, P, on_path, draws, request.continuation)
-    slide(host, batch, codes, P, verdict.accepted, draws)
+    slide(runner, batch, codes, P, verdict.accepted, draws)
 
-    accepted = steps(comb.path, host.device) < verdict.accepted.unsqueeze(1)
-    return outcome(host, verdict.accepted, verdict.bound, verdict.judged, accepted)
+    accepted = steps(comb.path, runner.device) < verdict.accepted.unsqueeze(1)
+    return outcome(runner, verdict.accepted, verdict.bound, verdict.judged, accepted)
 
 
-def _draft(host: VQHost, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
+def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
     """The window that the round before left, and siblings beside it; a new request's is filled with random codes."""
-    vocabulary = host.config.vocab_size
-    codes, Q = (kept[batch.slot] for kept in kept_windows(host, comb.path))
+    vocabulary = runner.config.vocab_size
+    codes, Q = (kept[batch.slot] for kept in kept_windows(runner, comb.path))
     is_new = (batch.iteration == 0).unsqueeze(1)
     codes = torch.where(is_new, draws.fill[:, : comb.path], codes)
     Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)
@@ -339,12 +341,12 @@ def _draft(host: VQHost, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> 
     return Window(codes, Q, torch.where(possible, siblings, -1))
 
 
-def _verify(host: VQHost, batch: Batch, comb: Comb, rule: Rule, window: Window) -> Tensor:
+def _verify(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, window: Window) -> Tensor:
     """P [B, N, V], the target's distribution after each node: one forward (line 2)."""
-    root = host.last(batch, 1)[0]
+    root = runner.last(batch, 1)[0]
     nodes = torch.cat([root, window.codes, window.siblings.flatten(1)], 1)
-    features = host.features(batch, nodes, depth=comb.shape.depth, seen=comb.shape.seen)
-    return host.distributions(batch, features, soft=rule.greedy)
+    features = runner.features(batch, nodes, depth=comb.shape.depth, seen=comb.shape.seen)
+    return runner.distributions(batch, features, soft=rule.greedy)
 
 
 def _judge_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tensor | None = None) -> Judged:
@@ -424,21 +426,21 @@ def _judge_beside(
     return code, comb.siblings[row, chosen], judged
 
 
-def _commit(host: VQHost, batch: Batch, comb: Comb, window: Window, verdict: Verdict, draws: Draws) -> None:
+def _commit(runner: VQRunner, batch: Batch, comb: Comb, window: Window, verdict: Verdict, draws: Draws) -> None:
     """Commits the accepted prefix, the sibling after it if one was accepted, and one code more."""
     prefix, sibling, accepted, node, rest, _, _ = (part.unsqueeze(1) for part in verdict)
     last = sample(rest, draws.codes.gather(1, accepted))
 
-    level = steps(comb.path + 1, host.device)
+    level = steps(comb.path + 1, runner.device)
     codes = functional.pad(window.codes, (0, 1))
     codes = torch.where((sibling >= 0) & (level == prefix), sibling, codes)
     codes = torch.where(level == accepted, last, codes)
-    host.commit(batch, codes, heat=(level < accepted).float())
+    runner.commit(batch, codes, token_cost=(level < accepted).float())
 
     if comb.depth:  # a sibling's keys and values go where those of the rejected code are
         nodes = level[: comb.depth + 1]
         moved = (sibling >= 0) & (nodes == prefix + 1)
-        host.compact(batch, torch.where(moved, node, nodes))
+        runner.compact(batch, torch.where(moved, node, nodes))
 
 
 def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: Draws, continuation: bool) -> Tensor:
@@ -478,14 +480,14 @@ OPTIONS = (
 )
 
 
-def check(request: Request, host: VQHost) -> None:
+def check(request: Request, runner: VQRunner) -> None:
     """Raises ValueError where the window has no room for the comb, or on a bad rule."""
     comb = f"pd_k={request.pd_k} candidates at pd_d={request.pd_d} levels and a code below them"
     least, most = request.pd_k * request.pd_d + 1, MOST_NODES - 1
     if least > most:
         raise ValueError(f"{comb} need a window of {least}, and {most} is the largest: give fewer of them")
     check_integer("window", request.window, least, most, f"it has room for {comb}")
-    check_rule(request, host)
+    check_rule(request, runner)
 
 
 def jacobi(

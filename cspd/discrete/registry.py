@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
 from mar.checkpoint import KINDS, Kind, load_weights, lookup
 
-# Every VQ model this project can build, by name: the official sizes and the embedded ones.
+# Every VQ model this project can build, by name: the official sizes and the bundled ones.
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def defaults_of(config: Any) -> SamplingDefaults:
     """The published sampling settings of a size, at any resolution; the common ones for one without a name.
 
     Args:
-        config: a `GPTConfig`, or a model's own that has them, as `HostedConfig`.
+        config: a `GPTConfig`, or a model's own that has them, as `HFConfig`.
     """
     if hasattr(config, "defaults"):
         return config.defaults
@@ -125,13 +125,13 @@ def create_tokenizer(name: str) -> VQModel:
     return VQModel(lookup(TOKENIZERS, name, "tokenizer"))
 
 
-# What a model of `transformers` is, as far as a host must know, and what an architecture must tell.
+# What a model of `transformers` is, as far as a model runner must know, and what an architecture must tell.
 
 CHAMELEON_DECODER = ("vqgan.ckpt", "tokenizer/vqgan.ckpt")  # what makes pixels of its codes, in a folder
 
 
 @dataclass(frozen=True)
-class HostedConfig:
+class HFConfig:
     """Sizes of a model of `transformers`, by the names of `cspd.discrete.gpt.GPTConfig` where it has them too.
 
     Attributes:
@@ -172,7 +172,7 @@ class Image:
 
     Attributes:
         side: codes along a side. stride: pixels per code, along a side. num_codes: in the codebook.
-        tokens: of the codes, by code, where they are tokens of the text's vocabulary. row_end: see `HostedConfig`.
+        tokens: of the codes, by code, where they are tokens of the text's vocabulary. row_end: see `HFConfig`.
         mean, std: of the pixels of each colour, 0..1, by which they are normed.
     """
 

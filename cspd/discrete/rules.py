@@ -39,7 +39,7 @@ class Filter(NamedTuple):
 
     Attributes:
         count: int64 [B], the likeliest so many. mass: [B], then the fewest that reach it; 2 keeps all.
-        most: the largest count, on the host.
+        most: the largest count, on the CPU.
     """
 
     count: Tensor

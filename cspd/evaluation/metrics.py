@@ -42,7 +42,7 @@ from tqdm import tqdm
 from cspd.device import pick_device
 from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
 from cspd.files import WEIGHTS, check_files, read_json, weight_files
-from cspd.models import embedded, embedded_folder
+from cspd.models import bundled, bundled_folder
 from cspd.request import to_pil
 from cspd.runs import file_fingerprint, together
 from cspd.terminal import choice, telling
@@ -225,7 +225,7 @@ def mean_and_error(values: Tensor) -> tuple[float, float | None]:
     return values.double().mean().item(), error
 
 
-# Small classifiers of the embedded models' images: they judge samples, and give features to compare them by.
+# Small classifiers of the bundled models' images: they judge samples, and give features to compare them by.
 
 FEATURES, CLASSES = 128, 10
 
@@ -253,11 +253,11 @@ CLASSIFIERS = {
 
 @dataclass(frozen=True)
 class Space:
-    """A space of features that embedded models' images are judged in: those of a classifier that knows their classes.
+    """A space of features that bundled models' images are judged in: those of a classifier that knows their classes.
 
     Attributes:
         sizes: of the classifier; they have the images' size and the number of classes.
-        checkpoints: the embedded ones whose images it judges. The folder of the first has its files.
+        checkpoints: the bundled ones whose images it judges. The folder of the first has its files.
     """
 
     sizes: ClassifierConfig
@@ -266,12 +266,12 @@ class Space:
     @property
     def weights(self) -> Path:
         """The classifier's file. Raises FileNotFoundError where an installation has left it out."""
-        return embedded_folder(self.checkpoints[0]) / "classifier.safetensors"
+        return bundled_folder(self.checkpoints[0]) / "classifier.safetensors"
 
     @property
     def reference(self) -> Path:
         """The file of what images are compared with by default, see `cspd.evaluation.metrics`."""
-        return embedded_folder(self.checkpoints[0]) / "reference.npz"
+        return bundled_folder(self.checkpoints[0]) / "reference.npz"
 
 
 SPACES = {  # by name
@@ -281,8 +281,8 @@ SPACES = {  # by name
 
 
 def space_of(target: Path) -> str | None:
-    """The name of the space that judges the images of a target's file; None if the target is not an embedded one."""
-    own = {name for name, folder in embedded().items() if folder.resolve() == target.parent.resolve()}
+    """The name of the space that judges the images of a target's file; None if the target is not a bundled one."""
+    own = {name for name, folder in bundled().items() if folder.resolve() == target.parent.resolve()}
     return next((name for name, space in SPACES.items() if own & {*space.checkpoints}), None)
 
 
@@ -495,7 +495,7 @@ def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
 # Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in several feature spaces.
 #
 # "inception" is Inception-v3 as torch-fidelity ships it, for ImageNet. The others, such as "digits", are those of the
-# embedded models' classifiers, `SPACES`.
+# bundled models' classifiers, `SPACES`.
 
 # the fewest images that a number needs: two in each of torch-fidelity's ten splits, a covariance, a neighbourhood
 LEAST = {"inception_score": 20, "fid": 2, "kid": 2, "precision": 4, "recall": 4}
@@ -632,7 +632,7 @@ def _missing(space: str, num: int, reference: Reference | None, labels: Sequence
             if count < LEAST[name]:
                 missing[name] = f"{reference.name} has {count} images: {LEAST[name]} are needed"
     if space not in SPACES:
-        missing["accuracy"] = "only embedded models' classifiers judge classes"
+        missing["accuracy"] = "only bundled models' classifiers judge classes"
     elif labels is None:
         missing["accuracy"] = "the images' classes are not known"
     elif not all(0 <= label < SPACES[space].sizes.classes for label in labels):

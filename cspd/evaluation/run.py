@@ -361,7 +361,7 @@ def _plan(
     choices = kept_choices(checked.settings, earlier and earlier["request"])
     manifest["request"] = _common(engine.resolve(checked.but(**choices)))
     store.begin(manifest)
-    return manifest, shards.missing(engine.host.image_size)
+    return manifest, shards.missing(engine.runner.image_size)
 
 
 def _common(request: Request) -> dict:

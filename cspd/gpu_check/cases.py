@@ -61,7 +61,7 @@ from cspd.heads.tuning import measure
 from cspd.heads.verify import log_ratio, resample, residual
 from cspd.masked.family import MARModels
 from cspd.method import METHODS, PUBLISHED, find, parse_method
-from cspd.option import COMMON, EMBEDDED
+from cspd.option import BUNDLED, COMMON
 from cspd.request import Output, Request
 from cspd.speed import batch_at, iteration_at, starts
 from cspd.terminal import __version__
@@ -126,7 +126,7 @@ def _matmul(settings: Settings, policy: str) -> dict[str, Any]:
 
 
 def _launch(settings: Settings) -> dict[str, Any]:
-    """Microseconds in which the host launches a small kernel, in which it runs after others, and of a wait for one."""
+    """Microseconds in which the CPU launches a small kernel, in which it runs after others, and of a wait for one."""
     x, num = torch.zeros(32, device=settings.device), settings.scale.launches
 
     def launch() -> None:
@@ -167,7 +167,7 @@ def _graph(settings: Settings) -> dict[str, Any]:
     return found
 
 
-# Engines to be checked: the embedded models', and models with random weights at any size.
+# Engines to be checked: the bundled models', and models with random weights at any size.
 
 STD = 0.02  # of random weights
 M = TypeVar("M", bound=nn.Module)
@@ -228,22 +228,22 @@ def engine_of(
     )
 
 
-def embedded(settings: Settings, family: str, max_batch: int, device: torch.device, mode: str = "eager") -> Engine:
-    """An engine of the embedded models of a family; of small ones with random weights where little is to be done."""
+def bundled(settings: Settings, family: str, max_batch: int, device: torch.device, mode: str = "eager") -> Engine:
+    """An engine of the bundled models of a family; of small ones with random weights where little is to be done."""
     scale = settings.scale
     if not scale.is_tiny:
-        return load(EMBEDDED[family], max_batch=max_batch, device=device, **MODES[mode])
+        return load(BUNDLED[family], max_batch=max_batch, device=device, **MODES[mode])
     cpu = torch.device("cpu")  # so that all devices have the same weights
     small = {"MAR": (random_mar, scale.mars), "VQ": (random_gpt, scale.gpts)}
     make, configs = small[family]
     return engine_of(settings, make(settings, configs["B"], cpu), max_batch, device, mode=mode)
 
 
-def embedded_calibration(settings: Settings) -> Calibration:
-    """How often the embedded model's drafts are right."""
-    host = embedded(settings, "MAR", 1, settings.device).host
+def bundled_calibration(settings: Settings) -> Calibration:
+    """How often the bundled model's drafts are right."""
+    runner = bundled(settings, "MAR", 1, settings.device).runner
     request = Request(0, method="speculative", window=0, num_sampling_steps=settings.scale.steps)
-    return host.tuning.calibrations["target"].get(host.check(request, find("speculative", "MAR")))
+    return runner.tuning.calibrations["target"].get(runner.check(request, find("speculative", "MAR")))
 
 
 # The windows that the cost model chooses on this device, and what it knows of the device.
@@ -256,9 +256,9 @@ def window_cases(settings: Settings) -> Cases:
 
 
 def _windows(settings: Settings, size: str) -> dict[str, Any]:
-    """The window by K and batch, with the embedded model's acceptance, and the costs that they are chosen by."""
+    """The window by K and batch, with the bundled model's acceptance, and the costs that they are chosen by."""
     steps, config = settings.scale.steps, settings.scale.mars[size]
-    calibration = embedded_calibration(settings)
+    calibration = bundled_calibration(settings)
     head = random_model(MAR, config, settings.device).head
     costs = measure(head, True, settings.device, Precision("bf16", settings.device))
     chosen = {}
@@ -290,7 +290,7 @@ def correctness_cases(settings: Settings) -> Cases:
 
     @functools.cache
     def engine(family: str, device: torch.device, mode: str) -> Engine:
-        return embedded(settings, family, settings.scale.same_seeds["images"], device, mode)
+        return bundled(settings, family, settings.scale.same_seeds["images"], device, mode)
 
     @functools.cache
     def outputs(family: str, name: str, device: torch.device, mode: str) -> list[Output]:
@@ -329,8 +329,8 @@ def compared(ours: list[Output], theirs: list[Output]) -> dict[str, Any]:
     A flipped decision is a token that took another number of head calls, or a code that was accepted by one alone.
     """
     a, b = (torch.stack([output.tokens for output in outputs]).double() for outputs in (ours, theirs))
-    heat = [torch.stack([output.heat for output in outputs]).nan_to_num(-1) for outputs in (ours, theirs)]
-    found: dict[str, Any] = {"flipped": int((heat[0] != heat[1]).sum())}
+    token_cost = [torch.stack([output.token_cost for output in outputs]).nan_to_num(-1) for outputs in (ours, theirs)]
+    found: dict[str, Any] = {"flipped": int((token_cost[0] != token_cost[1]).sum())}
     if ours[0].request.family == "VQ":
         differs = a != b
         found["differing_codes"] = differs.double().mean().item()
@@ -379,12 +379,12 @@ def _random_bits(settings: Settings) -> dict[str, Any]:
         seed = torch.tensor([0, 1, 2**31, 2**40 + 7, 2**63 - 1], device=device).unsqueeze(1)
         position = torch.arange(500, device=device)
         place = seed, philox_noise.Purpose.CODE, position, 2**32 - 1, 5
-        *normals, coins = philox_noise.chain(seed.flatten(), position[: len(seed)], 100, 16)
+        *normals, accept_uniforms = philox_noise.chain(seed.flatten(), position[: len(seed)], 100, 16)
         whole = (
             philox_noise.bits(*place, num=16),
             philox_noise.uniform(*place, num=3),
             philox_noise.fine_uniform(*place),
-            coins,
+            accept_uniforms,
         )
         rounded = philox_noise.normal(*place, num=16), *normals
         drawn.append([torch.cat([each.cpu().double().flatten() for each in kind]) for kind in (whole, rounded)])
@@ -421,12 +421,12 @@ def _mar(settings: Settings) -> dict[str, int]:
 def _two_samples(settings: Settings, family: str, name: str, **own: object) -> dict[str, Any]:
     """Of images by a method and, with other seeds, by plain sampling."""
     num = settings.scale.images
-    engine = embedded(settings, family, min(num, MOST_BATCH), settings.device)
+    engine = bundled(settings, family, min(num, MOST_BATCH), settings.device)
     plain = {key: value for key, value in own.items() if key != "window"}
 
     def made(method: str, first: int, options: dict[str, object]) -> Tensor:
         requests = [
-            Request(label=i % engine.host.num_classes, seed=first + i, method=method, family=family, **options)
+            Request(label=i % engine.runner.num_classes, seed=first + i, method=method, family=family, **options)
             for i in range(num)
         ]
         return torch.stack([_picture(output) for output in engine.generate(requests)])
@@ -478,9 +478,9 @@ def normal_p(x: Tensor) -> float:
     return 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
 
 
-# How long MAR takes at its official sizes, with random weights and the embedded model's acceptance.
+# How long MAR takes at its official sizes, with random weights and the bundled model's acceptance.
 
-ALPHA = 0.31  # the share of drafted tokens that `cspd` accepts of the embedded pair at gamma = 8: docs/benchmarks.md
+ALPHA = 0.31  # the share of drafted tokens that `cspd` accepts of the bundled pair at gamma = 8: docs/benchmarks.md
 MAR_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}  # of a number in matrix products
 
 
@@ -494,7 +494,7 @@ def names(settings: Settings) -> list[str]:
 def mar_time_cases(settings: Settings) -> Cases:
     scale = settings.scale
     models = functools.lru_cache(maxsize=1)(lambda size: random_mar(settings, scale.mars[size], settings.device))
-    calls = functools.cache(lambda: dict(zip(WINDOWS, embedded_calibration(settings).calls)))
+    calls = functools.cache(lambda: dict(zip(WINDOWS, bundled_calibration(settings).calls)))
     found: Cases = {}
     for setting in scale.mar_settings:
         for name in names(settings):
@@ -516,10 +516,10 @@ def _mar_time(
     """Milliseconds of an image, and what it takes.
 
     Args:
-        models: of a size. calls: head calls of the embedded model's tokens, int [N] by window.
+        models: of a size. calls: head calls of the bundled model's tokens, int [N] by window.
     """
     request = request_of(settings, name, setting.num_iter)
-    # acceptance is as of the embedded model
+    # acceptance is as of the bundled model
     noise: Any = philox_noise
     if request.method == "speculative":
         noise = head_calls(calls()[request.window], settings.device)
@@ -534,7 +534,7 @@ def _mar_time(
         seconds, known = published_seconds(settings, engine, request)
     else:
         seconds, tokens = seconds_a_round(settings, engine, request)
-        known = starts(request, engine.host.seq_len, tokens if request.method == "cspd" else None)
+        known = starts(request, engine.runner.seq_len, tokens if request.method == "cspd" else None)
     return {
         **setting._asdict(),
         "method": name,
@@ -571,15 +571,15 @@ def request_of(settings: Settings, name: str, num_iter: int) -> Request:
 
 def published_seconds(settings: Settings, engine: Engine, request: Request) -> tuple[dict[int, float], np.ndarray]:
     """As `seconds_a_round`, of the published sampler's iterations; and the tokens known before each of them."""
-    known = starts(request, engine.host.seq_len)
+    known = starts(request, engine.runner.seq_len)
     own = {option.name: getattr(request, option.name) for option in COMMON["MAR"]}
-    labels = torch.arange(engine.num_slots, device=settings.device) % engine.host.num_classes
+    labels = torch.arange(engine.num_slots, device=settings.device) % engine.runner.num_classes
 
     def run(iteration: int) -> None:
-        engine.host.published(labels, own | {"iterations": range(iteration, iteration + 1)})
+        engine.runner.published(labels, own | {"iterations": range(iteration, iteration + 1)})
 
     run(0)
-    iterations = [iteration_at(known, share * engine.host.seq_len) for share in SHARES]
+    iterations = [iteration_at(known, share * engine.runner.seq_len) for share in SHARES]
     return {int(known[i]): timed(settings, functools.partial(run, i)) for i in iterations}, known
 
 
@@ -593,7 +593,7 @@ def _drafted_tokens(settings: Settings, setting: Setting, gamma: int) -> Work:
     return (drafted * gamma + judged).sum() * (1 / batch)
 
 
-# Syncs: rounds in which the host should never wait for the device, and how many kernels they are.
+# Syncs: rounds in which the CPU should never wait for the device, and how many kernels they are.
 
 SYNCS_SHARE = 0.25  # of the tokens that are known: no sequence begins or ends in these rounds
 
@@ -601,7 +601,7 @@ SYNCS_SHARE = 0.25  # of the tokens that are known: no sequence begins or ends i
 def sync_cases(settings: Settings) -> Cases:
     @functools.cache
     def engine(family: str, mode: str) -> Engine:
-        return embedded(settings, family, settings.scale.same_seeds["images"], settings.device, mode)
+        return bundled(settings, family, settings.scale.same_seeds["images"], settings.device, mode)
 
     def case(family: str, name: str, mode: str) -> dict[str, Any]:
         return _round(settings, engine(family, mode), family, name)
@@ -616,7 +616,7 @@ def sync_cases(settings: Settings) -> Cases:
 
 def _round(settings: Settings, engine: Engine, family: str, name: str) -> dict[str, Any]:
     batch = batch_at(
-        engine, engine.resolve(requests(settings, family, name)[0]), int(SYNCS_SHARE * engine.host.seq_len)
+        engine, engine.resolve(requests(settings, family, name)[0]), int(SYNCS_SHARE * engine.runner.seq_len)
     )
     for _ in range(settings.scale.warm_ups):
         batch.round()
@@ -657,7 +657,7 @@ def _top(settings: Settings, name: str, batch: int) -> dict[str, Any]:
     engine = engine_of(settings, models, batch, device, "bf16", "eager", noise)
     num_iter = settings.scale.mar_settings[0].num_iter
     request = engine.resolve(request_of(settings, name, num_iter))
-    rounds = batch_at(engine, request, int(KERNELS_SHARE * engine.host.seq_len))
+    rounds = batch_at(engine, request, int(KERNELS_SHARE * engine.runner.seq_len))
     rounds.round()
     kernels = profiled(settings, rounds.round)
     total = sum(kernel.microseconds for kernel in kernels)
@@ -669,10 +669,10 @@ def _top(settings: Settings, name: str, batch: int) -> dict[str, Any]:
     }
 
 
-# How long LlamaGen takes at its official sizes, with random weights and the embedded models' acceptance.
+# How long LlamaGen takes at its official sizes, with random weights and the bundled models' acceptance.
 
-CODES = {"ar": None, "sd": 2.75, "sjd-pac": 4.25, "eagle2": 3.3}  # a round, of the embedded models: docs/benchmarks.md
-COINS = {"eagle2": {"coupling": "maximal"}}  # settings by which uniform draws decide, which are replayed
+CODES = {"ar": None, "sd": 2.75, "sjd-pac": 4.25, "eagle2": 3.3}  # a round, of the bundled models: docs/benchmarks.md
+ACCEPT_UNIFORMS = {"eagle2": {"coupling": "maximal"}}  # settings by which uniform draws decide, which are replayed
 NODES = {"ar": 1, "sd": 6, "sjd-pac": 65, "eagle2": 61}  # codes and the root, in a forward of the target
 PRECISION, VQ_BYTES = "bf16", 2
 
@@ -699,7 +699,7 @@ def _vq_time(
     target = models(size)
     reset_peak(settings.device)
     engine = engine_of(settings, target, batch, settings.device, PRECISION, mode, noise)
-    request = engine.resolve(Request(0, method=name, family="VQ", settings=COINS.get(name)))
+    request = engine.resolve(Request(0, method=name, family="VQ", settings=ACCEPT_UNIFORMS.get(name)))
     seconds, committed = seconds_a_round(settings, engine, request)
     return {
         "size": size,

@@ -61,11 +61,11 @@ def head_calls(calls: np.ndarray, device: torch.device) -> types.SimpleNamespace
 def token_share(share: float) -> types.SimpleNamespace:
     """Noise by which CSpD accepts this share of the drafted tokens."""
 
-    def token_coins(seed: Tensor, position: Tensor) -> Tensor:
-        drawn = noise.token_coins(seed, position)
+    def token_accept_uniforms(seed: Tensor, position: Tensor) -> Tensor:
+        drawn = noise.token_accept_uniforms(seed, position)
         return torch.where(drawn < share, 0.0, torch.inf)
 
-    return _replacing(token_coins=token_coins)
+    return _replacing(token_accept_uniforms=token_accept_uniforms)
 
 
 def codes_a_round(num: float) -> types.SimpleNamespace:
@@ -80,10 +80,10 @@ def codes_a_round(num: float) -> types.SimpleNamespace:
         drawn = noise.fine_uniform(seed, purpose, position, step, index)
         place = position + 5 * seed  # images are not in step
         is_rejected = torch.floor((place + 1) / num) > torch.floor(place / num)
-        is_coin = purpose == Purpose.CODE_COIN
-        if isinstance(is_coin, bool):
-            return is_rejected.to(drawn).expand_as(drawn) if is_coin else drawn
-        return torch.where(is_coin, is_rejected.to(drawn), drawn)
+        is_accept = purpose == Purpose.TOKEN_ACCEPT
+        if isinstance(is_accept, bool):
+            return is_rejected.to(drawn).expand_as(drawn) if is_accept else drawn
+        return torch.where(is_accept, is_rejected.to(drawn), drawn)
 
     return _replacing(fine_uniform=fine_uniform)
 
@@ -202,7 +202,7 @@ def gpt_image(config: GPTConfig, batch: int, codes_a_round: float, nodes: float,
     return gpt_forward(config, 2 * batch, nodes, known, size).sum() * (1 / batch)
 
 
-# What the device does in a round: its kernels by name, and where the host waits for it.
+# What the device does in a round: its kernels by name, and where the CPU waits for it.
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = tuple(str(ROOT / name) for name in ("cspd", "mar"))
@@ -235,7 +235,7 @@ def profiled(settings: Settings, work: Callable[[], object]) -> list[Kernel]:
 
 @contextlib.contextmanager
 def waits(settings: Settings) -> Iterator[Counter[str]]:
-    """Counts, by line of ours, where the host waits for the device within it, which PyTorch warns of on CUDA.
+    """Counts, by line of ours, where the CPU waits for the device within it, which PyTorch warns of on CUDA.
 
     It warns and does not raise: an error would end the round at the first line, and leave it half done.
     """
@@ -283,7 +283,7 @@ def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tup
     """
     seconds, committed = {}, []
     for share in SHARES:
-        batch = batch_at(engine, request, int(share * engine.host.seq_len))
+        batch = batch_at(engine, request, int(share * engine.runner.seq_len))
         everyone = list(batch.sequences)
         known = everyone[0].num_committed
         for _ in range(settings.scale.warm_ups):
@@ -298,7 +298,7 @@ def seconds_a_round(settings: Settings, engine: Engine, request: Request) -> tup
                 committed.append(tokens / rounds)
         if each:
             seconds[known] = statistics.median(each)
-    engine.host.clear()
+    engine.runner.clear()
     return seconds, statistics.mean(committed)
 
 

@@ -120,7 +120,7 @@ class Scale:
     """The sizes of everything.
 
     Attributes:
-        is_tiny: models are small ones with random weights, also where the embedded ones are checked otherwise.
+        is_tiny: models are small ones with random weights, also where the bundled ones are checked otherwise.
         matmul: side of the matrices. copy_bytes: of the buffer that is copied. launches: kernels that are timed.
         mars, gpts: the models that are timed, with random weights; mar_draft, gpt_draft: smaller ones that draft.
         mar_settings: where MAR is timed. windows: W of `speculative`. head_calls: N of `calibrated`. gamma: of `cspd`.

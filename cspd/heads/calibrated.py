@@ -18,7 +18,7 @@ from cspd import kernels, noise
 from cspd.device import Precision
 from cspd.heads.calibration import LARGEST, Trace, check_arrays, frozen, least_squares
 from cspd.heads.chain import (
-    ContinuousHost,
+    ContinuousRunner,
     Denoised,
     Draw,
     Measured,
@@ -607,7 +607,7 @@ OPTIONS = (
 )
 
 
-def check(request: Request, host: ContinuousHost) -> None:
+def check(request: Request, runner: ContinuousRunner) -> None:
     """Raises ValueError where the calls do not fit the steps, or what is asked for needs noise."""
     if request.head_calls is not None:
         most = request.num_sampling_steps
@@ -619,7 +619,7 @@ def check(request: Request, host: ContinuousHost) -> None:
             raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
 
 
-def resolve(request: Request, host: ContinuousHost) -> Request:
+def resolve(request: Request, runner: ContinuousRunner) -> Request:
     """The request with its number of head calls.
 
     Raises ValueError where there is no plan of so few, it is predicted to diverge by more than `divergence`, or chains
@@ -628,7 +628,7 @@ def resolve(request: Request, host: ContinuousHost) -> Request:
     calls, most = request.head_calls, request.divergence
     if calls is None and most is None:
         calls = min(HEAD_CALLS, request.num_sampling_steps)
-    calibrations = host.tuning.calibrations["target"]
+    calibrations = runner.tuning.calibrations["target"]
     with calibrations.fitting(request.but(head_calls=calls), Predictor, Shortcut):
         plan = calibrations.plan(request, calls, most if calls is None else None)
         if most is not None and plan.cost > most:
@@ -637,13 +637,13 @@ def resolve(request: Request, host: ContinuousHost) -> Request:
         request = request.but(head_calls=len(plan.steps))
         calibrations.shortcut(request)  # so that no round has to wait for the fit
     if request.chains:  # of CSpD, those of both models
-        host.tuning.calibrations["draft"].shortcut(request)
+        runner.tuning.calibrations["draft"].shortcut(request)
     return request
 
 
-def at_hand(request: Request, host: ContinuousHost) -> tuple[Request, float] | None:
+def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float] | None:
     """A checked request with the usual number of head calls, and its `Shortcut.difference`; None if it needs a fit."""
-    calibrations = host.tuning.calibrations["target"]
+    calibrations = runner.tuning.calibrations["target"]
     usual = request.but(head_calls=min(HEAD_CALLS, request.num_sampling_steps))
     shortcut = calibrations.find(usual, Shortcut) if calibrations.find(usual, Predictor) else None
     return None if shortcut is None else (usual, shortcut.difference.item())
@@ -652,8 +652,8 @@ def at_hand(request: Request, host: ContinuousHost) -> tuple[Request, float] | N
 class _Running:
     """What the sequences of one kind share while they run: a model's windows, and what is known of their tokens."""
 
-    def __init__(self, host: ContinuousHost, model: str, request: Request) -> None:
-        calibrations = host.tuning.calibrations[model]
+    def __init__(self, runner: ContinuousRunner, model: str, request: Request) -> None:
+        calibrations = runner.tuning.calibrations[model]
         shortcut = calibrations.shortcut(request)
         self.plan = calibrations.windows(request)
         self.difference = shortcut.difference.item()
@@ -672,16 +672,16 @@ class _Running:
     advice=functools.partial(ancestral_advice, remedy=REMEDY),
 )
 def denoise(
-    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+    runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
     """Every token by N head calls; arguments as in `cspd.heads.chain`. An audit's calls are not counted."""
     request = rows.sequences[0].request
     kind = rows.sequences[0].key
-    kept = host.kept[kind]
+    kept = runner.kept[kind]
     if ("calibrated", model) not in kept:
-        kept["calibrated", model] = _Running(host, model, request)
+        kept["calibrated", model] = _Running(runner, model, request)
     running: _Running = kept["calibrated", model]
-    head, plan = host.models[model].head, running.plan
+    head, plan = runner.models[model].head, running.plan
     num_steps = request.num_sampling_steps
     log_sigmas: list[Tensor] = []
 
@@ -691,12 +691,12 @@ def denoise(
 
     audit = None
     if request.audit:
-        coins = host.noise.step_coins(rows.seed, rows.position, num_steps)
-        chosen = coins < request.audit
-        audit = Audit(head, z, rows.scale, rows.temperature, plan, host.precision, chosen, request.audit)
+        accept_uniforms = runner.noise.step_accept_uniforms(rows.seed, rows.position, num_steps)
+        chosen = accept_uniforms < request.audit
+        audit = Audit(head, z, rows.scale, rows.temperature, plan, runner.precision, chosen, request.audit)
     visit = keep_sigma if densities else audit
-    draw = drawing(head, host.noise, plan, num_steps, host.precision, index=index, visit=visit)
-    tokens = by_row(host, None if visit else ("calibrated", model, kind, index), draw, rows, z)
+    draw = drawing(head, runner.noise, plan, num_steps, runner.precision, index=index, visit=visit)
+    tokens = by_row(runner, None if visit else ("calibrated", model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(plan))
     evaluations = calls + running.num_full * (len(z) - 1)
     measured = Measured(running.difference, running.divergence, audit and audit.total)

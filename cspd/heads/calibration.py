@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cspd.device import Precision
-from cspd.heads.chain import ContinuousHost, Denoised, MakeHost, Rows, denoise_ancestral, run_plain_round
+from cspd.heads.chain import ContinuousRunner, Denoised, MakeRunner, Rows, denoise_ancestral, run_plain_round
 from cspd.heads.verify import draft_table
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import Advance, no_advance
@@ -232,7 +232,7 @@ def trace(
     request: Request,
     device: torch.device,
     precision: Precision,
-    make_host: MakeHost,
+    make_runner: MakeRunner,
     held_out: bool = False,
     advance: Advance = no_advance,
 ) -> Trace:
@@ -250,18 +250,18 @@ def trace(
     for i in range(num_images):
         label = (i * spread + bool(first)) % num_classes
         batch.append(Sequence(Request(label, TRACE_SEED + first + i, "ar", **common), ticket=i, slot=i))
-    host, watch = make_host(model, num_images, device, precision), Stopwatch(device)
-    host.admit(batch)
+    runner, watch = make_runner(model, num_images, device, precision), Stopwatch(device)
+    runner.admit(batch)
     parts: list[Trace] = []
     share = 1 / (common["num_iter"] * request.num_sampling_steps)
     traced = functools.partial(_traced, parts, lambda: advance(share))
     for _ in range(common["num_iter"]):
-        run_plain_round(host, batch, watch, denoise=traced)
+        run_plain_round(runner, batch, watch, denoise=traced)
     return Trace(*(torch.cat(of_all, dim=max(0, of_all[0].dim() - 2)) for of_all in zip(*parts)))  # over the tokens
 
 
 def _traced(
-    parts: list[Trace], advance: Callable[[], None], host: ContinuousHost, model: str, rows: Rows, z: Tensor
+    parts: list[Trace], advance: Callable[[], None], runner: ContinuousRunner, model: str, rows: Rows, z: Tensor
 ) -> Denoised:
     """The ancestral chains of an iteration's rows, which are added to `parts`; `advance` is told of each step."""
     steps: list[Tensor] = []
@@ -270,7 +270,7 @@ def _traced(
         steps.append(torch.stack([x, eps, v]))
         advance()
 
-    made = denoise_ancestral(host, model, rows, z, trace=keep)
+    made = denoise_ancestral(runner, model, rows, z, trace=keep)
     steps.reverse()  # they ran from T - 1 down to 0
     x, eps, v = torch.stack(steps, dim=1)
     whole = Trace(x, eps, v, made.tokens, z, rows.seed, rows.position, rows.scale, rows.temperature)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from cspd import kernels
 from cspd.device import Precision, send, send_integers
-from cspd.method import Host, as_it_is, nothing_more
+from cspd.method import ModelRunner, as_it_is, nothing_more
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
 from mar.head import TRAIN_STEPS, Head, Schedule, schedule
@@ -36,12 +36,12 @@ class Rows:
     """The tokens that a batch of sequences predicts in one iteration, flat: R rows, a sequence's own in one stretch.
 
     Attributes:
-        sequences: the batch. known, counts: tokens known to, and rows of, each of them, on the host.
+        sequences: the batch. known, counts: tokens known to, and rows of, each of them, on the CPU.
         contexts: int64 [2, B], their slots and `known`; the last one again where a graph takes more.
         sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
-        owner, iteration, num_iter: int64 [R], on the host: `sequence`; the iteration that the timetable predicts the
+        owner, iteration, num_iter: int64 [R], on the CPU: `sequence`; the iteration that the timetable predicts the
             row in, from 0; and how many there are.
     """
 
@@ -61,7 +61,7 @@ class Rows:
     num_iter: np.ndarray
 
     def at(self, which: np.ndarray) -> Rows:
-        """Some of the rows, int64 [n] on the host."""
+        """Some of the rows, int64 [n] on the CPU."""
         index = send_integers(which, self.slot.device)
         on_device = {name: getattr(self, name)[index] for name in PER_ROW}
         on_host = {name: getattr(self, name)[which] for name in PER_ROW_ON_HOST}
@@ -76,7 +76,7 @@ class Rows:
 #
 # A denoiser draws by a function
 #
-#     denoise(host, model, rows, z, *, index=0, densities=False) -> Denoised
+#     denoise(runner, model, rows, z, *, index=0, densities=False) -> Denoised
 #
 # of the rows to draw (`Rows`), their conditions z [G, R, D] (G = 2 where guided, the null class second), the model
 # whose head draws them ("target" or "draft"), and the index of their noise (`cspd.noise.initial`). Where `densities`
@@ -87,8 +87,8 @@ class Rows:
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class ContinuousHost(Host, Protocol):
-    """A host of models whose tokens are drawn by a diffusion head.
+class ContinuousRunner(ModelRunner, Protocol):
+    """A model runner of models whose tokens are drawn by a diffusion head.
 
     Attributes:
         models: "target" and "draft", which is None if there is none; each has a `head` and a `config`.
@@ -96,7 +96,7 @@ class ContinuousHost(Host, Protocol):
         num_slots: sequences in flight at most.
         tuning: a `cspd.heads.tuning.Tuning`.
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
-        heat, audit: float32 [slots, L], what each token cost, and what an audit found of it.
+        token_cost, audit: float32 [slots, L], what each token cost, and what an audit found of it.
         kept: what methods keep between rounds, by the sequences' key.
     """
 
@@ -108,7 +108,7 @@ class ContinuousHost(Host, Protocol):
     tuning: Any
     tokens: Tensor
     order: Tensor
-    heat: Tensor
+    token_cost: Tensor
     audit: Tensor
     kept: dict[Hashable, dict]
 
@@ -128,15 +128,15 @@ class ContinuousHost(Host, Protocol):
         """How many tokens are unknown after each iteration of a resolved request, int64 [num_iter]."""
 
 
-# (host, batch, rows) -> z float32 [G, R, D]
-Conditions = Callable[[ContinuousHost, list[Sequence], Rows], Tensor]
-# (model, num_slots, device, precision) -> a host of the model alone
-MakeHost = Callable[[Any, int, torch.device, Precision], ContinuousHost]
+# (runner, batch, rows) -> z float32 [G, R, D]
+Conditions = Callable[[ContinuousRunner, list[Sequence], Rows], Tensor]
+# (model, num_slots, device, precision) -> a model runner of the model alone
+MakeRunner = Callable[[Any, int, torch.device, Precision], ContinuousRunner]
 
 
-def full_conditions(host: ContinuousHost, batch: list[Sequence], rows: Rows) -> Tensor:
+def full_conditions(runner: ContinuousRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows [G, R, D] by the target's whole backbone."""
-    return host.conditions(batch, rows)
+    return runner.conditions(batch, rows)
 
 
 class Measured(NamedTuple):
@@ -153,9 +153,9 @@ class Denoised:
 
     Attributes:
         tokens: float32 [R, d].
-        calls: int64 [R], on the host: head calls of each token's chain.
-        head_calls: sequential ones; or int64 [B], on the host, those that each of the rows' sequences took part in.
-        evaluations: int64 [R], on the host: how often the head was evaluated on each row, the null class included.
+        calls: int64 [R], on the CPU: head calls of each token's chain.
+        head_calls: sequential ones; or int64 [B], on the CPU, those that each of the rows' sequences took part in.
+        evaluations: int64 [R], on the CPU: how often the head was evaluated on each row, the null class included.
         measured: how near the tokens are to the full chain's; None of a denoiser that cannot tell.
         log_sigma: [R], summed over channels and all steps but the last; None where no densities were asked for.
         log_sigma_last: [R, d], of the last step, where sampling adds no noise but a sigma exists; None as above.
@@ -184,7 +184,7 @@ class Denoiser:
         mixed: settings that may differ between the rows of one call.
         check: raises ValueError on a bad request. resolve: decides what a checked request leaves open.
         advice: as in `cspd.method.Method`.
-        run_round: a round of its own, (host, batch, stopwatch, backbone) -> those that are finished, for one whose
+        run_round: a round of its own, (runner, batch, stopwatch, backbone) -> those that are finished, for one whose
             sequences do not wait for each other's chains.
     """
 
@@ -216,23 +216,23 @@ def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Call
 
 # Work of a batch at few sizes, so that it can be replayed: what is missing up to the next one is added, and left out.
 #
-# A host without graphs does the same work at the size that it has.
+# A model runner without graphs does the same work at the size that it has.
 
 
-def by_row(host: Any, key: Hashable | None, draw: Draw, rows: Any, z: Tensor) -> Tensor:
+def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Any, z: Tensor) -> Tensor:
     """The tokens [R, d] that `draw` makes of rows and their conditions z.
 
     Args:
-        key: as in `Graphs.run`; None of a function that also does something on the host, which is called as it is.
+        key: as in `Graphs.run`; None of a function that also does something on the CPU, which is called as it is.
     """
     inputs: tuple[Tensor, ...] = (z, rows.scale, rows.temperature, rows.seed, rows.position)
     if key is None:
         return draw(*inputs)
     number = len(rows.seed)
-    padding = host.graphs.size(number) - number
+    padding = runner.graphs.size(number) - number
     if padding:  # rows of zeros
         inputs = tuple(F.pad(each, (0, padding) if each.dim() == 1 else (0, 0, 0, padding)) for each in inputs)
-    return host.graphs.run(key, draw, *inputs)[:number]
+    return runner.graphs.run(key, draw, *inputs)[:number]
 
 
 # The head's modulations, of many timesteps at once: they do not depend on the noisy token.
@@ -328,7 +328,7 @@ class Steps(NamedTuple):
     """What a chain's steps take beside the head, in the order of its calls: the noisiest step first.
 
     Attributes:
-        timesteps: of the 1000. mean_x, mean_eps, slope: of each step, on the host, see `Schedule`.
+        timesteps: of the 1000. mean_x, mean_eps, slope: of each step, on the CPU, see `Schedule`.
         t: int64 [T], the steps T - 1 .. 0. sigma: float32 [T, 1, 1], of their noise where v = 0 and tau = 1; 0 at last.
     """
 
@@ -522,7 +522,7 @@ def check_first(request: Request, num_steps: int) -> None:
         check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
 
 
-def check_ancestral(request: Request, host: ContinuousHost) -> None:
+def check_ancestral(request: Request, runner: ContinuousRunner) -> None:
     """Raises ValueError where a chain has more steps than timesteps to visit."""
     check_first(request, request.num_sampling_steps)
 
@@ -544,7 +544,7 @@ def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHOR
     advice=ancestral_advice,
 )
 def denoise_ancestral(
-    host: ContinuousHost,
+    runner: ContinuousRunner,
     model: str,
     rows: Rows,
     z: Tensor,
@@ -568,17 +568,17 @@ def denoise_ancestral(
     if densities:
         trace = sigma_trace(schedule(num_steps, first_timestep), rows.temperature, log_sigmas)
     draw = drawing(
-        host.models[model].head,
-        host.noise,
+        runner.models[model].head,
+        runner.noise,
         num_steps,
-        host.precision,
+        runner.precision,
         first_timestep,
         index=index,
         trace=trace,
         outputs=outputs,
     )
     key = None if trace else ("ancestral", model, num_steps, first_timestep, index, outputs)
-    tokens = by_row(host, key, draw, rows, z)
+    tokens = by_row(runner, key, draw, rows, z)
     calls = np.full(len(tokens), num_steps)
     made = Denoised(tokens, calls, num_steps, evaluations=calls * len(z))
     return with_densities(made, log_sigmas) if densities else made
@@ -590,7 +590,7 @@ def denoise_ancestral(
 
 
 def run_plain_round(
-    host: ContinuousHost,
+    runner: ContinuousRunner,
     batch: list[Sequence],
     watch: Stopwatch,
     *,
@@ -598,12 +598,12 @@ def run_plain_round(
     denoise: Callable[..., Denoised] = denoise_ancestral,
 ) -> list[Sequence]:
     """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3)."""
-    advance(host, batch, host.next_rows(batch), watch, backbone, denoise)
-    return [s for s in batch if s.num_committed == host.seq_len]
+    advance(runner, batch, runner.next_rows(batch), watch, backbone, denoise)
+    return [s for s in batch if s.num_committed == runner.seq_len]
 
 
 def advance(
-    host: ContinuousHost,
+    runner: ContinuousRunner,
     batch: list[Sequence],
     rows: Rows,
     watch: Stopwatch,
@@ -612,15 +612,15 @@ def advance(
 ) -> None:
     """Predicts some rows of every sequence with the target alone and commits them; an iteration."""
     watch.start("backbone")
-    z = backbone(host, batch, rows)
+    z = backbone(runner, batch, rows)
     watch.start("head")
-    made = denoise(host, "target", rows, z)
+    made = denoise(runner, "target", rows, z)
     watch.start("other")
-    host.commit(rows, made.tokens)
-    sent = send({"calls": made.calls.astype(np.float32)}, host.device)
-    host.heat[rows.slot, rows.position] = sent["calls"]
+    runner.commit(rows, made.tokens)
+    sent = send({"calls": made.calls.astype(np.float32)}, runner.device)
+    runner.token_cost[rows.slot, rows.position] = sent["calls"]
     if made.measured and made.measured.audit is not None:
-        host.audit[rows.slot, rows.position] = made.measured.audit
+        runner.audit[rows.slot, rows.position] = made.measured.audit
 
     first = 0
     head_calls = made.head_calls_by_sequence(len(batch))
@@ -629,7 +629,7 @@ def advance(
         first += count
         sequence.iteration += 1
         sequence.num_committed += count
-        num_made = sequence.request.num_made(host.seq_len)
+        num_made = sequence.request.num_made(runner.seq_len)
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
@@ -638,9 +638,9 @@ def advance(
         stats.head_evaluations += made.evaluations[own].sum().item()
         if made.measured:
             stats.difference, stats.divergence = made.measured.difference, made.measured.divergence
-            if made.measured.audit is not None and sequence.num_committed == host.seq_len:
-                made_at = host.order[sequence.slot, -num_made:].sort().values
-                audit = host.audit[sequence.slot, made_at]
+            if made.measured.audit is not None and sequence.num_committed == runner.seq_len:
+                made_at = runner.order[sequence.slot, -num_made:].sort().values
+                audit = runner.audit[sequence.slot, made_at]
                 estimate = audit.mean().item(), (audit.std() / num_made**0.5).item()
                 if all(map(math.isfinite, estimate)):
                     stats.audit, stats.audit_error = estimate

@@ -18,7 +18,7 @@ from cspd.heads.chain import (
     ANCESTRAL_OPTIONS,
     FIRST_TIMESTEP,
     SHORT_FIRST,
-    ContinuousHost,
+    ContinuousRunner,
     Denoised,
     Outputs,
     Rows,
@@ -73,14 +73,14 @@ def chain_lengths(iteration: np.ndarray, num_iter: np.ndarray, upper: int, lower
     return lower + (share * (upper - lower)).astype(np.int64)
 
 
-def check_annealed(request: Request, host: ContinuousHost) -> None:
+def check_annealed(request: Request, runner: ContinuousRunner) -> None:
     """Raises ValueError where the steps would grow, or are more than there are timesteps to visit."""
     check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
     check_first(request, request.upper)
 
 
 def by_length(
-    host: ContinuousHost,
+    runner: ContinuousRunner,
     model: str,
     rows: Rows,
     z: Tensor,
@@ -92,10 +92,10 @@ def by_length(
     """Every token by an ancestral chain of a length of its own; those of one length together, one after another.
 
     Args:
-        lengths: T of each row, int64 [R] on the host.
+        lengths: T of each row, int64 [R] on the CPU.
     """
     shortest_first = np.argsort(lengths, kind="stable")
-    order = send_integers(shortest_first, host.device)
+    order = send_integers(shortest_first, runner.device)
     rows, z = rows.at(shortest_first), z[:, order]
     parts = []
     head_calls = np.zeros(len(rows.sequences), np.int64)
@@ -104,7 +104,9 @@ def by_length(
         own, own_z = rows.stretch(first, count), z[:, first : first + count].contiguous()
         first += count
         head_calls[np.unique(own.owner)] += num_steps
-        parts.append(denoise_ancestral(host, model, own, own_z, index=index, densities=densities, num_steps=num_steps))
+        parts.append(
+            denoise_ancestral(runner, model, own, own_z, index=index, densities=densities, num_steps=num_steps)
+        )
     back = order.argsort()
 
     def joined(name: str) -> Tensor:
@@ -118,7 +120,7 @@ def by_length(
 
 @denoiser("annealed", options=ANNEALED_OPTIONS, mixed=ANCESTRAL_MIXED, check=check_annealed)
 def denoise_annealed(
-    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+    runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
     """Every token by an ancestral chain as long as its iteration asks for; arguments as in `cspd.heads.chain`.
 
@@ -127,7 +129,7 @@ def denoise_annealed(
     """
     request = rows.sequences[0].request
     lengths = chain_lengths(rows.iteration, rows.num_iter, request.upper, request.lower, request.anneal)
-    return by_length(host, model, rows, z, lengths, index=index, densities=densities)
+    return by_length(runner, model, rows, z, lengths, index=index, densities=densities)
 
 
 # The cached head of LazyMAR (arXiv 2503.12450): most denoising steps reuse what the head's blocks added. Heuristic.
@@ -217,14 +219,14 @@ def _outputs(head: Head, modulations: Sequence[tuple], last_layers: Iterator[tup
     advice=ancestral_advice,
 )
 def denoise_cached(
-    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+    runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
     """Every token by the ancestral chain; arguments as in `cspd.heads.chain`.
 
     Only the calls that evaluate the blocks are counted.
     """
     request = rows.sequences[0].request
-    made = denoise_ancestral(host, model, rows, z, index=index, densities=densities, outputs=_reusing(request.reuse))
+    made = denoise_ancestral(runner, model, rows, z, index=index, densities=densities, outputs=_reusing(request.reuse))
     head_calls = len(evaluated_calls(request.num_sampling_steps, request.reuse))
     calls = np.full(len(rows.seed), head_calls)
     return dataclasses.replace(made, calls=calls, head_calls=head_calls, evaluations=calls * len(z))
@@ -301,7 +303,7 @@ def num_early(num_made: int, masked: np.ndarray, seq_len: int) -> int:
     return int((masked_before > seq_len / 2).sum())
 
 
-def check_frequency_weighted(request: Request, host: ContinuousHost) -> None:
+def check_frequency_weighted(request: Request, runner: ContinuousRunner) -> None:
     """Raises ValueError where the steps would grow, or are more than there are timesteps to visit."""
     check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
     check_first(request, request.upper)
@@ -314,7 +316,7 @@ def check_frequency_weighted(request: Request, host: ContinuousHost) -> None:
     check=check_frequency_weighted,
 )
 def denoise_frequency_weighted(
-    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+    runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
     """Ancestral chains of T steps, T chosen for each token; arguments as in `cspd.heads.chain`.
 
@@ -327,8 +329,8 @@ def denoise_frequency_weighted(
     """
     request = rows.sequences[0].request
     requests = [sequence.request for sequence in rows.sequences]
-    made = [each.num_made(host.seq_len) for each in requests]
-    by_sequence = [num_early(num, host.num_masked(each), host.seq_len) for num, each in zip(made, requests)]
+    made = [each.num_made(runner.seq_len) for each in requests]
+    by_sequence = [num_early(num, runner.num_masked(each), runner.seq_len) for num, each in zip(made, requests)]
     early = np.array(by_sequence)[rows.owner]
     is_late = rows.iteration >= early
     steps = chain_lengths(rows.iteration, early, request.upper, request.lower, "linear")
@@ -336,7 +338,7 @@ def denoise_frequency_weighted(
     if is_late.any() and not densities:
         score = importance(z[0]).cpu().numpy()
         steps[is_late & highest(score, rows.owner, request.detail)] = request.upper
-    return by_length(host, model, rows, z, steps, index=index, densities=densities)
+    return by_length(runner, model, rows, z, steps, index=index, densities=densities)
 
 
 # Deterministic solvers of the head's chain, N head calls per token: DDIM and DPM-Solver++. Guarantee: heuristic.
@@ -431,7 +433,7 @@ def solve(
     return x
 
 
-def grid_of(request: Request, host: ContinuousHost) -> Schedule:
+def grid_of(request: Request, runner: ContinuousRunner) -> Schedule:
     """The schedule over the timesteps that a request's chains visit, of both models: CSpD compares chains of one grid.
 
     Raises:
@@ -439,13 +441,13 @@ def grid_of(request: Request, host: ContinuousHost) -> Schedule:
     """
     if request.grid == "uniform":
         return schedule(request.head_calls, request.first_timestep)
-    plan = host.tuning.calibrations["target"].plan(request, request.head_calls)
+    plan = runner.tuning.calibrations["target"].plan(request, request.head_calls)
     planned = schedule(request.num_sampling_steps).timestep_map[list(plan.steps)]
     highest = request.first_timestep - np.arange(len(planned))  # clipped, they still fall
     return respaced(np.minimum(planned, highest)[::-1])
 
 
-def check_solver(request: Request, host: ContinuousHost) -> None:
+def check_solver(request: Request, runner: ContinuousRunner) -> None:
     """Raises ValueError where there are more head calls than timesteps to visit, or steps to plan them at."""
     check_first(request, request.head_calls)
     if request.grid == "planned":
@@ -453,15 +455,15 @@ def check_solver(request: Request, host: ContinuousHost) -> None:
         check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps, at which they are planned")
 
 
-def resolve_solver(request: Request, host: ContinuousHost) -> Request:
+def resolve_solver(request: Request, runner: ContinuousRunner) -> Request:
     """The request as it is, its grid planned; raises ValueError where that cannot be."""
-    grid_of(request, host)
+    grid_of(request, runner)
     return request
 
 
 def _denoise(
     order: int,
-    host: ContinuousHost,
+    runner: ContinuousRunner,
     model: str,
     rows: Rows,
     z: Tensor,
@@ -476,19 +478,19 @@ def _denoise(
     """
     request = rows.sequences[0].request
     kind = rows.sequences[0].key
-    kept = host.kept[kind]
+    kept = runner.kept[kind]
     if "grid" not in kept:
-        kept["grid"] = grid_of(request, host)
+        kept["grid"] = grid_of(request, runner)
     s: Schedule = kept["grid"]
     log_sigmas: list[Tensor] = []
     trace = sigma_trace(s, rows.temperature, log_sigmas) if densities else None
-    head = host.models[model].head
+    head = runner.models[model].head
 
     def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-        x = host.noise.initial(seed, position, head.channels, index)
-        return solve(head, z, scale, x, s, order, host.precision, trace)
+        x = runner.noise.initial(seed, position, head.channels, index)
+        return solve(head, z, scale, x, s, order, runner.precision, trace)
 
-    tokens = by_row(host, None if trace else ("solver", order, model, kind, index), draw, rows, z)
+    tokens = by_row(runner, None if trace else ("solver", order, model, kind, index), draw, rows, z)
     calls = np.full(len(tokens), len(s))
     made = Denoised(tokens, calls, len(s), evaluations=calls * len(z))
     return with_densities(made, log_sigmas) if densities else made

@@ -20,7 +20,7 @@ from cspd.heads.calibration import DRAFTS, WINDOWS, frozen
 from cspd.heads.chain import (
     SHORT_FIRST,
     Conditions,
-    ContinuousHost,
+    ContinuousRunner,
     Denoised,
     Rows,
     ancestral_advice,
@@ -96,17 +96,17 @@ def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]
 
 # Speculative denoising: the head's chain in fewer head calls, with exactly the ancestral chain's distribution.
 #
-# `draft_verify` has the method. Here is which chains take part in a round, and what the host learns of them.
+# `draft_verify` has the method. Here is which chains take part in a round, and what the CPU learns of them.
 
 # Of a launch that is a graph. What a launch of n rounds ended is known one launch later, so that an iteration of about
-# ten rounds wastes 1.5 n - 0.5 of them on chains that stand still. A launch takes the host about 0.1 ms, which the GPU
+# ten rounds wastes 1.5 n - 0.5 of them on chains that stand still. A launch takes the CPU about 0.1 ms, which the GPU
 # is not to wait for: a round of MAR-B's head takes it 0.05 ms with its kernels fused and 0.15 ms without.
 ROUNDS = 2
 
 
 @dataclass(eq=False)
 class _Chain:
-    """A chain under way, as the host knows it.
+    """A chain under way, as the CPU knows it.
 
     Attributes:
         slot: where it is. since: the first launch whose report counts for it. left: the steps left, as last reported.
@@ -123,7 +123,7 @@ class Chains:
 
     Chains may join at any time and leave when they end, so that the call stays full. They are moved on by launches:
     functions of fixed shape of their slots, of a round or some, in which a chain that has ended stands still. On a GPU
-    the host reads what came of a launch when it has made the next one, so that neither waits for the other.
+    the CPU reads what came of a launch when it has made the next one, so that neither waits for the other.
 
     Args:
         head: the diffusion head. table: of the draft, see `draft_table`. noise: the source of randomness.
@@ -194,21 +194,21 @@ class Chains:
             seed, position: int64 [N], of their noise. z: [G, N, D]. scale, temperature: [N, 1], the temperature that
                 of the draft's table. index: of x_T and eps_t, see `cspd.noise.initial`.
         """
-        slots = self._reserve(len(owners), copies=len(z))
+        slots = self._reserve(len(owners), num_branches=len(z))
         names = torch.stack([row, seed, position], dim=1)
         self._join(send_integers(slots, self.device), names, z, scale, temperature, index)
         left, since = self.num_steps - 1, self._launches + 1
         self._chains = self._chains + [_Chain(owner, slot, since, left) for owner, slot in zip(owners, slots)]
         self._rows = None
 
-    def _reserve(self, count: int, copies: int) -> list[int]:
+    def _reserve(self, count: int, num_branches: int) -> list[int]:
         """Slots for so many more chains; allocates more where needed, or where a table of modulations fits again."""
         needed = 1 + len(self._chains) + count
-        most = table_size(self.head, copies, self.precision) // self.num_steps
+        most = table_size(self.head, num_branches, self.precision) // self.num_steps
         old = self._slots
         if old is None or needed > old.capacity or (needed <= most and not old.tabled):
             capacity = capacity_for(needed, most)
-            self._slots = Slots(self.head, self.num_steps, copies, capacity, capacity <= most, self.device)
+            self._slots = Slots(self.head, self.num_steps, num_branches, capacity, capacity <= most, self.device)
             if old is not None:
                 self._move_from(old)
         return self._slots.take(count)
@@ -386,54 +386,54 @@ DRAFT = Option(
 REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
 
 
-def chains_of(host: ContinuousHost, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
-    """Speculative chains of the host's "target" or "draft" for sequences that share a round; none is under way.
+def chains_of(runner: ContinuousRunner, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
+    """Speculative chains of the model runner's "target" or "draft" for sequences that share a round; none is under way.
 
     Where there are graphs, those of the last requests that asked for the same are taken again.
     """
-    make = functools.partial(_make_chains, host, model, sequence.request, trace_sigma)
-    chains = host.graphs.last(f"chains of {model}, {trace_sigma=}", sequence.key, make)
+    make = functools.partial(_make_chains, runner, model, sequence.request, trace_sigma)
+    chains = runner.graphs.last(f"chains of {model}, {trace_sigma=}", sequence.key, make)
     chains.clear()
     return chains
 
 
-def _make_chains(host: ContinuousHost, model: str, request: Request, trace_sigma: bool) -> Chains:
+def _make_chains(runner: ContinuousRunner, model: str, request: Request, trace_sigma: bool) -> Chains:
     if request.draft == "frozen":
         coefficients, drift = frozen(request.num_sampling_steps)
     else:
-        calibration = host.tuning.calibrations[model].get(request)
+        calibration = runner.tuning.calibrations[model].get(request)
         coefficients, drift = calibration.coefficients, calibration.drift
     table = draft_table(coefficients, drift, request.num_sampling_steps, request.window, request.temperature)
-    head = host.models[model].head
-    table = send({"table": table}, host.device)["table"]
+    head = runner.models[model].head
+    table = send({"table": table}, runner.device)["table"]
     drafting = model == "draft"
     return Chains(
         head,
         table,
-        host.precision,
-        host.noise,
-        graphs=host.graphs,
+        runner.precision,
+        runner.noise,
+        graphs=runner.graphs,
         trace_sigma=trace_sigma,
         drafting=drafting,
-        compiled=host.tuning.compiled,
+        compiled=runner.tuning.compiled,
     )
 
 
 class _Running:
     """What sequences of one kind share while they run: the chains of all of them, and what these cost."""
 
-    def __init__(self, host: ContinuousHost, sequence: Sequence) -> None:
-        self.chains = chains_of(host, "target", sequence)
-        shape = (host.num_slots, host.config.seq_len, sequence.request.num_sampling_steps)
-        self.record = torch.zeros(shape, dtype=torch.int8, device=host.device)
+    def __init__(self, runner: ContinuousRunner, sequence: Sequence) -> None:
+        self.chains = chains_of(runner, "target", sequence)
+        shape = (runner.num_slots, runner.config.seq_len, sequence.request.num_sampling_steps)
+        self.record = torch.zeros(shape, dtype=torch.int8, device=runner.device)
 
-    def begin(self, host: ContinuousHost, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
+    def begin(self, runner: ContinuousRunner, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
         """Starts the chains of the sequences' next iteration, by their first step."""
         owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
-        row = rows.slot * host.seq_len + rows.position
+        row = rows.slot * runner.seq_len + rows.position
         self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
         for sequence, count in zip(sequences, rows.counts):
-            sequence.refresh = functools.partial(self.show, host, sequence.slot)
+            sequence.refresh = functools.partial(self.show, runner, sequence.slot)
             sequence.iteration += 1
             sequence.num_under_way = count
             sequence.stats.iterations += 1
@@ -441,20 +441,20 @@ class _Running:
             sequence.stats.head_calls += 1
             sequence.stats.head_evaluations += count * len(z)
 
-    def show(self, host: ContinuousHost, slot: int) -> None:
+    def show(self, runner: ContinuousRunner, slot: int) -> None:
         """Writes the head calls of a slot's tokens; of those that are not made yet they mean nothing."""
-        host.heat[slot] = (self.record[slot] != 0).sum(-1).float()
+        runner.token_cost[slot] = (self.record[slot] != 0).sum(-1).float()
 
-    def advance(self, host: ContinuousHost, sequences: list[Sequence]) -> None:
+    def advance(self, runner: ContinuousRunner, sequences: list[Sequence]) -> None:
         """A launch of all chains, which are these sequences', of one head call or some; commits those that end."""
-        copies = 2 if sequences[0].request.guided else 1
+        num_branches = 2 if sequences[0].request.guided else 1
         rounds = self.chains.rounds
         for sequence in sequences:
             sequence.stats.head_calls += rounds
-            sequence.stats.head_evaluations += rounds * sequence.num_under_way * self.chains.window * copies
+            sequence.stats.head_evaluations += rounds * sequence.num_under_way * self.chains.window * num_branches
         finished = self.chains.advance()
         if finished:
-            host.tokens.view(-1, host.config.token_dim)[finished.row] = finished.tokens
+            runner.tokens.view(-1, runner.config.token_dim)[finished.row] = finished.tokens
             self.record.flatten(0, 1)[finished.row] = finished.record
             for sequence, tries, fallbacks in zip(finished.owners, finished.tries, finished.fallbacks):
                 sequence.stats.resample_tries += tries
@@ -464,7 +464,7 @@ class _Running:
 
 
 def run_round(
-    host: ContinuousHost,
+    runner: ContinuousRunner,
     batch: list[Sequence],
     watch: Stopwatch,
     backbone: Conditions = full_conditions,
@@ -478,35 +478,35 @@ def run_round(
     """
     request = batch[0].request
     if request.window == 0:
-        return run_plain_round(host, batch, watch, backbone=backbone)
-    kept = host.kept[batch[0].key]
+        return run_plain_round(runner, batch, watch, backbone=backbone)
+    kept = runner.kept[batch[0].key]
     if "running" not in kept:
-        kept["running"] = _Running(host, batch[0])
+        kept["running"] = _Running(runner, batch[0])
     running = kept["running"]
     idle = [s for s in batch if not s.num_under_way]
     if idle:
-        rows = host.next_rows(idle)
+        rows = runner.next_rows(idle)
         watch.start("backbone")
-        z = backbone(host, idle, rows)
+        z = backbone(runner, idle, rows)
         watch.start("head")
-        running.begin(host, idle, rows, z)
+        running.begin(runner, idle, rows, z)
     watch.start("head")
     busy = [s for s in batch if s.num_under_way]
     while 4 * len(busy) > len(batch):
-        running.advance(host, busy)
+        running.advance(runner, busy)
         busy = [s for s in busy if s.num_under_way]
     watch.start("other")
     finished = [s for s in batch if s.iteration == s.request.num_iter and not s.num_under_way]
     if finished:
-        slots = send_integers([sequence.slot for sequence in finished], host.device)
+        slots = send_integers([sequence.slot for sequence in finished], runner.device)
         records = running.record[slots]
-        known = host.given(finished)
+        known = runner.given(finished)
         if known is not None:  # the record of these is of the slots' last sequences
             records = records.masked_fill(known.unsqueeze(-1), 0)
-        host.heat[slots] = (records != 0).sum(-1).float()
+        runner.token_cost[slots] = (records != 0).sum(-1).float()
         report = Report(records)
         for index, sequence in enumerate(finished):
-            num_made = sequence.request.num_made(host.seq_len)
+            num_made = sequence.request.num_made(runner.seq_len)
             sequence.complete_stats = functools.partial(_count, sequence.stats, report, index, request.window, num_made)
     return finished
 
@@ -518,7 +518,7 @@ def _count(stats: RoundStats, records: Report, index: int, window: int, num_made
     stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
 
 
-def check(request: Request, host: ContinuousHost) -> None:
+def check(request: Request, runner: ContinuousRunner) -> None:
     """Raises ValueError where a window does not fit the denoising steps, or there is no noise to speculate on."""
     if request.window is not None:
         most = min(WINDOWS[-1], request.num_sampling_steps)
@@ -527,11 +527,11 @@ def check(request: Request, host: ContinuousHost) -> None:
             raise ValueError(f"window={request.window} needs temperature > 0: without noise there are no densities")
 
 
-def resolve(request: Request, host: ContinuousHost) -> Request:
+def resolve(request: Request, runner: ContinuousRunner) -> Request:
     """The request with the window that is fastest for it on this device, where it leaves that open."""
     if request.window is not None:
         return request
-    return request.but(**host.tuning.choice(request, host.num_slots).way)
+    return request.but(**runner.tuning.choice(request, runner.num_slots).way)
 
 
 @denoiser(
@@ -545,20 +545,20 @@ def resolve(request: Request, host: ContinuousHost) -> Request:
     run_round=run_round,
 )
 def denoise(
-    host: ContinuousHost, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
+    runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
     """Speculative chains of all rows, run until the last one has ended; arguments as in `cspd.heads.chain`."""
     request = rows.sequences[0].request
     if request.window == 0:
-        return denoise_ancestral(host, model, rows, z, index=index, densities=densities)
-    kept = host.kept[rows.sequences[0].key]
+        return denoise_ancestral(runner, model, rows, z, index=index, densities=densities)
+    kept = runner.kept[rows.sequences[0].key]
     if (model, densities) not in kept:  # their table is made once
-        kept[model, densities] = chains_of(host, model, rows.sequences[0], trace_sigma=densities)
+        kept[model, densities] = chains_of(runner, model, rows.sequences[0], trace_sigma=densities)
     chains = kept[model, densities]
     num = len(rows.seed)
     row = torch.arange(num, device=z.device)
     chains.start(range(num), row, rows.seed, rows.position, z, rows.scale, rows.temperature, index)
-    tokens, log_sigma_last = z.new_empty(2, num, host.config.token_dim)
+    tokens, log_sigma_last = z.new_empty(2, num, runner.config.token_dim)
     record = torch.empty(num, request.num_sampling_steps, dtype=torch.int8, device=z.device)
     log_sigma = z.new_empty(num)
     while chains.owners:

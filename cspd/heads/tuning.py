@@ -24,7 +24,7 @@ from cspd.files import Kept, KeptKind, content_hash, measured_once, of_device, r
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Plan, Predictor, Shortcut, Window, fit_predictor, fit_shortcut, plan_of
 from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, fit, trace
-from cspd.heads.chain import MakeHost, drawing
+from cspd.heads.chain import MakeRunner, drawing
 from cspd.heads.speculative import Chains
 from cspd.heads.verify import draft_table, table_size
 from cspd.method import PLAIN, Choice, Chooser, is_enough, judged
@@ -150,18 +150,18 @@ def measure(
     Args:
         compiled, graphs: as of `cspd.engine.Engine`.
     """
-    copies, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
+    num_branches, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
     coefficients = np.zeros((STEPS, WINDOW, 3))
     coefficients[..., 1] = 1
     table = draft_table(coefficients, np.zeros((STEPS, WINDOW)), STEPS, WINDOW, 1.0)
     table = send({"table": table}, device)["table"]
     runner = Graphs(device, graphs)
     measured = {"ancestral": [], "start": [], "round": []}
-    rows, limit = [], table_size(head, copies, precision)
+    rows, limit = [], table_size(head, num_branches, precision)
     for size in tqdm(ROWS, desc="timing this device", unit=" size", leave=False, delay=0.5, disable=None):
         if rows and size * STEPS > limit:
             break
-        z = torch.randn(copies, size, head.cond_embed.in_features, generator=generator).to(device)
+        z = torch.randn(num_branches, size, head.cond_embed.in_features, generator=generator).to(device)
         chains = Chains(head, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
         times = _time_one_size(chains, z, runner)
         for name, seconds in times.items():
@@ -203,7 +203,7 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[
 # What speculation in the head is tuned by: drafts fitted to the models, and the costs of this device.
 #
 # Both are made on first use and kept on disk: calibrations beside the checkpoint, or else in the user's cache folder,
-# and costs in the user's cache folder. What is kept is found again by all that it depends on. The embedded checkpoints
+# and costs in the user's cache folder. What is kept is found again by all that it depends on. The bundled checkpoints
 # come with calibrations for their usual settings (scripts/bundle_calibrations.py).
 
 # what a fit takes beside its traces, of which each takes 1: measured with `digits32`
@@ -217,7 +217,7 @@ class Tuning(Chooser):
 
     Args:
         target, draft: the models. device, precision, compiled, graphs: how they run.
-        make_host: makes a host of one model alone, whose sampling drafts are fitted to.
+        make_host: makes a model runner of one model alone, whose sampling drafts are fitted to.
         cache: where calibrations are kept, before the user's cache folder.
     """
 
@@ -230,14 +230,14 @@ class Tuning(Chooser):
         compiled: bool,
         graphs: bool,
         cache: Path | None,
-        make_host: MakeHost,
+        make_runner: MakeRunner,
     ) -> None:
         super().__init__()
         self.target, self.device, self.precision = target, device, precision
         self.compiled, self.graphs = compiled, graphs
         folders = [folder for folder in (cache, user_cache()) if folder]
         self.calibrations = {
-            name: Calibrations(model, device, precision, folders, make_host)
+            name: Calibrations(model, device, precision, folders, make_runner)
             for name, model in (("target", target), ("draft", draft))
             if model is not None
         }
@@ -275,13 +275,13 @@ class Calibrations:
     Args:
         model, device, precision: whose, and how it computes.
         folders: where they are looked for, in this order; a new one is kept in the first that can be written to.
-        make_host: makes a host of the model alone, whose sampling drafts are fitted to.
+        make_host: makes a model runner of the model alone, whose sampling drafts are fitted to.
     """
 
     def __init__(
-        self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_host: MakeHost
+        self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_runner: MakeRunner
     ) -> None:
-        self.model, self.device, self.precision, self.make_host = model, device, precision, make_host
+        self.model, self.device, self.precision, self.make_runner = model, device, precision, make_runner
         self._kept = Kept(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
@@ -395,7 +395,7 @@ class Calibrations:
         traces = self._remembered(request)
         if held_out not in traces:
             traces[held_out] = trace(
-                self.model, request, self.device, self.precision, self.make_host, held_out, self._advance
+                self.model, request, self.device, self.precision, self.make_runner, held_out, self._advance
             )
         return traces[held_out]
 

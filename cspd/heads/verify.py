@@ -197,7 +197,7 @@ class Slots:
     """C slots of chains of T steps. Values of free slots mean nothing.
 
     Args:
-        copies: G, 2 with guidance. tabled: the head's modulations at all steps are kept too.
+        num_branches: G, 2 with guidance. tabled: the head's modulations at all steps are kept too.
 
     Attributes:
         state: [C, 8, d], see `draft_verify.Moved`. scale: guidance [C, 1, 1].
@@ -211,19 +211,19 @@ class Slots:
     """
 
     def __init__(
-        self, head: Head, num_steps: int, copies: int, capacity: int, tabled: bool, device: torch.device
+        self, head: Head, num_steps: int, num_branches: int, capacity: int, tabled: bool, device: torch.device
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(capacity, *shape, dtype=dtype, device=device)
 
-        self.num_steps, self.copies, self.capacity, self.tabled = num_steps, copies, capacity, tabled
+        self.num_steps, self.num_branches, self.capacity, self.tabled = num_steps, num_branches, capacity, tabled
         self.state = zeros(STATE_ROWS, head.channels)
         self.progress = zeros(4, dtype=torch.int64)
         self.names = zeros(3, dtype=torch.int64)
         self.scale, self.log_sigma = zeros(1, 1), zeros()
         self.draws = zeros(num_steps, head.channels + 1)
         self.record = zeros(num_steps, dtype=torch.int64)
-        self.c_embed = zeros(copies, head.width)
+        self.c_embed = zeros(num_branches, head.width)
         self.progress[NOBODY, : WAITING + 1] = num_steps
         self.first_progress, self.first_record = self.progress.new_zeros(4), self.record.new_zeros(num_steps)
         self.first_progress[LEFT].fill_(num_steps - 1)  # to assign the number would copy it
@@ -261,7 +261,7 @@ class Slots:
         """Modulations by layer, [G, N, T, ..] each, of the chains in slots [N]."""
         if self._table is None:
             widths = [layer.shape[-1] for layer in layers]
-            shape = self.copies, self.capacity, self.num_steps, sum(widths)
+            shape = self.num_branches, self.capacity, self.num_steps, sum(widths)
             self._table = Table(layers[0].new_empty(shape), widths)  # large, and few of its rows may be needed
         for own, layer in zip(self._table.layers(), layers):
             own[:, slots] = layer
@@ -273,10 +273,10 @@ def capacity_for(needed: int, most: int) -> int:
     return min(doubled, most) if needed <= most else doubled
 
 
-def table_size(head: Head, copies: int, precision: Precision) -> int:
-    """Chains times steps whose modulations may be held at once, of `copies` classes; beyond it rounds compute them."""
+def table_size(head: Head, num_branches: int, precision: Precision) -> int:
+    """Chains times steps whose modulations may be held at once, for `num_branches`; beyond it rounds compute them."""
     size = modulation_size(head) // 4 * precision.dtype.itemsize  # of a chain's step and class
-    return most_bytes(precision.device) // (copies * size)
+    return most_bytes(precision.device) // (num_branches * size)
 
 
 # The states of chains that wait, since `gaussian.resample` left them open.

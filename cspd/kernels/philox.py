@@ -175,7 +175,7 @@ def draw(
 def _chain_kernel(
     initial,
     eps,
-    coins,
+    accept_uniforms,
     seed,
     position,
     num_lanes,
@@ -183,26 +183,26 @@ def _chain_kernel(
     channels,
     init_tag,
     step_tag,
-    coin_tag,
+    accept_tag,
     seed_stride,
     position_stride,
     BLOCK: tl.constexpr,
 ):
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     per_step = (channels + 3) // 4
-    for_coins = (num_steps + 3) // 4
-    per_row = per_step * (1 + num_steps) + for_coins
+    for_accept = (num_steps + 3) // 4
+    per_row = per_step * (1 + num_steps) + for_accept
     row, place = lane // per_row, lane % per_row
     inside = lane < num_lanes
 
     # a row's counters: those of x_T, of eps_t one step after the other, and of the uniform draws
     is_init = place < per_step
-    is_coin = place >= per_step * (1 + num_steps)
+    is_accept = place >= per_step * (1 + num_steps)
     of_steps = place - per_step
-    step = tl.where(is_init | is_coin, 0, of_steps // per_step)
+    step = tl.where(is_init | is_accept, 0, of_steps // per_step)
     block = tl.where(is_init, place, of_steps % per_step)
-    block = tl.where(is_coin, place - per_step * (1 + num_steps), block)
-    tag = tl.where(is_init, init_tag, tl.where(is_coin, coin_tag, step_tag))
+    block = tl.where(is_accept, place - per_step * (1 + num_steps), block)
+    tag = tl.where(is_init, init_tag, tl.where(is_accept, accept_tag, step_tag))
     own_seed = tl.load(seed + row * seed_stride, inside, 0)
     own_position = tl.load(position + row * position_stride, inside, 0)
     a, b, c, d = tl.philox(
@@ -210,8 +210,8 @@ def _chain_kernel(
     )
 
     first = block * 4
-    to = coins + row * num_steps + first
-    _store_four(to, _uniform(a), _uniform(b), _uniform(c), _uniform(d), first, num_steps, inside & is_coin)
+    to = accept_uniforms + row * num_steps + first
+    _store_four(to, _uniform(a), _uniform(b), _uniform(c), _uniform(d), first, num_steps, inside & is_accept)
     n0, n1 = _pair(a, b)
     n2, n3 = _pair(c, d)
     is_normal = inside & (place < per_step * (1 + num_steps))
@@ -230,14 +230,14 @@ def chain(
     rows, device = len(seed), seed.device
     initial = torch.empty(rows, channels, device=device)
     eps = torch.empty(rows, num_steps, channels, device=device)
-    coins = torch.empty(rows, num_steps, device=device)
+    accept_uniforms = torch.empty(rows, num_steps, device=device)
     num_lanes = rows * (triton.cdiv(channels, 4) * (1 + num_steps) + triton.cdiv(num_steps, 4))
     launch(
         _chain_kernel,
         triton.cdiv(num_lanes, BLOCK),
         initial,
         eps,
-        coins,
+        accept_uniforms,
         seed,
         position,
         num_lanes,
@@ -248,4 +248,4 @@ def chain(
         position.stride(0),
         BLOCK=BLOCK,
     )
-    return initial, eps, coins
+    return initial, eps, accept_uniforms

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from cspd.device import check_fits, send_integers
 from cspd.heads.chain import Conditions, Rows, full_conditions
-from cspd.masked.host import MARHost, by_sequence
 from cspd.masked.orders import timetable
+from cspd.masked.runner import MARRunner, by_sequence
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
 from cspd.request import Request, Sequence
@@ -26,7 +26,7 @@ from mar.model import MAR, PAD_TO, attend, following, keys_values
 
 # How the conditions z of an iteration's tokens are computed.
 #
-# A backbone is a function (host, batch, rows) -> z float32 [G, R, D], G = 2 with the null class second where the batch
+# A backbone is a function (runner, batch, rows) -> z float32 [G, R, D], G = 2, the null class second, where the batch
 # is guided. `full_conditions` evaluates the whole transformer. Under a name (`@backbone`) any sampler of MAR can take
 # it.
 
@@ -192,7 +192,7 @@ def lazy(
 
     Args:
         slots: int64 [B], all different. tokens, order, class_embedding: as of `MAR.forward`.
-        counts: four of each sequence, on the host, where they decide shapes, or int64 [B, 4], with `most`. How many
+        counts: four of each sequence, on the CPU, where they decide shapes, or int64 [B, 4], with `most`. How many
             tokens are known; how many of them, the last, the evaluation before did not know; how many come next in its
             order and are to be predicted; and how many other positions are computed in all of the decoder. The new ones
             are the first of these.
@@ -327,24 +327,24 @@ class Caches:
 
     Attributes:
         shape: which requests they serve, see `_shape`.
-        copies: 2 where the null class has caches of its own. kept: of the transformer, copies x slots.
+        num_branches: 2 where the null class has caches of its own. kept: of the transformer, copies x slots.
         distance: float32 [slots, L + 1, D], the null class's last hidden state minus the class's, by position, with a
             place for padding; None where it is not reused.
-        known: int64 [slots], on the host: how many tokens of each sequence the last evaluation knew.
+        known: int64 [slots], on the CPU: how many tokens of each sequence the last evaluation knew.
     """
 
-    def __init__(self, host: MARHost, request: Request) -> None:
-        model, slots = host.target, host.num_slots
-        self.shape = self.copies, has_distance = _shape(request)
-        self.kept = Kept.empty(model, self.copies * slots, host.precision.dtype, host.device)
+    def __init__(self, runner: MARRunner, request: Request) -> None:
+        model, slots = runner.target, runner.num_slots
+        self.shape = self.num_branches, has_distance = _shape(request)
+        self.kept = Kept.empty(model, self.num_branches * slots, runner.precision.dtype, runner.device)
         self.distance = None
         if has_distance:
-            self.distance = torch.zeros(slots, host.seq_len + 1, model.config.embed_dim, device=host.device)
+            self.distance = torch.zeros(slots, runner.seq_len + 1, model.config.embed_dim, device=runner.device)
         self.known = np.zeros(slots, dtype=np.int64)
 
     def slots(self, slots: Tensor) -> Tensor:
         """Where `kept` has sequences of these slots, the null class second."""
-        return torch.cat([slots + copy * len(self.known) for copy in range(self.copies)])
+        return torch.cat([slots + copy * len(self.known) for copy in range(self.num_branches)])
 
 
 def _shape(request: Request) -> tuple[int, bool]:
@@ -352,23 +352,23 @@ def _shape(request: Request) -> tuple[int, bool]:
     return (2 if request.guided and not request.reuse_null else 1), request.guided and request.reuse_null
 
 
-def _model(host: MARHost) -> MAR:
+def _model(runner: MARRunner) -> MAR:
     """The target as it computes."""
-    return host.precision.prepare(host.target)
+    return runner.precision.prepare(runner.target)
 
 
-def bytes_per_slot(host: MARHost, request: Request) -> int:
+def bytes_per_slot(runner: MARRunner, request: Request) -> int:
     """Bytes of the caches that a slot adds."""
-    copies, has_distance = _shape(request)
-    distance = 4 * (host.seq_len + 1) * host.config.embed_dim
-    return copies * bytes_kept(host.target, host.precision.dtype) + has_distance * distance
+    num_branches, has_distance = _shape(request)
+    distance = 4 * (runner.seq_len + 1) * runner.config.embed_dim
+    return num_branches * bytes_kept(runner.target, runner.precision.dtype) + has_distance * distance
 
 
-def resolve(request: Request, host: MARHost) -> Request:
+def resolve(request: Request, runner: MARRunner) -> Request:
     """The request as it is; raises ValueError where there are no caches for it yet, and they would not fit."""
-    if _shared(host, request) is None:
+    if _shared(runner, request) is None:
         what, fix = " with backbone='cached'", "use backbone='full'"
-        check_fits(bytes_per_slot(host, request), host.num_slots, what, fix, host.device)
+        check_fits(bytes_per_slot(runner, request), runner.num_slots, what, fix, runner.device)
     return request
 
 
@@ -383,41 +383,41 @@ def kind(sequence: Sequence) -> str:
 
 
 @backbone("cached", options=OPTIONS, resolve=resolve)
-def conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
-    """z of the rows [G, R, D] as `MARHost.conditions` gives it, or near it (arXiv 2503.12450).
+def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
+    """z of the rows [G, R, D] as `MARRunner.conditions` gives it, or near it (arXiv 2503.12450).
 
     Sequences that are to be evaluated in different ways are evaluated one kind after the other.
     """
     kinds = np.array([kind(sequence) for sequence in batch])
     if (kinds == kinds[0]).all():
-        return EVALUATIONS[kinds[0]](host, batch, rows)
+        return EVALUATIONS[kinds[0]](runner, batch, rows)
     of_row = np.repeat(kinds, rows.counts)
     parts, which = [], []
     for name in np.unique(kinds):
         members = np.flatnonzero(kinds == name)
         own, known, counts = ([each[i] for i in members] for each in (batch, rows.known, rows.counts))
-        parts.append(EVALUATIONS[name](host, own, host.rows(own, known, counts)))
+        parts.append(EVALUATIONS[name](runner, own, runner.rows(own, known, counts)))
         which.append(np.flatnonzero(of_row == name))
-    back = send_integers(np.argsort(np.concatenate(which)), host.device)
+    back = send_integers(np.argsort(np.concatenate(which)), runner.device)
     return torch.cat(parts, dim=1)[:, back]
 
 
-def _refreshed(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+def _refreshed(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """By a full evaluation that keeps what later iterations need."""
-    caches, copies = _caches(host, batch), 2 if batch[0].request.guided else 1
+    caches, num_branches = _caches(runner, batch), 2 if batch[0].request.guided else 1
     slots, known = np.array([s.slot for s in batch]), np.array(rows.known)
     # the null class's distance is wanted wherever a token is predicted before the next refresh
-    until = [_known_after(s, s.request.refresh if caches.distance is not None else 1, host.seq_len) for s in batch]
+    until = [_known_after(s, s.request.refresh if caches.distance is not None else 1, runner.seq_len) for s in batch]
     num_ahead = np.array(until) - known
-    padded, most = host.target.padded(int(known.max())), host.graphs.size(filled(int(num_ahead.max())))
-    evaluate = functools.partial(_refresh, host, caches, copies, padded, most)
-    numbers = send_integers(by_sequence(host, [slots, known, num_ahead]), host.device)
-    z = host.graphs.run(("refresh", caches, copies, padded, most), evaluate, numbers)
+    padded, most = runner.target.padded(int(known.max())), runner.graphs.size(filled(int(num_ahead.max())))
+    evaluate = functools.partial(_refresh, runner, caches, num_branches, padded, most)
+    numbers = send_integers(by_sequence(runner, [slots, known, num_ahead]), runner.device)
+    z = runner.graphs.run(("refresh", caches, num_branches, padded, most), evaluate, numbers)
     caches.known[slots] = known
     return z[:, rows.sequence, rows.offset]
 
 
-def _refresh(host: MARHost, caches: Caches, copies: int, padded: int, most: int, numbers: Tensor) -> Tensor:
+def _refresh(runner: MARRunner, caches: Caches, num_branches: int, padded: int, most: int, numbers: Tensor) -> Tensor:
     """z [G, B, most, D] of the tokens after those known, by `refresh`.
 
     Args:
@@ -425,64 +425,64 @@ def _refresh(host: MARHost, caches: Caches, copies: int, padded: int, most: int,
             refresh.
     """
     slots, known, num_ahead = numbers
-    tokens, order, embedding = _inputs(host, slots, copies)
-    positions, is_padding = stretch(host.order[slots], known, num_ahead, most)
-    inputs = tokens, order, known.repeat(copies), embedding, positions.repeat(copies, 1), padded
-    with host.precision.fast():
-        x = refresh(_model(host), caches.kept, caches.slots(slots), *inputs).unflatten(0, (copies, -1))
+    tokens, order, embedding = _inputs(runner, slots, num_branches)
+    positions, is_padding = stretch(runner.order[slots], known, num_ahead, most)
+    inputs = tokens, order, known.repeat(num_branches), embedding, positions.repeat(num_branches, 1), padded
+    with runner.precision.fast():
+        x = refresh(_model(runner), caches.kept, caches.slots(slots), *inputs).unflatten(0, (num_branches, -1))
     if caches.distance is not None:
-        where = positions.masked_fill(is_padding, host.seq_len)
+        where = positions.masked_fill(is_padding, runner.seq_len)
         caches.distance[slots.unsqueeze(-1), where] = (x[1] - x[0]).float()
-    return _conditions(host, x, positions)
+    return _conditions(runner, x, positions)
 
 
-def _lazy(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+def _lazy(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """By an evaluation of what is new or has changed most."""
-    caches, slots = _caches(host, batch), np.array([s.slot for s in batch])
-    counts = planned(host, batch, rows, caches.known[slots])
+    caches, slots = _caches(runner, batch), np.array([s.slot for s in batch])
+    counts = planned(runner, batch, rows, caches.known[slots])
     known, *others = counts.max(axis=0).tolist()
-    most = Counts(host.target.padded(known), *(host.graphs.size(filled(most)) for most in others))
-    evaluate = functools.partial(_evaluate_lazily, host, caches, most)
+    most = Counts(runner.target.padded(known), *(runner.graphs.size(filled(most)) for most in others))
+    evaluate = functools.partial(_evaluate_lazily, runner, caches, most)
     changed = caches.kept.decoder[0]  # what it was decides what is computed
-    numbers = send_integers(by_sequence(host, [slots, *counts.T]), host.device)
-    z = host.graphs.run(("lazy", caches, most), evaluate, numbers, state=[changed])
+    numbers = send_integers(by_sequence(runner, [slots, *counts.T]), runner.device)
+    z = runner.graphs.run(("lazy", caches, most), evaluate, numbers, state=[changed])
     for sequence in batch:
         sequence.stats.lazy_backbone_calls += 1
     caches.known[slots] = rows.known
     return z[:, rows.sequence, rows.offset]
 
 
-def _evaluate_lazily(host: MARHost, caches: Caches, most: Counts, numbers: Tensor) -> Tensor:
+def _evaluate_lazily(runner: MARRunner, caches: Caches, most: Counts, numbers: Tensor) -> Tensor:
     """z [G, B, M, D] of the next tokens, by `lazy`; numbers: int64 [5, B], slots and its four counts."""
     slots, *counts = numbers
-    tokens, order, embedding = _inputs(host, slots, caches.copies)
-    counts = torch.stack(counts, dim=1).repeat(caches.copies, 1)
-    with host.precision.fast():
-        x, positions = lazy(_model(host), caches.kept, caches.slots(slots), tokens, order, counts, embedding, most)
-    x, positions = x.unflatten(0, (caches.copies, -1)), positions[: len(slots)]
+    tokens, order, embedding = _inputs(runner, slots, caches.num_branches)
+    counts = torch.stack(counts, dim=1).repeat(caches.num_branches, 1)
+    with runner.precision.fast():
+        x, positions = lazy(_model(runner), caches.kept, caches.slots(slots), tokens, order, counts, embedding, most)
+    x, positions = x.unflatten(0, (caches.num_branches, -1)), positions[: len(slots)]
     if caches.distance is not None:
         x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
-    return _conditions(host, x, positions)
+    return _conditions(runner, x, positions)
 
 
-EVALUATIONS = {"full": MARHost.conditions, "refresh": _refreshed, "lazy": _lazy}
+EVALUATIONS = {"full": MARRunner.conditions, "refresh": _refreshed, "lazy": _lazy}
 
 
-def _caches(host: MARHost, batch: list[Sequence]) -> Caches:
+def _caches(runner: MARRunner, batch: list[Sequence]) -> Caches:
     """The caches of a batch's kind; they go with the last kind that has them, and stay where graphs read them."""
-    kept, request = host.kept[batch[0].key], batch[0].request
+    kept, request = runner.kept[batch[0].key], batch[0].request
     if "caches" not in kept:
-        kept["caches"] = _shared(host, request) or Caches(host, request)
-        if host.graphs.enabled:
-            host.graphs.lasting["caches", _shape(request)] = kept["caches"]
+        kept["caches"] = _shared(runner, request) or Caches(runner, request)
+        if runner.graphs.enabled:
+            runner.graphs.lasting["caches", _shape(request)] = kept["caches"]
     return kept["caches"]
 
 
-def _shared(host: MARHost, request: Request) -> Caches | None:
+def _shared(runner: MARRunner, request: Request) -> Caches | None:
     """Caches that are there already and would do for a request."""
-    there = (kept["caches"] for kept in host.kept.values() if "caches" in kept)
+    there = (kept["caches"] for kept in runner.kept.values() if "caches" in kept)
     in_flight = (caches for caches in there if caches.shape == _shape(request))
-    return next(in_flight, host.graphs.lasting.get(("caches", _shape(request))))
+    return next(in_flight, runner.graphs.lasting.get(("caches", _shape(request))))
 
 
 def _known_after(sequence: Sequence, iterations: int, seq_len: int) -> int:
@@ -491,10 +491,10 @@ def _known_after(sequence: Sequence, iterations: int, seq_len: int) -> int:
     return seq_len - int(masked[min(sequence.iteration + iterations, len(masked)) - 1])
 
 
-def planned(host: MARHost, batch: list[Sequence], rows: Rows, known_before: np.ndarray) -> np.ndarray:
+def planned(runner: MARRunner, batch: list[Sequence], rows: Rows, known_before: np.ndarray) -> np.ndarray:
     """What `lazy` is told to compute of each sequence, of which so many tokens were known before: [B, 4]."""
     request = batch[0].request
-    places = host.config.buffer_size + host.seq_len
+    places = runner.config.buffer_size + runner.seq_len
     known, predicted = np.array(rows.known), np.array(rows.counts)
     new = known - known_before
     progress = [len(SHARES) * s.iteration // s.request.num_iter for s in batch]
@@ -504,15 +504,15 @@ def planned(host: MARHost, batch: list[Sequence], rows: Rows, known_before: np.n
     return np.stack([known, new, predicted, others], axis=1)
 
 
-def _inputs(host: MARHost, slots: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, order, class embedding) of slots [B], `copies` of each, the null class second."""
-    embedding = host.classes["target"][host.label[slots]]
-    if copies == 2:
-        embedding = torch.cat([embedding, host.target.fake_latent.expand_as(embedding)])
-    return host.tokens[slots].repeat(copies, 1, 1), host.order[slots].repeat(copies, 1), embedding
+def _inputs(runner: MARRunner, slots: Tensor, num_branches: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, order, class embedding) of slots [B], `num_branches` of each, the null class second."""
+    embedding = runner.classes["target"][runner.label[slots]]
+    if num_branches == 2:
+        embedding = torch.cat([embedding, runner.target.fake_latent.expand_as(embedding)])
+    return runner.tokens[slots].repeat(num_branches, 1, 1), runner.order[slots].repeat(num_branches, 1), embedding
 
 
-def _conditions(host: MARHost, x: Tensor, positions: Tensor) -> Tensor:
+def _conditions(runner: MARRunner, x: Tensor, positions: Tensor) -> Tensor:
     """z [G, B, M, D] of hidden states [G, B, M, D] at positions [B, M]."""
-    with host.precision.fast():
-        return _model(host).condition(x, positions).float()
+    with runner.precision.fast():
+        return _model(runner).condition(x, positions).float()

@@ -17,7 +17,7 @@ from cspd.heads import (
 )
 from cspd.heads.chain import DENOISERS, Denoised, Rows, advance, check_ancestral
 from cspd.heads.verify import first_kept
-from cspd.masked.host import MARHost
+from cspd.masked.runner import MARRunner
 from cspd.method import Method, choices
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
@@ -108,10 +108,10 @@ MAX_TRIES = 100
 
 
 def _denoise(
-    host: MARHost, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
+    runner: MARRunner, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
 ) -> tuple[Paths, Denoised]:
     """Rows by a model's head, as the request's chains are: their paths, and what they cost."""
-    made = DENOISERS[request.chains].denoise(host, model, rows, z, index=index, densities=True)
+    made = DENOISERS[request.chains].denoise(runner, model, rows, z, index=index, densities=True)
     return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
 
 
@@ -133,24 +133,24 @@ class _Running:
         by_rank[:, known : known + num] += judged_and_accepted
 
 
-def _running(host: MARHost, sequence: Sequence) -> _Running:
-    return host.kept[sequence.key].setdefault("counts", _Running(host.seq_len))
+def _running(runner: MARRunner, sequence: Sequence) -> _Running:
+    return runner.kept[sequence.key].setdefault("counts", _Running(runner.seq_len))
 
 
-def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
+def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
     """Drafts counts[i] tokens of batch[i] one after the other and writes them to the slots: fields [B, gamma, ...]."""
-    request, channels = batch[0].request, host.config.token_dim
-    by_token = torch.zeros(len(batch), max(counts), device=host.device)
-    by_channel = torch.zeros(*by_token.shape, channels, device=host.device)
+    request, channels = batch[0].request, runner.config.token_dim
+    by_token = torch.zeros(len(batch), max(counts), device=runner.device)
+    by_channel = torch.zeros(*by_token.shape, channels, device=runner.device)
     drafted = Paths(tokens=by_channel, log_sigma=by_token, log_sigma_last=by_channel.clone())
     watch.start("draft")
     for offset in range(max(counts)):
         index = [i for i, count in enumerate(counts) if count > offset]
         active = [batch[i] for i in index]
-        rows = host.rows(active, [sequence.num_committed + offset for sequence in active], [1] * len(active))
-        paths, made = _denoise(host, "draft", request, rows, host.conditions(active, rows, "draft"))
-        host.commit(rows, paths.tokens)
-        where = send_integers(index, host.device)
+        rows = runner.rows(active, [sequence.num_committed + offset for sequence in active], [1] * len(active))
+        paths, made = _denoise(runner, "draft", request, rows, runner.conditions(active, rows, "draft"))
+        runner.commit(rows, paths.tokens)
+        where = send_integers(index, runner.device)
         for values, of_step in zip(drafted, paths):
             values[where, offset] = of_step
         for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
@@ -159,7 +159,9 @@ def _draft(host: MARHost, batch: list[Sequence], counts: list[int], watch: Stopw
     return drafted
 
 
-def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Paths, q: Paths) -> tuple[Tensor, Tensor]:
+def _resample(
+    runner: MARRunner, request: Request, rows: Rows, which: Tensor, p: Paths, q: Paths
+) -> tuple[Tensor, Tensor]:
     """Tokens [N, d] of norm(max(0, p - q)) for rejected rows `which` [N], by eq. 11, and the tries of each."""
     p, q = p.at(which), q.at(which)
     seed, position = rows.seed[which], rows.position[which]
@@ -170,7 +172,7 @@ def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Pat
         return -torch.expm1(-log_ratio(y, p, q, request.ratio_temperature, request.sigma).clamp(min=0))
 
     def draws(first: int, num: int) -> tuple[Tensor, Tensor]:
-        normals, uniform = host.noise.token_candidates(seed, position, first, num, channels)
+        normals, uniform = runner.noise.token_candidates(seed, position, first, num, channels)
         return normals, uniform.log()
 
     # candidates come from the target's own last step, tau sigma_p: only the ratio is tempered
@@ -180,20 +182,20 @@ def _resample(host: MARHost, request: Request, rows: Rows, which: Tensor, p: Pat
     return torch.where(none_kept, p.tokens, tokens), tries
 
 
-def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Prefills sequences that are at their start; runs a round of Algorithm 1 for the others."""
-    length = host.config.seq_len
+    length = runner.config.seq_len
     prefill = math.ceil(batch[0].request.prefill * length)
     starting = [sequence for sequence in batch if sequence.num_committed < prefill]
     if starting:
-        rows = host.next_rows(starting, limit=prefill)
-        advance(host, starting, rows, watch)
-        host.heat[rows.slot, rows.position] = torch.full_like(rows.scale[:, 0], torch.nan)
+        rows = runner.next_rows(starting, limit=prefill)
+        advance(runner, starting, rows, watch)
+        runner.token_cost[rows.slot, rows.position] = torch.full_like(rows.scale[:, 0], torch.nan)
     going = [sequence for sequence in batch if sequence not in starting]
     if going:
-        _speculate(host, going, watch)
+        _speculate(runner, going, watch)
     finished = [sequence for sequence in batch if sequence.num_committed == length]
-    running = _running(host, batch[0])
+    running = _running(runner, batch[0])
     for sequence in finished:
         for name in ("by_lag", "by_rank"):
             counts = getattr(running, name).pop(sequence, None)
@@ -202,23 +204,23 @@ def run_round(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Se
     return finished
 
 
-def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
+def _speculate(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> None:
     """A round of Algorithm 1."""
-    request, length = batch[0].request, host.seq_len
+    request, length = batch[0].request, runner.seq_len
     known = [sequence.num_committed for sequence in batch]
     counts = [min(request.gamma, length - num_known) for num_known in known]
-    rows = host.rows(batch, known, counts)
+    rows = runner.rows(batch, known, counts)
 
     # draft: gamma tokens one after the other, with the noise that the target will have
-    q = _draft(host, batch, counts, watch).at(rows.sequence, rows.offset)
+    q = _draft(runner, batch, counts, watch).at(rows.sequence, rows.offset)
 
     # verify: denoise the same tokens with the target, and accept with probability min(1, p / q), eq. 4
     watch.start("backbone")
-    z = _target_conditions(host, batch, rows)
+    z = _target_conditions(runner, batch, rows)
     watch.start("head")
-    p, made = _denoise(host, "target", request, rows, z, index=0 if request.align else 1)
+    p, made = _denoise(runner, "target", request, rows, z, index=0 if request.align else 1)
     ratio = log_ratio(q.tokens[:, None], p, q, request.ratio_temperature, request.sigma).squeeze(-1)
-    uniform = host.noise.token_coins(rows.seed, rows.position)
+    uniform = runner.noise.token_accept_uniforms(rows.seed, rows.position)
     watch.start("other")
     accepted = (uniform.log() < ratio).cpu().numpy()
     committed = _num_committed(request, counts, accepted)
@@ -228,29 +230,29 @@ def _speculate(host: MARHost, batch: list[Sequence], watch: Stopwatch) -> None:
     tries = np.zeros(len(accepted), dtype=np.int64)
     rejected = np.flatnonzero(decided & ~accepted)
     if len(rejected):
-        which = send_integers(rejected, host.device)
-        tokens, tried = _resample(host, request, rows, which, p, q)
-        host.tokens[rows.slot[which], rows.position[which]] = tokens
+        which = send_integers(rejected, runner.device)
+        tokens, tried = _resample(runner, request, rows, which, p, q)
+        runner.tokens[rows.slot[which], rows.position[which]] = tokens
         tries[rejected] = tried.cpu().numpy()
 
     # commit: the drafted tokens are in their slots already
-    sent = send({"rows": np.flatnonzero(decided), "heat": accepted[decided].astype(np.float32)}, host.device)
-    host.heat[rows.slot[sent["rows"]], rows.position[sent["rows"]]] = sent["heat"]
-    _account(host, batch, rows, made, committed, accepted, tries)
+    sent = send({"rows": np.flatnonzero(decided), "token_cost": accepted[decided].astype(np.float32)}, runner.device)
+    runner.token_cost[rows.slot[sent["rows"]], rows.position[sent["rows"]]] = sent["token_cost"]
+    _account(runner, batch, rows, made, committed, accepted, tries)
     for sequence, count in zip(batch, committed):
         sequence.iteration += 1
         sequence.num_committed += count
 
 
-def _target_conditions(host: MARHost, batch: list[Sequence], rows: Rows) -> Tensor:
+def _target_conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """The target's z for drafted tokens: from the verified prefix, or each from all tokens before it."""
     if batch[0].request.verify == "parallel":
-        return host.conditions(batch, rows)
+        return runner.conditions(batch, rows)
     owners, known = [], []  # a context for each drafted token
     for sequence, num_known, count in zip(batch, rows.known, rows.counts):
         owners += [sequence] * count
         known += range(num_known, num_known + count)
-    return host.conditions(owners, host.rows(owners, known, [1] * len(owners)))
+    return runner.conditions(owners, runner.rows(owners, known, [1] * len(owners)))
 
 
 def _num_committed(request: Request, counts: list[int], accepted: np.ndarray) -> list[int]:
@@ -263,7 +265,7 @@ def _num_committed(request: Request, counts: list[int], accepted: np.ndarray) ->
 
 
 def _account(
-    host: MARHost,
+    runner: MARRunner,
     batch: list[Sequence],
     rows: Rows,
     made: Denoised,
@@ -272,7 +274,7 @@ def _account(
     tries: np.ndarray,
 ) -> None:
     """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
-    running = _running(host, batch[0])
+    running = _running(runner, batch[0])
     first = 0
     head_calls = made.head_calls_by_sequence(len(batch))
     for sequence, count, num_committed, own_calls in zip(batch, rows.counts, committed, head_calls):
@@ -283,25 +285,25 @@ def _account(
         stats.iterations += 1
         stats.backbone_calls += 1
         stats.head_calls += own_calls
-        stats.head_calls_per_token += made.calls[decided].sum().item() / sequence.request.num_made(host.seq_len)
+        stats.head_calls_per_token += made.calls[decided].sum().item() / sequence.request.num_made(runner.seq_len)
         stats.head_evaluations += made.evaluations[drafted].sum().item()
         stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
         stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())
 
 
-def check(request: Request, host: MARHost) -> None:
+def check(request: Request, runner: MARRunner) -> None:
     """Raises ValueError where more is drafted than there is, or there is no noise to compare densities by."""
-    check_integer("gamma", request.gamma, 1, host.seq_len, "a round drafts at most all of the sequence's tokens")
+    check_integer("gamma", request.gamma, 1, runner.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
         raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
     if request.prefill:
-        check_ancestral(request, host)  # whose chains make the prefill
-    DENOISERS[request.chains].check(request, host)
+        check_ancestral(request, runner)  # whose chains make the prefill
+    DENOISERS[request.chains].check(request, runner)
 
 
-def resolve(request: Request, host: MARHost) -> Request:
+def resolve(request: Request, runner: MARRunner) -> Request:
     """The request with what its chains decide."""
-    return DENOISERS[request.chains].resolve(request, host)
+    return DENOISERS[request.chains].resolve(request, runner)
 
 
 CSPD = Method(

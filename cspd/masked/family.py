@@ -24,8 +24,8 @@ from cspd.heads.chain import (
 from cspd.heads.tuning import Tuning
 from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
-from cspd.masked.host import MARHost, check_memory, usual_tokens
 from cspd.masked.orders import ORDERS, Order
+from cspd.masked.runner import MARRunner, check_memory, usual_tokens
 from cspd.method import Method, _with_defaults, choices, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.request import Request, Sequence, Stopwatch
@@ -69,24 +69,24 @@ class Point(NamedTuple):
         return DENOISERS[self.denoiser].guarantee if is_plain else "heuristic"
 
 
-def run_round(usual: Point, host: MARHost, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
+def run_round(usual: Point, runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Runs the next iteration of every sequence by its backbone and denoiser and returns those that are finished."""
     _, backbone, denoiser = usual.of(batch[0].request).parts
     if denoiser.run_round is not None:
-        return denoiser.run_round(host, batch, watch, backbone.conditions)
-    return run_plain_round(host, batch, watch, backbone=backbone.conditions, denoise=denoiser.denoise)
+        return denoiser.run_round(runner, batch, watch, backbone.conditions)
+    return run_plain_round(runner, batch, watch, backbone=backbone.conditions, denoise=denoiser.denoise)
 
 
-def check(usual: Point, request: Request, host: MARHost) -> None:
+def check(usual: Point, request: Request, runner: MARRunner) -> None:
     """Raises ValueError where a choice on some axis does not fit the rest."""
     for part in usual.of(request).parts:
-        part.check(request, host)
+        part.check(request, runner)
 
 
-def resolve(usual: Point, request: Request, host: MARHost) -> Request:
+def resolve(usual: Point, request: Request, runner: MARRunner) -> Request:
     """The request with what its backbone and its denoiser decide."""
     _, backbone, denoiser = usual.of(request).parts
-    return denoiser.resolve(backbone.resolve(request, host), host)
+    return denoiser.resolve(backbone.resolve(request, runner), runner)
 
 
 def sampling(
@@ -129,7 +129,7 @@ def sampling(
         resolve=functools.partial(resolve, usual),
         of_request=lambda request: usual.of(request).guarantee,
         advice=lambda request: DENOISERS[usual.of(request).denoiser].advice(request),
-        heat="calls",
+        token_cost="calls",
     )
 
 
@@ -146,7 +146,7 @@ AR = Method(
     mixed=lambda request: ANCESTRAL_MIXED,
     check=check_ancestral,
     advice=ancestral_advice,
-    heat="calls",
+    token_cost="calls",
 )
 SPECULATIVE = sampling(
     "speculative",
@@ -214,7 +214,7 @@ class MARModels:
         calibrations: a folder of what was fitted to these models, as beside their checkpoint.
     """
 
-    family: ClassVar[str] = MARHost.family
+    family: ClassVar[str] = MARRunner.family
 
     target: MAR
     draft: MAR | None = None
@@ -222,7 +222,7 @@ class MARModels:
     classes: ClassNames = NO_NAMES
     calibrations: Path | None = None
 
-    def host(
+    def runner(
         self,
         num_slots: int,
         device: torch.device,
@@ -232,22 +232,22 @@ class MARModels:
         compiled: bool = False,
         graphs: Graphs | None = None,
         cache: Path | None = None,
-    ) -> MARHost:
-        """A host of these models, which are on the device already.
+    ) -> MARRunner:
+        """A model runner of these models, which are on the device already.
 
         Args:
             compiled: run speculative rounds through torch.compile. cache: in place of `calibrations`: where
-                calibrations are kept, before the user's cache directory. Others as in `MARHost`.
+                calibrations are kept, before the user's cache directory. Others as in `MARRunner`.
 
         Raises:
             ValueError: too little memory.
         """
-        copies = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
-        check_memory(self.target, num_slots, usual_tokens(self.target), device, copies)
+        num_branches = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
+        check_memory(self.target, num_slots, usual_tokens(self.target), device, num_branches)
         with_graphs = graphs is not None and graphs.enabled
         beside = cache or self.calibrations
-        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside, MARHost)
-        return MARHost(
+        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside, MARRunner)
+        return MARRunner(
             self.target,
             num_slots,
             device,

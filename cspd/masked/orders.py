@@ -166,16 +166,16 @@ def checkerboard(order: Tensor, side: int) -> Tensor:
     return order.gather(1, stage.argsort(dim=1, stable=True))
 
 
-def check_checkerboard(request: Request, host: Any) -> None:
+def check_checkerboard(request: Request, runner: Any) -> None:
     """Raises ValueError where the grid has no halves, or the iterations do not do for two stages."""
-    side, half = host.config.grid_size, host.seq_len // 2
+    side, half = runner.config.grid_size, runner.seq_len // 2
     if side % 2:
         raise ValueError(
             f"order='checkerboard' needs a grid of an even side, and this model's is {side} by {side}: an odd"
             " one has more positions of one colour than of the other, so they are no halves; take order='random'"
         )
     check_integer("reconstruction", request.reconstruction, 1, half, "an iteration predicts a token at least")
-    first, second = _stages("checkerboard", request.known, host.seq_len)
+    first, second = _stages("checkerboard", request.known, runner.seq_len)
     if first and request.num_iter <= min(request.reconstruction, second):
         raise ValueError(
             f"num_iter={request.num_iter} leaves no iteration for the checkerboard's first colour, since"

@@ -43,7 +43,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cspd.engine import Engine, so_far
 from cspd.files import link_of
-from cspd.method import GUARANTEES, METHODS, Host, Method, method_of, parse_method
+from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, method_of, parse_method
 from cspd.option import COMMON, DEFAULTS, Option
 from cspd.plots import coloured
 from cspd.request import FORMATS, Known, Output, Request, png_of
@@ -66,7 +66,7 @@ class Access:
 
     Args:
         app: the application that is asked then.
-        hosts: names and addresses that Host may have, beside those of `LOCAL`.
+        runners: names and addresses that Host may have, beside those of `LOCAL`.
         origins: names and addresses that Origin may have where it differs from Host, as behind some proxies.
         any_address: Host may be any IP address, which no other site can have resolve to this machine.
         key: the API key, of ASCII characters; None: there is none.
@@ -287,14 +287,14 @@ def shown(output: Output, share: float) -> dict:
         share: of its tokens that are made, 0..1.
 
     Returns:
-        "share"; "image", a data link; "heat", a list with None for NaN; "guarantee"; "seconds" of the rounds that it
+        "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of the rounds it
         took part in, and images per second by them; "numbers", [name, text] each; "ran", the request as it runs.
     """
     seconds = sum(output.stats.seconds.values())
     return {
         "share": share,
         "image": None if output.image is None else link_of(png_of(output.pil())),
-        "heat": [round(cost, 2) if math.isfinite(cost) else None for cost in output.heat.tolist()],
+        "token_cost": [round(cost, 2) if math.isfinite(cost) else None for cost in output.token_cost.tolist()],
         "guarantee": output.stats.guarantee,
         "seconds": seconds,
         "images_per_second": share / seconds if seconds else 0.0,
@@ -334,30 +334,30 @@ def about(engines: Mapping[str, Engine]) -> dict:
 
 
 def _model(engine: Engine, name: str) -> dict:
-    ((family, host),) = engine.hosts.items()
-    usual = engine.check(_any(host, family=family))
+    ((family, runner),) = engine.runners.items()
+    usual = engine.check(_any(runner, family=family))
     return {
         "family": family,
         "name": name,
-        "image_size": host.image_size,
-        "side": math.isqrt(host.seq_len),
-        "classes": [engine.name_of(Request(label, family=family)) for label in range(host.num_classes)],
+        "image_size": runner.image_size,
+        "side": math.isqrt(runner.seq_len),
+        "classes": [engine.name_of(Request(label, family=family)) for label in range(runner.num_classes)],
         "options": [_option(option, usual) for option in COMMON[family]],
-        "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, host, each)],
+        "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, runner, each)],
         "default": DEFAULTS[family],
         "rows": family == "VQ",
     }
 
 
-def _any(host: Host, **how: Any) -> Request:
+def _any(runner: ModelRunner, **how: Any) -> Request:
     """A request that a model takes: of a class, or of a text."""
-    return Request(0, **how) if host.num_classes else Request(prompt="a picture", **how)
+    return Request(0, **how) if runner.num_classes else Request(prompt="a picture", **how)
 
 
-def _has(engine: Engine, host: Host, method: Method) -> bool:
+def _has(engine: Engine, runner: ModelRunner, method: Method) -> bool:
     """Whether the engine has the models that a method needs."""
     try:
-        engine.check(_any(host, method=method.name, family=method.family))
+        engine.check(_any(runner, method=method.name, family=method.family))
     except ValueError:
         return False
     return True
@@ -368,7 +368,7 @@ def _method(method: Method) -> dict:
         "name": method.name,
         "guarantee": method.guarantee,
         "summary": method.summary,
-        "heat": method.heat,
+        "token_cost": method.token_cost,
         "options": {option.name: f"{option.range}: {option.help}" for option in method.options},
     }
 
@@ -541,12 +541,12 @@ class Runner:
             engine = self.engines[model]
             own = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
             try:
-                outputs = so_far(engine.host, own) if own else []
+                outputs = so_far(engine.runner, own) if own else []
             except Exception as error:  # as where there is no memory left for pictures
                 self._fail(model, error)
                 continue
             for sequence, output in zip(own, outputs):
-                jobs[sequence.ticket].tell(shown(output, sequence.share_made(engine.host.seq_len)))
+                jobs[sequence.ticket].tell(shown(output, sequence.share_made(engine.runner.seq_len)))
         now = time.monotonic()
         self._next_look = now + max(PERIOD, (now - began) / SHARE)
 

@@ -21,7 +21,7 @@ def comparison(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def digits():
-    """An engine of the embedded MAR pair."""
+    """An engine of the bundled MAR pair."""
     return cspd.load("digits32", max_batch=8, device="cpu")
 
 

@@ -69,14 +69,14 @@ def check(requests: list[Request], guarantee: str, engines: tuple[Engine, Engine
         assert output.error is None and output.tokens.isfinite().all()
         assert (output.tokens != 0).all(), "a token was not predicted"
         assert (output.tokens - alone.tokens).abs().max() < ROUNDING * alone.tokens.abs().max()
-        assert torch.equal(output.heat, alone.heat)
+        assert torch.equal(output.token_cost, alone.token_cost)
 
         assert output.stats.guarantee == alone.stats.guarantee == guarantee
         assert output.stats.iterations == output.stats.backbone_calls == request.num_iter
         assert output.stats.head_calls == alone.stats.head_calls == len(rows)
         assert output.stats.head_evaluations == alone.stats.head_evaluations
         assert 0.9 * sum(rows) < alone.stats.head_evaluations <= sum(rows)  # speculation rounds its rows up
-        assert output.stats.head_calls_per_token == pytest.approx(output.heat.mean().item())
+        assert output.stats.head_calls_per_token == pytest.approx(output.token_cost.mean().item())
 
 
 @pytest.mark.parametrize("choices", cases(), ids=lambda choices: "-".join(choices.values()))

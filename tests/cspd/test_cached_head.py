@@ -23,25 +23,25 @@ def test_the_steps_that_evaluate_the_blocks():
 
 
 def chains(model, cfg=2.0, steps=23, **settings):
-    """A host, rows of three sequences, and their conditions."""
+    """A model runner, rows of three sequences, and their conditions."""
     request = Request(0, **(QUICK | {"cfg": cfg, "num_sampling_steps": steps}), **settings)
-    host, batch = started(model, [request.but(label=i, seed=i) for i in range(3)])
-    rows = host.rows(batch, [5, 0, 11], [3, 1, 4])
+    runner, batch = started(model, [request.but(label=i, seed=i) for i in range(3)])
+    rows = runner.rows(batch, [5, 0, 11], [3, 1, 4])
     with torch.inference_mode():
-        return host, rows, host.conditions(batch, rows)
+        return runner, rows, runner.conditions(batch, rows)
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 @pytest.mark.parametrize("per_table", [1, 4, None])
 def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
     """Each step by the head's parts; between evaluations updates and the null class's distance stay as they are."""
-    host, rows, z = chains(model, cfg, reuse=5)
+    runner, rows, z = chains(model, cfg, reuse=5)
     if per_table:
         size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
         monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", per_table * size)
-    made = solvers.denoise_cached(host, "target", rows, z, densities=True)
+    made = solvers.denoise_cached(runner, "target", rows, z, densities=True)
     head, s = model.head, schedule(23, 950)
-    x = host.noise.initial(rows.seed, rows.position, head.channels)
+    x = runner.noise.initial(rows.seed, rows.position, head.channels)
     log_sigma = torch.zeros(len(x))
     with torch.inference_mode():
         for call, t in enumerate(reversed(range(23))):
@@ -68,7 +68,7 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
             log = (1 + v) / 2 * np.log(s.betas[t]) / 2 + (1 - v) / 2 * s.posterior_log_variance_clipped[t] / 2
             x = s.mean_x[t] * x + s.mean_eps[t] * eps
             if t:
-                x = x + rows.temperature * log.exp() * host.noise.steps(
+                x = x + rows.temperature * log.exp() * runner.noise.steps(
                     rows.seed, rows.position, torch.tensor([t]), head.channels, 0
                 ).squeeze(0)
                 log_sigma += (log + rows.temperature.log()).sum(-1)
@@ -79,7 +79,7 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
 
 
 def test_tables_are_small_however_much_is_reused(model, monkeypatch):
-    host, rows, z = chains(model, steps=40, reuse=39)
+    runner, rows, z = chains(model, steps=40, reuse=39)
     size = modulation_size(model.head) * z[..., 0].numel()  # of one call
     monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", size)
     tables, modulations = [], model.head.modulations
@@ -90,15 +90,15 @@ def test_tables_are_small_however_much_is_reused(model, monkeypatch):
         return made
 
     monkeypatch.setattr(model.head, "modulations", counted)
-    solvers.denoise_cached(host, "target", rows, z)
+    solvers.denoise_cached(runner, "target", rows, z)
     assert max(tables) <= size
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 def test_nothing_reused_is_the_ancestral_chain(cfg, model):
-    host, rows, z = chains(model, cfg, reuse=1)
-    cached = solvers.denoise_cached(host, "target", rows, z, densities=True)
-    full = chain.denoise_ancestral(host, "target", rows, z, densities=True)
+    runner, rows, z = chains(model, cfg, reuse=1)
+    cached = solvers.denoise_cached(runner, "target", rows, z, densities=True)
+    full = chain.denoise_ancestral(runner, "target", rows, z, densities=True)
     for name in ("tokens", "log_sigma", "log_sigma_last"):
         assert relative_error(getattr(cached, name), getattr(full, name)) < 1e-4
     assert (cached.head_calls, cached.calls.tolist()) == (full.head_calls, full.calls.tolist())

@@ -15,7 +15,7 @@ from cspd import Request, load, noise
 from cspd.heads.calibrated import Audit, Shortcut, fit_predictor, fit_shortcut, plan_of, plans, sample
 from cspd.heads.calibration import trace
 from cspd.heads.chain import evaluate
-from cspd.masked.host import MARHost
+from cspd.masked.runner import MARRunner
 from mar.head import schedule
 
 CPU = torch.device("cpu")
@@ -149,16 +149,16 @@ def test_corrections_are_kept_where_they_come_nearer(predictor):
 
 
 @pytest.mark.slow  # the trained model
-def test_of_the_embedded_model(tmp_path, monkeypatch):
+def test_of_the_bundled_model(tmp_path, monkeypatch):
     """Tokens by 10 calls are within 0.06 standard deviations of those by 100, and spread as wide within 1 %."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = load("digits32", max_batch=10, device="cpu")
-    model, precision = engine.host.target, FP32
+    model, precision = engine.runner.target, FP32
     request = engine.resolve(Request(0, method="calibrated", num_iter=16, cfg=3.0))
-    calibrations = engine.host.tuning.calibrations["target"]
+    calibrations = engine.runner.tuning.calibrations["target"]
     fitted, predictor = calibrations.shortcut(request), calibrations.predictor(request)
     assert fitted.difference < 0.06 and fitted.corrections.any()
-    other = trace(model, request.but(num_sampling_steps=100), CPU, precision, MARHost, held_out=True)
+    other = trace(model, request.but(num_sampling_steps=100), CPU, precision, MARRunner, held_out=True)
     without = dataclasses.replace(fitted, corrections=np.zeros_like(fitted.corrections))
     errors, spreads = [], []
     for each in (fitted, without):
@@ -199,7 +199,7 @@ def test_an_audit_is_the_mean_log_ratio_of_paths(predictor):
     draw(CASE, plan, rows, seed, visit=add)
     estimates = [ratio]
     for rate in (1.0, 0.1):
-        chosen = noise.step_coins(trace.seed, trace.position, STEPS) < rate
+        chosen = noise.step_accept_uniforms(trace.seed, trace.position, STEPS) < rate
         audit = Audit(MIXTURE, trace.z, trace.scale, trace.temperature, plan, FP32, chosen, rate)
         draw(CASE, plan, rows, seed, visit=audit)
         estimates.append(audit.total)

@@ -44,7 +44,7 @@ def test_a_resolved_request_has_all_that_it_needs(engine):
     """No round waits for a fit, whose time would be taken for the head's."""
     own = engine(1)
     request = own.resolve(Request(1, method="calibrated", **SETTINGS, head_calls=5))
-    assert own.host.tuning.calibrations["target"].folder_of(request, Shortcut)
+    assert own.runner.tuning.calibrations["target"].folder_of(request, Shortcut)
     assert own.resolve(request) == request
 
 

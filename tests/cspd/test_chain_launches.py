@@ -70,7 +70,7 @@ def test_memory_of_free_slots_may_hold_anything(graphs):
 
 @pytest.mark.slow  # tracing takes seconds
 def test_a_launch_and_the_residual_are_each_one_program():
-    """No graph break: nothing in them is read on the host."""
+    """No graph break: nothing in them is read on the CPU."""
     torch.compiler.reset()
     chains = CASE.chains(CASE.calibration(frozen=True), WINDOW)
     chains.rounds = 2

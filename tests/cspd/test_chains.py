@@ -12,8 +12,8 @@ import functools
 import numpy as np
 import pytest
 import torch
+from distributions import normal_pvalue, same_law_pvalue
 from heads import Case, MixtureHead
-from laws import normal_pvalue, same_law_pvalue
 from mixtures import CENTRES, CHANNELS, MIXTURE, NULL_CLASS, TWELVE, UNGUIDED, ChangedUniforms, biased
 
 from cspd import noise as cspd_noise

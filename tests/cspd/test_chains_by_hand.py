@@ -24,7 +24,7 @@ def by_hand(case: Case, draft: Calibration, window: int, rows: int, seed: int):
     s, last = schedule(case.num_steps), case.num_steps - 1
     seeds, position, every = torch.full((rows,), seed), torch.arange(rows), torch.arange(rows)
     eps_t = noise.steps(seeds, position, torch.arange(case.num_steps), CHANNELS).double()
-    uniform = noise.uniform(seeds, Purpose.COIN, position, num=case.num_steps).double()
+    uniform = noise.uniform(seeds, Purpose.ACCEPT, position, num=case.num_steps).double()
     t_embed = case.head.time_embed(torch.as_tensor(s.timestep_map))
 
     def evaluate(x, k):

@@ -296,7 +296,7 @@ def test_what_can_be_known_is_told_before_models_are_loaded(arguments, hint, tmp
 
 def test_a_plot_of_what_no_classifier_knows_is_told_before_minutes_of_timing(tmp_path, capsys):
     assert main(["bench", "--checkpoint", small_checkpoint(), "--plot", str(tmp_path / "plot.png")]) == 2
-    assert "only the embedded models' images have a classifier" in capsys.readouterr().err
+    assert "only the bundled models' images have a classifier" in capsys.readouterr().err
 
 
 def test_what_a_terminal_cannot_show_ends_nothing(tmp_path, monkeypatch):

@@ -46,10 +46,12 @@ def shown(picture, index, right=0):
 
 def legend(out):
     """heatmap.png, where images are beside their tokens, and colours in the strip below."""
-    heat = Image.open(out / "heatmap.png").convert("RGB")
+    token_cost = Image.open(out / "heatmap.png").convert("RGB")
     for i, path in enumerate(sorted(out.glob("*_label*.png"))):
-        assert (shown(heat, i)[::4, ::4] == np.asarray(Image.open(path))).all()
-    return heat, {colour for _, colour in heat.crop((0, heat.height - 30, *heat.size)).getcolors(10**6)}
+        assert (shown(token_cost, i)[::4, ::4] == np.asarray(Image.open(path))).all()
+    return token_cost, {
+        colour for _, colour in token_cost.crop((0, token_cost.height - 30, *token_cost.size)).getcolors(10**6)
+    }
 
 
 def colour(name, value):
@@ -62,21 +64,21 @@ def test_heat_map_and_record_of_speculative_sampling(tmp_path, capsys):
     for text in ("heatmap.png", "% of the drafts were accepted", "window 4: "):
         assert text in out
     record = read(tmp_path / "samples.json")
-    heat = np.array([image["heat"] for image in record["images"]])
-    assert heat.shape == (3, 64) and 2 <= heat.min() < heat.max() <= 6
+    token_cost = np.array([image["token_cost"] for image in record["images"]])
+    assert token_cost.shape == (3, 64) and 2 <= token_cost.min() < token_cost.max() <= 6
     picture, strip = legend(tmp_path)
-    low, high = heat.min(), heat.max()
-    for i, values in enumerate(heat):
+    low, high = token_cost.min(), token_cost.max()
+    for i, values in enumerate(token_cost):
         expected = [colour("viridis", (value - low) / (high - low)) for value in values]
         assert cells(picture, i).tolist() == [list(c) for c in expected]
     assert {colour("viridis", share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)} <= strip
 
     summary, stats = record["summary"], [image["stats"] for image in record["images"]]
-    for image, values in zip(record["images"], heat):
+    for image, values in zip(record["images"], token_cost):
         assert not {"by_lag", "by_step", "by_rank"} & set(image["stats"])
         assert (image["request"]["method"], image["request"]["window"]) == ("speculative", 4)
         assert image["stats"]["head_calls_per_token"] == pytest.approx(values.mean())
-    assert summary["head_calls_per_token"] == pytest.approx(heat.mean()) and summary["head_calls_per_token"] < 6
+    assert summary["head_calls_per_token"] == pytest.approx(token_cost.mean()) and summary["head_calls_per_token"] < 6
     assert summary["alpha"] == pytest.approx(np.mean([s["alpha"] for s in stats])) and 0 < summary["alpha"] < 1
     totals = {name: np.array(table) for name, table in summary["judged_and_accepted"].items()}
     assert {name: table.shape for name, table in totals.items()} == {
@@ -92,18 +94,18 @@ def test_heat_map_and_record_of_cspd(tmp_path, capsys):
     own = ["--method", "cspd", "--draft-checkpoint", str(FILES["target"]), "--gamma", "2"]
     assert sample(tmp_path, *own, "--heatmap", labels="3,4") == 0
     record = read(tmp_path / "samples.json")
-    heat = np.array([image["heat"] for image in record["images"]], dtype=float)
+    token_cost = np.array([image["token_cost"] for image in record["images"]], dtype=float)
     picture, strip = legend(tmp_path)
     colours = {0.0: colour("viridis", 0.0), 1.0: colour("viridis", 1.0)}
-    for i, values in enumerate(heat):
+    for i, values in enumerate(token_cost):
         assert np.isnan(values).sum() == 4  # the prefill
         assert [tuple(c) for c in cells(picture, i).tolist()] == [colours.get(value, GREY) for value in values]
     assert {*colours.values(), GREY} <= strip
     summary = record["summary"]
-    assert 0 < summary["alpha"] < 1 and summary["alpha"] == pytest.approx(np.nanmean(heat))
+    assert 0 < summary["alpha"] < 1 and summary["alpha"] == pytest.approx(np.nanmean(token_cost))
     assert f"{summary['alpha']:.1%} of the drafts" in capsys.readouterr().out
     (judged, accepted), by_rank = summary["judged_and_accepted"]["by_lag"], summary["judged_and_accepted"]["by_rank"]
-    assert judged == [60, 60] and sum(accepted) == np.nansum(heat) == sum(by_rank[1])
+    assert judged == [60, 60] and sum(accepted) == np.nansum(token_cost) == sum(by_rank[1])
     assert by_rank[0] == [0] * 4 + [2] * 60
     assert (summary["iterations_per_image"], summary["draft_backbone_calls_per_image"]) == (1 + 30, 60)
 
@@ -112,7 +114,7 @@ def test_heat_of_images_from_a_run_without_it_is_blank(tmp_path, capsys):
     assert sample(tmp_path, "--window", "4") == 0
     assert not (tmp_path / "heatmap.png").exists()
     before = read(tmp_path / "samples.json")
-    assert all("heat" not in image for image in before["images"])
+    assert all("token_cost" not in image for image in before["images"])
     assert sample(tmp_path, "--window", "4", "--heatmap") == 0
     assert "all 3 images were there already" in capsys.readouterr().out
     picture, _ = legend(tmp_path)
@@ -146,7 +148,7 @@ def test_bench_times_methods_and_settings(tmp_path, capsys):
         spread, name = row["speed_up"], row["name"]
         assert 0 < spread["min"] <= spread["median"] <= spread["max"]
         assert (spread["median"] == 1) == (name == "ar")
-        assert 0 <= row["accuracy"] <= 1  # the embedded checkpoint's classifier judges
+        assert 0 <= row["accuracy"] <= 1  # the bundled checkpoint's classifier judges
         assert row["images_per_second"] == pytest.approx(1 / row["seconds"]["median"])
         assert row.get("window") == (2 if name == "speculative" else None)  # cspd's chains are ancestral
         if "cspd" in name:

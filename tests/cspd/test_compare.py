@@ -35,7 +35,7 @@ from cspd.evaluation.metrics import (
     wilson,
 )
 from cspd.heads import chain
-from cspd.models import embedded
+from cspd.models import bundled
 from cspd.request import to_pil
 
 
@@ -129,8 +129,8 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
 
 
 def frechet(found):
-    """From the embedded statistics, of features [N, D]."""
-    reference = np.load(embedded()["digits32"] / "reference.npz")
+    """From the bundled statistics, of features [N, D]."""
+    reference = np.load(bundled()["digits32"] / "reference.npz")
     mu, sigma = found.double().mean(0).numpy(), np.cov(found.double().numpy(), rowvar=False)
     root = scipy.linalg.sqrtm(sigma @ reference["sigma"]).real
     return ((mu - reference["mu"]) ** 2).sum() + np.trace(sigma + reference["sigma"] - 2 * root)
@@ -261,11 +261,11 @@ def test_images_are_those_of_their_seeds(comparison, digits):
 
 @pytest.mark.slow
 def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
-    def colder(host, batch, watch):
+    def colder(runner, batch, watch):
         asked = [sequence.request for sequence in batch]
         for sequence in batch:
             sequence.request = dataclasses.replace(sequence.request, temperature=0.3)
-        finished = chain.run_plain_round(host, batch, watch)
+        finished = chain.run_plain_round(runner, batch, watch)
         for sequence, request in zip(batch, asked):
             sequence.request = request
         return finished

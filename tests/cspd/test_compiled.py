@@ -9,7 +9,7 @@ from conftest import relative_error
 from toys import toy_models
 
 from cspd import Engine, MARModels, Request, VQModels
-from cspd.discrete.host import compiled_layers
+from cspd.discrete.runner import compiled_layers
 from cspd.heads.verify import compiled_move
 
 NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))

@@ -47,9 +47,9 @@ def test_agrees_with_algorithm_1_done_by_hand(changes, target, draft):
     r = request(**changes)
     (output,) = generate(target, draft, r)
     expected = by_hand(target, draft, r)
-    heat = [None if math.isnan(h) else bool(h) for h in output.heat[order_of(r)].tolist()]
-    assert heat == expected.accepted
-    assert 0 < heat.count(True) < LENGTH - heat.count(None), "the case decides nothing"
+    token_cost = [None if math.isnan(h) else bool(h) for h in output.token_cost[order_of(r)].tolist()]
+    assert token_cost == expected.accepted
+    assert 0 < token_cost.count(True) < LENGTH - token_cost.count(None), "the case decides nothing"
     assert (output.tokens - expected.tokens).abs().max() < TOKEN
     stats = output.stats
     assert (stats.iterations, stats.backbone_calls, stats.draft_backbone_calls, stats.resample_tries) == (
@@ -96,9 +96,9 @@ def recording(monkeypatch) -> tuple[set, dict]:
     """(model, function, index and the like) of every draw of noise inside a chain, and functions that record them."""
     seen, drawing, real = set(), [], masked_cspd._denoise
 
-    def follow(host, model: str, *args, **kwargs) -> tuple:
+    def follow(runner, model: str, *args, **kwargs) -> tuple:
         drawing.append(model)
-        made = real(host, model, *args, **kwargs)
+        made = real(runner, model, *args, **kwargs)
         drawing.pop()
         return made
 
@@ -118,7 +118,7 @@ def recording(monkeypatch) -> tuple[set, dict]:
     functions = {
         "initial": record("initial", "index"),
         "steps": record("steps", "index"),
-        "chain": record("chain", "index", "coin_index"),
+        "chain": record("chain", "index", "accept_index"),
         "candidates": record("candidates", "offset"),
     }
     return seen, functions
@@ -148,7 +148,13 @@ def test_other_draws_are_of_other_streams():
     states = [noise.candidates(seed, position, step, 0, 1, 1, offset) for offset in (0, noise.DRAFT_OFFSET)]
     tokens = noise.token_candidates(seed, position, 0, 1, 1)
     assert torch.equal(target[0], draft[0]) and torch.equal(target[1], draft[1])  # aligned
-    streams = [noise.token_coins(seed, position), target[2], draft[2], tokens[1], *(uniform for _, uniform in states)]
+    streams = [
+        noise.token_accept_uniforms(seed, position),
+        target[2],
+        draft[2],
+        tokens[1],
+        *(uniform for _, uniform in states),
+    ]
     streams += [tokens[0], *(normals for normals, _ in states)]
     for index in (0, 1):
         streams += [noise.initial(seed, position, 1, index), noise.steps(seed, position, step[:1], 1, index)]
@@ -163,11 +169,11 @@ def test_guidance_is_that_of_the_iteration_a_rank_belongs_to(num_iter, target, d
     resolved = [engine.resolve(request(seed=i, num_iter=num_iter)) for i in (1, 2)]
     batch = [Sequence(r, i, slot=i) for i, r in enumerate(resolved)]
     with torch.inference_mode():
-        engine.host.admit(batch)
+        engine.runner.admit(batch)
     expected = torch.tensor(scales(resolved[0]))
     assert len(expected) == LENGTH and len(expected.unique()) == num_iter - (num_iter == 64)
     assert expected[0] == 1 + 2 * (LENGTH - LEFT[num_iter][0]) / 64 and expected[-1] == 1 + 2 * 63 / 64
-    rows = engine.host.rows(batch, [0, 10], [64, 7])
+    rows = engine.runner.rows(batch, [0, 10], [64, 7])
     assert torch.allclose(rows.scale.squeeze(1), torch.cat([expected, expected[10:17]]))
 
     used, real = {"draft": [], "target": []}, chain.follow
@@ -220,11 +226,11 @@ def test_a_draft_model_is_asked_for(target):
         generate(target, None, request())
 
 
-# ---- the embedded pair
+# ---- the bundled pair
 
 
 @pytest.mark.slow
-def test_alpha_of_the_embedded_pair():
+def test_alpha_of_the_bundled_pair():
     """About 0.3, and nothing without aligned noise, or with the paper's formula taken literally."""
     engine = cspd.load("digits32", max_batch=10, device="cpu")
 

@@ -106,12 +106,12 @@ def test_a_model_denoises_alike_as_draft_and_as_target(chains, small_mar, draft)
     for name, models in (("draft", MARModels(small_mar, draft)), ("target", MARModels(draft, small_mar))):
         engine = Engine(models, max_batch=1, device="cpu")
         resolved = engine.resolve(request(chains, **nothing_drawn(chains)))
-        sequence, host = Sequence(resolved, 0, slot=0), engine.host
+        sequence, runner = Sequence(resolved, 0, slot=0), engine.runner
         z = torch.randn(2, DRAFTED, small_mar.config.embed_dim, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            host.admit([sequence])
-            rows = host.rows([sequence], [40], [DRAFTED])
-            made.append(DENOISERS[chains].denoise(host, name, rows, z, densities=True))
+            runner.admit([sequence])
+            rows = runner.rows([sequence], [40], [DRAFTED])
+            made.append(DENOISERS[chains].denoise(runner, name, rows, z, densities=True))
     one, other = made
     for field in ("tokens", "log_sigma", "log_sigma_last"):
         assert torch.equal(getattr(one, field), getattr(other, field))

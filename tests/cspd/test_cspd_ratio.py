@@ -1,4 +1,4 @@
-"""CSpD's ratio and residual are those of its paper (arXiv 2411.11925), on the embedded pair and on Gaussians."""
+"""CSpD's ratio and residual are those of its paper (arXiv 2411.11925), on the bundled pair and on Gaussians."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from cspd.request import Sequence
 
 @pytest.mark.parametrize("ratio_temperature, sigma", [(42.0, "paper"), (1.0, None), (42.0, "published")])
 def test_the_ratio_is_that_of_equation_4(ratio_temperature, sigma):
-    """On the embedded pair with 100 steps: 99 terms of log sigma and the last step's tempered Gaussians."""
+    """On the bundled pair with 100 steps: 99 terms of log sigma and the last step's tempered Gaussians."""
     engine, known, count = cspd.load("digits32", max_batch=1, device="cpu"), 20, 6
     resolved = engine.resolve(Request(3, 5, method="cspd", cfg=3.0, temperature=0.9, num_sampling_steps=100))
-    host, sequence = engine.host, Sequence(resolved, 0, slot=0)
+    runner, sequence = engine.runner, Sequence(resolved, 0, slot=0)
     with torch.inference_mode():
-        host.admit([sequence])
-        host.tokens.normal_(generator=torch.Generator().manual_seed(0))
-        rows, made, chains = host.rows([sequence], [known], [count]), [], []
+        runner.admit([sequence])
+        runner.tokens.normal_(generator=torch.Generator().manual_seed(0))
+        rows, made, chains = runner.rows([sequence], [known], [count]), [], []
         x = noise.initial(rows.seed, rows.position, CHANNELS).double()
         eps_t = noise.steps(rows.seed, rows.position, torch.arange(100), CHANNELS)
-        for name, model in host.models.items():
-            z = host.conditions([sequence], rows, name)
-            made.append(masked_cspd._denoise(host, name, resolved, rows, z)[0])
+        for name, model in runner.models.items():
+            z = runner.conditions([sequence], rows, name)
+            made.append(masked_cspd._denoise(runner, name, resolved, rows, z)[0])
             chains.append(denoise(model.head, z, rows.scale, resolved, x, eps_t))
             assert (made[-1].tokens - chains[-1].mean).abs().max() < TOKEN
             assert made[-1].log_sigma.tolist() == pytest.approx(chains[-1].path.tolist(), abs=1e-2)
@@ -109,7 +109,10 @@ def test_fallbacks_are_counted(target):
         return torch.full(seed.shape, 2.0)
 
     asked = request(verify="sequential", gamma=2, prefill=0.75)
-    (output,), (expected,) = generate(target, target, asked, token_coins=above_one), generate(target, None, plain())
+    (output,), (expected,) = (
+        generate(target, target, asked, token_accept_uniforms=above_one),
+        generate(target, None, plain()),
+    )
     assert (output.tokens - expected.tokens).abs().max() < TOKEN
     assert output.stats.alpha == 0
     assert (output.stats.fallbacks, output.stats.resample_tries) == (16, 1600)

@@ -32,18 +32,18 @@ def test_rounds_and_counts(prefill, gamma, verify, num_iter, alone, target, draf
     """`alone` are the tokens of each iteration before drafting; what follows can be told from the decisions."""
     asked = request(prefill=prefill, gamma=gamma, verify=verify, num_iter=num_iter, num_sampling_steps=6)
     (output,) = generate(target, draft, asked)
-    stats, heat = output.stats, output.heat[order_of(asked)]
+    stats, token_cost = output.stats, output.token_cost[order_of(asked)]
     first = math.ceil(prefill * LENGTH)
     assert sum(alone) == first
-    assert heat.isnan().tolist() == [rank < first for rank in range(LENGTH)]
-    assert set(heat[first:].tolist()) <= {0.0, 1.0}
+    assert token_cost.isnan().tolist() == [rank < first for rank in range(LENGTH)]
+    assert set(token_cost[first:].tolist()) <= {0.0, 1.0}
 
     known, rounds, drafted, evaluated, by_lag = first, 0, 0, first, np.zeros((2, gamma), dtype=int)
     while known < LENGTH:
         size = min(gamma, LENGTH - known)
         rounds, drafted, evaluated = rounds + 1, drafted + size, evaluated + size
         for lag in range(size):
-            right = heat[known] == 1
+            right = token_cost[known] == 1
             by_lag[:, lag] += [1, right]
             known += 1
             if verify == "sequential" and not right:
@@ -59,7 +59,7 @@ def test_rounds_and_counts(prefill, gamma, verify, num_iter, alone, target, draf
         assert stats.alpha is None and stats.by_lag == stats.by_rank == [[], []]
         return
     assert stats.by_lag == by_lag.tolist()
-    assert stats.by_rank == [[int(rank >= first) for rank in range(LENGTH)], (heat == 1).int().tolist()]
+    assert stats.by_rank == [[int(rank >= first) for rank in range(LENGTH)], (token_cost == 1).int().tolist()]
     assert stats.alpha == by_lag[1].sum() / by_lag[0].sum()
 
 
@@ -84,7 +84,7 @@ def flipped(outputs: list, expected: list) -> int:
     """How many images differ: rounding may turn a decision over, once in a long while."""
     differ = [(a.tokens - b.tokens).abs().max() > TOKEN for a, b in zip(outputs, expected)]
     assert all(
-        a.stats.by_rank == b.stats.by_rank and torch.equal(a.heat.nan_to_num(9), b.heat.nan_to_num(9))
+        a.stats.by_rank == b.stats.by_rank and torch.equal(a.token_cost.nan_to_num(9), b.token_cost.nan_to_num(9))
         for a, b, other in zip(outputs, expected, differ)
         if not other and a.request.method == "cspd"
     )
@@ -111,7 +111,7 @@ def test_images_do_not_depend_on_neighbours_and_arrival(target, draft, alone):
             tickets[engine.add_request(requests[index])] = index
         outputs |= {tickets[ticket]: output for ticket, output in engine.step().items()}
     assert flipped([outputs[i] for i in range(len(requests))], alone) <= 1
-    assert not engine.host.kept  # nothing is kept of what is gone
+    assert not engine.runner.kept  # nothing is kept of what is gone
 
 
 # ---- chains that speculate

@@ -54,7 +54,7 @@ def test_inpainting(files, tmp_path, capsys):
     settings = {"num_iter": 2, "num_sampling_steps": 5, "cfg": 1.0}
     request = cspd.Request(3, 5, "ar", image=files / "in.png", mask=files / "lower.png", **settings)
     (output,) = engine.generate([request])
-    whole = engine.hosts["MAR"].encode(request.known, torch.tensor([5]))
+    whole = engine.runners["MAR"].encode(request.known, torch.tensor([5]))
     assert torch.equal(output.tokens[:32], whole[:32]) and not torch.equal(output.tokens[32:], whole[32:])
     pixels = np.asarray(Image.open(out / names[0]))
     assert np.array_equal(pixels, (output.image * 255).round().byte().permute(1, 2, 0).numpy())
@@ -78,7 +78,7 @@ def test_a_heat_map_of_what_was_made(files, tmp_path, capsys):
     assert edit(tmp_path, [*MAR, "--heatmap"], files, mask=files / "lower.png") == 0
     assert f"wrote {tmp_path / 'heatmap.png'}" in capsys.readouterr().out
     record = json.loads((tmp_path / "samples.json").read_text())
-    assert record["images"][0]["heat"] == [None] * 32 + [5] * 32
+    assert record["images"][0]["token_cost"] == [None] * 32 + [5] * 32
     picture = np.asarray(Image.open(tmp_path / "heatmap.png"))[MARGIN:]
     side = 4 * 32  # as it is shown
     left = MARGIN + side

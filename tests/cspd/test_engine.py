@@ -100,12 +100,12 @@ def test_stats_count_what_ran(small_mar, vae):
         small_mar.register_forward_hook(count_backbone),
     ]
     try:
-        for request, copies in zip(requests, (2, 1)):
+        for request, num_branches in zip(requests, (2, 1)):
             calls.update(dict.fromkeys(calls, 0))
             stats = engine.generate([request])[0].stats
             assert stats.iterations == stats.backbone_calls == calls["backbone"] == 8
             assert stats.head_calls == calls["head"] == 8 * 10
-            assert stats.head_evaluations == calls["rows"] == 64 * 10 * copies
+            assert stats.head_evaluations == calls["rows"] == 64 * 10 * num_branches
             assert stats.guarantee == "exact"
             assert all((spent > 0) == (phase != "draft") for phase, spent in stats.seconds.items())
     finally:
@@ -229,7 +229,7 @@ def test_an_engine_survives_an_error_in_a_round(small_mar, vae, monkeypatch):
     engine = Engine(MARModels(small_mar, vae=vae), max_batch=2)
     request = Request(label=1, method="ar", num_iter=1, num_sampling_steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.host, "decode", lambda tokens: 1 / 0)
+        patch.setattr(engine.runner, "decode", lambda tokens: 1 / 0)
         engine.add_request(request)
         with pytest.raises(ZeroDivisionError):
             engine.step()
@@ -238,11 +238,11 @@ def test_an_engine_survives_an_error_in_a_round(small_mar, vae, monkeypatch):
 
 def test_slots_are_allocated_once(small_mar):
     engine = Engine(MARModels(small_mar), max_batch=2)
-    before = [t.data_ptr() for t in (engine.host.tokens, engine.host.order)]
+    before = [t.data_ptr() for t in (engine.runner.tokens, engine.runner.order)]
     settings = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2}
     engine.generate([Request(label=1, seed=i, **settings) for i in range(20)])
-    assert [t.data_ptr() for t in (engine.host.tokens, engine.host.order)] == before
-    assert engine.host.tokens.shape[0] == 2
+    assert [t.data_ptr() for t in (engine.runner.tokens, engine.runner.order)] == before
+    assert engine.runner.tokens.shape[0] == 2
 
 
 def test_bf16_keeps_the_first_step_in_float32(small_mar):

@@ -56,14 +56,14 @@ def test_chain_lengths_are_the_formulas(anneal):
 
 def test_rows_of_any_iteration_have_plain_chains_of_its_length(engine):
     """Also where a sequence's rows are of several iterations, as CSpD's are; each row equals its chain alone."""
-    host, batch = engine.host, []
+    runner, batch = engine.runner, []
     for slot, num_iter in enumerate((4, 9, 6)):
         request = Request(slot, seed=slot, method="disa", num_iter=num_iter, upper=12, lower=4, anneal="cosine")
         batch.append(Sequence(engine.resolve(request), slot, slot))
-    host.admit(batch)
-    rows = host.rows(batch, known=[0, 20, 30], counts=[40, 3, 30])
-    z = torch.randn(2, len(rows.seed), host.target.head.cond_embed.in_features, generator=torch.manual_seed(0))
-    made = DENOISERS["annealed"].denoise(host, "target", rows, z, densities=True)
+    runner.admit(batch)
+    rows = runner.rows(batch, known=[0, 20, 30], counts=[40, 3, 30])
+    z = torch.randn(2, len(rows.seed), runner.target.head.cond_embed.in_features, generator=torch.manual_seed(0))
+    made = DENOISERS["annealed"].denoise(runner, "target", rows, z, densities=True)
 
     lengths = []
     for sequence, known, count in zip(batch, rows.known, rows.counts):
@@ -74,17 +74,17 @@ def test_rows_of_any_iteration_have_plain_chains_of_its_length(engine):
     own = [lengths[:40], lengths[40:43], lengths[43:]]  # a sequence takes part in the chains of its own lengths
     assert made.head_calls.tolist() == [sum(set(of_sequence)) for of_sequence in own]
     some = np.arange(5, 73, 9)
-    again = DENOISERS["annealed"].denoise(host, "target", rows.at(some), z[:, some])
+    again = DENOISERS["annealed"].denoise(runner, "target", rows.at(some), z[:, some])
     assert relative_error(again.tokens, made.tokens[some]) < 1e-4
     for row, num_steps in enumerate(lengths[::7]):
         own, s, log_sigmas = rows.at(np.array([7 * row])), schedule(num_steps, 950), []
         tokens = ancestral(
-            host.target.head,
+            runner.target.head,
             z[:, 7 * row : 7 * row + 1],
             own.scale,
             own.temperature,
-            noise.initial(own.seed, own.position, host.config.token_dim),
-            lambda t: noise.steps(own.seed, own.position, t, host.config.token_dim),  # noqa: B023
+            noise.initial(own.seed, own.position, runner.config.token_dim),
+            lambda t: noise.steps(own.seed, own.position, t, runner.config.token_dim),  # noqa: B023
             num_steps,
             FP32,
             lambda t, x, eps, v: log_sigmas.append(s.log_sigma_base[t] + s.log_sigma_slope[t] * v),  # noqa: B023
@@ -102,8 +102,8 @@ def test_annealed_images_do_not_depend_on_the_batch(engine):
         assert relative_error(output.tokens, alone.tokens) < 1e-4
         lengths = lengths_by_the_formulas(request.num_iter, 10, 4, "linear")
         assert output.stats.head_calls == alone.stats.head_calls == sum(lengths)
-        assert output.stats.head_calls_per_token == pytest.approx(alone.heat.mean().item())
-        assert set(alone.heat.tolist()) == set(lengths)
+        assert output.stats.head_calls_per_token == pytest.approx(alone.token_cost.mean().item())
+        assert set(alone.token_cost.tolist()) == set(lengths)
 
 
 # solvers
@@ -181,18 +181,18 @@ def test_requests_are_solved_with_guidance(name, order, engine):
     assert first.stats.guarantee == "heuristic"
     assert (first.stats.head_calls, first.stats.head_evaluations) == (6, 6 * 2 * LENGTH)
 
-    host = engine.host
+    runner = engine.runner
     batch = [Sequence(engine.resolve(requests[0]), 0, 0)]
-    host.admit(batch)
-    rows = host.next_rows(batch)
-    z = host.conditions(batch, rows)
+    runner.admit(batch)
+    rows = runner.next_rows(batch)
+    z = runner.conditions(batch, rows)
 
     def guided(x, timestep):
         t = torch.full((LENGTH,), int(timestep))
-        with_class, without = (host.target.head(x.float(), t, each).chunk(2, dim=-1)[0] for each in z)
+        with_class, without = (runner.target.head(x.float(), t, each).chunk(2, dim=-1)[0] for each in z)
         return (without + rows.scale * (with_class - without)).double()
 
-    x = noise.initial(rows.seed, rows.position, host.config.token_dim).double()
+    x = noise.initial(rows.seed, rows.position, runner.config.token_dim).double()
     expected = by_the_papers(guided, x, schedule(6, 940).timestep_map[::-1], order)
     assert relative_error(first.tokens[rows.position], expected.float()) < 1e-3
 
@@ -202,16 +202,16 @@ def test_the_planned_grid_is_that_of_calibrated(num_calls, engine):
     """Only what lies above the first timestep is moved, so that all timesteps still differ."""
     settings = {"num_iter": 1, "num_sampling_steps": 7, "cfg": 1.0, "head_calls": num_calls}
     request = engine.resolve(Request(2, 1, method="ddim", grid="planned", first_timestep=800, **settings))
-    steps = plan_of(engine.host.tuning.calibrations["target"].predictor(request).skip_cost, num_calls).steps
+    steps = plan_of(engine.runner.tuning.calibrations["target"].predictor(request).skip_cost, num_calls).steps
     timesteps = [round(999 / 6 * step) for step in steps]
     assert len(timesteps) == num_calls and timesteps[0] == 999
     timesteps = [min(800 - i, timestep) for i, timestep in enumerate(timesteps)]
 
-    host, batch = engine.host, [Sequence(request, 0, 0)]
-    host.admit(batch)
-    rows = host.next_rows(batch)
-    z, x = host.conditions(batch, rows), noise.initial(rows.seed, rows.position, host.config.token_dim)
-    expected = solve(host.target.head, z, rows.scale, x, respaced(np.array(timesteps[::-1])), 1, FP32)
+    runner, batch = engine.runner, [Sequence(request, 0, 0)]
+    runner.admit(batch)
+    rows = runner.next_rows(batch)
+    z, x = runner.conditions(batch, rows), noise.initial(rows.seed, rows.position, runner.config.token_dim)
+    expected = solve(runner.target.head, z, rows.scale, x, respaced(np.array(timesteps[::-1])), 1, FP32)
     assert relative_error(engine.generate(request)[0].tokens[rows.position], expected) < 1e-4
 
 
@@ -238,15 +238,15 @@ def test_cspd_accepts_a_draft_model_that_is_the_target(chains, engine):
 @pytest.mark.parametrize("name, order", SOLVERS.items())
 def test_densities_are_the_ancestral_chains(name, order, engine):
     """At the states that the solver visits; their steps are those of the same timesteps."""
-    host = engine.host
+    runner = engine.runner
     batch = [Sequence(engine.resolve(Request(1, method=name, head_calls=5, temperature=0.5, cfg=1.0)), 0, 0)]
-    host.admit(batch)
-    rows = host.rows(batch, known=[0], counts=[3])
-    z, s, v_of = host.conditions(batch, rows), schedule(5, 950), []
-    made = DENOISERS[name].denoise(host, "target", rows, z, densities=True)
-    x = noise.initial(rows.seed, rows.position, host.config.token_dim)
+    runner.admit(batch)
+    rows = runner.rows(batch, known=[0], counts=[3])
+    z, s, v_of = runner.conditions(batch, rows), schedule(5, 950), []
+    made = DENOISERS[name].denoise(runner, "target", rows, z, densities=True)
+    x = noise.initial(rows.seed, rows.position, runner.config.token_dim)
     trace = lambda t, x, eps, v: v_of.append(v)  # noqa: E731
-    assert torch.equal(made.tokens, solve(host.target.head, z, rows.scale, x, s, order, FP32, trace))
+    assert torch.equal(made.tokens, solve(runner.target.head, z, rows.scale, x, s, order, FP32, trace))
     log_sigmas = [
         0.5 * ((1 + v) / 2 * np.log(s.betas[t]) + (1 - v) / 2 * s.posterior_log_variance_clipped[t]) + math.log(0.5)
         for t, v in zip((4, 3, 2, 1, 0), v_of)

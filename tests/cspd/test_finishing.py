@@ -72,7 +72,7 @@ def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
     engine.step()
     assert len(engine._flight.finisher) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(Stopwatch if failing == "seconds" else engine.host, failing, lambda *_: 1 / 0)
+        patch.setattr(Stopwatch if failing == "seconds" else engine.runner, failing, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             while len(engine.scheduler):
                 engine.step()
@@ -174,7 +174,7 @@ def test_the_bar_moves_while_images_are_decoded(small_mar, monkeypatch, num):
     shown = Watched.shown
     assert shown == sorted(shown)
     if num == 1:
-        assert shown[-1] == engine.host.seq_len  # tokens
+        assert shown[-1] == engine.runner.seq_len  # tokens
     else:
         steps = [after - before for before, after in itertools.pairwise(shown)]
         assert steps.count(pytest.approx(2 * cspd_engine.DECODING)) == 2 and shown[-1] == num  # 3, 2 and 2 images

@@ -62,7 +62,7 @@ def rounds_of(head: Head) -> Chains:
     """Chains with slots, to be joined and moved on."""
     with noted():
         chains = Chains(head, torch.empty(100, DRAFTED, 8 + DRAFTED, device=META), Precision("fp32", META), noise)
-        chains._reserve(len(CHAIN), copies=2)
+        chains._reserve(len(CHAIN), num_branches=2)
     chains.rounds = ROUNDS
     return chains
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from laws import normal_pvalue
+from distributions import normal_pvalue
 from scipy import stats
 from torch.distributions import Independent, Normal
 

@@ -169,9 +169,9 @@ def test_chains_take_the_head_calls_that_are_replayed(settings):
     engine = engine_of(settings, models, 3, CPU, noise=measure.head_calls(pool, CPU))
     own = {"window": 4, "draft": "frozen", "num_iter": 8, "num_sampling_steps": 12}
     outputs = engine.generate([Request(i, seed=i, method="speculative", **own) for i in range(3)])
-    heat = torch.stack([output.heat for output in outputs])
-    position = torch.arange(heat.shape[1])
-    assert (heat == torch.as_tensor(pool)[(7919 * torch.arange(3)[:, None] + position) % 3]).all()
+    token_cost = torch.stack([output.token_cost for output in outputs])
+    position = torch.arange(token_cost.shape[1])
+    assert (token_cost == torch.as_tensor(pool)[(7919 * torch.arange(3)[:, None] + position) % 3]).all()
 
 
 @pytest.mark.parametrize(
@@ -208,9 +208,9 @@ def test_sequences_begin_anywhere(settings):
 def test_sequences_of_codes_begin_anywhere(settings):
     engine = engine_of(settings, random_gpt(settings, TINY.gpts["B"], CPU), 2, CPU)
     batch = batch_at(engine, engine.resolve(Request(0, method="sjd-pac", family="VQ")), 32)
-    engine.host.codes.fill_(-1)
+    engine.runner.codes.fill_(-1)
     batch.round()
-    codes = engine.host.codes[:, : engine.host.seq_len]
+    codes = engine.runner.codes[:, : engine.runner.seq_len]
     assert (codes[:, :32] == -1).all() and (codes[:, 32] >= 0).all()
 
 

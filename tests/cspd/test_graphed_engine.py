@@ -30,8 +30,8 @@ def engines() -> tuple[Engine, Engine]:
     """Without graphs and with them; five slots, which batches of two, three and five do not fill alike."""
     models = MARModels(toy_mar(), draft=toy_mar(depth=2))
     eager, graphed = (Engine(models, max_batch=5, device="cpu") for _ in range(2))
-    graphed.host.adopt(eager.host)  # calibrated once
-    graphed.host.graphs = replayed()
+    graphed.runner.adopt(eager.runner)  # calibrated once
+    graphed.runner.graphs = replayed()
     return eager, graphed
 
 
@@ -40,9 +40,9 @@ def check(engines: tuple[Engine, Engine], requests: list[Request]) -> None:
     for own, other in zip(staggered(graphed, requests), staggered(eager, requests)):
         assert own.error is None
         assert (own.tokens - other.tokens).abs().max() < ROUNDING * other.tokens.abs().max()
-        assert torch.allclose(own.heat, other.heat, equal_nan=True)
+        assert torch.allclose(own.token_cost, other.token_cost, equal_nan=True)
         assert own.stats.head_calls_per_token == other.stats.head_calls_per_token
-    graphs = graphed.host.graphs
+    graphs = graphed.runner.graphs
     staggered(graphed, requests)  # slots of chains grew in the first images, and have stayed
     captured = set(graphs._recorded)
     staggered(graphed, requests)
@@ -58,6 +58,6 @@ def test_equal_images(method, engines):
 @pytest.mark.parametrize("method", ["ar", "calibrated", "lazymar"])
 def test_equal_images_of_a_trained_model(method):
     eager, graphed = (cspd.load("digits32", max_batch=3, device="cpu") for _ in range(2))
-    graphed.host.graphs = replayed()
+    graphed.runner.graphs = replayed()
     settings = {"method": method, "num_sampling_steps": 30, "cfg": 3.0}
     check((eager, graphed), [Request(i, i, num_iter=num_iter, **settings) for i, num_iter in enumerate((6, 9, 7, 5))])

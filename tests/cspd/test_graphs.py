@@ -165,7 +165,7 @@ def test_an_engine_without_a_gpu_has_none(small_mar: MAR) -> None:
     with pytest.raises(ValueError, match="graphs=True, but cpu has no CUDA graphs"):
         Engine(MARModels(small_mar), device="cpu", graphs=True)
     engine = Engine(MARModels(small_mar), device="cpu")
-    assert not engine.host.graphs.enabled and engine.describe()["graphs"] is None
+    assert not engine.runner.graphs.enabled and engine.describe()["graphs"] is None
 
 
 @pytest.mark.slow  # loads a model first

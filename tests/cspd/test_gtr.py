@@ -109,12 +109,12 @@ def test_steps_fall_over_the_first_half_and_then_go_by_frequency(order, num_iter
     (output,) = engine(small_mar).generate([request])
     masked = timetable(request, 64).masked
     positions = ORDERS[order].arrange(noise.order(torch.tensor([1]), 64), 8)[0]
-    heat = np.split(output.heat[positions].numpy(), 64 - masked[:-1])
-    assert [set(own) for own in heat[:early]] == [{n} for n in falling]
-    for own in heat[early:]:
+    token_cost = np.split(output.token_cost[positions].numpy(), 64 - masked[:-1])
+    assert [set(own) for own in token_cost[:early]] == [{n} for n in falling]
+    for own in token_cost[early:]:
         assert sorted(own) == [4] * (len(own) - round(len(own) / 4)) + [7] * round(len(own) / 4)
     assert output.stats.head_calls == sum(falling) + 2 * 11 and output.stats.guarantee == "heuristic"
-    assert output.stats.head_evaluations == 2 * output.heat.sum()
+    assert output.stats.head_evaluations == 2 * output.token_cost.sum()
 
 
 def test_equal_seeds_make_equal_images_and_others_do_not(small_mar):
@@ -139,7 +139,7 @@ def test_orders_share_an_engine(small_mar):
     for ticket, request in zip(tickets, requests):
         (alone,) = engine(small_mar).generate([request])
         assert (outputs[ticket].tokens - alone.tokens).abs().max() < 1e-4 * alone.tokens.abs().max()
-        assert torch.equal(outputs[ticket].heat, alone.heat)
+        assert torch.equal(outputs[ticket].token_cost, alone.token_cost)
 
 
 # ---- bad input

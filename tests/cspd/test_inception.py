@@ -66,7 +66,7 @@ def test_inception_values_are_torch_fidelitys(inception, tmp_path):
     expected = (x.mean(0) - y.mean(0)).square().sum() + a.square().sum() + b.square().sum()
     expected -= 2 * torch.linalg.matrix_norm(a @ b.T, "nuc")
     assert ours["fid"] == pytest.approx(expected.item(), rel=1e-3)
-    assert "only embedded models' classifiers" in ours["missing"]["accuracy"]
+    assert "only bundled models' classifiers" in ours["missing"]["accuracy"]
 
 
 def test_code_in_a_weights_file_is_not_run(tmp_path):

@@ -28,8 +28,8 @@ from cspd.heads import tuning
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
 from cspd.heads.calibration import Calibration, fit, trace
 from cspd.heads.tuning import Calibrations
-from cspd.masked.host import MARHost
-from cspd.models import embedded
+from cspd.masked.runner import MARRunner
+from cspd.models import bundled
 from mar.head import schedule
 
 REQUEST = Request(
@@ -65,20 +65,20 @@ def made(monkeypatch):
 def calibrations(small_mar, tmp_path):
     """Makes `Calibrations` of the small model over some folders."""
     return lambda *folders, model=small_mar, policy="fp32": Calibrations(
-        model, CPU, Precision(policy, CPU), folders or [tmp_path / "kept"], MARHost
+        model, CPU, Precision(policy, CPU), folders or [tmp_path / "kept"], MARRunner
     )
 
 
 def test_traces_are_the_samplers_own(small_mar):
     """256 tokens, 8 iterations of 4 images; a step's states follow from the one before."""
-    x, eps, v = trace(small_mar, REQUEST, CPU, FP32, MARHost).chains
+    x, eps, v = trace(small_mar, REQUEST, CPU, FP32, MARRunner).chains
     assert x.shape == eps.shape == v.shape == (6, 256, 16) and len(x[5].unique(dim=0)) == 256
     s = schedule(6)
     for t in range(1, 6):
         sigma = 0.9 * torch.exp(s.log_sigma_base[t] + s.log_sigma_slope[t] * v[t])
         noise = (x[t - 1] - s.mean_x[t] * x[t] - s.mean_eps[t] * eps[t]) / sigma
         assert abs(noise.mean()) < 4 / noise.numel() ** 0.5 and abs(noise.std() - 1) < 4 / noise.numel() ** 0.5
-    assert not torch.equal(x, trace(small_mar, dataclasses.replace(REQUEST, cfg=1.0), CPU, FP32, MARHost).x)
+    assert not torch.equal(x, trace(small_mar, dataclasses.replace(REQUEST, cfg=1.0), CPU, FP32, MARRunner).x)
 
 
 def test_made_once_and_read_by_others(calibrations, made, tmp_path):
@@ -232,10 +232,10 @@ def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, t
     assert unkept.get(REQUEST) is unkept.get(REQUEST) and len(made) == 2  # still only once
 
 
-def test_nothing_is_kept_with_embedded_checkpoints(calibrations, made, tmp_path, monkeypatch):
+def test_nothing_is_kept_with_bundled_checkpoints(calibrations, made, tmp_path, monkeypatch):
     """What came with them is read; the user's cache has the fit that takes the place of what is damaged there."""
-    monkeypatch.setattr(files, "EMBEDDED_ROOTS", (tmp_path / "nowhere", tmp_path / "embedded"))
-    folders = bundled, cache = tmp_path / "embedded" / "model" / "calibration", tmp_path / "cache"
+    monkeypatch.setattr(files, "BUNDLED_ROOTS", (tmp_path / "nowhere", tmp_path / "bundled"))
+    folders = bundled, cache = tmp_path / "bundled" / "model" / "calibration", tmp_path / "cache"
     ours = calibrations(bundled.parent.parent.parent / "other").get(REQUEST)
     shutil.copytree(tmp_path / "other", bundled)
     assert same(calibrations(*folders).get(REQUEST), ours) and len(made) == 1
@@ -254,12 +254,14 @@ def test_nothing_is_kept_with_embedded_checkpoints(calibrations, made, tmp_path,
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["digits32", "emoji64"])
-def test_the_embedded_models_are_calibrated(name, device, monkeypatch):
+def test_the_bundled_models_are_calibrated(name, device, monkeypatch):
     """At their usual settings, and for every device: what was fitted on one is as right on another."""
     monkeypatch.setattr(tuning, "trace", None)  # nothing is fitted
     engine = cspd.load(name, device="cpu", max_batch=1)
     precision = Precision("fp32", CPU)
-    ours = Calibrations(engine.host.target, torch.device(device), precision, [embedded()[name] / CALIBRATION], MARHost)
+    ours = Calibrations(
+        engine.runner.target, torch.device(device), precision, [bundled()[name] / CALIBRATION], MARRunner
+    )
     speculative, calibrated = (engine.check(Request(0, method=method)) for method in ("speculative", "calibrated"))
     assert ours.get(speculative).calls.mean() < 50
     assert len(ours.plan(calibrated, HEAD_CALLS).steps) == HEAD_CALLS

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from distributions import normal_pvalue
 from heads import MixtureHead
-from laws import normal_pvalue
 from toys import SMALL, staggered, toy_mar
 
 from cspd import Engine, MARModels, Request, noise
-from cspd.masked import host as masked_host
+from cspd.masked import runner as masked_runner
 from cspd.masked.orders import colours, timetable, two_stages
 from cspd.method import METHODS
 from mar.head import schedule
@@ -109,7 +109,7 @@ def test_the_rest_follows_the_distribution_given_them(method, num, toy):
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while
 def test_a_planted_bug_shows(toy, monkeypatch):
     """The encoder sees nothing of the known tokens until the end."""
-    give, results = masked_host.give, masked_host.MARHost.results
+    give, results = masked_runner.give, masked_runner.MARRunner.results
 
     def late(own, sequences):
         give(own, sequences)
@@ -122,8 +122,8 @@ def test_a_planted_bug_shows(toy, monkeypatch):
         own.tokens[slots] = torch.where(own.tokens[slots] == 0, own.late[slots], own.tokens[slots])
         return results(own, sequences)
 
-    monkeypatch.setattr(masked_host, "give", late)
-    monkeypatch.setattr(masked_host.MARHost, "results", shown)
+    monkeypatch.setattr(masked_runner, "give", late)
+    monkeypatch.setattr(masked_runner.MARRunner, "results", shown)
     with torch.inference_mode():
         assert normal_pvalue(scores(toy, "ar", 3 * NUM)) < OTHER
 
@@ -170,21 +170,21 @@ def test_every_method_keeps_them_and_makes_the_rest(name, engine):
         kept = torch.zeros(16, dtype=torch.bool) if request.known is None else ~request.known.mask
         assert torch.equal(output.tokens[kept], tokens[i][kept])
         if name != "cspd":
-            assert output.heat.isnan().tolist() == kept.tolist()
+            assert output.token_cost.isnan().tolist() == kept.tolist()
             assert output.stats.iterations == request.num_iter
-            assert output.stats.head_calls_per_token == pytest.approx(output.heat.nanmean().item(), rel=1e-5)
+            assert output.stats.head_calls_per_token == pytest.approx(output.token_cost.nanmean().item(), rel=1e-5)
         else:
-            assert output.heat[kept].isnan().all()
+            assert output.token_cost[kept].isnan().all()
 
 
 def test_audits_are_of_the_made_tokens(engine):
     mask = MASKS[0]
     settings = {"method": "calibrated", "audit": 1.0, "head_calls": 3, "num_sampling_steps": 5, "num_iter": 4}
     request = Request(0, 3, image=images(1)[0], mask=mask, cfg=2.0, **settings)
-    host = engine.hosts["MAR"]
-    host.audit.fill_(1e9)
+    runner = engine.runners["MAR"]
+    runner.audit.fill_(1e9)
     (output,) = engine.generate([request])
-    made = host.audit[:, mask]
+    made = runner.audit[:, mask]
     assert output.stats.audit == pytest.approx(made[made.max(1).values < 1e8].mean().item())
 
 
@@ -209,7 +209,7 @@ def test_an_image_is_continued_as_it_was_made(method, count, engine):
     mask = first_of_order(9, count)
     (continued,) = alone.generate([whole.but(image=output.tokens, mask=mask, num_iter=16 - count)])
     assert torch.equal(continued.tokens, output.tokens)
-    assert continued.heat.isnan().tolist() == (~mask).tolist()
+    assert continued.token_cost.isnan().tolist() == (~mask).tolist()
     (varied,) = alone.generate([whole.but(image=output.tokens, mask=(16 - count) / 16, num_iter=16 - count)])
     assert torch.equal(varied.tokens, output.tokens), "a share takes the first of the request's own order"
     (other,) = alone.generate([whole.but(image=output.tokens, mask=mask, num_iter=16 - count, seed=10)])

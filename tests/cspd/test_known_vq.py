@@ -7,7 +7,7 @@ import torch
 from toys import LENGTH, counts, distribution, draw, p_value, request_of, sequences, toy_models
 
 from cspd import Engine, Request, VQModels
-from cspd.discrete import host as discrete_host
+from cspd.discrete import runner as discrete_runner
 
 NUM = 600
 SAME, OTHER = 1e-4, 1e-8  # p-values
@@ -69,16 +69,16 @@ def test_with_other_settings(method, changes, models):
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while
 def test_a_planted_bug_shows(models, monkeypatch):
     """Known codes that are taken in under another class."""
-    prefill = discrete_host._prefill
+    prefill = discrete_runner._prefill
 
-    def of_another_class(host, sequences):
-        last = host.conditions.last["target"]
+    def of_another_class(runner, sequences):
+        last = runner.conditions.last["target"]
         own = last.clone()
-        last.copy_(host.target.cls_embedding.embedding_table.weight[:1])
-        prefill(host, sequences)
+        last.copy_(runner.target.cls_embedding.embedding_table.weight[:1])
+        prefill(runner, sequences)
         last.copy_(own)
 
-    monkeypatch.setattr(discrete_host, "_prefill", of_another_class)
+    monkeypatch.setattr(discrete_runner, "_prefill", of_another_class)
     assert p_of(models, "ar", 2, num=6 * NUM) < OTHER
 
 
@@ -100,7 +100,7 @@ def test_an_image_is_continued_as_it_was_made(method, count, engine):
     ]
     for output, continued in zip(whole, engine.generate(again)):
         assert torch.equal(continued.tokens, output.tokens)
-        assert continued.heat[:count].isnan().all() and not continued.heat[count:].isnan().any()
+        assert continued.token_cost[:count].isnan().all() and not continued.token_cost[count:].isnan().any()
         assert method != "ar" or continued.stats.backbone_calls == 9 - count
 
 

@@ -20,9 +20,9 @@ def tokens_of(model, requests, max_batch=3):
     return [output.tokens for output in engine(model, max_batch).generate(requests)]
 
 
-def advance(host, batch, rows, z):
+def advance(runner, batch, rows, z):
     """An iteration whose tokens are its conditions, more or less: their draws are no matter here."""
-    host.commit(rows, z[0, :, : host.config.token_dim])
+    runner.commit(rows, z[0, :, : runner.config.token_dim])
     for sequence, count in zip(batch, rows.counts):
         sequence.iteration += 1
         sequence.num_committed += count
@@ -52,47 +52,47 @@ def test_nothing_lazy_is_the_full_backbone(settings, model):
 def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
     """Each kind of iteration against the full backbone of the same tokens; the sequences begin one after the other."""
     settings = QUICK | {"cfg": cfg, "reuse_null": reuse_null}
-    host, everyone = started(model, [Request(i, seed=i, **settings).but(num_iter=8 + 4 * i) for i in range(3)])
+    runner, everyone = started(model, [Request(i, seed=i, **settings).but(num_iter=8 + 4 * i) for i in range(3)])
     kinds_together = set()
     with torch.inference_mode():
         for step in range(8):
             batch = everyone[: step + 1]
-            rows = host.next_rows(batch)
+            rows = runner.next_rows(batch)
             kinds = [kind(sequence) for sequence in batch]
             kinds_together.add(len(set(kinds)))
-            z, full = conditions(host, batch, rows), host.conditions(batch, rows)
+            z, full = conditions(runner, batch, rows), runner.conditions(batch, rows)
             assert z.shape == full.shape and z.dtype == torch.float32
             for row, name in enumerate(np.repeat(kinds, rows.counts)):
                 error = relative_error(z[:, row], full[:, row])
                 assert 1e-4 < error < 1 if name == "lazy" else error < 1e-4
             if "refresh" in kinds or "lazy" in kinds:
-                known = host.kept[KEY]["caches"].known
+                known = runner.kept[KEY]["caches"].known
                 assert all(known[s.slot] == s.num_committed for s, name in zip(batch, kinds) if name != "full")
-            advance(host, batch, rows, full)
+            advance(runner, batch, rows, full)
     assert kinds_together == {1, 2, 3}
 
 
 def test_the_null_class_keeps_its_distance(model):
     """What goes into the decoder's last norm: of the null class, the class's plus the difference at the refresh."""
-    host, batch = started(model, [Request(i, seed=i, **QUICK).but(warmup=0) for i in range(2)])
+    runner, batch = started(model, [Request(i, seed=i, **QUICK).but(warmup=0) for i in range(2)])
     hidden = []
     hook = model.decoder_norm.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
     try:
         with torch.inference_mode():
-            rows = host.next_rows(batch)
-            embedding = torch.cat([model.class_emb(host.label), model.fake_latent.expand(2, -1)])
-            model(host.tokens.repeat(2, 1, 1), host.order.repeat(2, 1), [0] * 4, embedding)
-            class_then, null_then = hidden.pop()[:, host.config.buffer_size :].chunk(2)
-            advance(host, batch, rows, conditions(host, batch, rows))
+            rows = runner.next_rows(batch)
+            embedding = torch.cat([model.class_emb(runner.label), model.fake_latent.expand(2, -1)])
+            model(runner.tokens.repeat(2, 1, 1), runner.order.repeat(2, 1), [0] * 4, embedding)
+            class_then, null_then = hidden.pop()[:, runner.config.buffer_size :].chunk(2)
+            advance(runner, batch, rows, conditions(runner, batch, rows))
             hidden.clear()
             for _ in range(3):
-                rows = host.next_rows(batch)
+                rows = runner.next_rows(batch)
                 assert {kind(sequence) for sequence in batch} == {"lazy"}
-                z = conditions(host, batch, rows)
+                z = conditions(runner, batch, rows)
                 class_now, null_now = hidden.pop()[:, rows.sequence, rows.offset]
                 distance = (null_then - class_then)[rows.sequence, rows.position]
                 assert relative_error(null_now - class_now, distance) < 1e-4
-                advance(host, batch, rows, z)
+                advance(runner, batch, rows, z)
     finally:
         hook.remove()
 
@@ -109,8 +109,8 @@ def test_each_class_has_caches_of_its_own(model):
             both, reused, alone, null = (conditions(*run, run[0].next_rows(run[1])) for run in runs)
             assert relative_error(both, torch.cat([alone, null])) < 1e-4
             assert relative_error(reused[:1], alone) < 1e-4
-            for host, batch in runs:
-                advance(host, batch, host.next_rows(batch), alone)
+            for runner, batch in runs:
+                advance(runner, batch, runner.next_rows(batch), alone)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_each_class_has_caches_of_its_own(model):
 )
 def test_the_positions_that_are_computed(iteration, retain, others, small_mar):
     request = Request(0, method="lazymar", num_iter=64, retain=retain)
-    host, (sequence,) = started(small_mar, [request])
+    runner, (sequence,) = started(small_mar, [request])
     sequence.iteration = iteration
-    rows = host.rows([sequence], [20], [3])
-    assert planned(host, [sequence], rows, np.array([18])).tolist() == [[20, 2, 3, others]]
+    rows = runner.rows([sequence], [20], [3])
+    assert planned(runner, [sequence], rows, np.array([18])).tolist() == [[20, 2, 3, others]]
 
 
 @pytest.mark.parametrize(
@@ -168,35 +168,35 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(model):
     requests = [Request(i, seed=i, **QUICK) for i in range(2)]
     outcomes = []
     for damage in (False, True):
-        host, batch = started(model, requests)
-        caches = host.kept[KEY]["caches"] = Caches(host, batch[0].request)
+        runner, batch = started(model, requests)
+        caches = runner.kept[KEY]["caches"] = Caches(runner, batch[0].request)
         if damage:
             for tensor in (caches.kept.encoder, caches.kept.decoder, caches.kept.inputs, caches.distance):
                 tensor.fill_(torch.nan)
         with torch.inference_mode():
             for _ in range(12):
-                rows = host.next_rows(batch)
-                advance(host, batch, rows, conditions(host, batch, rows))
-        outcomes.append(host.tokens)
+                rows = runner.next_rows(batch)
+                advance(runner, batch, rows, conditions(runner, batch, rows))
+        outcomes.append(runner.tokens)
     assert torch.equal(*outcomes)
 
 
 def test_caches_are_allocated_once(model):
     for settings in ({}, {"cfg": 1.0}, {"reuse_null": False}):
         request = Request(0, **(QUICK | settings))
-        host, batch = started(model, [request] * 3)
+        runner, batch = started(model, [request] * 3)
         places = set()
         with torch.inference_mode():
             for _ in range(12):
-                rows = host.next_rows(batch)
-                advance(host, batch, rows, conditions(host, batch, rows))
-                if "caches" in host.kept[KEY]:
-                    caches = host.kept[KEY]["caches"]
+                rows = runner.next_rows(batch)
+                advance(runner, batch, rows, conditions(runner, batch, rows))
+                if "caches" in runner.kept[KEY]:
+                    caches = runner.kept[KEY]["caches"]
                     tensors = [caches.kept.encoder, caches.kept.decoder, caches.kept.inputs, caches.distance]
                     tensors = [tensor for tensor in tensors if tensor is not None]
                     places.add(tuple(tensor.data_ptr() for tensor in tensors))
         assert len(places) == 1
-        assert sum(tensor.nbytes for tensor in tensors) == 3 * bytes_per_slot(host, batch[0].request)
+        assert sum(tensor.nbytes for tensor in tensors) == 3 * bytes_per_slot(runner, batch[0].request)
 
 
 @pytest.mark.parametrize("denoiser", ["cached", "ancestral", "speculative"])
@@ -216,24 +216,24 @@ def test_kinds_share_caches(model, monkeypatch):
     outputs = {}
     for _ in range(8):  # a round of each of two kinds in turn, until both have caches
         outputs |= served.step()
-    first, second = (kept["caches"] for kept in served.host.kept.values())
+    first, second = (kept["caches"] for kept in served.runner.kept.values())
     assert first is second
     unguided = requests[0].but(cfg=1.0)
     with monkeypatch.context() as small:
-        small.setattr(cspd_device, "free_bytes", lambda device: 2 * bytes_per_slot(served.host, unguided) - 1)
+        small.setattr(cspd_device, "free_bytes", lambda device: 2 * bytes_per_slot(served.runner, unguided) - 1)
         served.resolve(requests[1])
         with pytest.raises(ValueError, match="with backbone='cached' needs about"):
             served.resolve(unguided)
     while len(outputs) < len(requests):
         outputs |= served.step()
-    assert not served.host.kept
+    assert not served.runner.kept
     for ticket, alone in zip(tickets, requests):
         assert relative_error(tokens_of(model, [alone], max_batch=1)[0], outputs[ticket].tokens) < 1e-3
 
 
 def test_caches_that_do_not_fit_are_an_error(model, monkeypatch):
     served = engine(model)
-    free = 1.5 * bytes_per_slot(served.host, served.resolve(Request(0, **QUICK)))
+    free = 1.5 * bytes_per_slot(served.runner, served.resolve(Request(0, **QUICK)))
     monkeypatch.setattr(cspd_device, "free_bytes", lambda device: int(free))
     with pytest.raises(ValueError, match=r"max_batch=3 with backbone='cached' needs about .* use max_batch <= 1"):
         served.resolve(Request(0, **QUICK))

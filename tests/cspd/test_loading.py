@@ -15,7 +15,7 @@ from cspd import device as cspd_device
 from cspd import models
 from cspd.checkpoints import checkpoint_files
 from cspd.evaluation.metrics import load_classifier
-from cspd.models import embedded
+from cspd.models import bundled
 from mar.tensors import CheckpointError, count_numbers, read_tensors
 
 
@@ -89,23 +89,23 @@ def test_the_autoencoder_of_the_other_family():
         cspd.load(small_vq_checkpoint(), vae=checkpoint_files("digits32")["vae"], device="cpu")
 
 
-def test_an_installation_without_embedded_checkpoints(monkeypatch, tmp_path):
+def test_an_installation_without_bundled_checkpoints(monkeypatch, tmp_path):
     own = small_checkpoint()
-    monkeypatch.setattr(models, "EMBEDDED_ROOTS", (tmp_path / "nowhere",))
-    assert embedded() == {}
-    assert cspd.load(own, device="cpu").host is not None
+    monkeypatch.setattr(models, "BUNDLED_ROOTS", (tmp_path / "nowhere",))
+    assert bundled() == {}
+    assert cspd.load(own, device="cpu").runner is not None
     with pytest.raises(CheckpointError, match="digits32: no checkpoint there"):
         cspd.load()
-    with pytest.raises(FileNotFoundError, match="digits32: this installation has no such embedded checkpoint"):
+    with pytest.raises(FileNotFoundError, match="digits32: this installation has no such bundled checkpoint"):
         load_classifier("digits")
 
 
-def test_a_package_has_all_files_of_the_embedded_models():
+def test_a_package_has_all_files_of_the_bundled_models():
     root = Path(__file__).parents[2]
     config = configparser.ConfigParser()
     config.read(root / "setup.cfg")
     packages = config["options"]["packages"].split()
-    there = {file for folder in embedded().values() for file in folder.rglob("*") if file.is_file()}
+    there = {file for folder in bundled().values() for file in folder.rglob("*") if file.is_file()}
     for package, patterns in config["options.package_data"].items():
         if package in packages and package.startswith("cspd.checkpoints."):
             folder = root / Path(*package.split(".")[1:])
@@ -115,7 +115,7 @@ def test_a_package_has_all_files_of_the_embedded_models():
 
 def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
     (tmp_path / "digits32").mkdir()
-    monkeypatch.setattr(models, "EMBEDDED_ROOTS", (tmp_path,))
+    monkeypatch.setattr(models, "BUNDLED_ROOTS", (tmp_path,))
     file = tmp_path / "digits32" / "classifier.safetensors"
     shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
     with pytest.raises(CheckpointError, match=f"{file}: not the weights of Classifier: missing: stages.0.0.weight"):

@@ -18,7 +18,7 @@ from torch_fidelity.metric_fid import fid_features_to_statistics
 from cspd.evaluation.images import ImageFolder, ImageList, export_npz
 from cspd.evaluation.metrics import SPACES, check, features, load_classifier, load_reference, measure
 from cspd.files import write_json
-from cspd.models import embedded
+from cspd.models import bundled
 from cspd.request import to_pil, to_uint8
 
 
@@ -167,10 +167,10 @@ def test_few_images_are_measured_as_far_as_they_can_be(num, missing):
         assert (values[name] is None) == gone and (gone or np.isfinite(values[name]))
 
 
-def test_the_embedded_reference_is_of_the_training_data():
+def test_the_bundled_reference_is_of_the_training_data():
     reference = load_reference(SPACES["digits"].reference)
     kept = features(reference.images, space="digits")
-    assert reference.fingerprint == hashlib.sha256((embedded()["digits32"] / "reference.npz").read_bytes()).hexdigest()
+    assert reference.fingerprint == hashlib.sha256((bundled()["digits32"] / "reference.npz").read_bytes()).hexdigest()
     assert np.abs(kept.mean(0).numpy() - reference.statistics["mu"]).max() < 0.1
     train, other = (
         measure(ImageList(drawn(600, 7, split)[0]), space="digits", reference=reference)

@@ -133,9 +133,9 @@ def test_no_word_gives_a_uniform_draw_of_0_or_1(word, monkeypatch):
     x, eps, chain_draws = noise.chain(SEEDS[:3], position, 5, 2)
     normals, candidate_draws = noise.candidates(SEEDS[:3], position, position, 0, 4, 2)
     for drawn in (
-        noise.uniform(SEEDS[:3], Purpose.COIN, position, num=5),
+        noise.uniform(SEEDS[:3], Purpose.ACCEPT, position, num=5),
         fine_uniform(SEEDS[:3], Purpose.CODE, position),
-        noise.token_coins(SEEDS[:3], position),
+        noise.token_accept_uniforms(SEEDS[:3], position),
         chain_draws,
         candidate_draws,
     ):
@@ -144,7 +144,7 @@ def test_no_word_gives_a_uniform_draw_of_0_or_1(word, monkeypatch):
 
 
 BEYOND = {
-    "uniform": lambda last: noise.uniform(SEEDS, Purpose.COIN, SEEDS, 0, last, num=1),
+    "uniform": lambda last: noise.uniform(SEEDS, Purpose.ACCEPT, SEEDS, 0, last, num=1),
     "fine_uniform": lambda last: fine_uniform(SEEDS, Purpose.CODE, SEEDS, 0, last),
     "initial": lambda last: initial(SEEDS, SEEDS, 2, last),
     "steps": lambda last: steps(SEEDS, SEEDS, torch.arange(2), 2, last),

@@ -19,7 +19,7 @@ def test_a_chains_draws_are_the_streams(num_steps, channels):
     x, eps, uniforms = chain(SEEDS, POSITIONS, num_steps, channels)
     assert torch.equal(x, initial(SEEDS, POSITIONS, channels))
     assert torch.equal(eps.transpose(0, 1), steps(SEEDS, POSITIONS, torch.arange(num_steps), channels))
-    assert torch.equal(uniforms, uniform(SEEDS, Purpose.COIN, POSITIONS, num=num_steps))
+    assert torch.equal(uniforms, uniform(SEEDS, Purpose.ACCEPT, POSITIONS, num=num_steps))
     assert eps.shape == (5, num_steps, channels) and uniforms.shape == (5, num_steps)
     for i in range(len(SEEDS)):
         alone = chain(SEEDS[i : i + 1], POSITIONS[i : i + 1], num_steps, channels)
@@ -27,12 +27,12 @@ def test_a_chains_draws_are_the_streams(num_steps, channels):
 
 
 def test_indices_change_what_they_say():
-    """`index` is of x_T and eps_t, `coin_index` of the uniform draws; the counters kept from other calls do no harm."""
+    """`index` is of x_T and eps_t, `accept_index` of uniform draws; the counters kept from other calls do no harm."""
     plain = chain(SEEDS, POSITIONS, 7, 3)
     other, drafting = chain(SEEDS, POSITIONS, 7, 3, 1), chain(SEEDS, POSITIONS, 7, 3, 0, 1)
     assert torch.equal(other[0], initial(SEEDS, POSITIONS, 3, 1))
     assert torch.equal(other[1].transpose(0, 1), steps(SEEDS, POSITIONS, torch.arange(7), 3, 1))
-    assert torch.equal(drafting[2], uniform(SEEDS, Purpose.COIN, POSITIONS, index=1, num=7))
+    assert torch.equal(drafting[2], uniform(SEEDS, Purpose.ACCEPT, POSITIONS, index=1, num=7))
     assert [torch.equal(a, b) for a, b in zip(plain, other)] == [False, False, True]
     assert [torch.equal(a, b) for a, b in zip(plain, drafting)] == [True, True, False]
     assert all(torch.equal(a, b) for a, b in zip(plain, chain(SEEDS, POSITIONS, 7, 3)))

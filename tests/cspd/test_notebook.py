@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from stores import small_checkpoint, small_vq_checkpoint
-from toys import host_of, request_of, toy_mar, toy_models
+from toys import request_of, runner_of, toy_mar, toy_models
 
 import cspd
 from cspd import Engine, MARModels, Request, VQModels
@@ -118,10 +118,10 @@ def test_no_class_is_mars_fake_latent(backbone):
 
 def test_no_class_is_llamagens_last_one():
     models = toy_models()
-    host = host_of({"target": models["target"]}, 1)
+    runner = runner_of({"target": models["target"]}, 1)
     with torch.inference_mode():
-        host.admit([Sequence(request_of("ar", label=None, cfg=1.0), slot=0)])
-    assert torch.equal(host.conditions.last["target"][0], models["target"].cls_embedding.embedding_table.weight[-1])
+        runner.admit([Sequence(request_of("ar", label=None, cfg=1.0), slot=0)])
+    assert torch.equal(runner.conditions.last["target"][0], models["target"].cls_embedding.embedding_table.weight[-1])
     outputs = Engine(VQModels(models["target"]), device="cpu").sample([None, 1], cfg=1.0, **OF_VQ)
     assert outputs[0].class_name == "no class" and (outputs[0].tokens >= 0).all()
 
@@ -164,7 +164,7 @@ def test_a_closed_engine_says_so():
         lambda: engine.add_request(request),
         engine.step,
         engine.__enter__,
-        lambda: engine.host,
+        lambda: engine.runner,
         lambda: list(stream),
         lambda: engine.with_slots(2),
     ):
@@ -204,7 +204,7 @@ def test_what_is_saved_is_loaded_back(family, settings, places, tmp_path):
     with pytest.raises(ValueError, match="own is not empty: give a new folder"):
         engine.save_pretrained(tmp_path / "own")
     again = cspd.load(tmp_path / "own", max_batch=1, device="cpu")
-    assert again.host.seq_len == engine.host.seq_len  # which weights of VQ do not show
+    assert again.runner.seq_len == engine.runner.seq_len  # which weights of VQ do not show
     first, second = (each.sample(2, seed=4, **settings)[0] for each in (engine, again))
     assert torch.equal(first.image, second.image)
     assert first.class_name == second.class_name == {"MAR": "2", "VQ": "c"}[family]
@@ -236,7 +236,7 @@ def test_without_a_description_a_thousand_classes_are_imagenets(tmp_path):
     assert described(tmp_path, 1000)[0] is imagenet() and not described(tmp_path, 10)[0].texts
 
 
-def test_embedded_classes_have_names(digits):
+def test_bundled_classes_have_names(digits):
     assert digits.check(Request("seven")).label == 7
 
 

@@ -93,15 +93,15 @@ def test_other_policies_copy_nothing():
 def test_memory_is_checked_for_the_copies(models, monkeypatch):
     precision = Precision("bf16", CPU)
     for each in models:
-        copies = sum(precision.bytes_to_copy(getattr(each, name)) for name in ("target", "draft"))
-        assert copies == sum(
+        num_branches = sum(precision.bytes_to_copy(getattr(each, name)) for name in ("target", "draft"))
+        assert num_branches == sum(
             buffer.nbytes
             for name in ("target", "draft")
             for module in Precision("bf16", CPU).prepare(getattr(each, name)).modules()
             if isinstance(module, BFloat16Linear)
             for buffer in module.buffers()
         )
-        monkeypatch.setattr(cspd_device, "free_bytes", lambda device, free=copies: free)
+        monkeypatch.setattr(cspd_device, "free_bytes", lambda device, free=num_branches: free)
         with pytest.raises(ValueError, match=re.escape("max_batch=1")):
             Engine(each, max_batch=1, device="cpu", precision="bf16")
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hosted import saved
+from hf import saved
 from launching import start, two_processes
 from PIL import Image, ImageFont
 from stores import small_checkpoint, small_clip

@@ -40,7 +40,7 @@ def test_a_round_ends_when_three_in_four_have_ended_their_iteration(small_mar: M
 
     needed = []  # head calls that each sequence's first iteration takes: those of its slowest token
     for output in finished.values():
-        order = noise.order(torch.tensor([output.request.seed]), len(output.heat))[0]
-        needed.append(output.heat[order[:IN_FIRST_ITERATION]].max().item())
+        order = noise.order(torch.tensor([output.request.seed]), len(output.token_cost))[0]
+        needed.append(output.token_cost[order[:IN_FIRST_ITERATION]].max().item())
     needed.sort()
     assert calls_of_first_step == needed[BATCH * 3 // 4 - 1] < needed[-1]

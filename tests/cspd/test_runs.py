@@ -65,7 +65,7 @@ def test_nothing_of_a_warm_up_stays_in_the_engine(digits, tmp_path):
     _, (images,) = compare([Configuration("a", request, small)], [1], 1, tmp_path, progress=False)
     expected = (small.generate(request)[0].image.permute(1, 2, 0).numpy() * 255).round()
     assert np.abs(images[0] - expected).max() <= 1
-    assert not len(small.scheduler) and not small.host.kept
+    assert not len(small.scheduler) and not small.runner.kept
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -278,7 +278,7 @@ def test_an_open_window_is_chosen_once(digits, tmp_path, monkeypatch):
     row = Configuration("speculative", cspd.Request(0, **quick), digits)
     for window in (3, 2):  # this machine changes its mind
         chosen = Choice({"window": window}, "")
-        monkeypatch.setattr(digits.hosts["MAR"].tuning, "choice", lambda *args, chosen=chosen: chosen)
+        monkeypatch.setattr(digits.runners["MAR"].tuning, "choice", lambda *args, chosen=chosen: chosen)
         report, _ = compare([row], [0], 8 * window, tmp_path, progress=False)
         assert report["rows"][0]["settings"]["window"] == 3
 

@@ -11,8 +11,8 @@ from toys import CLASSES, counts, distribution, draw, p_value, request_of, stagg
 import cspd
 from cspd import Engine, Request, VQModels
 from cspd.discrete import drafts, jacobi
-from cspd.discrete.host import VQHost
 from cspd.discrete.rules import nearby, probabilities, sample
+from cspd.discrete.runner import VQRunner
 from cspd.method import with_method
 
 SAME, OTHER = 1e-4, 1e-8
@@ -23,7 +23,7 @@ KINDS = {
     "jacobi": ("sjd", {"window": 5}),
     "jacobi PD": ("sjd-pac", {"window": 7, "pd_k": 3, "pd_d": 2}),
 }
-EMBEDDED = {"sd": {}, "eagle": {}, "eagle2": {}, "sjd": {"window": 32}, "sjd-pac": {"window": 32}}
+BUNDLED = {"sd": {}, "eagle": {}, "eagle2": {}, "sjd": {"window": 32}, "sjd-pac": {"window": 32}}
 MIXED = [
     {"cfg": 1.0},
     {"cfg": 3.0, "temperature": 0.7},
@@ -105,13 +105,13 @@ def test_the_distribution_is_the_targets(kind, small):
 
 def plant_draw_of_another_position(patch):
     """The target draws a place's code by the number of the next."""
-    drawn = VQHost.drawn
-    patch.setattr(VQHost, "drawn", lambda host, batch, ahead: drawn(host, batch, ahead + (ahead > 0)))
+    drawn = VQRunner.drawn
+    patch.setattr(VQRunner, "drawn", lambda runner, batch, ahead: drawn(runner, batch, ahead + (ahead > 0)))
 
 
 def plant_one_draw_for_a_whole_round(patch):
-    drawn = VQHost.drawn
-    patch.setattr(VQHost, "drawn", lambda host, batch, ahead: drawn(host, batch, 0 * ahead))
+    drawn = VQRunner.drawn
+    patch.setattr(VQRunner, "drawn", lambda runner, batch, ahead: drawn(runner, batch, 0 * ahead))
 
 
 def plant_a_child_that_matches_its_neighbour(patch):
@@ -167,15 +167,15 @@ def difference(models: dict, request: Request, codes: torch.Tensor, plain: torch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", EMBEDDED)
-def test_embedded(method):
+@pytest.mark.parametrize("method", BUNDLED)
+def test_bundled(method):
     """Every code of trained models, but where rounding decides: see docs/same_image.md for how often."""
     engine = cspd.load("digits32_vq", max_batch=8, device="cpu")
     requests = [Request(i, i, "ar", family="VQ", cfg=2.0) for i in range(8)]
-    settings = EMBEDDED[method] | {"coupling": "same-image"}
+    settings = BUNDLED[method] | {"coupling": "same-image"}
     plain = engine.generate(requests)
     made = engine.generate([request.but(method=method, **settings) for request in requests])
     pairs = list(zip(requests, made, plain))
     differ = [pair for pair in pairs if not torch.equal(pair[1].tokens, pair[2].tokens)]
     assert len(differ) <= 1
-    assert all(difference(engine.host.models, r, m.tokens, p.tokens) < 1e-4 for r, m, p in differ)
+    assert all(difference(engine.runner.models, r, m.tokens, p.tokens) < 1e-4 for r, m, p in differ)

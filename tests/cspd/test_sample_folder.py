@@ -158,7 +158,7 @@ def test_the_record_is_written_twice_whatever_the_number(engine, tmp_path, monke
         (lambda record: record["images"][1].pop("stats"), r"images\[1\].stats is not"),
         (lambda record: record["images"][1]["stats"].update(bound="none"), r"images\[1\].stats.bound is not"),
         (lambda record: record["images"][1]["stats"].update(seconds={}), r"images\[1\].stats.seconds.\w+ is not"),
-        (lambda record: record["images"][1].update(heat=["hot"]), r"images\[1\].heat\[0\] is not"),
+        (lambda record: record["images"][1].update(token_cost=["hot"]), r"images\[1\].token_cost\[0\] is not"),
         (lambda record: record["images"].append("1"), r"images\[6\] is not"),
         (lambda record: record["images"][1].update(request="ar"), r"images\[1\].request is not"),
         (lambda record: record["images"][1]["request"].update(cfg="wide"), 'cfg was "wide", now 1.0'),

@@ -20,7 +20,7 @@ from texts import small_text_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.models import embedded_folder
+from cspd.models import bundled_folder
 from cspd.serving import app
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
@@ -36,7 +36,7 @@ def engines(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         for file in Path(checkpoint).glob("*.safetensors"):
             (folder / file.name).symlink_to(file.resolve())
-        shutil.copy(embedded_folder("digits32") / "cspd.json", folder)
+        shutil.copy(bundled_folder("digits32") / "cspd.json", folder)
         engines[name] = cspd.load(folder, max_batch=4, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         folder = small_text_checkpoint(tmp_path_factory.mktemp("texts"), patch)
@@ -79,7 +79,7 @@ def test_an_image_is_the_engines(site, engine):
     (event,) = finished(site.make(seed="5", settings=settings))
     (output,) = engine.sample("three", seed=5, method="ar", **QUICK)
     assert event["finished"] and np.array_equal(pixels(event["image"]), np.asarray(output.pil()))
-    assert event["heat"] == output.heat.tolist() and event["guarantee"] == "exact"
+    assert event["token_cost"] == output.token_cost.tolist() and event["guarantee"] == "exact"
     assert event["ran"] == repr(output.request) and ["head calls", "15"] in event["numbers"]
 
 
@@ -91,7 +91,7 @@ def test_two_methods_grow_side_by_side(site, engine):
         shares = [event["share"] for event in own]
         assert len(own) >= 3 and shares == sorted(shares) and shares[-1] == 1
         for event in own:
-            assert sum(cost is not None for cost in event["heat"]) == round(64 * event["share"])
+            assert sum(cost is not None for cost in event["token_cost"]) == round(64 * event["share"])
         more = {"head_calls": 4} if run else {}
         (output,) = engine.sample("three", seed=5, method=method, **QUICK, **more)
         assert np.abs(pixels(own[-1]["image"]).astype(int) - np.asarray(output.pil())).max() <= 1  # rounding
@@ -112,7 +112,7 @@ def test_a_part_is_made_anew(site, engine):
     (event,) = finished(site.make(settings=QUICK, **wanted))
     (output,) = engine.generate([cspd.Request(9, 5, "ar", image=picture, mask=mask, **QUICK)])
     assert np.array_equal(pixels(event["image"]), np.asarray(output.pil()))
-    assert event["heat"][:32] == [None] * 32 and None not in event["heat"][32:]
+    assert event["token_cost"][:32] == [None] * 32 and None not in event["token_cost"][32:]
 
 
 def test_vq_models_keep_rows_at_the_top(site, engines):
@@ -254,7 +254,7 @@ def test_a_round_that_fails_is_told(part, site, engines, monkeypatch, capsys):
     other = events(site.make("bea", model="vq", methods=["ar"], seed=2))
     assert "advice" in next(other)
     with monkeypatch.context() as patch:
-        patch.setattr(engines["mar"].hosts["MAR"], part, lambda given: 1 / 0)
+        patch.setattr(engines["mar"].runners["MAR"], part, lambda given: 1 / 0)
         (event,) = finished(site.make(settings=QUICK))
     assert "division by zero" in event["error"] and "mar failed" in capsys.readouterr().err
     assert not len(engines["mar"].scheduler)

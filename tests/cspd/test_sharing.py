@@ -75,7 +75,7 @@ def test_a_round_that_fails_is_told_to_all(models, monkeypatch):
     other = engine.stream(requests_of(1))
     next(other)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(engine.host, "admit", lambda sequences: 1 / 0)
+        patch.setattr(engine.runner, "admit", lambda sequences: 1 / 0)
         engine.generate(requests_of(0))
     with pytest.raises(RuntimeError, match="everything in flight was dropped: ZeroDivisionError"):
         list(other)
@@ -92,7 +92,7 @@ def test_a_round_that_fails_keeps_what_was_finished_before(models, monkeypatch):
         engine.add_request(late)
         engine.generate([soon])  # by whose rounds the one of the ticket is finished too
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(engine.host, "admit", lambda sequences: 1 / 0)
+            patch.setattr(engine.runner, "admit", lambda sequences: 1 / 0)
             engine.step() if own else engine.generate([soon])
         if not own:
             with pytest.raises(RuntimeError, match="everything in flight was dropped: ZeroDivisionError"):
@@ -276,7 +276,7 @@ def test_progress_is_what_is_committed(settings):
         nonlocal under_way
         for sequence in engine.scheduler.in_flight():
             if sequence.asked is request:
-                (tokens,), _ = engine.host.so_far(sequence)
+                (tokens,), _ = engine.runner.so_far(sequence)
                 under_way += sequence.num_under_way
                 assert sequence.num_started - sequence.num_under_way == sequence.num_committed
                 seen.append((request.seed, fraction, tokens))
@@ -297,9 +297,9 @@ def test_a_preview_has_what_is_known_and_nothing_else(models):
     for _ in range(5):
         engine.step()
     (sequence,) = engine.scheduler.in_flight()
-    (codes,), (heat,) = engine.host.so_far(sequence)
+    (codes,), (token_cost,) = engine.runner.so_far(sequence)
     assert sequence.num_committed == 5 and (codes[:5] >= 0).all() and (codes[5:] == -1).all()
-    assert heat[:5].isfinite().all() and heat[5:].isnan().all()
+    assert token_cost[:5].isfinite().all() and token_cost[5:].isnan().all()
 
 
 @pytest.mark.parametrize("settings", [QUICK, SPECULATIVE | {"num_iter": 6}], ids=["ar", "speculative"])
@@ -312,15 +312,15 @@ def test_what_tokens_cost_is_known_as_they_are_made(settings, models):
     while len(outputs) < 2:
         outputs |= engine.step()
         for sequence in engine.scheduler.in_flight():
-            (tokens,), (heat,) = engine.host.so_far(sequence)
-            assert torch.equal(heat.isfinite(), tokens.any(-1))
-            seen[sequence.ticket].append(heat)
-    for ticket, heats in seen.items():
-        counts = [int(heat.isfinite().sum()) for heat in heats]
+            (tokens,), (token_cost,) = engine.runner.so_far(sequence)
+            assert torch.equal(token_cost.isfinite(), tokens.any(-1))
+            seen[sequence.ticket].append(token_cost)
+    for ticket, token_costs in seen.items():
+        counts = [int(token_cost.isfinite().sum()) for token_cost in token_costs]
         assert len(set(counts)) > 2 and counts == sorted(counts)
-        for heat in heats:
-            made = heat.isfinite()
-            assert torch.equal(heat[made], outputs[ticket].heat[made])
+        for token_cost in token_costs:
+            made = token_cost.isfinite()
+            assert torch.equal(token_cost[made], outputs[ticket].token_cost[made])
 
 
 def test_requests_are_read_as_slots_become_free(models):

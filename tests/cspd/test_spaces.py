@@ -1,4 +1,4 @@
-"""Spaces of features: an entry, its files and an embedded model are all that another one needs."""
+"""Spaces of features: an entry, its files and a bundled model are all that another one needs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def toy(tmp_path_factory):
     save_file(create_mar("mar_digits32_draft", seq_len=16).state_dict(), folder / "target.safetensors")
     save_file(Classifier(sizes).state_dict(), folder / "classifier.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "EMBEDDED_ROOTS", (folder.parent,))
+        patch.setattr(models, "BUNDLED_ROOTS", (folder.parent,))
         patch.setitem(SPACES, "toy", Space(sizes, ("toy16",)))
         assert write_reference(ImageList(torch.rand(30, 3, SIDE, SIDE)), SPACES["toy"].reference, 25, "toy") == 25
         yield
@@ -119,7 +119,7 @@ def test_what_does_not_fit():
 
 
 def test_a_reference_is_of_the_training_distribution(tmp_path):
-    """Coloured digits are those of the embedded reference; of a folder all classes are drawn equally often."""
+    """Coloured digits are those of the bundled reference; of a folder all classes are drawn equally often."""
     digits = argparse.Namespace(data="digits", size=32, upright="")
     images, _ = coloured_digits(3, HELD_OUT_SEED, labels=torch.arange(3))
     made = drawn(data_of(digits), 3)

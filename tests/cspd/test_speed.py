@@ -15,7 +15,7 @@ from cspd import Request, speed
 from cspd.cli import main, sample
 from cspd.cli.sample import sample_to_folder
 from cspd.heads import tuning
-from cspd.models import embedded
+from cspd.models import bundled
 from cspd.request import Known
 from cspd.runs import WORTH, speed_line
 from cspd.speed import against_plain, starts
@@ -48,7 +48,7 @@ def test_a_few_rounds_stand_for_all(engine, num_iter):
 
 
 def test_rounds_begin_after_what_is_known(engine):
-    known = Known.of(torch.zeros(64, engine.host.config.token_dim), np.arange(64) < 16)
+    known = Known.of(torch.zeros(64, engine.runner.config.token_dim), np.arange(64) < 16)
     request = engine.check(Request(0, method="ar", num_iter=4, known=known))
     before = starts(request, 64)
     assert before[0] == 48 and len(before) == 4
@@ -154,7 +154,7 @@ def test_slots_are_for_the_images_that_really_run_at_once(command, num, most, tm
         raise ValueError("that will do")
 
     monkeypatch.setattr(module, "load_engine", load)
-    image = str(embedded()["digits32"] / "target.png")
+    image = str(bundled()["digits32"] / "target.png")
     what = {"sample": ["--labels", "0-9"], "edit": ["--label", "3", "--keep", "0.5", "--image", image]}
     assert main([command, *what[command], "--num", str(num), "--out", str(tmp_path)]) == 2
     assert slots == [most]

@@ -93,7 +93,7 @@ def test_rounds(case, graphs):
             engine.add_request(request)
         outputs, rounds, reads = {}, 0, Counter()
         while len(engine.scheduler):
-            reads = Counter(gpu.reads)  # at the end the host waits for the images
+            reads = Counter(gpu.reads)  # at the end the CPU waits for the images
             outputs |= engine.step()
             rounds += 1
     for output, on_cpu in zip(map(outputs.get, sorted(outputs)), expected, strict=True):
@@ -123,8 +123,8 @@ def test_rounds_in_bfloat16(case):
 def test_the_published_sampler(precision):
     settings = {"num_iter": 3, "cfg": 2.0, "num_sampling_steps": 5}
     with standin.cuda():
-        host = Engine(models("MAR"), max_batch=1, device="cuda:0", precision=precision, graphs=False).host
-        tokens = host.published(torch.tensor([1, 2], device="cuda:0"), settings)
+        runner = Engine(models("MAR"), max_batch=1, device="cuda:0", precision=precision, graphs=False).runner
+        tokens = runner.published(torch.tensor([1, 2], device="cuda:0"), settings)
         assert tokens.cpu().isfinite().all()
 
 

@@ -311,7 +311,7 @@ def test_bad_arguments_are_refused_in_one_line(arguments, hint, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
-def test_published_studies_are_comparisons_of_the_embedded_models():
+def test_published_studies_are_comparisons_of_the_bundled_models():
     assert len(STUDIES) == 19
     engines = {}
     for path in STUDIES:

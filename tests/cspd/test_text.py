@@ -61,26 +61,26 @@ def test_a_padded_batch(models):
 @pytest.mark.parametrize("rounds", [(0, 3, 1), (2, 2, 2)], ids=str)
 def test_a_ragged_batch(rounds, models):
     """Three texts of unequal length, each as far as it is, by one forward."""
-    host, started = running(models, requests(), rounds)
+    runner, started = running(models, requests(), rounds)
     with torch.inference_mode():
-        batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
-        features = host.features(batch, host.last(batch, 1)[0])
-        logits = guide(host.target.output(features), batch.scale)[:, 0]
+        batch = batch_of(runner, sorted(started, key=lambda sequence: sequence.slot))
+        features = runner.features(batch, runner.last(batch, 1)[0])
+        logits = guide(runner.target.output(features), batch.scale)[:, 0]
     for sequence in started:
-        codes = host.codes[sequence.slot, : sequence.num_committed]
+        codes = runner.codes[sequence.slot, : sequence.num_committed]
         expected = plain_guided(models["target"], sequence.request, codes)[-1]
         assert relative_error(logits[sequence.slot], expected) < 1e-5
 
 
 def test_eagles_drafter_sees_the_text(models):
     """What it says at the root is what it says of the whole sequence, its inputs joined with the target's features."""
-    host, started = running(models, requests("eagle"), (0, 2, 1))
+    runner, started = running(models, requests("eagle"), (0, 2, 1))
     target, drafter = models["target"], models["eagle"]
     with torch.inference_mode():
-        batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
-        root = _eagle_root(host, batch, 3)
+        batch = batch_of(runner, sorted(started, key=lambda sequence: sequence.slot))
+        root = _eagle_root(runner, batch, 3)
     for sequence in started:
-        codes = host.codes[sequence.slot, : sequence.num_committed]
+        codes = runner.codes[sequence.slot, : sequence.num_committed]
         for half, (features, present) in enumerate(conditions(target, sequence.request)):
             inputs = target.embed(features[present].unsqueeze(0), codes.unsqueeze(0))
             last = inputs.shape[1] - len(codes) - 1
@@ -162,7 +162,7 @@ def test_texts_and_classes_in_flight_together(models, small_mar):
 @pytest.mark.parametrize("method", ["eagle", "sjd-pac"])
 def test_rounds_as_graphs_that_are_counted_late(method, models, engine):
     graphed = Engine(VQModels(**models), max_batch=3, device="cpu")
-    graphed.host.graphs, graphed.host.late = replayed(), True
+    graphed.runner.graphs, graphed.runner.late = replayed(), True
     asked = requests(method)
     for output, plain in zip(staggered(graphed, asked), engine.generate(asked)):
         assert torch.equal(output.tokens, plain.tokens)

@@ -56,7 +56,7 @@ def test_each_target_has_its_own_tokenizer(folder, tmp_path):
 @pytest.mark.parametrize("name, pixels", [("t2i_XL_stage1_256.pt", 256), ("t2i_XL_stage2_512.pt", 512)])
 def test_published_settings(name, pixels, folder, tmp_path):
     shutil.copy(folder / "t2i_small.pt", tmp_path / name)
-    assert load_gpt(tmp_path / name).config.block_size == (pixels // 2) ** 2  # of the embedded tokenizer's stride of 2
+    assert load_gpt(tmp_path / name).config.block_size == (pixels // 2) ** 2  # of the bundled tokenizer's stride of 2
     defaults = defaults_of(replace(gpt_spec("llamagen_xl_t2i").config, block_size=(pixels // 16) ** 2))
     assert defaults == SamplingDefaults(cfg=7.5, top_k=1000, image_size=pixels)
 
@@ -65,9 +65,9 @@ def test_models_are_saved_and_loaded(folder, tmp_path):
     engine = cspd.load(folder, device="cpu")
     engine.save_pretrained(tmp_path / "saved")
     again = cspd.load(tmp_path / "saved", text_encoder=folder / "t5-ckpt" / "flan-t5-xl", device="cpu")
-    own, saved = (each.host.models["target"].state_dict() for each in (engine, again))
+    own, saved = (each.runner.models["target"].state_dict() for each in (engine, again))
     assert own.keys() == saved.keys() and all(torch.equal(own[name], saved[name]) for name in own)
-    assert again.host.text_encoder.identity == engine.host.text_encoder.identity
+    assert again.runner.text_encoder.identity == engine.runner.text_encoder.identity
 
 
 def test_prompts_into_a_folder(folder, tmp_path, capsys):

@@ -147,7 +147,7 @@ def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
         search((rows[0], rows[1]), tmp_path, {"accuracy": 1.0}, num=4, overwrite=True)
 
 
-def test_every_candidate_fits_the_embedded_models(digits):
+def test_every_candidate_fits_the_bundled_models(digits):
     vq = cspd.load("digits32_vq", max_batch=1, device="cpu")
     for engine, family in ((digits, "MAR"), (vq, "VQ")):
         for divergence in (None, 0.0, 0.5):

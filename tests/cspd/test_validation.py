@@ -18,7 +18,7 @@ import torch
 from cspd import Engine, MARModels, Request
 from cspd.device import Precision, free_bytes, pick_device
 from cspd.files import parse_json
-from cspd.masked.host import MARHost, bytes_per_slot, check_memory, usual_tokens
+from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
 from cspd.method import choose, find, method_names
 from cspd.terminal import shortened
 from mar.checkpoint import MARS, create_mar, defaults_of
@@ -79,10 +79,10 @@ def engine(model):
 
 
 def resolve(request, config):
-    """As a host of a model of these sizes would check it; no model is needed for that."""
+    """As a model runner of a model of these sizes would check it; no model is needed for that."""
     sizes = SimpleNamespace(seq_len=config.seq_len, num_classes=config.class_num, defaults=defaults_of(config))
     sizes.models, sizes.config = {"draft": config}, config
-    return MARHost.check(sizes, *choose(request, ["MAR"]))
+    return MARRunner.check(sizes, *choose(request, ["MAR"]))
 
 
 def request_with(field, value):
@@ -201,7 +201,7 @@ def test_generate_refuses_before_any_work(engine):
     with pytest.raises(ValueError, match=r"request 1: label=99 .*; request 3: cfg=nan ") as caught:
         engine.generate(requests)
     assert "request 0" not in str(caught.value) and "request 2" not in str(caught.value)
-    assert not len(engine.scheduler) and not engine.host.order.any()
+    assert not len(engine.scheduler) and not engine.runner.order.any()
     assert len(engine.generate(requests[:1])) == 1
 
 
@@ -368,7 +368,7 @@ def test_default_iterations_fit_the_sequence():
 
 
 def test_engine_takes_its_targets_defaults(engine):
-    """An official size would sample at temperature 0.95 without guidance, the embedded ones at 1."""
+    """An official size would sample at temperature 0.95 without guidance, the bundled ones at 1."""
     output = engine.generate([Request(1, cfg=1, **QUICK)])[0]
     assert output.request == Request(1, cfg=1, cfg_schedule="linear", temperature=1.0, family="MAR", **QUICK)
 

@@ -11,8 +11,8 @@ from toys import CLASSES, draw, request_of, toy_gpt, toy_models
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete import gpt
 from cspd.discrete.gpt import Eagle
-from cspd.discrete.host import VQHost
 from cspd.discrete.rules import Filter, filter_numbers, probabilities, sample
+from cspd.discrete.runner import VQRunner
 from cspd.method import find, method_names
 from cspd.noise import Purpose
 
@@ -127,7 +127,7 @@ def test_caches_hold_what_a_forward_from_scratch_would_say(method, monkeypatch):
     def root(args, options, result):
         return options.get("model", args[4] if len(args) > 4 else "target"), args[1], result
 
-    noted = recorded(monkeypatch, VQHost, "features", root)
+    noted = recorded(monkeypatch, VQRunner, "features", root)
     codes, _ = draw(models, request_of(method, **SMALL.get(method, {})), 12, batch=12)
     checked = dict.fromkeys(("target", "draft", "eagle"), 0)
     expected = [teacher_forced(models, 1, c) for c in codes]
@@ -190,7 +190,7 @@ def test_fifty_mixed_requests_each_as_if_alone(small_mar):
         solo = alone.generate([request])[0]
         assert output.request == solo.request and output.stats.guarantee == solo.stats.guarantee
         if output.request.family == "VQ":
-            assert torch.equal(output.tokens, solo.tokens) and torch.equal(output.heat, solo.heat)
+            assert torch.equal(output.tokens, solo.tokens) and torch.equal(output.token_cost, solo.token_cost)
             assert output.stats.committed == solo.stats.committed
         else:
             assert relative_error(output.tokens, solo.tokens) < 1e-3
@@ -249,6 +249,6 @@ def test_images_are_decoded_and_resized():
     assert (
         output.image.shape == (3, 8, 8) and 0 <= output.image.min() <= output.image.max() <= 1
     )  # 4 x 4 codes, stride 2
-    engine.host.image_size = 6
+    engine.runner.image_size = 6
     assert engine.generate([Request(0, method="ar")])[0].image.shape == (3, 6, 6)
     assert Engine(VQModels(toys["target"]), max_batch=1, device="cpu").generate([Request(0)])[0].image is None

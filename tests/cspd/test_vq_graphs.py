@@ -24,8 +24,8 @@ def engine_of(graphed: bool, late: bool) -> Engine:
     """An engine of three slots."""
     engine = Engine(VQModels(**toy_models(codes=9, length=16)), max_batch=3, device="cpu")
     if graphed:
-        engine.host.graphs = replayed()
-    engine.host.late = late
+        engine.runner.graphs = replayed()
+    engine.runner.late = late
     return engine
 
 
@@ -45,7 +45,7 @@ def outputs(method: str, graphed: bool = False, late: bool = False, **settings: 
 
 def test_rounds_run_as_the_engines_graphs() -> None:
     engine = engine_of(graphed=False, late=False)
-    assert engine.host.graphs is engine.graphs
+    assert engine.runner.graphs is engine.graphs
 
 
 def test_graphs_serve_later_images_too() -> None:
@@ -57,7 +57,7 @@ def test_graphs_serve_later_images_too() -> None:
         return rerun(*functions)
 
     engine = engine_of(graphed=False, late=True)
-    engine.host.graphs = Graphs(engine.device, enabled=True, capture=capture)
+    engine.runner.graphs = Graphs(engine.device, enabled=True, capture=capture)
     request = request_of("sjd-pac", **SMALL["sjd-pac"])
     engine.generate([request] * 3)
     num_captured = len(captured)
@@ -79,7 +79,7 @@ def test_a_finished_sequence_has_room_for_a_window(settings: dict) -> None:
 def check_same(eager: dict[int, Output], other: dict[int, Output]) -> None:
     """Codes and statistics."""
     for ticket, output in eager.items():
-        assert other[ticket].tokens.equal(output.tokens) and other[ticket].heat.equal(output.heat)
+        assert other[ticket].tokens.equal(output.tokens) and other[ticket].token_cost.equal(output.token_cost)
         for name in ("committed", "iterations", "draft_backbone_calls", "by_lag"):
             assert getattr(other[ticket].stats, name) == getattr(output.stats, name)
         assert other[ticket].stats.bound == pytest.approx(output.stats.bound, rel=1e-6)

@@ -4,7 +4,7 @@ reported bound where it is not; and what a wrong formula does to it."""
 import pytest
 import torch
 from scipy import stats
-from toys import CPU, admitted, counts, distribution, draw, host_of, p_value, request_of, sequences, toy_models
+from toys import CPU, admitted, counts, distribution, draw, p_value, request_of, runner_of, sequences, toy_models
 
 from cspd.discrete import drafts, jacobi, rules, trees
 from cspd.discrete.jacobi import kept_windows
@@ -126,13 +126,13 @@ def test_a_window_follows_its_recorded_distributions_whatever_the_rule(method, m
     is judged by the exact rule.
     """
     num, path = NUM, 3
-    host, request = host_of(models, num), request_of(method, **TAILS[method])
-    running = admitted(host, request, range(num))
+    runner, request = runner_of(models, num), request_of(method, **TAILS[method])
+    running = admitted(runner, request, range(num))
     for _ in range(2):
         with torch.inference_mode():
-            finished = set(find(method, "VQ").run_round(host, running, Stopwatch(CPU)))
+            finished = set(find(method, "VQ").run_round(runner, running, Stopwatch(CPU)))
         running = [sequence for sequence in running if sequence not in finished]
-        codes, Q = (kept[:, :-1] for kept in kept_windows(host, path))  # the last place is always a new one
+        codes, Q = (kept[:, :-1] for kept in kept_windows(runner, path))  # the last place is always a new one
         # how often each code is drawn, and how likely the drawn codes are: standard normal for each place
         every_code = torch.eye(Q.shape[-1]).expand(*Q.shape, -1)
         of_codes = torch.cat([every_code, Q.unsqueeze(-1)], -1).double()  # [num, places, V, V + 1]
@@ -172,14 +172,14 @@ def plant_choice_judged_as_a_draw(patch):
 
 
 def plant_uniform_draw_of_an_earlier_round(patch):
-    uniform = jacobi.VQHost.uniform
+    uniform = jacobi.VQRunner.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
         stale = uniform(self, batch, purpose, ahead, 0, False)
-        accepts = torch.as_tensor(purpose == Purpose.CODE_COIN)
+        accepts = torch.as_tensor(purpose == Purpose.TOKEN_ACCEPT)
         return torch.where(accepts, stale, uniform(self, batch, purpose, ahead, index, fresh))
 
-    patch.setattr(jacobi.VQHost, "uniform", wrong)
+    patch.setattr(jacobi.VQRunner, "uniform", wrong)
 
 
 def plant_rejected_codes_of_the_window_drawn_from_p(patch):
@@ -193,14 +193,14 @@ def plant_rejected_codes_of_the_window_drawn_from_p(patch):
 
 
 def plant_draft_and_residual_from_one_stream(patch):
-    uniform = drafts.VQHost.uniform
+    uniform = drafts.VQRunner.uniform
 
     def wrong(self, batch, purpose, ahead, index=0, fresh=True):
         drafted = uniform(self, batch, Purpose.CODE, ahead, index, False)
         same = torch.as_tensor(purpose == Purpose.CODE_RESIDUAL)
         return torch.where(same, drafted, uniform(self, batch, purpose, ahead, index, fresh))
 
-    patch.setattr(drafts.VQHost, "uniform", wrong)
+    patch.setattr(drafts.VQRunner, "uniform", wrong)
 
 
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while

@@ -9,7 +9,7 @@ import pytest
 import torch
 from stores import small_vq_checkpoint
 from texts import PROMPTS, text_models
-from toys import draw, host_of, request_of, toy_models
+from toys import draw, request_of, runner_of, toy_models
 
 import cspd
 from cspd import Engine, Request, VQModels, terminal
@@ -87,14 +87,14 @@ def test_every_way_makes_the_codes_of_ar(way, models):
 
 
 def test_rounds_are_timed_and_counted(models):
-    host = host_of({name: models[name] for name in ("target", "eagle")}, 3)
+    runner = runner_of({name: models[name] for name in ("target", "eagle")}, 3)
     requests = {name_of(way): request_of("speculative", **way) for way in (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])}
-    seconds = family.round_seconds(host, requests)
+    seconds = family.round_seconds(runner, requests)
     assert seconds.keys() == requests.keys() and all(0 < min(own) < 1 for own in seconds.values())
-    assert family.codes_a_round(host, requests[ALONE]) == 1
+    assert family.codes_a_round(runner, requests[ALONE]) == 1
     _, statistics = draw(models, request_of("speculative", **JACOBI[0]), 3)
     mean = sum(s.step_compression for s in statistics) / 3
-    alike = host_of(models, 3)
+    alike = runner_of(models, 3)
     counted = family.codes_a_round(alike, request_of("speculative", **JACOBI[0]))
     assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
 
@@ -123,7 +123,7 @@ def test_a_choice_is_kept_where_a_run_goes_on(engine, monkeypatch, tmp_path):
     requests = [Request(label, label, cfg=2.0) for label in range(3)]
     chosen = []
     for way in ({"draft": "jacobi", "window": 4}, {"window": 0}):  # this machine changes its mind
-        own = engine.hosts["VQ"].tuning
+        own = engine.runners["VQ"].tuning
         monkeypatch.setattr(own, "_choose", lambda request, slots, way=way: Choice(own_way(request, way), ""))
         own._choices.clear()
         record = sample_to_folder(engine, requests[: 2 + len(chosen)], tmp_path / f"{len(chosen)}", {}, progress=False)
@@ -161,10 +161,10 @@ def test_near_settings_share_a_count(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("name, asked", [("digits32_vq", Request(0)), ("emoji64_text", Request(prompt="a red heart"))])
-def test_codes_of_the_embedded_models_are_counted(name, asked, monkeypatch):
+def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
     """At their usual settings, for every device."""
     engine = cspd.load(name, device="cpu", max_batch=1)
-    own = engine.host.tuning
+    own = engine.runner.tuning
     some = [*JACOBI, *(TREES if own.eagle else [])]
     monkeypatch.setattr(family, "codes_a_round", None)
     request = engine.check(asked)
@@ -178,7 +178,7 @@ def test_codes_of_the_embedded_models_are_counted(name, asked, monkeypatch):
 
 
 def test_what_is_counted_is_told_once(engine, monkeypatch, capsys):
-    own, request = engine.hosts["VQ"].tuning, engine.check(Request(0, cfg=2.0))
+    own, request = engine.runners["VQ"].tuning, engine.check(Request(0, cfg=2.0))
     own.codes(request, JACOBI[3:4])
     monkeypatch.setattr(terminal, "PATIENCE", 0.0)
     own.codes(request, JACOBI[:3])
@@ -214,7 +214,7 @@ def test_calibrate_is_of_mar(capsys):
 
 
 @pytest.mark.slow
-def test_embedded():
+def test_bundled():
     """Whatever is chosen here, the images are those of ar."""
     engine = cspd.load("digits32_vq", max_batch=2, device="cpu")
     requests = [Request(i, i, cfg=2.0) for i in range(2)]

@@ -48,8 +48,8 @@ def test_fine_draws_are_the_same(purpose):
 @pytest.mark.parametrize("rows,num_steps,channels", [(1, 1, 1), (3, 10, 16), (5, 7, 5), (2, 3, 64)])
 def test_chains_draws_agree(rows, num_steps, channels):
     seed, position = SEEDS[:rows], torch.arange(2 * rows)[::2]
-    x, eps, coins = philox.chain(seed, position, num_steps, channels, noise._chain_tags(1, 0))
+    x, eps, accept_uniforms = philox.chain(seed, position, num_steps, channels, noise._chain_tags(1, 0))
     expected = noise.chain(seed, position, num_steps, channels, 1, 0)
-    assert torch.equal(coins, expected[2])
+    assert torch.equal(accept_uniforms, expected[2])
     for drawn, value in zip((x, eps), expected):
         torch.testing.assert_close(drawn, value, rtol=2.4e-7, atol=5e-7)

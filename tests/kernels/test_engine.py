@@ -31,5 +31,5 @@ def test_tokens_agree(method, precision, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda device: True)
     output = made(request, precision)
     assert relative_error(output.tokens, expected.tokens) < MOST[precision]
-    assert torch.equal(output.heat, expected.heat)
+    assert torch.equal(output.token_cost, expected.token_cost)
     assert (output.stats.by_lag, output.stats.by_step) == (expected.stats.by_lag, expected.stats.by_step)

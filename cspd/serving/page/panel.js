@@ -6,7 +6,7 @@ const SWATCHES = [[0, "rejected, or made by the target"], [1, "accepted"], [null
 export function makePanel(method, model, tools) {
   const root = document.getElementById("panel").content.cloneNode(true).firstElementChild;
   const find = (name) => root.querySelector("." + name);
-  const panel = { root, isCounted: method.heat === "calls", heat: [], done: false };
+  const panel = { root, isCounted: method.token_cost === "calls", heat: [], done: false };
   find("name").textContent = method.name;
   showTag(find("tag"), method.guarantee, tools.guarantees);
   find("image").classList.toggle("pixelated", model.image_size < 128);
@@ -26,7 +26,7 @@ export function makePanel(method, model, tools) {
       find("image").src = event.image;
       find("image").hidden = false;
     }
-    panel.heat = event.heat;
+    panel.heat = event.token_cost;
     showTag(find("tag"), event.guarantee, tools.guarantees);
     const speed = `${digits(event.images_per_second)} images/s`;
     const state = event.finished ? "finished" : `${Math.round(100 * event.share)} %`;

@@ -1,4 +1,4 @@
-"""Models of `transformers` under the VQ host: their own codes, by every method, in ragged batches."""
+"""Models of `transformers` under the VQ model runner: their own codes, by every method, in ragged batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 from conftest import relative_error
-from hosted import GUIDANCE, PROMPTS, drafter_of, generated, guided_logits, hosted_of, model_of, plain_codes
-from toys import counts, draw, host_of, p_value, request_of, sequences, staggered
+from hf import GUIDANCE, PROMPTS, drafter_of, generated, guided_logits, hf_of, model_of, plain_codes
+from toys import counts, draw, p_value, request_of, runner_of, sequences, staggered
 
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete.batch import batch_of
@@ -39,8 +39,8 @@ class Case:
 
     def __init__(self, architecture: str) -> None:
         self.model = model_of(architecture)
-        self.target, self.texts, self.image = hosted_of(self.model)
-        draft = hosted_of(model_of(architecture, seed=1, num_hidden_layers=1, hidden_size=16))[0]
+        self.target, self.texts, self.image = hf_of(self.model)
+        draft = hf_of(model_of(architecture, seed=1, num_hidden_layers=1, hidden_size=16))[0]
         eagle = drafter_of(self.target)
         self.models = {"target": self.target, "draft": draft, "eagle": eagle, "text_encoder": self.texts}
         self.engine = Engine(VQModels(**self.models), max_batch=3, device="cpu")
@@ -109,21 +109,21 @@ def test_drafted_images_are_those_of_ar(method, case):
 @pytest.mark.parametrize("rounds", [(0, 3, 1), (4, 4, 4), (8, 2, 13)], ids=str)
 def test_logits_in_slots_are_those_without_a_cache(rounds, case):
     """Three prompts of unequal length, each as far as it is, some where a row begins."""
-    host, started = host_of(case.models, 3), []
+    runner, started = runner_of(case.models, 3), []
     for i, request in enumerate(requests()):
         started.append(Sequence(case.engine.resolve(request), slot=2 - i, key=i, stats=RoundStats()))
     with torch.inference_mode():
-        host.admit(started)
+        runner.admit(started)
         for sequence, times in zip(started, rounds):
             for _ in range(times):
-                find("ar", "VQ").run_round(host, [sequence], Stopwatch(host.device))
-        batch = batch_of(host, sorted(started, key=lambda sequence: sequence.slot))
-        logits = guide(host.target.output(host.features(batch, host.last(batch, 1)[0])), batch.scale)[:, 0]
+                find("ar", "VQ").run_round(runner, [sequence], Stopwatch(runner.device))
+        batch = batch_of(runner, sorted(started, key=lambda sequence: sequence.slot))
+        logits = guide(runner.target.output(runner.features(batch, runner.last(batch, 1)[0])), batch.scale)[:, 0]
         for sequence in started:
-            codes, request = host.codes[sequence.slot, : sequence.num_committed].unsqueeze(0), sequence.request
+            codes, request = runner.codes[sequence.slot, : sequence.num_committed].unsqueeze(0), sequence.request
             expected = guided_logits(case.model, case.image, case.prompts(request), codes, request.cfg)[0]
             assert relative_error(logits[sequence.slot], expected) < 1e-5
-    assert host.cache("target").tensor.shape[3] == 2  # of four heads of queries
+    assert runner.cache("target").tensor.shape[3] == 2  # of four heads of queries
 
 
 @pytest.mark.slow
@@ -168,9 +168,9 @@ def test_whole_sequences_follow_its_distribution(architecture, method):
     more = tiny | {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
     more |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     model = model_of(architecture, **more)
-    target, texts, image = hosted_of(model, **tiny)
+    target, texts, image = hf_of(model, **tiny)
     models = {"target": target, "text_encoder": texts, "eagle": drafter_of(target)}
-    models["draft"] = hosted_of(model_of(architecture, 1, **more), **tiny)[0]
+    models["draft"] = hf_of(model_of(architecture, 1, **more), **tiny)[0]
     settings = {"window": 4, "pd_k": 2, "pd_d": 2} if method == "sjd-pac" else {"window": 3}
     settings = {"gamma": 3} if method in ("sd", "eagle") else settings
     request = request_of(method, label=None, prompt="blue", cfg=2.0, **settings)

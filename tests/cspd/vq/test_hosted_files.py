@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from hosted import GUIDANCE, PROMPTS, SIDE, WORDS, generated, hosted_of, model_of, saved, tokenizer_of
+from hf import GUIDANCE, PROMPTS, SIDE, WORDS, generated, hf_of, model_of, saved, tokenizer_of
 from safetensors.torch import load_file, save_file
 
 import cspd
@@ -56,7 +56,7 @@ def test_a_folder(name, folders):
     if name not in OF_CHAMELEON:
         pooled = engine.generate([request(method="sjd", rule="lantern", k=3, delta=0.2, temperature=1.0)])[0]
         assert ((pooled.tokens >= 0) & (pooled.tokens < 16)).all()
-    texts, image = hosted_of(model)[1:]
+    texts, image = hf_of(model)[1:]
     own = texts.features(PROMPTS[0], 99, None)
     assert torch.equal(output.tokens, generated(model, image, (own, texts.null(own, 99)), GUIDANCE))
     if name in OF_CHAMELEON:
@@ -88,13 +88,13 @@ def test_tokens_are_those_of_its_own_processor(name):
     expected = processor(text=PROMPTS[0], return_tensors="pt", **how)["input_ids"][0].tolist()
     if name == "chameleon":  # whose processor leaves it to the model to begin an image
         expected.append(tokenizer.get_vocab()["<boi>"])
-    texts = hosted_of(model_of(name))[1]
+    texts = hf_of(model_of(name))[1]
     assert texts.features(PROMPTS[0], 99, None).tolist() == expected
 
 
 def test_tokens_of_lumina_mgpt():
     """Its authors' turn, the separator, and how an image of 8 by 8 pixels, 4 by 4 codes, begins."""
-    texts = hosted_of(model_of("lumina_mgpt"))[1]
+    texts = hf_of(model_of("lumina_mgpt"))[1]
     asked = "<s> Generate an image of 8x8 according to the following prompt :".split()
     begun = ["<boi>", "<reserved08802>", "<reserved08802>"]  # 8800 + 4 / 2
     expected = [*asked, "blue", "<reserved08706>", *begun]
@@ -104,7 +104,7 @@ def test_tokens_of_lumina_mgpt():
 
 
 def test_a_conversation_where_the_tokenizer_has_one():
-    texts = hosted_of(model_of("janus"))[1]
+    texts = hf_of(model_of("janus"))[1]
     texts.tokenizer.chat_template = "{% for m in messages %}old {{ m['content'][0]['text'] }} ship{% endfor %}"
     numbers = texts.tokenizer.get_vocab()
     expected = [numbers[word] for word in ["<s>", "old", *PROMPTS[0].split(), "ship", "<boi>"]]
@@ -115,12 +115,12 @@ def test_a_conversation_where_the_tokenizer_has_one():
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bf16(name, folders):
     engine = loaded(folders[name], precision="bf16")
-    host = engine.host
+    runner = engine.runner
     outputs = engine.generate([request(method=method, temperature=1.0) for method in ("ar", "sjd-pac")])
     assert all(((output.tokens >= 0) & (output.tokens < 16)).all() for output in outputs)
-    types = {parameter.dtype for parameter in host.target.parameters() if parameter.dim() == 2}
-    assert types == {torch.bfloat16} == {host.cache("target").tensor.dtype}
-    assert host.precision.prepare(host.target) is host.target
+    types = {parameter.dtype for parameter in runner.target.parameters() if parameter.dim() == 2}
+    assert types == {torch.bfloat16} == {runner.cache("target").tensor.dtype}
+    assert runner.precision.prepare(runner.target) is runner.target
 
 
 @pytest.mark.slow
@@ -129,8 +129,8 @@ def test_weights_keep_their_type(tmp_path):
     model_of("janus").to(torch.bfloat16).save_pretrained(folder)
     tokenizer_of("janus").save_pretrained(folder)
     engine = loaded(folder)
-    assert engine.host.target.own_type == torch.bfloat16
-    assert engine.host.models["tokenizer"].vqmodel.dtype == torch.float32
+    assert engine.runner.target.own_type == torch.bfloat16
+    assert engine.runner.models["tokenizer"].vqmodel.dtype == torch.float32
     assert engine.generate([request()])[0].image.shape == (3, 2 * SIDE, 2 * SIDE)
 
 
@@ -260,7 +260,7 @@ def test_bad_requests(folders):
         engine.check(request(negative_prompt=long))
     with pytest.raises(ValueError, match="these models make images of texts"):
         engine.check(cspd.Request(3))
-    engine.host.text_encoder.tokenizer.pad_token = None
+    engine.runner.text_encoder.tokenizer.pad_token = None
     with pytest.raises(
         ValueError, match=r"guidance needs a special token that this tokenizer .* give a negative_prompt"
     ):

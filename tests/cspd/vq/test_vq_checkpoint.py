@@ -49,7 +49,7 @@ def test_halves_and_safetensors(weights, tmp_path):
 @pytest.mark.parametrize("name, tokens", [("c2i_B_256.pt", 128**2), ("c2i_L_384.pt", 192**2), ("c2i_3B.pt", 256)])
 def test_resolution_is_in_the_name(name, tokens, weights, tmp_path):
     torch.save({"model": weights}, tmp_path / name)
-    assert load_gpt(tmp_path / name).config.block_size == tokens  # of the embedded tokenizer's stride of 2
+    assert load_gpt(tmp_path / name).config.block_size == tokens  # of the bundled tokenizer's stride of 2
 
 
 def test_published_settings():

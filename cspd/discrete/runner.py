@@ -1,4 +1,4 @@
-"""The VQ host: owns the models and, in slots allocated once, the codes and caches of every running sequence."""
+"""The VQ model runner: owns the models and, in slots allocated once, the codes and caches of every running sequence."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from cspd.option import VQ_OPTIONS
 from cspd.request import Known, Request, Sequence, Stopwatch, decoded, remembered, to_unit
 from cspd.terminal import shortened, telling
 
-# A forward of a `VQHost`: the inputs of codes, and a model's layers over inputs.
+# A forward of a `VQRunner`: the inputs of codes, and a model's layers over inputs.
 
 PROGRAMS = 64  # at most: a model's layers for one input or several, with a mask or without, for the null class or not
 
 
 def forward(
-    host: Any,
+    runner: Any,
     batch: Batch,
     model: str,
     codes: Tensor,
@@ -57,32 +57,32 @@ def forward(
     columns: Tensor | None,
     past: Tensor | None,
 ) -> Tensor:
-    """Features [R, N, dim] after codes [B, N], R = B * copies, as `VQHost.features`.
+    """Features [R, N, dim] after codes [B, N], R = B * copies, as `VQRunner.features`.
 
     Args:
-        start: int64 [R]; most: what it is at most, on the host; together: whether all are just that. depth: int64 [N]
+        start: int64 [R]; most: what it is at most, on the CPU; together: whether all are just that. depth: int64 [N]
             or [R, N]. seen: bool [N, M + 2] or [R, N, M + 2]. past: [R, N, dim].
     """
-    first, most = host.conditions.columns(batch, start), most + host.config.prefix_length - 1
-    position = (start.unsqueeze(1) + depth).clamp(max=host.config.block_size)
-    view, mask = host.cache(model).look(batch.rows, first, most, together, codes.shape[1], seen, columns)
-    inputs = inputs_of(host, batch, codes, position, model)
-    places = host.conditions.places(batch, host.models[model].config, position)
-    return through_layers(host, model, inputs, places, mask, view, past)
+    first, most = runner.conditions.columns(batch, start), most + runner.config.prefix_length - 1
+    position = (start.unsqueeze(1) + depth).clamp(max=runner.config.block_size)
+    view, mask = runner.cache(model).look(batch.rows, first, most, together, codes.shape[1], seen, columns)
+    inputs = inputs_of(runner, batch, codes, position, model)
+    places = runner.conditions.places(batch, runner.models[model].config, position)
+    return through_layers(runner, model, inputs, places, mask, view, past)
 
 
-def inputs_of(host: Any, batch: Batch, codes: Tensor, position: Tensor, model: str) -> Tensor:
+def inputs_of(runner: Any, batch: Batch, codes: Tensor, position: Tensor, model: str) -> Tensor:
     """Inputs [R, N, dim], R = B * copies, of codes [B, N] at positions [R, N]: the condition's last where that is 0."""
     owner = "target" if model == "eagle" else model
-    of_codes = host.models[owner].tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.copies, 0))
+    of_codes = runner.models[owner].tok_embeddings(codes.clamp(min=0).repeat_interleave(batch.num_branches, 0))
     if batch.kind.least >= codes.shape[1]:  # no input is before the last so many
         return of_codes
-    of_condition = host.conditions.last[owner][batch.rows].unsqueeze(1)
+    of_condition = runner.conditions.last[owner][batch.rows].unsqueeze(1)
     return torch.where(position.unsqueeze(-1) == 0, of_condition, of_codes)
 
 
 def through_layers(
-    host: Any,
+    runner: Any,
     model: str,
     inputs: Tensor,
     position: Tensor,
@@ -95,9 +95,9 @@ def through_layers(
     Args:
         mask, view: as `Cache.look` gives them. past: [R, N, dim], to "eagle": the features before the inputs.
     """
-    module = host.models[model]
-    layers = compiled_layers() if host.compiled else _layers
-    with host.precision.fast():
+    module = runner.models[model]
+    layers = compiled_layers() if runner.compiled else _layers
+    with runner.precision.fast():
         return layers(module, inputs, module.table(position), mask, view, past)
 
 
@@ -137,87 +137,87 @@ def _plain(view: CacheView) -> CacheView:
 # Codes that are known from the start: the first ones, since VQ models make them one after the other, row by row.
 
 
-def encoder(host: Any) -> Callable[[Known, Tensor], Tensor]:
-    """Makes codes [L], on the CPU, of a picture by a `VQHost`'s tokenizer, whatever the seed; they are remembered.
+def encoder(runner: Any) -> Callable[[Known, Tensor], Tensor]:
+    """Makes codes [L], on the CPU, of a picture by a `VQRunner`'s tokenizer, whatever the seed; they are remembered.
 
     Raises ValueError where there is no tokenizer.
     """
-    codes = remembered(functools.partial(_codes, host))
+    codes = remembered(functools.partial(_codes, runner))
     return lambda known, seed: codes(known)
 
 
-def _codes(host: Any, known: Known) -> Tensor:
-    tokenizer = host.models["tokenizer"]
+def _codes(runner: Any, known: Known) -> Tensor:
+    tokenizer = runner.models["tokenizer"]
     if tokenizer is None:
         raise ValueError("an image is given and this engine has no tokenizer to encode it: give it one, or codes")
-    pixels = known.to_encode(host.config.grid * tokenizer.config.stride).to(host.device)
-    with torch.no_grad(), host.precision.full():
+    pixels = known.to_encode(runner.config.grid * tokenizer.config.stride).to(runner.device)
+    with torch.no_grad(), runner.precision.full():
         return tokenizer.encode(pixels)[0].cpu()
 
 
-def with_prefix(request: Request, host: Any) -> Request:
+def with_prefix(request: Request, runner: Any) -> Request:
     """The request with what is known of its image as codes.
 
     Args:
-        host: a `VQHost`.
+        runner: a `VQRunner`.
 
     Raises:
         ValueError: they are not the model's, or not the first ones; or as `with_tokens`.
     """
-    request = with_tokens(request, host, (host.seq_len,))
-    known, vocabulary = request.known, host.config.vocab_size
+    request = with_tokens(request, runner, (runner.seq_len,))
+    known, vocabulary = request.known, runner.config.vocab_size
     if known is None:
         return request
     if known.image.is_floating_point() or not ((known.image >= 0) & (known.image < vocabulary)).all():
         raise ValueError(f"the tokens that are given are no codes 0..{vocabulary - 1}: give this model's own")
-    num_kept = host.seq_len - known.num_made
+    num_kept = runner.seq_len - known.num_made
     first = int(known.made.argmax())
     if first < num_kept:
-        rows = first // host.config.grid
-        instead = f"the first {rows} of {host.config.grid} rows of tokens" if rows else "only rows at the top"
+        rows = first // runner.config.grid
+        instead = f"the first {rows} of {runner.config.grid} rows of tokens" if rows else "only rows at the top"
         raise ValueError(
-            f"the mask keeps {num_kept} of {host.seq_len} tokens, {num_kept - first} of them after one that is made: VQ"
-            f" models go row by row from the top; keep {instead}, or take a MAR model, which keeps any"
+            f"the mask keeps {num_kept} of {runner.seq_len} tokens, {num_kept - first} of them after one that is made:"
+            f" VQ models go row by row from the top; keep {instead}, or take a MAR model, which keeps any"
         )
     return request
 
 
-def prefill(host: Any, sequences: list[Sequence]) -> None:
+def prefill(runner: Any, sequences: list[Sequence]) -> None:
     """Writes the codes that sequences know from the start to their slots, and has the models take them in.
 
     Args:
-        host: a `VQHost`, in whose slots nothing is known yet.
+        runner: a `VQRunner`, in whose slots nothing is known yet.
     """
-    for own in alike(sequences, lambda sequence: _num_known(host, sequence)):
-        _prefill(host, own)
+    for own in alike(sequences, lambda sequence: _num_known(runner, sequence)):
+        _prefill(runner, own)
 
 
-def _num_known(host: Any, sequence: Sequence) -> int:
+def _num_known(runner: Any, sequence: Sequence) -> int:
     """How many codes a sequence begins with."""
-    return host.seq_len - sequence.request.num_made(host.seq_len)
+    return runner.seq_len - sequence.request.num_made(runner.seq_len)
 
 
-def _prefill(host: Any, sequences: list[Sequence]) -> None:
+def _prefill(runner: Any, sequences: list[Sequence]) -> None:
     """One forward of each model over the inputs before the known codes, as many in each of the sequences.
 
     The last known code is the first round's input.
     """
-    batch, count = batch_of(host, sequences), _num_known(host, sequences[0])
+    batch, count = batch_of(runner, sequences), _num_known(runner, sequences[0])
     codes = torch.stack([sequence.request.known.image[:count] for sequence in sequences])
-    codes = send_integers(codes.numpy(), host.device)
+    codes = send_integers(codes.numpy(), runner.device)
     inputs = codes.roll(1, 1)  # the input at a position is the code before it, and at the first the class
-    host.begin(None)
-    features = host.features(batch, inputs)
+    runner.begin(None)
+    features = runner.features(batch, inputs)
     uses = {name for sequence in sequences for name in sequence.uses}
     if "draft" in uses:
-        host.features(batch, inputs, 0, "draft")
+        runner.features(batch, inputs, 0, "draft")
     if "eagle" in uses:
-        host.past.keep(batch, features)
-        position = torch.arange(count, device=host.device).expand(len(batch), -1)
-        host.features(batch, inputs, 0, "eagle", past=host.past.before(batch, position))
+        runner.past.keep(batch, features)
+        position = torch.arange(count, device=runner.device).expand(len(batch), -1)
+        runner.features(batch, inputs, 0, "eagle", past=runner.past.before(batch, position))
 
-    host.commit(batch, codes, torch.full_like(codes, torch.nan, dtype=torch.float32))
-    host.known.index_fill_(0, batch.slot, count)
+    runner.commit(batch, codes, torch.full_like(codes, torch.nan, dtype=torch.float32))
+    runner.known.index_fill_(0, batch.slot, count)
     for sequence in sequences:
         sequence.num_committed = count
 
@@ -238,18 +238,18 @@ def _reserved(side: int) -> int:
     return MOST_NODES + MOST_NODES // side + 1
 
 
-def _columns(host: Any, batch: Batch, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _columns(runner: Any, batch: Batch, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of inputs at positions [R, N]: the column, int64, which is also their place in the sequence that the layers
     know; whether each is a row's end, bool; and the first column of siblings, int64 [R, 1], if the first is the root.
     """
-    side = host.config.grid
-    own = host.conditions.before[batch.rows].unsqueeze(1) + position + position // side
+    side = runner.config.grid
+    own = runner.conditions.before[batch.rows].unsqueeze(1) + position + position // side
     is_end = (position % side == 0) & (position > 0)
     return own, is_end, own[:, :1] + _reserved(side)
 
 
 def features_with_row_ends(
-    host: Any,
+    runner: Any,
     batch: Batch,
     model: str,
     codes: Tensor,
@@ -258,17 +258,17 @@ def features_with_row_ends(
     depth: Tensor,
     seen: Tensor | None,
 ) -> Tensor:
-    """Features [R, N, dim] after codes [B, N], R = B * copies, as `VQHost.features`.
+    """Features [R, N, dim] after codes [B, N], R = B * copies, as `VQRunner.features`.
 
     Args:
-        start: int64 [R]; most: what it is at most, on the host. depth: int64 [N] or [R, N]. seen: `seen_of`
+        start: int64 [R]; most: what it is at most, on the CPU. depth: int64 [N] or [R, N]. seen: `seen_of`
             bool [N, N] or [R, N, N]; None where each input looks at those before it.
     """
-    side, count, rows = host.config.grid, codes.shape[1], len(start)
+    side, count, rows = runner.config.grid, codes.shape[1], len(start)
     node = steps(count, start.device)
     position = start.unsqueeze(1) + depth
-    own, is_end, beyond = _columns(host, batch, position)
-    last_column = host.cache(model).tensor.shape[4] - 1
+    own, is_end, beyond = _columns(runner, batch, position)
+    last_column = runner.cache(model).tensor.shape[4] - 1
 
     # of each input its column, and that of the code before it where it is a row's end
     stays = depth == node
@@ -283,8 +283,8 @@ def features_with_row_ends(
     place = torch.cat([own, own.gather(1, of) - 1], 1)
 
     # inputs
-    of_codes = inputs_of(host, batch, codes, position, model)
-    end = host.models[model].cls_embedding.weight[host.config.row_end].to(of_codes.dtype)
+    of_codes = inputs_of(runner, batch, codes, position, model)
+    end = runner.models[model].cls_embedding.weight[runner.config.row_end].to(of_codes.dtype)
     inputs = torch.where(is_end.unsqueeze(-1), end, of_codes)
     doubled = of_codes.gather(1, of.unsqueeze(-1).expand(-1, -1, of_codes.shape[-1]))
     inputs = torch.cat([inputs, doubled], 1)
@@ -302,22 +302,22 @@ def features_with_row_ends(
     mask.scatter_(2, column.unsqueeze(1).expand(-1, count + most_ends, -1), torch.cat([at_inputs, at_seconds], 2))
 
     # columns that are looked at
-    width = host.config.prefix_length + most + most // side + count + count // side + 1
+    width = runner.config.prefix_length + most + most // side + count + count // side + 1
     if seen is not None:
         width += _reserved(side) + 2 * count
     width = min(stepped(width), last_column + 1)
-    view = host.cache(model).view(batch.rows, column, width)
-    made = through_layers(host, model, inputs, place, mask[..., :width].unsqueeze(1), view)
+    view = runner.cache(model).view(batch.rows, column, width)
+    made = through_layers(runner, model, inputs, place, mask[..., :width].unsqueeze(1), view)
     return made[:, :count]
 
 
-def compact(host: Any, batch: Batch, path: Tensor) -> None:
-    """As `VQHost.compact`: the inputs of nodes path[:, i] go where the i-th after the root is to stay."""
+def compact(runner: Any, batch: Batch, path: Tensor) -> None:
+    """As `VQRunner.compact`: the inputs of nodes path[:, i] go where the i-th after the root is to stay."""
     level = steps(path.shape[1], path.device)
     node = of_copies(batch, path)
-    own, is_end, beyond = _columns(host, batch, batch.known_rows.unsqueeze(1) + level)
+    own, is_end, beyond = _columns(runner, batch, batch.known_rows.unsqueeze(1) + level)
     stays, sibling = node == level, beyond + 2 * node
-    cache = host.cache("target")
+    cache = runner.cache("target")
     source = [torch.where(stays, own, sibling), torch.where(stays, own - 1, sibling + 1)]
     target = [own, torch.where(is_end, own - 1, cache.tensor.shape[4] - 1)]
     cache.move(batch.rows, torch.cat(source, 1), torch.cat(target, 1))
@@ -361,76 +361,76 @@ class Conditions:
         return position + self.before[batch.rows].unsqueeze(1) if config.text_places else position
 
 
-def check_encoder(request: Request, host: Any) -> None:
-    """Raises ValueError where a request has a text and a `VQHost` no text encoder."""
-    if request.prompt is not None and host.text_encoder is None:
+def check_encoder(request: Request, runner: Any) -> None:
+    """Raises ValueError where a request has a text and a `VQRunner` no text encoder."""
+    if request.prompt is not None and runner.text_encoder is None:
         missing = "needs a text encoder and this engine has none"
         raise ValueError(f"prompt={shortened(request.prompt)} {missing}: {PLACE}")
     if request.prompt is not None:
-        host.text_encoder.check(request, host.config.prefix_length)
+        runner.text_encoder.check(request, runner.config.prefix_length)
 
 
-def encode_texts(request: Request, host: Any) -> None:
+def encode_texts(request: Request, runner: Any) -> None:
     """Has the texts of a checked request encoded, which are remembered."""
     for text in (request.prompt, request.negative_prompt):
         if text is not None:
-            host.text_of(text)
+            runner.text_of(text)
 
 
-def take_in(host: Any, sequences: list[Sequence]) -> None:
+def take_in(runner: Any, sequences: list[Sequence]) -> None:
     """Has the models take in the conditions of sequences, all inputs but the last.
 
     Args:
-        host: a `VQHost`, in whose slots nothing is known yet.
+        runner: a `VQRunner`, in whose slots nothing is known yet.
     """
-    if host.conditions.before is None:
-        _take_in_classes(host, sequences)
+    if runner.conditions.before is None:
+        _take_in_classes(runner, sequences)
         return
-    for own in alike(sequences, lambda sequence: host.config.prefix_length):
-        _take_in_texts(host, own)
+    for own in alike(sequences, lambda sequence: runner.config.prefix_length):
+        _take_in_texts(runner, own)
 
 
-def _take_in_classes(host: Any, sequences: list[Sequence]) -> None:
+def _take_in_classes(runner: Any, sequences: list[Sequence]) -> None:
     """A class is one input; its null condition the null class."""
-    null, numbers = host.num_classes, []
+    null, numbers = runner.num_classes, []
     for sequence in sequences:
         label = null if sequence.request.label is None else sequence.request.label
         numbers += [(2 * sequence.slot, label), (2 * sequence.slot + 1, null)]
-    rows, labels = send_integers(numbers, host.device).unbind(1)
+    rows, labels = send_integers(numbers, runner.device).unbind(1)
     uses = {"target"}.union(*(sequence.uses for sequence in sequences))
-    for name, last in host.conditions.last.items():
+    for name, last in runner.conditions.last.items():
         if name in uses:
-            last[rows] = host.models[name].cls_embedding(labels).squeeze(1)
+            last[rows] = runner.models[name].cls_embedding(labels).squeeze(1)
 
 
-def _take_in_texts(host: Any, sequences: list[Sequence]) -> None:
+def _take_in_texts(runner: Any, sequences: list[Sequence]) -> None:
     """One forward of each model over all texts but their last tokens. What is beyond a shorter one is overwritten."""
-    batch, conditions = batch_of(host, sequences), host.conditions
+    batch, conditions = batch_of(runner, sequences), runner.conditions
     requests = [sequence.request for sequence in sequences]
-    texts = sent_texts(host, requests, batch.copies)
+    texts = sent_texts(runner, requests, batch.num_branches)
     count = texts.count
-    each = steps(len(count), host.device)
+    each = steps(len(count), runner.device)
     conditions.before[batch.rows] = count - 1
     uses = {"target"}.union(*(sequence.uses for sequence in sequences))
-    host.begin(None)
+    runner.begin(None)
     for name, last in conditions.last.items():
-        with host.precision.fast():
-            inputs = inputs_of_texts(host.models[name], texts).to(last.dtype)
+        with runner.precision.fast():
+            inputs = inputs_of_texts(runner.models[name], texts).to(last.dtype)
         last[batch.rows] = inputs[each, count - 1]
         if name in uses:
-            features = _features(host, batch, name, inputs[:, :-1])
+            features = _features(runner, batch, name, inputs[:, :-1])
         if name == "target" and "eagle" in uses:
             before = functional.pad(features, (0, 0, 1, 0))  # of each input, the feature before it
-            _features(host, batch, "eagle", inputs[:, :-1], past=before[:, :-1])
-            before_last = before[each, count - 1].unflatten(0, (len(batch), batch.copies))
-            host.past.keep(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
+            _features(runner, batch, "eagle", inputs[:, :-1], past=before[:, :-1])
+            before_last = before[each, count - 1].unflatten(0, (len(batch), batch.num_branches))
+            runner.past.keep(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
 
 
 class Texts(NamedTuple):
     """Texts as models take them in, on the device.
 
     Attributes:
-        tokens: as `VQHost.text_of` has them, [R, N, ...], padded at the right. count: int64 [R], how many they are.
+        tokens: as `VQRunner.text_of` has them, [R, N, ...], padded at the right. count: int64 [R], how many they are.
         is_null: bool [R], where the model's null caption is to be in their place; None where it never is.
     """
 
@@ -439,18 +439,18 @@ class Texts(NamedTuple):
     is_null: Tensor | None
 
 
-def sent_texts(host: Any, requests: list[Request], copies: int) -> Texts:
-    """The prompts of requests and, where `copies` is 2, after each of them what guidance leads away from.
+def sent_texts(runner: Any, requests: list[Request], num_branches: int) -> Texts:
+    """The prompts of requests and, where `num_branches` is 2, after each of them what guidance leads away from.
 
     LlamaGen's null caption is as long as the prompt, as the authors mask it.
     """
     texts, is_null = [], []
     for request in requests:
-        texts.append(own := host.text_of(request.prompt))
+        texts.append(own := runner.text_of(request.prompt))
         is_null.append(False)
-        if copies == 2:
-            negative, most = request.negative_prompt, host.config.prefix_length
-            other = host.text_encoder.null(own, most) if negative is None else host.text_of(negative)
+        if num_branches == 2:
+            negative, most = request.negative_prompt, runner.config.prefix_length
+            other = runner.text_encoder.null(own, most) if negative is None else runner.text_of(negative)
             texts.append(own if other is None else other)
             is_null.append(other is None)
     count = np.array([len(text) for text in texts])
@@ -458,7 +458,7 @@ def sent_texts(host: Any, requests: list[Request], copies: int) -> Texts:
     for row, text in zip(padded, texts):
         row[: len(text)] = text
     arrays = {"tokens": padded, "count": count} | ({"is_null": np.array(is_null)} if any(is_null) else {})
-    sent = send(arrays, host.device)
+    sent = send(arrays, runner.device)
     return Texts(sent["tokens"], sent["count"], sent.get("is_null"))
 
 
@@ -472,22 +472,22 @@ def inputs_of_texts(model: GPT, texts: Texts) -> Tensor:
     return model.cls_embedding(tokens)
 
 
-def _features(host: Any, batch: Batch, model: str, inputs: Tensor, past: Tensor | None = None) -> Tensor:
+def _features(runner: Any, batch: Batch, model: str, inputs: Tensor, past: Tensor | None = None) -> Tensor:
     """Features [R, N, dim] after a condition's inputs [R, N, dim], which go to the first columns of the cache."""
     if not inputs.shape[1]:
         return inputs
     start = torch.zeros_like(batch.known_rows)
-    has_places = host.models[model].config.text_places
-    places = steps(inputs.shape[1], host.device) if has_places else start.unsqueeze(1)
+    has_places = runner.models[model].config.text_places
+    places = steps(inputs.shape[1], runner.device) if has_places else start.unsqueeze(1)
     position = places.expand(inputs.shape[:2])
-    view, mask = host.cache(model).look(batch.rows, start, 0, True, inputs.shape[1])
-    return through_layers(host, model, inputs, position, mask, view, past)
+    view, mask = runner.cache(model).look(batch.rows, start, 0, True, inputs.shape[1])
+    return through_layers(runner, model, inputs, position, mask, view, past)
 
 
-# The VQ host: owns the models and, in slots allocated once, the codes and key-value caches of running sequences.
+# The runner owns the models and, in slots allocated once, the codes and key-value caches of running sequences.
 
 
-class VQHost:
+class VQRunner:
     """Answers what a method asks: the distributions after drafted codes, and to commit codes.
 
     Args:
@@ -539,7 +539,7 @@ class VQHost:
         length = self.config.block_size + MOST_NODES  # a round may commit past the end
         self._inputs = torch.zeros(num_slots, 1 + length, dtype=torch.int64, device=device)  # the first: no code
         self.codes = self._inputs[:, 1:]
-        self.heat = torch.zeros(num_slots, length, device=device)
+        self.token_cost = torch.zeros(num_slots, length, device=device)
         self.known = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
         self.conditions = Conditions(self.models, num_slots, device)
@@ -551,8 +551,8 @@ class VQHost:
         self.encode = encoder(self)
         self.late = device.type == "cuda"
 
-    def adopt(self, other: VQHost) -> None:
-        """Takes over what another host of the same models has measured."""
+    def adopt(self, other: VQRunner) -> None:
+        """Takes over what another model runner of the same models has measured."""
         self.tuning = other.tuning
 
     def forget(self, key: Hashable) -> None:
@@ -661,7 +661,7 @@ class VQHost:
         else:
             features = features_with_row_ends(self, batch, model, codes, start, most, depth, seen)
         self._start("other")
-        return features.unflatten(0, (len(batch), batch.copies)).transpose(0, 1)
+        return features.unflatten(0, (len(batch), batch.num_branches)).transpose(0, 1)
 
     def distributions(self, batch: Batch, features: Tensor, model: str = "target", soft: bool = False) -> Tensor:
         """Guided, filtered code distributions, float32 [B, N, V], after features [copies, B, N, dim].
@@ -709,12 +709,12 @@ class VQHost:
         position = start.unsqueeze(1) + steps(count, self.device)
         return self._inputs[batch.slot.unsqueeze(1), position], start
 
-    def commit(self, batch: Batch, codes: Tensor, heat: Tensor) -> None:
+    def commit(self, batch: Batch, codes: Tensor, token_cost: Tensor) -> None:
         """Writes codes and heat [B, n] after the committed ones; what is too much is overwritten later or left out."""
         place = batch.known_t.unsqueeze(1) + steps(codes.shape[1], self.device)
         slot = batch.slot.unsqueeze(1)
         self.codes[slot, place] = codes
-        self.heat[slot, place] = heat
+        self.token_cost[slot, place] = token_cost
 
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward's nodes path[:, i], int64 [B, n], to the i-th place."""
@@ -730,13 +730,13 @@ class VQHost:
         """(codes [B, L], heat [B, L], which are codes and not -1, bool [B, L]) of sequences."""
         slots = send_integers([s.slot for s in sequences], self.device)
         codes = self.codes[slots, : self.seq_len]
-        return codes, self.heat[slots, : self.seq_len], codes >= 0
+        return codes, self.token_cost[slots, : self.seq_len], codes >= 0
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(codes [1, L], heat [1, L]) of a running sequence, -1 and NaN where they are unknown."""
-        codes, heat, _ = self.results([sequence])
+        codes, token_cost, _ = self.results([sequence])
         unknown = steps(self.seq_len, self.device) >= sequence.num_committed
-        return codes.masked_fill(unknown, -1), heat.masked_fill(unknown, torch.nan)
+        return codes.masked_fill(unknown, -1), token_cost.masked_fill(unknown, torch.nan)
 
     def decode(self, codes: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of codes [B, L] (-1 as 0), resized as published; None without tokenizer."""

@@ -22,8 +22,8 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from cspd.discrete.architectures import ARCHITECTURES, HostedModel, name_of
-from cspd.discrete.hosted import HostedEagle, Prompts, sizes
+from cspd.discrete.architectures import ARCHITECTURES, HFModel, name_of
+from cspd.discrete.hf import HFEagle, Prompts, sizes
 from cspd.discrete.registry import Image
 
 CODES, SIDE = 16, 4
@@ -127,31 +127,31 @@ def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = S
     return model.eval()
 
 
-def hosted_of(model: PreTrainedModel, **more: int) -> tuple[HostedModel, Prompts, Image]:
-    """A model as `VQHost` takes it, without a folder between; `more` of its sizes, by which it was made."""
+def hf_of(model: PreTrainedModel, **more: int) -> tuple[HFModel, Prompts, Image]:
+    """A model as `VQRunner` takes it, without a folder between; `more` of its sizes, by which it was made."""
     architecture = ARCHITECTURES[name_of(model.config.to_dict())]
     area = (2 * more.get("side", SIDE)) ** 2
     image = architecture.image(model.config, {"image_area": area})
     config = sizes(model.config, architecture, image)
     tokenizer = tokenizer_of(architecture.name, image.num_codes)
-    target = HostedModel(config, architecture.parts(model, image, None)).requires_grad_(False)
+    target = HFModel(config, architecture.parts(model, image, None)).requires_grad_(False)
     return target, Prompts(tokenizer, architecture, image), image
 
 
-def drafter_of(target: HostedModel) -> HostedEagle:
+def drafter_of(target: HFModel) -> HFEagle:
     """An EAGLE drafter with random weights."""
     torch.manual_seed(5)
-    return HostedEagle(target.config).eval().requires_grad_(False)
+    return HFEagle(target.config).eval().requires_grad_(False)
 
 
 def plain_logits(model: PreTrainedModel, image: Image, prompt: Tensor, codes: Tensor) -> Tensor:
     """Logits [B, V] of the code after a prompt's tokens [n] and codes [B, N], by the model's own layers at once."""
     inner, prompts = model.model, prompt.expand(len(codes), -1)
     if model.config.model_type == "janus":
-        embedded = [model.get_input_embeddings()(prompts)]
+        bundled = [model.get_input_embeddings()(prompts)]
         if codes.shape[1]:
-            embedded.append(model.prepare_embeddings_for_image_generation(codes))
-        made = inner.language_model(inputs_embeds=torch.cat(embedded, 1), use_cache=False)
+            bundled.append(model.prepare_embeddings_for_image_generation(codes))
+        made = inner.language_model(inputs_embeds=torch.cat(bundled, 1), use_cache=False)
         return inner.generation_head(made.last_hidden_state[:, -1])
     tokens = torch.tensor(image.tokens)
     rows = [tokens[row] for row in codes.split(image.side, 1)]

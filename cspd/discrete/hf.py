@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from cspd.discrete.gpt import Eagle, GPTConfig
-from cspd.discrete.registry import EAGLE, Architecture, HostedConfig, Image
+from cspd.discrete.registry import EAGLE, Architecture, HFConfig, Image
 from cspd.files import WEIGHTS, check_files, read_json, weight_files
 from cspd.request import Request
 from cspd.terminal import shortened
@@ -33,7 +33,7 @@ MOST_PROMPT = 512  # tokens: each takes as much of the cache as a code
 OF_IMAGES = "vqmodel."  # in the names of the VQ model's weights
 
 
-def is_hosted(place: Path) -> bool:
+def is_hf(place: Path) -> bool:
     """Whether a place is a folder of a model of `transformers`, or the configuration of one."""
     config = place / CONFIG if place.is_dir() else place
     return config.name == CONFIG and config.is_file() and "model_type" in _read(config)
@@ -62,7 +62,7 @@ class Folder:
     path: Path
     architecture: Architecture
     image: Image
-    config: HostedConfig
+    config: HFConfig
     own: Any
     dtype: torch.dtype
     num_bytes: int
@@ -138,8 +138,8 @@ def _processor(path: Path) -> dict[str, Any]:
     return settings
 
 
-def sizes(own: Any, architecture: Architecture, image: Image) -> HostedConfig:
-    """What a host must know of a configuration of `transformers`. Raises CheckpointError where it has no room."""
+def sizes(own: Any, architecture: Architecture, image: Image) -> HFConfig:
+    """What a runner must know of a configuration of `transformers`. Raises CheckpointError where it has no room."""
     text = architecture.text(own)
     heads = text.num_attention_heads
     length = image.side**2
@@ -150,7 +150,7 @@ def sizes(own: Any, architecture: Architecture, image: Image) -> HostedConfig:
             f"config.json: max_position_embeddings={text.max_position_embeddings} leaves no room for a prompt before"
             f" {length + rows} tokens of an image: take the config.json of a model that makes images"
         )
-    return HostedConfig(
+    return HFConfig(
         architecture.name,
         dim=text.hidden_size,
         n_layer=text.num_hidden_layers,
@@ -171,7 +171,7 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
 
     Raises CheckpointError where weights cannot be read, or are not all there.
     """
-    from cspd.discrete.architectures import HostedModel
+    from cspd.discrete.architectures import HFModel
 
     # without accelerate it is read into the computer's memory first, and moved by the engine
     straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
@@ -191,7 +191,7 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
     missing = sorted(name for name in report["missing_keys"] if not _is_elsewhere(name, parts.tokenizer))
     if missing:
         raise CheckpointError(f"{folder.path}: the weights lack {missing[0]}: fetch the whole folder again")
-    return HostedModel(folder.config, parts), parts.tokenizer
+    return HFModel(folder.config, parts), parts.tokenizer
 
 
 def _is_elsewhere(name: str, tokenizer: Any) -> bool:
@@ -280,28 +280,28 @@ class Prompts:
 # EAGLE's drafter for a model of `transformers`: the layer that a LlamaGen of its width and heads would have.
 
 
-class HostedEagle(Eagle):
+class HFEagle(Eagle):
     """Runs ahead of a model in its features, code by code: the ends of rows are no inputs of its.
 
     It computes in the type of its weights, as its target does. config: the target's.
     """
 
-    def __init__(self, config: HostedConfig) -> None:
+    def __init__(self, config: HFConfig) -> None:
         names = ("dim", "n_head", "vocab_size", "block_size", "prefix_length")
         sizes = {name: getattr(config, name) for name in names}
         super().__init__(GPTConfig(**sizes, n_layer=1, num_classes=0))
 
     @property
     def own_type(self) -> torch.dtype:
-        """As `HostedModel.own_type`."""
+        """As `HFModel.own_type`."""
         return self.fc.weight.dtype
 
 
-def load_hosted_eagle(path: Path, target: HostedConfig, dtype: torch.dtype) -> HostedEagle:
+def load_hf_eagle(path: Path, target: HFConfig, dtype: torch.dtype) -> HFEagle:
     """A drafter with the weights of a file, on the CPU in a type; target: what it drafts for.
 
     Raises:
         CheckpointError: as in `mar.checkpoint.load_weights`.
     """
-    kind = replace(EAGLE, names={target.architecture: target}, create=lambda name: HostedEagle(target))
+    kind = replace(EAGLE, names={target.architecture: target}, create=lambda name: HFEagle(target))
     return load_weights(path, kind)[0].to(dtype)

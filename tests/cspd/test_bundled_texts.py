@@ -1,4 +1,4 @@
-"""The embedded models of texts are what their card says: files, pictures that show their texts, drafts."""
+"""The bundled models of texts are what their card says: files, pictures that show their texts, drafts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cspd.checkpoints import checkpoint_files
 from cspd.cli import main, options
 from cspd.discrete.registry import SamplingDefaults, defaults_of, load_gpt, load_tokenizer
 from cspd.evaluation.metrics import SPACES, load_classifier
-from cspd.models import embedded
+from cspd.models import bundled
 
-FOLDER = embedded()["emoji64_text"]
+FOLDER = bundled()["emoji64_text"]
 ENTRIES = read_list(FOLDER / "prompts.json")
 
 
@@ -94,6 +94,6 @@ def test_evaluate_by_the_emojis_classifier(tmp_path):
 
 
 def test_the_page_has_it_where_texts_can_be_read(monkeypatch):
-    assert options.embedded_here() == [*embedded()] and "emoji64_text" in embedded()
+    assert options.bundled_here() == [*bundled()] and "emoji64_text" in bundled()
     monkeypatch.setattr(options, "missing_library", lambda: "transformers")
-    assert options.embedded_here() == ["digits32", "digits32_vq", "emoji64"]
+    assert options.bundled_here() == ["digits32", "digits32_vq", "emoji64"]

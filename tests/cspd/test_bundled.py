@@ -1,4 +1,4 @@
-"""The embedded checkpoints are what their model card says: sizes, autoencoder, classifier, samples."""
+"""The bundled checkpoints are what their model card says: sizes, autoencoder, classifier, samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from digits import coloured_digits
 import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.evaluation.metrics import accuracy, load_classifier
-from cspd.models import embedded
+from cspd.models import bundled
 from mar.checkpoint import load_mar, load_vae
 from mar.tensors import CheckpointError
 
@@ -29,11 +29,11 @@ def test_sizes():
     files = checkpoint_files("digits32")
     assert 3e6 <= parameters(load_mar(files["target"])) <= 6e6
     assert 0.7e6 <= parameters(load_mar(files["draft"])) <= 1.2e6
-    assert sum(path.stat().st_size for path in embedded()["digits32"].iterdir()) < 24e6
+    assert sum(path.stat().st_size for path in bundled()["digits32"].iterdir()) < 24e6
 
 
 def test_official_names_load_from_a_folder(tmp_path):
-    """The embedded weights under the official files' names and layout give the embedded weights' images."""
+    """The bundled weights under the official files' names and layout give the bundled weights' images."""
     files = checkpoint_files("digits32")
     weights = load_mar(files["target"]).state_dict()
     other = {name: torch.zeros_like(t) for name, t in weights.items()}
@@ -55,7 +55,7 @@ def test_every_package_is_installed():
     inits = [init for name in ("cspd", "mar") for init in (root / name).rglob("__init__.py")]
     code = {".".join(init.parent.relative_to(root).parts) for init in inits}
     assert code <= listed
-    assert {name.split(".")[2] for name in listed - code} == set(embedded())  # cspd.checkpoints.NAME
+    assert {name.split(".")[2] for name in listed - code} == set(bundled())  # cspd.checkpoints.NAME
 
 
 def test_autoencoder():

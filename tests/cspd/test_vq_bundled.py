@@ -1,4 +1,4 @@
-"""The embedded VQ models are what their card says, and every method runs on them, also from the command line."""
+"""The bundled VQ models are what their card says, and every method runs on them, also from the command line."""
 
 import json
 
@@ -11,7 +11,7 @@ from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.evaluation.metrics import accuracy, load_classifier
 from cspd.method import method_names
-from cspd.models import embedded
+from cspd.models import bundled
 
 OF_VQ = method_names(["VQ"])
 
@@ -26,15 +26,15 @@ def parameters(model):
 
 
 def test_sizes(engine):
-    models = engine.host.models
+    models = engine.runner.models
     assert 3e6 <= parameters(models["target"]) <= 6e6 and 0.7e6 <= parameters(models["draft"]) <= 1.3e6
-    assert engine.host.seq_len == 256
-    assert sum(path.stat().st_size for path in embedded()["digits32_vq"].iterdir()) < 24e6
+    assert engine.runner.seq_len == 256
+    assert sum(path.stat().st_size for path in bundled()["digits32_vq"].iterdir()) < 24e6
 
 
 def test_tokenizer(engine):
     images, _ = coloured_digits(128, seed=10**9, split="held-out")
-    tokenizer = engine.host.models["tokenizer"]
+    tokenizer = engine.runner.models["tokenizer"]
     with torch.inference_mode():
         error = (tokenizer.decode(tokenizer.encode(images)).clamp(-1, 1) - images).square().mean()
     assert -10 * torch.log10(error / 4) > 36
@@ -59,8 +59,8 @@ def test_drafts_are_worth_it(engine):
 
 
 def test_the_draft_is_a_target_too():
-    engine = cspd.load(embedded()["digits32_vq"] / "draft.safetensors", max_batch=1, device="cpu")
-    assert engine.host.models["eagle"] is None  # it belongs to the target beside
+    engine = cspd.load(bundled()["digits32_vq"] / "draft.safetensors", max_batch=1, device="cpu")
+    assert engine.runner.models["eagle"] is None  # it belongs to the target beside
     with pytest.raises(ValueError, match="EAGLE"):
         engine.check(cspd.Request(label=0, method="eagle"))
 

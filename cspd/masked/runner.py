@@ -1,4 +1,4 @@
-"""The MAR host: owns the models and, in slots allocated once, the tokens and orders of every running sequence."""
+"""The MAR runner: owns the models and, in slots allocated once, the tokens and orders of every running sequence."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ from mar.vae import AutoencoderKL
 # Tokens that are known from the start: written to their slots, first in their orders.
 
 
-def encoder(host: Any) -> Callable[[Known, Tensor], Tensor]:
-    """Makes tokens [L, d], on the CPU, of a picture by a `MARHost`'s autoencoder, for a seed, int64 [1].
+def encoder(runner: Any) -> Callable[[Known, Tensor], Tensor]:
+    """Makes tokens [L, d], on the CPU, of a picture by a `MARRunner`'s autoencoder, for a seed, int64 [1].
 
     They are drawn from the autoencoder's posterior, as those that MAR was trained on. Its mean can be far from them.
     What it finds of a picture is remembered for other seeds. Raises ValueError where there is no autoencoder.
     """
-    posterior = remembered(functools.partial(_posterior, host))
+    posterior = remembered(functools.partial(_posterior, runner))
 
     def encode(known: Known, seed: Tensor) -> Tensor:
         mean, deviation = posterior(known)
         length, channels = mean.shape
-        return mean + deviation * host.noise.latents(seed, torch.arange(length), channels)
+        return mean + deviation * runner.noise.latents(seed, torch.arange(length), channels)
 
     return encode
 
 
-def _posterior(host: Any, known: Known) -> tuple[Tensor, Tensor]:
+def _posterior(runner: Any, known: Known) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of a picture's tokens, [L, d] each, on the CPU."""
-    if host.vae is None:
+    if runner.vae is None:
         raise ValueError("an image is given and this engine has no autoencoder to encode it: give it one, or tokens")
-    pixels = known.to_encode(host.image_size).to(host.device)
-    with torch.no_grad(), host.precision.full():
-        mean, log_variance = host.vae.encode(pixels)
-    both = torch.cat([mean, (log_variance / 2).exp()]) * host.vae.config.scale
-    return host.target.patchify(both).cpu().unbind()
+    pixels = known.to_encode(runner.image_size).to(runner.device)
+    with torch.no_grad(), runner.precision.full():
+        mean, log_variance = runner.vae.encode(pixels)
+    both = torch.cat([mean, (log_variance / 2).exp()]) * runner.vae.config.scale
+    return runner.target.patchify(both).cpu().unbind()
 
 
-def given(host: Any, sequences: list[Sequence]) -> Tensor | None:
-    """See `MARHost.given`."""
+def given(runner: Any, sequences: list[Sequence]) -> Tensor | None:
+    """See `MARRunner.given`."""
     knowns = [sequence.request.known for sequence in sequences]
     if not any(knowns):
         return None
-    nothing = np.zeros(host.seq_len, dtype=bool)
+    nothing = np.zeros(runner.seq_len, dtype=bool)
     kept = np.stack([~known.made if known else nothing for known in knowns])
-    return send({"kept": kept}, host.device)["kept"]
+    return send({"kept": kept}, runner.device)["kept"]
 
 
-def give(host: Any, sequences: list[Sequence]) -> None:
+def give(runner: Any, sequences: list[Sequence]) -> None:
     """Writes the tokens that sequences know from the start; the others follow them in the order that they had."""
     own = [sequence for sequence in sequences if sequence.request.known]
-    kept = given(host, own)
+    kept = given(runner, own)
     if kept is None:
         return
     tokens = np.stack([sequence.request.known.image.numpy() for sequence in own])  # type: ignore[union-attr]
-    sent = send({"slot": np.array([sequence.slot for sequence in own]), "tokens": tokens}, host.device)
+    sent = send({"slot": np.array([sequence.slot for sequence in own]), "tokens": tokens}, runner.device)
     slot = sent["slot"]
-    order = host.order[slot]
+    order = runner.order[slot]
     is_made = (~kept).long().gather(1, order)
-    host.order[slot] = order.gather(1, is_made.argsort(dim=1, stable=True))
-    host.tokens[slot] = sent["tokens"].where(kept.unsqueeze(-1), 0)
+    runner.order[slot] = order.gather(1, is_made.argsort(dim=1, stable=True))
+    runner.tokens[slot] = sent["tokens"].where(kept.unsqueeze(-1), 0)
     for sequence in own:
-        sequence.num_committed = host.seq_len - sequence.request.num_made(host.seq_len)
+        sequence.num_committed = runner.seq_len - sequence.request.num_made(runner.seq_len)
 
 
 # Whether as many sequences as are to be in flight fit into memory; estimated before anything is allocated.
@@ -108,27 +108,29 @@ def bytes_per_slot(target: MAR, tokens: int) -> int:
     return state + max(backbone, head)
 
 
-def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device, copies: int = 0) -> None:
+def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device, num_branches: int = 0) -> None:
     """Raises ValueError, before allocating, where `max_batch` slots would not fit into memory.
 
     Args:
         tokens: of the largest iteration of a sequence. copies: bytes of weights that are still to be copied.
     """
     fix = "use a larger num_iter, a smaller model or another device"
-    check_fits(bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device, copies)
+    check_fits(
+        bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device, num_branches
+    )
 
 
-def by_sequence(host: Any, numbers: Several[Several[int] | np.ndarray]) -> np.ndarray:
+def by_sequence(runner: Any, numbers: Several[Several[int] | np.ndarray]) -> np.ndarray:
     """Numbers [n, B], n of each sequence, as int64 [n, size]: the last sequence is repeated."""
     size = len(numbers[0])
-    padding = host.graphs.size(size, per_octave=2) - size
+    padding = runner.graphs.size(size, per_octave=2) - size
     return np.pad(np.array(numbers), ((0, 0), (0, padding)), "edge")
 
 
-# The MAR host: owns the models and, in slots allocated once, the tokens and orders of every running sequence.
+# The MAR runner: owns the models and, in slots allocated once, the tokens and orders of every running sequence.
 
 
-class MARHost:
+class MARRunner:
     """Answers what a method asks: which rows an iteration predicts, their z, and to commit tokens.
 
     Args:
@@ -139,7 +141,7 @@ class MARHost:
         graphs: run what has a fixed shape; by default as plain calls.
 
     Attributes:
-        heat: float32 [slots, L], what each token cost, for pictures; a method says what it means.
+        token_cost: float32 [slots, L], what each token cost, for pictures; a method says what it means.
         audit: float32 [slots, L], nats, what an audit found of each token, where one is asked for.
         kept: what methods keep between rounds, by the sequences' key.
         classes: float32 [classes + 1, D], embeddings of each model's classes, and last of the null class (label None).
@@ -176,14 +178,14 @@ class MARHost:
         self.tokens = torch.zeros(num_slots, length, self.config.token_dim, device=device)
         self.order = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         self.label = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.heat = torch.zeros(num_slots, length, device=device)
+        self.token_cost = torch.zeros(num_slots, length, device=device)
         self.audit = torch.zeros(num_slots, length, device=device)
         self.kept: dict[Hashable, dict] = defaultdict(dict)
         self.classes = {name: _classes(model) for name, model in self.models.items() if model is not None}
         self.encode = encoder(self)
 
-    def adopt(self, other: MARHost) -> None:
-        """Takes over what another host of the same models was tuned by."""
+    def adopt(self, other: MARRunner) -> None:
+        """Takes over what another model runner of the same models was tuned by."""
         self.tuning = other.tuning
 
     def forget(self, key: Hashable) -> None:
@@ -304,13 +306,13 @@ class MARHost:
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
         """z of the rows [G, R, D], G = 2 (null class second) where the batch is guided: one backbone call."""
-        copies, most = 2 if batch[0].request.guided else 1, self.graphs.size(filled(max(rows.counts)))
+        num_branches, most = 2 if batch[0].request.guided else 1, self.graphs.size(filled(max(rows.counts)))
         padded = self.models[model].padded(max(rows.known))  # type: ignore[union-attr]
-        evaluate = functools.partial(self._conditions, model, copies, padded, most)
-        z = self.graphs.run(("conditions", model, copies, padded, most), evaluate, rows.contexts)
+        evaluate = functools.partial(self._conditions, model, num_branches, padded, most)
+        z = self.graphs.run(("conditions", model, num_branches, padded, most), evaluate, rows.contexts)
         return z[:, rows.sequence, rows.offset]
 
-    def _conditions(self, model: str, copies: int, padded: int, most: int, contexts: Tensor) -> Tensor:
+    def _conditions(self, model: str, num_branches: int, padded: int, most: int, contexts: Tensor) -> Tensor:
         """z [G, B, most, D] of the tokens after those known, of which the encoder sees `padded`.
 
         Args:
@@ -320,13 +322,13 @@ class MARHost:
         slots, known = contexts
         tokens, order = self.tokens[slots], self.order[slots]
         embedding = self.classes[model][self.label[slots]]
-        if copies == 2:
+        if num_branches == 2:
             embedding = torch.cat([embedding, backbone.fake_latent.expand_as(embedding)])  # type: ignore[union-attr]
         inputs = tokens, order, known, following(order, known, most)
-        tokens, order, known, positions = (each.repeat(copies, *[1] * (each.dim() - 1)) for each in inputs)
+        tokens, order, known, positions = (each.repeat(num_branches, *[1] * (each.dim() - 1)) for each in inputs)
         with self.precision.fast():
             z = backbone(tokens, order, known, embedding, positions, padded).float()  # type: ignore[misc]
-        return z.unflatten(0, (copies, len(slots)))
+        return z.unflatten(0, (num_branches, len(slots)))
 
     def given(self, sequences: list[Sequence]) -> Tensor | None:
         """Which tokens are known from the start, bool [B, L]; None if no sequence has such tokens."""
@@ -345,18 +347,18 @@ class MARHost:
         slots = send_integers([s.slot for s in sequences], self.device)
         tokens = self.tokens[slots]
         finite = tokens.isfinite().all(-1)
-        heat = self.heat[slots]
+        token_cost = self.token_cost[slots]
         known = given(self, sequences)
         if known is not None:
-            heat = heat.masked_fill(known, torch.nan)
-        return tokens, heat, finite.gather(1, self.order[slots])
+            token_cost = token_cost.masked_fill(known, torch.nan)
+        return tokens, token_cost, finite.gather(1, self.order[slots])
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(tokens [1, L, d], heat [1, L]) of a running sequence, 0 and NaN where they are not committed."""
         sequence.refresh()
-        tokens, heat, _ = self.results([sequence])
+        tokens, token_cost, _ = self.results([sequence])
         tokens[:, self.order[sequence.slot, sequence.num_started :]] = 0  # drafts that were rejected
-        return tokens, heat.masked_fill((tokens == 0).all(-1), torch.nan)
+        return tokens, token_cost.masked_fill((tokens == 0).all(-1), torch.nan)
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Images [B, 3, H, W] in 0..1 of tokens [B, L, d]; None without autoencoder."""

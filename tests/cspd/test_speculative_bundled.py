@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 import torch
+from distributions import same_law_pvalue
 from heads import FP32, Case
-from laws import same_law_pvalue
 
 import cspd
 from cspd import Request
 from cspd.checkpoints import checkpoint_files
 from cspd.device import Precision
 from cspd.heads import chain
-from cspd.masked.host import MARHost
+from cspd.masked.runner import MARRunner
 from cspd.request import Sequence, Stopwatch
 from mar.checkpoint import load_mar
 from mar.head import Head
@@ -43,16 +43,16 @@ class OneCondition(Head):
 def case(target):
     """Chains at the condition of one token, ten iterations into an image."""
     device = torch.device("cpu")
-    host, sequence = (
-        MARHost(target, 1, device, FP32),
+    runner, sequence = (
+        MARRunner(target, 1, device, FP32),
         Sequence(Request(label=4, seed=9, method="ar", **SETTINGS), 0, slot=0),
     )
     with torch.inference_mode():
-        host.admit([sequence])
+        runner.admit([sequence])
         for _ in range(10):
-            chain.run_plain_round(host, [sequence], Stopwatch(device))
-        rows = host.next_rows([sequence])
-        z = host.conditions([sequence], rows)[:, :1]
+            chain.run_plain_round(runner, [sequence], Stopwatch(device))
+        rows = runner.next_rows([sequence])
+        z = runner.conditions([sequence], rows)[:, :1]
     return Case(OneCondition(target.head), z, num_steps=100, scale=rows.scale[0].item())
 
 
@@ -117,8 +117,8 @@ def test_statistics_agree_with_each_other(alone):
         assert all(a <= j for a, j in zip(accepted, judged)) and len(judged) == 8
         assert sum(judged) == sum(judged_at) == 64 * 98 and sum(accepted) == sum(accepted_at)
         assert stats.alpha == sum(accepted) / sum(judged) > 0.85
-        assert stats.head_calls_per_token == pytest.approx(output.heat.mean().item())
-        assert 13 < stats.head_calls_per_token < 18 and output.heat.shape == (64,)
+        assert stats.head_calls_per_token == pytest.approx(output.token_cost.mean().item())
+        assert 13 < stats.head_calls_per_token < 18 and output.token_cost.shape == (64,)
         assert stats.guarantee == "exact" and stats.iterations == stats.backbone_calls == 16
         assert 16 * 14 <= stats.head_calls <= 16 * 25 and stats.fallbacks == 0
 

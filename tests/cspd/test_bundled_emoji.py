@@ -1,4 +1,4 @@
-"""The embedded emojis are what their model card says: sizes, autoencoder, samples."""
+"""The bundled emojis are what their model card says: sizes, autoencoder, samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.evaluation.metrics import SPACES, accuracy, load_classifier
 from cspd.evaluation.run import EXPLODED
-from cspd.models import embedded
+from cspd.models import bundled
 from cspd.serving.app import about
 from mar.checkpoint import SamplingDefaults, create_mar, defaults_of, load_mar, load_vae
 
@@ -38,7 +38,7 @@ def test_sizes_and_defaults():
         assert sum(p.numel() for p in model.parameters()) == size
         assert defaults_of(model.config) == SamplingDefaults(64, 4.0, "constant", 0.9, 1.0, 100)
     assert defaults_of(create_mar("mar_digits32_draft").config).cfg_schedule == "linear"  # but for the images' its size
-    assert sum(path.stat().st_size for path in embedded()["emoji64"].iterdir() if path.is_file()) < 30e6
+    assert sum(path.stat().st_size for path in bundled()["emoji64"].iterdir() if path.is_file()) < 30e6
 
 
 def test_classifier_and_reference():
