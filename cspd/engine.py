@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -24,20 +25,20 @@ from tqdm import tqdm
 from cspd import noise as philox_noise
 from cspd.device import Precision, describe, pick_device, precision_of
 from cspd.graphs import Graphs
-from cspd.method import Method, ModelRunner, choose, families_for, method_of
+from cspd.method import ModelRunner, Prepared, choose, families_for
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
 from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, requests_of
 from cspd.terminal import shortened
 
-# From finished sequences to outputs: images are decoded beside the next rounds where the device can do both.
+# From finished sequences to outputs: a GPU decodes images while the next rounds run.
 
-AT_ONCE = 3  # images that a CPU decodes between two looks at the bar: a large one takes seconds
-AHEAD = 4  # batches of images that may be under way, before a round waits for the oldest
+AT_ONCE = 3  # images that a CPU decodes between two updates of the bar: a large image takes seconds
+AHEAD = 4  # batches of images that may be decoding before a round waits for the oldest
 
 
 class _Made(NamedTuple):
-    """What `ModelRunner.results` has of sequences, and images [B, 3, H, W], on the CPU."""
+    """What `ModelRunner.results` returns for a batch of sequences, and its images [B, 3, H, W], on the CPU."""
 
     tokens: Tensor
     token_cost: Tensor
@@ -46,7 +47,7 @@ class _Made(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A round that sequences took part in, or what was made of finished ones: there once `watch` is past."""
+    """A round, or the results of finished sequences (`made`). Both can be read once `watch` is past."""
 
     sequences: list[Sequence]
     watch: Stopwatch
@@ -54,11 +55,11 @@ class _Work(NamedTuple):
 
 
 class Finisher:
-    """Outputs of finished sequences, in the order in which they finished.
+    """Turns finished sequences into outputs, in the order in which they finished.
 
-    On a GPU images are decoded on a stream of their own, so that rounds, which wait for their small kernels more than
-    they compute, go on meanwhile. On a CPU, all of whose cores a round uses, they are decoded at once. What the device
-    has yet to do is kept here in its order, so that the seconds of rounds, and images, are read without waiting.
+    On a GPU images are decoded on their own stream while rounds go on: rounds launch small kernels and leave the GPU
+    idle between them. On a CPU a round uses all cores, so images are decoded at once. The work that the device has yet
+    to do is queued here in its order, so that seconds and images are read without waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,23 +68,23 @@ class Finisher:
         self._work: deque[_Work] = deque()
 
     def __len__(self) -> int:
-        """Images under way."""
+        """The number of images that are being decoded."""
         return len(self.sequences())
 
     def add_round(self, sequences: list[Sequence], watch: Stopwatch) -> None:
-        """Sequences are charged the seconds of a round, when it is past."""
+        """Charges the seconds of a round to its sequences, once the device has finished it."""
         self._work.append(_Work(sequences, watch))
 
     def add(self, runner: ModelRunner, sequences: list[Sequence], on_decoded: Callable[[int], object]) -> None:
-        """Begins to decode sequences, whose slots are free afterwards.
+        """Begins to decode sequences. Their slots are free afterwards.
 
-        On a CPU `on_decoded` is called with a number of images that are there.
+        On a CPU `on_decoded` is called with the number of images after each part that was decoded.
         """
         results = runner.results(sequences)
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for tensor in results:
-                tensor.record_stream(self._stream)  # whose memory is no one else's until that stream has read it
+                tensor.record_stream(self._stream)  # keeps its memory until that stream has read it
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             watch = Stopwatch(self.device)
             watch.start("decode")
@@ -93,11 +94,11 @@ class Finisher:
         self._work.append(_Work(sequences, watch, made))
 
     def sequences(self) -> list[Sequence]:
-        """Those that images are under way of."""
+        """The sequences whose images are being decoded."""
         return [sequence for work in self._work if work.made for sequence in work.sequences]
 
     def ready(self, wait: bool) -> list[tuple[Sequence, Output]]:
-        """The outputs that are there; all that there will be, if told to `wait`."""
+        """The outputs that can be read now; with `wait`, all of them."""
         outputs: list[tuple[Sequence, Output]] = []
         while self._work and (wait or self._work[0].watch.is_past() or self._num_batches() > AHEAD):
             work = self._work.popleft()
@@ -109,7 +110,7 @@ class Finisher:
         return outputs
 
     def clear(self) -> None:
-        """Forgets what is being decoded."""
+        """Drops the images that are being decoded."""
         self._work.clear()
 
     def _num_batches(self) -> int:
@@ -117,7 +118,7 @@ class Finisher:
 
 
 def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], object]) -> Tensor | None:
-    """Images of tokens [B, ...], some at a time; never one of several alone, which takes as long as two."""
+    """Images of tokens [B, ...], about `AT_ONCE` at a time. No part is a single image, which takes as long as two."""
     parts = []
     for part in tokens.tensor_split(math.ceil(len(tokens) / AT_ONCE)):
         images = runner.decode(part)
@@ -131,38 +132,49 @@ def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], ob
 def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:
     images = [None] * len(sequences) if made.images is None else made.images
     outputs = []
-    with torch.inference_mode(False):  # copies that are ordinary tensors and do not hold the batch
-        for sequence, own_finite, image, *of_one in zip(sequences, made.finite, images, made.tokens, made.token_cost):
+    with torch.inference_mode(False):  # clones are ordinary tensors, and do not keep the batch alive
+        for i, sequence in enumerate(sequences):
             sequence.complete_stats()
-            own_tokens, own_token_cost = (each.clone() for each in of_one)
-            error = _error(sequence, own_finite, image)
-            image = None if image is None or error else image.clone()
-            what = sequence.request, own_tokens, image, own_token_cost, sequence.stats, error, sequence.class_name
-            outputs.append((sequence, Output(*what)))
+            image = images[i]
+            error = _error(sequence, made.finite[i], image)
+            output = Output(
+                request=sequence.request,
+                tokens=made.tokens[i].clone(),
+                image=None if image is None or error else image.clone(),
+                token_cost=made.token_cost[i].clone(),
+                stats=sequence.stats,
+                error=error,
+                class_name=sequence.class_name,
+            )
+            outputs.append((sequence, output))
     return outputs
 
 
 def _error(sequence: Sequence, finite: Tensor, image: Tensor | None) -> str | None:
-    """What is wrong where an image or a token is not finite; `finite`: of each token, in generation order."""
+    """The error of an output with a token or an image that is not finite, or None.
+
+    Args:
+        finite: bool [L], for each token in generation order.
+    """
     if not finite.all():
         rank = int(finite.int().argmin())
         where = f"token {rank + 1} of {len(finite)} in generation order, in iteration {sequence.iteration_of(rank)}"
-        error = f"{sequence.request!r} left the numbers of float32 at {where}: look at cfg, temperature and the weights"
-        advice = method_of(sequence.request).advice(sequence.request)
+        error = f"{sequence.request!r}: non-finite value at {where}: check cfg, temperature and the weights"
+        advice = sequence.method.advice(sequence.request)
         return f"{error}; {advice}" if advice else error
     if image is not None and not image.isfinite().all():
-        return f"{sequence.request!r}: the tokens are finite but not the image: look at the autoencoder's weights"
+        return f"{sequence.request!r}: the tokens are finite but the image is not: check the autoencoder's weights"
     return None
 
 
-# Who runs next: waiting -> running -> finished, over slots that are allocated once.
+# Which sequences run next: waiting -> running -> finished, in slots that are allocated once.
 
 
 class Scheduler:
-    """First come, first served into `num_slots` slots; the kinds of round in flight take turns.
+    """Admits sequences into `num_slots` slots, first come, first served, and picks the batch of the next round.
 
-    Sequences with equal `Sequence.key` share a round. Where several kinds are in flight, each gets a round in
-    turn, so none waits longer than the number of kinds.
+    Sequences with equal `Sequence.key` share a round. If several kinds are in flight they take turns, so that none
+    waits for more rounds than there are kinds.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -172,7 +184,7 @@ class Scheduler:
         self._free = list(reversed(range(num_slots)))
 
     def __len__(self) -> int:
-        """Sequences not finished. Any thread may ask."""
+        """The number of unfinished sequences. Thread-safe."""
         return len(self.waiting) + sum(map(len, list(self.running.values())))
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -186,7 +198,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Moves waiting sequences into free slots and returns them."""
+        """Moves waiting sequences into free slots. Returns these sequences."""
         admitted = []
         while self.waiting and self._free:
             sequence = self.waiting.popleft()
@@ -196,7 +208,7 @@ class Scheduler:
         return admitted
 
     def next(self) -> list[Sequence]:
-        """The sequences of the kind whose turn it is; empty when nothing runs."""
+        """The sequences of the kind whose turn it is; empty if nothing runs."""
         if not self.running:
             return []
         key = next(iter(self.running))
@@ -214,37 +226,37 @@ class Scheduler:
             self._free.append(sequence.slot)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Takes a sequence out, waiting or running."""
+        """Removes a waiting or running sequence."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         else:
             self.release([sequence])
 
     def clear(self) -> None:
-        """Drops everything, finished or not."""
+        """Removes all sequences."""
         self.waiting.clear()
         for batch in list(self.running.values()):
             self.release(list(batch))
 
 
-# A lock whose waiters get it in the order in which they came.
+# Threads share an engine: one at a time runs a round, or changes what is in flight.
 
 
-class Turns:
-    """Threads that take turns at something. Whoever has the turn may ask for it again.
+class FairLock:
+    """A reentrant lock that threads get in the order in which they asked for it.
 
     Python's own locks are not fair: a thread that runs round after round would hardly ever let another one in.
     """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._waiting: deque[object] = deque()  # the first has the turn
-        self._thread: int | None = None
+        self._waiting: deque[object] = deque()  # the first one holds the lock
+        self._owner: int | None = None  # the thread that holds it
 
     @contextlib.contextmanager
-    def take(self) -> Iterator[None]:
-        """Waits for the turn, and has it within."""
-        if self._thread == threading.get_ident():
+    def hold(self) -> Iterator[None]:
+        """Holds the lock inside the block."""
+        if self._owner == threading.get_ident():
             yield
             return
         own = object()
@@ -252,266 +264,36 @@ class Turns:
         try:
             with self._condition:
                 self._condition.wait_for(lambda: self._waiting[0] is own)
-            self._thread = threading.get_ident()
+            self._owner = threading.get_ident()
             yield
-        finally:  # also where a signal ends the waiting
+        finally:  # also if a signal interrupts the waiting
             if self._waiting[0] is own:
-                self._thread = None
+                self._owner = None
             with self._condition:
                 self._waiting.remove(own)
                 self._condition.notify_all()
 
 
-# What is in flight: requests of any number of threads, which take turns to run its rounds.
-#
-# What becomes of a request goes to the inbox of who gave it, whoever runs the round: (sequence, its Output), or what
-# failed, or None where it was cancelled.
+# Requests are read as slots become free; a bar shows how far they are.
 
-
-class Flight:
-    """Requests in flight over the model runners of an engine. All that changes anything is for who has the turn.
-
-    Attributes:
-        turns: of the threads. runners: by family. scheduler, finisher: of the sequences that run, and of their images.
-    """
-
-    def __init__(self, runners: Mapping[str, ModelRunner], num_slots: int, device: torch.device) -> None:
-        self.runners, self.device = runners, device
-        self._lengths = {
-            family: runner.seq_len for family, runner in runners.items()
-        }  # told after the engine is closed too
-        self.turns = Turns()
-        self.scheduler = Scheduler(num_slots)
-        self.finisher = Finisher(device)
-        self._tickets = itertools.count()
-        self._cancelled: set[Sequence] = set()  # their slots are not free yet
-
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence and gives it its ticket."""
-        sequence.ticket = next(self._tickets)
-        self.scheduler.add(sequence)
-
-    @torch.inference_mode()
-    def run_round(self, on_decoded: Callable[[int], object] = lambda count: None) -> None:
-        """Runs one round of one kind of request; what is finished goes to inboxes. `on_decoded`: as of `Finisher.add`.
-
-        An error or interruption drops everything in flight.
-        """
-        watch = Stopwatch(self.device)
-        try:
-            self._free_cancelled()
-            admitted = self.scheduler.admit()
-            for family, runner in self.runners.items():
-                runner.admit([sequence for sequence in admitted if sequence.request.family == family])
-            batch = self.scheduler.next()
-            if batch:
-                self._run(batch, watch, on_decoded)
-            for sequence, output in self.finisher.ready(wait=not len(self.scheduler)):
-                sequence.inbox.append((sequence, output))
-        except BaseException as error:  # cut off in the middle of a round, its state is no one's any more
-            self.drop(error)
-            raise
-
-    def _run(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
-        method, key = method_of(batch[0].request), batch[0].key
-        runner = self.runners[method.family]
-        finished = method.run_round(runner, batch, watch)
-        watch.stop()
-        self.finisher.add_round(batch, watch)
-        for sequence in batch:
-            if len(sequence.reached) < sequence.iteration:
-                sequence.reached.append(sequence.num_started)
-        self.scheduler.release(finished)
-        if len(finished) == len(batch):
-            runner.forget(key)
-        # one whose chains were under way as it was cancelled can end its last iteration nevertheless
-        if wanted := [sequence for sequence in finished if sequence not in self._cancelled]:
-            self.finisher.add(runner, wanted, on_decoded)
-
-    def cancel(self, sequences: Collection[Sequence]) -> None:
-        """Takes sequences out that are not finished. Slots that work under way will write to are free a round later."""
-        going = [sequence for sequence in sequences if sequence in self.scheduler and sequence not in self._cancelled]
-        self._cancelled.update(going)
-        for sequence in going:
-            sequence.inbox.append((sequence, None))
-        self._free_cancelled()
-
-    def _free_cancelled(self) -> None:
-        for key, batch in list(self.scheduler.running.items()) if self._cancelled else ():
-            if self._cancelled.issuperset(batch):  # what is under way is theirs alone
-                self.runners[str(batch[0].request.family)].forget(key)
-                self.scheduler.release(list(batch))
-        for sequence in list(self._cancelled):
-            if sequence in self.scheduler and not sequence.num_under_way:
-                self.scheduler.cancel(sequence)
-            if sequence not in self.scheduler:
-                self._cancelled.remove(sequence)
-
-    def drop(self, why: BaseException) -> None:
-        """Drops everything in flight."""
-        dropped = [*self.unfinished(), *self.finisher.sequences()]
-        self.scheduler.clear()
-        self.finisher.clear()
-        self._cancelled.clear()
-        for runner in self.runners.values():
-            runner.clear()
-        for sequence in dropped:
-            sequence.inbox.append((sequence, why))
-
-    def unfinished(self) -> list[Sequence]:
-        """The sequences that wait or run."""
-        return [*self.scheduler.waiting, *self.scheduler.in_flight()]
-
-    def seq_len(self, sequence: Sequence) -> int:
-        """How many tokens a sequence will have."""
-        return self._lengths[str(sequence.request.family)]
-
-    def share(self, sequence: Sequence) -> float:
-        """The share of those that it makes that is committed, in 0..1."""
-        return sequence.share_made(self.seq_len(sequence))
-
-    def preview(self, sequence: Sequence) -> Image.Image | None:
-        """A picture of a running sequence's committed tokens; None if it does not run, or has no image."""
-        with self.turns.take():
-            if sequence not in self.scheduler.in_flight():
-                return None
-            (output,) = so_far(self.runners[str(sequence.request.family)], [sequence])
-        return None if output.image is None else output.pil()
-
-
-@torch.inference_mode()
-def so_far(runner: ModelRunner, sequences: list[Sequence]) -> list[Output]:
-    """What is committed by now of running sequences of a model runner, as outputs; for who has the turn.
-
-    Heat is NaN where a token is yet to be made. On a GPU some statistics are a few rounds late.
-    """
-    tokens, token_cost = (torch.cat(each) for each in zip(*map(runner.so_far, sequences)))
-    images = runner.decode(tokens)
-    shown = [None] * len(sequences) if images is None else images.nan_to_num().cpu()
-    outputs = []
-    for sequence, *own in zip(sequences, tokens.cpu(), shown, token_cost.cpu()):
-        outputs.append(Output(sequence.request, *own, sequence.stats, class_name=sequence.class_name))  # type: ignore[call-arg, misc]
-    return outputs
-
-
-# A stream of outputs: requests are read as slots become free, and outputs handed out as they finish.
-
-DECODING = 0.1  # of an image, in the bar: its tokens are the rest
-NAMED = 3  # requests of one fault that are named one by one
-Item = tuple[int, Output]  # the index of a request, and what became of it
-# told of a request of one's own, the share of its tokens that are known, and how to see them
+DECODING = 0.1  # of an image, in the bar; its tokens are the rest
+NAMED = 3  # requests with the same error that are named one by one
+Item = tuple[int, Output]  # the index of a request, and its output
+# (request, share of its tokens that are committed, a function that makes a preview)
 OnProgress = Callable[[Request, float, Callable[[], "Image.Image | None"]], object]
 
 
-def stream(
-    flight: Flight,
-    queue: Callable[[Request, deque], Sequence],
-    requests: Iterable[Request],
-    progress: bool = False,
-    on_progress: OnProgress | None = None,
-    every: int = 1,
-    stop: threading.Event | None = None,
-) -> Iterator[Item]:
-    """See `Engine.stream`. It ends soon after `stop` is set, by any thread.
-
-    Args:
-        queue: checks a request and puts its sequence, of an inbox, in flight; raises ValueError on a bad one.
-
-    Raises ValueError at once if `every` is not an integer above 0.
-    """
-    every = plain(every)
-    check_integer("every", every, 1, LARGEST_INTEGER, "rounds from one call of on_progress to the next")
-    return _stream(flight, queue, requests, progress, on_progress, every, stop)
-
-
-def _stream(
-    flight: Flight,
-    queue: Callable[[Request, deque], Sequence],
-    requests: Iterable[Request],
-    progress: bool,
-    on_progress: OnProgress | None,
-    every: int,
-    stop: threading.Event | None,
-) -> Iterator[Item]:
-    source, bar = _Source(requests), _Bar(progress, len(requests) if isinstance(requests, Sized) else None)
-    own: dict[Sequence, int] = {}
-    inbox: deque = deque()
-    lost: dict[int, str] = {}
-    finished = rounds = 0
-    try:
-        while own or not source.is_over:
-            # one more than there are slots: a round that ends all of them then does not wait for their images
-            fresh = source.read(1 + flight.scheduler.num_slots - len(flight.scheduler))
-            with flight.turns.take():
-                try:
-                    for index, request in fresh:
-                        own[queue(request, inbox)] = index
-                except ValueError as bad:
-                    source.end(bad)
-                if not rounds:
-                    bar.show(0, own, flight)
-                if not inbox:
-                    flight.run_round(bar.add_decoded)
-            rounds += 1
-            decoded = {sequence for sequence, _ in inbox}
-            bar.show(finished + len(decoded), own.keys() - decoded, flight)
-            while inbox:
-                sequence, output = checked(*inbox.popleft())
-                index = own.pop(sequence)
-                if output is None:
-                    continue
-                finished += 1
-                if output.error:
-                    lost[index] = output.error
-                    continue
-                if on_progress:
-                    on_progress(sequence.asked, 1.0, output.pil)  # type: ignore[arg-type]
-                yield index, output
-            if stop is not None and stop.is_set():
-                return
-            for sequence in list(own) if on_progress and rounds % every == 0 else ():
-                on_progress(sequence.asked, flight.share(sequence), functools.partial(flight.preview, sequence))  # type: ignore[arg-type, misc]
-    finally:
-        bar.close()
-        with flight.turns.take():
-            flight.cancel(own)
-    if source.error:
-        raise source.error
-    _raise_lost(lost)
-
-
-def _raise_lost(lost: dict[int, str]) -> None:
-    """Raises FloatingPointError where requests, by index, gave no image, for the reasons there."""
-    if lost:
-        first = f"{named([min(lost)])}: " if len(lost) > 1 else ""
-        raise FloatingPointError(f"{named(sorted(lost))} gave no image: {first}{lost[min(lost)]}")
-
-
-def forget_failures(inbox: deque) -> None:
-    """Leaves in an inbox what is no failure."""
-    kept = [message for message in inbox if not isinstance(message[1], BaseException)]
-    inbox.clear()
-    inbox.extend(kept)
-
-
-def checked(sequence: Sequence, result: Output | BaseException | None) -> tuple[Sequence, Output | None]:
-    """A message of an inbox. Raises RuntimeError where a round failed that another thread ran."""
-    if isinstance(result, BaseException):
-        raise RuntimeError(f"everything in flight was dropped: {result!r}") from result
-    return sequence, result
-
-
 class _Source:
-    """Requests that are read one after the other, and what ended them."""
+    """Reads requests with their indices, and remembers the error that ended the reading."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests: Iterator[tuple[int, Request]] = enumerate(requests)
+    def __init__(self, requests: Iterable[Request | Prepared]) -> None:
+        self._requests: Iterator[tuple[int, Request | Prepared]] = enumerate(requests)
         self.is_over = False
         self.error: ValueError | None = None
 
-    def read(self, most: int) -> list[tuple[int, Request]]:
-        """Up to so many of the next requests, with their indices."""
-        read: list[tuple[int, Request]] = []
+    def read(self, most: int) -> list[tuple[int, Request | Prepared]]:
+        """Up to `most` of the next requests, with their indices."""
+        read: list[tuple[int, Request | Prepared]] = []
         while not self.is_over and len(read) < most:
             try:
                 read.append(next(self._requests))
@@ -522,26 +304,27 @@ class _Source:
         return read
 
     def end(self, error: ValueError | None = None) -> None:
-        """No more are read."""
+        """Ends the reading."""
         self.is_over, self.error = True, error
 
 
 class _Bar:
-    """Counts images, or the tokens of a single one; of none there is no bar."""
+    """A progress bar of images, or of tokens if there is a single image."""
 
     def __init__(self, shown: bool, total: int | None) -> None:
         self._shown, self._total = shown and total != 0, total
         self._bar: tqdm | None = None
 
-    def show(self, finished: int, own: Collection[Sequence], flight: Flight) -> None:
-        """So many images are finished, and some are under way."""
-        if not self._shown or not (own or self._bar is not None):
+    def show(self, finished: int, running: Collection[Sequence]) -> None:
+        """Shows `finished` images and the committed share of the running ones."""
+        if not self._shown or not (running or self._bar is not None):
             return
-        done = finished + sum(map(flight.share, own)) * (1 if self._total == 1 else 1 - DECODING)
+        share = sum(sequence.share_made for sequence in running)
         if self._total == 1:
-            length = next(map(flight.seq_len, own)) if self._bar is None else self._bar.total
-            self._count(done * length, length, "token", "{n:.0f}/{total}")
+            length = next(iter(running)).seq_len if self._bar is None else self._bar.total
+            self._count((finished + share) * length, length, "token", "{n:.0f}/{total}")
         else:
+            done = finished + share * (1 - DECODING)
             self._count(done, self._total, "image", "{n:.1f}/{total}" if self._total else "{n:.1f}")
 
     def _count(self, done: float, total: int | None, unit: str, counted: str) -> None:
@@ -553,78 +336,40 @@ class _Bar:
         self._bar.update(0)
 
     def add_decoded(self, count: int) -> None:
-        """So many images more are decoded, in the middle of a round."""
+        """Counts images that were decoded in the middle of a round."""
         if self._bar is not None and self._total != 1:
             self._bar.update(DECODING * count)
 
     def close(self) -> None:
-        """The last that was shown stays."""
+        """Leaves the bar as it was shown last."""
         if self._bar is not None:
             self._bar.close()
 
 
-async def from_threads(make: Callable[..., Iterator[Item]], *args: Any) -> AsyncIterator[Item]:
-    """What `make(*args, stop=...)` yields, which another thread waits for; if it is left early, that one stops soon."""
-    stop = threading.Event()
-    items = make(*args, stop=stop)
-    pending: asyncio.Future | None = None
-    try:
-        while True:
-            pending = asyncio.ensure_future(asyncio.to_thread(next, items, None))
-            item = await asyncio.shield(pending)
-            if item is None:
-                return
-            yield item
-    finally:
-        stop.set()
-        if pending is not None:
-            await asyncio.wait([pending])
-        await asyncio.to_thread(items.close)  # type: ignore[attr-defined]
+# The engine: takes requests, runs rounds over everything in flight, returns finished images.
 
-
-def check_all(check: Callable[[Request], object], requests: Iterable[Request]) -> None:
-    """Raises ValueError where some requests are bad, naming each fault once."""
-    bad: dict[str, list[int]] = defaultdict(list)
-    for index, request in enumerate(requests):
-        try:
-            check(request)
-        except ValueError as error:
-            bad[str(error)].append(index)
-    if bad:
-        raise ValueError("; ".join(f"{named(alike)}: {error}" for error, alike in bad.items()))
-
-
-def named(indices: list[int]) -> str:
-    """Requests by their indices, of many the first and how many there are."""
-    if len(indices) == 1:
-        return f"request {indices[0]}"
-    numbers = ", ".join(map(str, indices[:NAMED]))
-    return f"requests {numbers}" + (f" ... ({len(indices)} of them)" if len(indices) > NAMED else "")
-
-
-# The engine: takes requests, runs rounds over everything in flight, hands out finished images.
-
-CLOSED = "this engine is closed: make another one, as by cspd.load"
+CLOSED = "this engine is closed: make another one, for example with cspd.load"
 
 
 class Engine:
     """Generates images with target models, many requests at a time.
 
     `max_batch` sequences are in flight at once; a finished one is replaced at the next step. An image depends only on
-    its own request, never on the rest of the batch, but for rounding (docs/precision.md has the rates).
+    its own request, never on the rest of the batch, except by rounding (docs/precision.md has the rates). Threads may
+    share an engine: whichever waits for an output runs the rounds, one thread at a time.
 
     Args:
-        models: of each family at most one set; a request that names none is of the first that takes its label or prompt
-            and has its method. They are moved to the device, put in eval mode and frozen, in place. What was made of
-            weights, as calibrations and copies in another precision, does not see others that are loaded later.
-        max_batch: slots; memory grows with them, not with the number of requests.
+        models: at most one set for each family. A request that names no family is for the first one that takes its
+            label or prompt and has its method. The models are moved to the device, put in eval mode and frozen, in
+            place. Calibrations and copies in another precision do not follow weights that are loaded later.
+        max_batch: number of slots. Memory grows with the slots, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.device.POLICIES`; or another engine's on the same device.
         compiled: run MAR's speculative rounds and VQ models' layers through torch.compile: half a minute on first use,
             then faster.
-        graphs: replay the work of fixed shape as CUDA graphs, see `cspd.graphs`; by default on CUDA, and nowhere else.
-        cache: where calibrations are kept, before the user's cache directory.
-        noise: the source of randomness, see `cspd.noise`; replaced in tests that inject noise.
+        graphs: replay fixed-shape work as CUDA graphs, see `cspd.graphs`; by default on CUDA only.
+        cache: folder of calibrations, searched before the user's cache directory.
+        noise: the source of random numbers, see `cspd.noise`; tests inject other ones.
 
     Raises:
         ValueError: models that do not fit each other, no such device, unknown precision, graphs without CUDA, or too
@@ -657,178 +402,394 @@ class Engine:
         self.runners: dict[str, ModelRunner] = {}
         for each in self._models:
             self.runners[each.family] = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
-        self.num_slots, self._closed = max_batch, False
         self._classes = {each.family: each.classes for each in self._models}
-        self._flight = Flight(self.runners, max_batch, self.device)
-        self.scheduler = self._flight.scheduler
-        self._inbox: deque = deque()  # of the requests of `add_request`
+        self.num_slots = max_batch
+        self._closed = False
+
+        self.scheduler = Scheduler(max_batch)
+        self._finisher = Finisher(self.device)
+        self._lock = FairLock()  # held by whoever runs a round or changes what is in flight
+        self._tickets = itertools.count()
+        self._cancelled: set[Sequence] = set()  # cancelled, but their slots are not free yet
+        self._inbox: deque = deque()  # results of requests that came by `add_request`
 
     def __repr__(self) -> str:
-        sizes = ", ".join(
-            f"{family} {runner.image_size}x{runner.image_size}" for family, runner in self.runners.items()
-        )
+        sizes = ", ".join(f"{family} {each.image_size}x{each.image_size}" for family, each in self.runners.items())
         how = f"{sizes} pixels; {self.num_slots} slots, {self.device}, {self.precision.policy}"
         return f"<Engine, {'closed' if self._closed else how}>"
 
     @property
     def runner(self) -> ModelRunner:
-        """The first family's."""
+        """The model runner of the first family."""
         self._check_open()
         return next(iter(self.runners.values()))
 
     def with_slots(self, max_batch: int) -> Engine:
-        """Another engine over the same models."""
+        """Another engine with the same models."""
         self._check_open()
-        settings = {"device": self.device, "precision": self.precision, **self._settings}  # and its copies of weights
+        settings = {"device": self.device, "precision": self.precision, **self._settings}  # shares copies of weights
         engine = Engine(*self._models, max_batch=max_batch, **settings)
         for family, runner in self.runners.items():
             engine.runners[family].adopt(runner)
         return engine
 
     def describe(self) -> dict:
-        """The machine that it runs on, and how, in a few words."""
+        """The machine and the settings of this engine, for records."""
         how = {"precision": self.precision.policy, "compiled": self.compiled}
         return describe(self.device) | how | {"graphs": self.graphs.enabled or None}  # None as in older records
 
-    def check(self, request: Request) -> Request:
-        """The request with every default filled in but what may take a calibration: the window of `speculative`.
+    # A request is checked once: `checked` fills its defaults in, `prepare` also decides what may take a calibration.
+
+    def checked(self, request: Request) -> Prepared:
+        """A request with its method and every default, except those that may take a calibration (a window).
 
         Raises:
-            ValueError: a setting is bad, or a model that the method needs is not there.
+            ValueError: a setting is bad, or the engine lacks a model that the method needs.
         """
-        return self._checked(request)[0]
+        if not isinstance(request, Request):
+            raise ValueError(f"{shortened(request)} is not a request: give cspd.Request(label, ...)")
+        self._check_open()
+        asked = request
+        request, method = choose(request, families_for(request, self.runners))
+        runner, classes = self.runners[method.family], self._classes[method.family]
+        if isinstance(request.label, str) and runner.num_classes:
+            request = request.but(label=classes.number_of(request.label))
+        if request.label is None and request.prompt is None and request.cfg is None:
+            request = request.but(cfg=1.0)  # unconditional: guidance has no class to steer towards
+        request = runner.check(request, method)
+        return Prepared(asked, request, method)
+
+    def prepare(self, request: Request | Prepared) -> Prepared:
+        """A request that is ready to run: everything after this takes it without another check.
+
+        The window of `speculative` is chosen here, which calibrates its draft or times this device on first use. Warns
+        of settings that are seldom meant.
+
+        Raises:
+            ValueError: as `checked`, or too little memory.
+        """
+        self._check_open()
+        prepared = request if isinstance(request, Prepared) else self.checked(request)
+        if prepared.is_decided:
+            return prepared
+        with self._lock.hold():
+            decided = self.runners[prepared.method.family].resolve(prepared.request, prepared.method)
+        if advice := prepared.method.advice(decided):
+            warnings.warn(advice, stacklevel=1)  # from the same line each time, so that Python shows it once
+        return dataclasses.replace(prepared, request=decided, is_decided=True)
+
+    def prepare_all(self, requests: Iterable[Request | Prepared]) -> list[Prepared]:
+        """Prepares all requests. Raises ValueError if some are bad, naming each fault once."""
+        prepared = []
+        bad: dict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            try:
+                prepared.append(self.prepare(request))
+            except ValueError as error:
+                bad[str(error)].append(index)
+        if bad:
+            raise ValueError("; ".join(f"{named(alike)}: {error}" for error, alike in bad.items()))
+        return prepared
+
+    def check(self, request: Request) -> Request:
+        """The request as `checked` returns it."""
+        return self.checked(request).request
+
+    def resolve(self, request: Request) -> Request:
+        """The request as `prepare` returns it, every default filled in."""
+        return self.prepare(request).request
 
     def name_of(self, request: Request) -> str:
-        """The prompt of a checked request, or the name of its class; its number where classes have no names."""
+        """The prompt of a checked request, or the name of its class, or its number if classes have no names."""
         if request.prompt is not None:
             return request.prompt
         return self._classes[str(request.family)].name_of(request.label)
 
-    def resolve(self, request: Request) -> Request:
-        """The request with every default filled in, checked. Raises ValueError on a bad one.
+    # One round at a time; the results go to the inboxes of those who asked.
 
-        The window of `speculative` is chosen here, which calibrates the draft where that was not done before. Warns of
-        settings that are seldom meant.
-        """
-        request, method = self._checked(request)
-        with self._flight.turns.take():
-            request = self.runners[method.family].resolve(request, method)
-        if advice := method.advice(request):
-            warnings.warn(advice, stacklevel=1)  # always from here, so that Python says it once
-        return request
-
-    def _checked(self, request: Request) -> tuple[Request, Method]:
-        if not isinstance(request, Request):
-            raise ValueError(f"{shortened(request)} is no request: give cspd.Request(label, ...)")
-        self._check_open()
-        request, method = choose(request, families_for(request, self.runners))
-        if isinstance(request.label, str) and self.runners[method.family].num_classes:
-            request = request.but(label=self._classes[method.family].number_of(request.label))
-        if request.label is None and request.prompt is None and request.cfg is None:  # nothing to guide towards
-            request = request.but(cfg=1.0)
-        return self.runners[method.family].check(request, method), method
-
-    def add_request(self, request: Request) -> int:
+    def add_request(self, request: Request | Prepared) -> int:
         """Queues a request and returns its ticket. Raises ValueError on a bad one, which harms no other."""
-        with self._flight.turns.take():
-            return self._queue(request, self._inbox).ticket
+        with self._lock.hold():
+            return self._add(request, self._inbox).ticket
 
-    def _queue(self, request: Request, inbox: deque) -> Sequence:
-        resolved = self.resolve(request)
-        method = method_of(resolved)
+    def _add(self, request: Request | Prepared, inbox: deque) -> Sequence:
+        prepared = self.prepare(request)
+        request, method = prepared.request, prepared.method
         sequence = Sequence(
-            resolved,
-            key=method.round_key(resolved),
-            uses=method.uses(resolved),
-            stats=RoundStats(guarantee=method.guarantee_of(resolved)),
-            class_name=self.name_of(resolved),
-            asked=request,
+            request,
+            method=method,
+            ticket=next(self._tickets),
+            key=method.round_key(request),
+            uses=method.uses(request),
+            seq_len=self.runners[method.family].seq_len,
+            stats=RoundStats(guarantee=method.guarantee_of(request)),
+            class_name=self.name_of(request),
+            asked=prepared.asked,
             inbox=inbox,
         )
-        self._flight.add(sequence)
+        self.scheduler.add(sequence)
         return sequence
 
     def step(self) -> dict[int, Output]:
-        """Runs one round of one kind of request and returns the outputs of `add_request` that are there, by ticket.
+        """Runs one round of one kind of request. Returns the finished outputs of `add_request`, by ticket.
 
-        On a GPU an image may be returned a few rounds late; the last round returns all that remain. An error or
-        interruption drops everything in flight. An output that is not finite has an `error` and no image.
+        On a GPU an image may be returned a few rounds late; the last round returns all that remain. An output that is
+        not finite has an `error` and no image. An error or interruption drops everything in flight.
 
-        Raises RuntimeError where a round of another thread failed. The next call returns what was finished before it.
+        Raises:
+            RuntimeError: a round of another thread failed. The next call returns the outputs finished before it.
         """
         self._check_open()
-        with self._flight.turns.take():
+        with self._lock.hold():
             try:
-                self._flight.run_round()
-                ended = [checked(*message) for message in self._inbox]
-            except BaseException:
-                forget_failures(self._inbox)
+                self._run_round()
+                outputs = {sequence.ticket: output for sequence, output in map(_delivered, self._inbox)}
+            except BaseException:  # reported now; what was finished before it stays for the next call
+                finished = [message for message in self._inbox if not isinstance(message[1], BaseException)]
+                self._inbox = deque(finished)
                 raise
             self._inbox.clear()
-        return {sequence.ticket: output for sequence, output in ended if output is not None}
+        return {ticket: output for ticket, output in outputs.items() if output is not None}
+
+    @torch.inference_mode()
+    def _run_round(self, on_decoded: Callable[[int], object] = lambda count: None) -> None:
+        """Runs one round of one kind of request, for a thread that holds the lock. `on_decoded` as in `Finisher.add`.
+
+        An error or interruption drops everything in flight.
+        """
+        watch = Stopwatch(self.device)
+        try:
+            self._free_cancelled()
+            admitted = self.scheduler.admit()
+            for family, runner in self.runners.items():
+                runner.admit([sequence for sequence in admitted if sequence.request.family == family])
+            batch = self.scheduler.next()
+            if batch:
+                self._advance(batch, watch, on_decoded)
+            for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
+                sequence.inbox.append((sequence, output))
+        except BaseException as error:  # a round that was cut off leaves its sequences in an undefined state
+            self._drop(error)
+            raise
+
+    def _advance(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
+        """Draft, verify, commit: a round of sequences that share a key; the finished ones free their slots."""
+        method, key = batch[0].method, batch[0].key
+        runner = self.runners[method.family]
+        finished = method.run_round(runner, batch, watch)
+        watch.stop()
+        self._finisher.add_round(batch, watch)
+        for sequence in batch:
+            if len(sequence.reached) < sequence.iteration:
+                sequence.reached.append(sequence.num_started)
+        self.scheduler.release(finished)
+        if len(finished) == len(batch):
+            runner.forget(key)
+        # A sequence that was cancelled while its chains were under way may still end its last iteration.
+        wanted = [sequence for sequence in finished if sequence not in self._cancelled]
+        if wanted:
+            self._finisher.add(runner, wanted, on_decoded)
 
     def cancel(self, request: Request | int) -> bool:
-        """Takes a request out that is not finished, this very object or that of a ticket; any thread may.
+        """Cancels an unfinished request, given as the `Request` object itself or as its ticket. Thread-safe.
 
-        It gives no output. Its slot is free at once, or a round later. Returns whether there was such a request: one
-        that its stream has not read yet is none.
+        The request gives no output; its slot is freed now or after the next round. Returns whether an unfinished
+        request was found; requests that a stream has not read yet do not count.
         """
-        with self._flight.turns.take():
-            meant = [each for each in self._flight.unfinished() if request is each.asked or request == each.ticket]
-            self._flight.cancel(meant)
+        with self._lock.hold():
+            meant = [each for each in self._unfinished() if request is each.asked or request == each.ticket]
+            self._cancel(meant)
         return bool(meant)
+
+    def _cancel(self, sequences: Collection[Sequence]) -> None:
+        """Cancels the unfinished ones. A slot that chains under way will write to is freed after the next round."""
+        going = [sequence for sequence in sequences if sequence in self.scheduler and sequence not in self._cancelled]
+        self._cancelled.update(going)
+        for sequence in going:
+            sequence.inbox.append((sequence, None))
+        self._free_cancelled()
+
+    def _free_cancelled(self) -> None:
+        if not self._cancelled:
+            return
+        for key, batch in list(self.scheduler.running.items()):
+            if self._cancelled.issuperset(batch):  # the chains under way are all theirs
+                self.runners[str(batch[0].request.family)].forget(key)
+                self.scheduler.release(list(batch))
+        for sequence in list(self._cancelled):
+            if sequence in self.scheduler and not sequence.num_under_way:
+                self.scheduler.cancel(sequence)
+            if sequence not in self.scheduler:
+                self._cancelled.remove(sequence)
+
+    def _drop(self, why: BaseException) -> None:
+        """Drops everything in flight, and tells everybody who waits for it why."""
+        dropped = [*self._unfinished(), *self._finisher.sequences()]
+        self.scheduler.clear()
+        self._finisher.clear()
+        self._cancelled.clear()
+        for runner in self.runners.values():
+            runner.clear()
+        for sequence in dropped:
+            sequence.inbox.append((sequence, why))
+
+    def _unfinished(self) -> list[Sequence]:
+        return [*self.scheduler.waiting, *self.scheduler.in_flight()]
+
+    @torch.inference_mode()
+    def so_far(self, sequences: list[Sequence]) -> list[Output]:
+        """The committed tokens of running sequences of one family as outputs, for a thread that holds the lock.
+
+        `token_cost` is NaN for tokens that are not committed. On a GPU some statistics are a few rounds late.
+        """
+        if not sequences:
+            return []
+        runner = self.runners[sequences[0].method.family]
+        tokens, token_cost = (torch.cat(each) for each in zip(*map(runner.so_far, sequences)))
+        images = runner.decode(tokens)
+        shown = [None] * len(sequences) if images is None else images.nan_to_num().cpu()
+        tokens, token_cost = tokens.cpu(), token_cost.cpu()
+        outputs = []
+        for i, sequence in enumerate(sequences):
+            output = Output(sequence.request, tokens[i], shown[i], token_cost[i], sequence.stats)
+            outputs.append(dataclasses.replace(output, class_name=sequence.class_name))
+        return outputs
+
+    def _preview(self, sequence: Sequence) -> Image.Image | None:
+        """A picture of a running sequence's committed tokens; None if it is not running, or has no image."""
+        with self._lock.hold():
+            if sequence not in self.scheduler.in_flight():
+                return None
+            (output,) = self.so_far([sequence])
+        return None if output.image is None else output.pil()
+
+    # Streams of outputs: whoever reads a stream runs rounds until an output of its own is there.
 
     def stream(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | Prepared],
         progress: bool = False,
         on_progress: OnProgress | None = None,
         every: int = 1,
     ) -> Iterator[Item]:
         """Yields (index of the request, output) as requests finish.
 
-        `requests` may be endless: it is read as slots become free, one ahead, so that no queue grows. A stream that
-        is left early takes its requests out of the engine. Several streams, of several threads too, share its slots.
+        `requests` may be endless: requests are read as slots become free, one ahead, so that no queue grows. A stream
+        that is left early cancels its requests. Several streams, also in several threads, share the slots.
 
         Args:
             progress: show a bar of images, or of the tokens of a single one.
-            on_progress: called as (request, fraction, preview) for each request under way, every so many rounds:
-                `preview()` is Pillow's image of what is known by then, and costs nothing where it is not called.
+            on_progress: called as (request, fraction, preview) for each running request, every `every` rounds:
+                `preview()` returns a PIL image of the committed tokens, and costs nothing unless it is called.
 
         Raises:
-            ValueError: `every` is not an integer above 0; or at a bad request, when it is read: those read before are
-                finished first.
-            FloatingPointError: after all others were yielded, where tokens or images were not finite.
-            RuntimeError: a round failed that another thread ran.
+            ValueError: `every` is not an integer above 0; or a request is bad, when it is read: the requests before it
+                are finished first.
+            FloatingPointError: after all others were yielded, if tokens or images were not finite.
+            RuntimeError: a round of another thread failed.
         """
         self._check_open()
-        return stream(self._flight, self._queue, requests, progress, on_progress, every)
+        return self._stream(requests, progress, on_progress, _rounds_between(every), threading.Event())
 
-    def stream_async(
-        self, requests: Iterable[Request], on_progress: OnProgress | None = None, every: int = 1
+    def _stream(
+        self,
+        requests: Iterable[Request | Prepared],
+        progress: bool,
+        on_progress: OnProgress | None,
+        every: int,
+        stop: threading.Event,
+    ) -> Iterator[Item]:
+        """As `stream`; it ends soon after any thread sets `stop`."""
+        source, bar = _Source(requests), _Bar(progress, len(requests) if isinstance(requests, Sized) else None)
+        own: dict[Sequence, int] = {}
+        inbox: deque = deque()
+        lost: dict[int, str] = {}
+        finished = rounds = 0
+        try:
+            while own or not source.is_over:
+                # One more than there are slots: a round that ends all of them then does not wait for their images.
+                fresh = source.read(1 + self.num_slots - len(self.scheduler))
+                with self._lock.hold():
+                    try:
+                        for index, request in fresh:
+                            own[self._add(request, inbox)] = index
+                    except ValueError as bad:
+                        source.end(bad)
+                    if not rounds:
+                        bar.show(0, own)
+                    if not inbox:
+                        self._run_round(bar.add_decoded)
+                rounds += 1
+                decoded = {sequence for sequence, _ in inbox}
+                bar.show(finished + len(decoded), own.keys() - decoded)
+                while inbox:
+                    sequence, output = _delivered(inbox.popleft())
+                    index = own.pop(sequence)
+                    if output is None:
+                        continue
+                    finished += 1
+                    if output.error:
+                        lost[index] = output.error
+                        continue
+                    if on_progress:
+                        on_progress(sequence.asked, 1.0, output.pil)  # type: ignore[arg-type]
+                    yield index, output
+                if stop.is_set():
+                    return
+                if on_progress and rounds % every == 0:
+                    for sequence in list(own):
+                        preview = functools.partial(self._preview, sequence)
+                        on_progress(sequence.asked, sequence.share_made, preview)  # type: ignore[arg-type]
+        finally:
+            bar.close()
+            with self._lock.hold():
+                self._cancel(own)
+        if source.error:
+            raise source.error
+        _raise_lost(lost)
+
+    async def stream_async(
+        self,
+        requests: Iterable[Request | Prepared],
+        on_progress: OnProgress | None = None,
+        every: int = 1,
     ) -> AsyncIterator[Item]:
-        """As `stream`, for `async for`: other threads run the rounds, and call `on_progress`."""
+        """As `stream`, for `async for`: other threads run the rounds and call `on_progress`."""
         self._check_open()
-        return from_threads(stream, self._flight, self._queue, requests, False, on_progress, every)
+        stop = threading.Event()
+        items = self._stream(requests, False, on_progress, _rounds_between(every), stop)
+        pending: asyncio.Future | None = None
+        try:
+            while True:
+                pending = asyncio.ensure_future(asyncio.to_thread(next, items, None))
+                item = await asyncio.shield(pending)
+                if item is None:
+                    return
+                yield item
+        finally:  # also if the caller leaves early: the thread ends its round, then the stream
+            stop.set()
+            if pending is not None:
+                await asyncio.wait([pending])
+            await asyncio.to_thread(items.close)  # type: ignore[attr-defined]
 
     def generate(
         self,
-        requests: Iterable[Request] | Request,
+        requests: Iterable[Request | Prepared] | Request | Prepared,
         progress: bool = False,
         on_progress: OnProgress | None = None,
         every: int = 1,
     ) -> list[Output]:
-        """The outputs of all requests that are not cancelled, or of a single one, in their order; see `stream`.
+        """The outputs of all requests, or of a single one, in their order, without cancelled ones; see `stream`.
 
         Raises:
-            ValueError: before any work, naming every bad request; of what has no length, as `stream`, which reads it
-                as slots become free.
-            FloatingPointError: as in `stream`, which gives the other outputs too.
+            ValueError: before any work, naming every bad request. Requests without a length are checked as they are
+                read, as in `stream`.
+            FloatingPointError: as in `stream`, which also yields the other outputs.
         """
-        if isinstance(requests, Request) or not isinstance(requests, Iterable):  # which `check_all` says is no request
+        if not isinstance(requests, Iterable):  # `prepare_all` reports it if it is not a request
             requests = [requests]
         if isinstance(requests, Sized):
-            check_all(self.resolve, requests)
+            requests = self.prepare_all(requests)
         outputs = dict(self.stream(requests, progress, on_progress, every))
         return [outputs[index] for index in sorted(outputs)]
 
@@ -843,12 +804,13 @@ class Engine:
         on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> list[Output]:
-        """An image of each label, or prompt, in their order: `engine.sample([207, "otter"], seed=3, cfg=4)`.
+        """An image for each label, or prompt, in their order: `engine.sample([207, "otter"], seed=3, cfg=4)`.
 
         Args:
-            labels: classes by number or name, or None, the model's images of no class; one or many.
-            prompts: texts in place of labels, one or many.
-            seed: of the first image; the next has the next. settings: as of `Request`. Others as of `generate`.
+            labels: classes by number or name, or None for an unconditional image; one or many.
+            prompts: prompts in place of labels, one or many.
+            seed: of the first image; each next image has the next seed. settings: as of `Request`. Others as of
+                `generate`.
         """
         return self.generate(requests_of(labels, prompts, seed, method, settings), progress, on_progress)
 
@@ -856,15 +818,15 @@ class Engine:
         """Writes the models to a new folder, which `cspd.load` reads. Raises ValueError, OSError."""
         self._check_open()
         if len(self._models) > 1:
-            raise ValueError("a folder has models of one family: save them from an engine of its own each")
+            raise ValueError("a folder holds models of one family: save each family from an engine of its own")
         save_models(self._models[0], folder)
 
     def close(self) -> None:
-        """Drops what is in flight and lets the models go, as `with` does at its end. Nothing can be run then."""
-        with self._flight.turns.take():
-            self._flight.drop(RuntimeError(CLOSED))
+        """Drops everything in flight and releases the models, as the end of `with` does. Nothing can run afterwards."""
+        with self._lock.hold():
+            self._drop(RuntimeError(CLOSED))
             self._closed = True
-            self.runners, self._models, self._flight.runners = {}, [], {}
+            self.runners, self._models = {}, []
             self.graphs = Graphs(self.device, enabled=False)
             self.precision = Precision(self.precision.policy, self.device)
         if self.device.type == "cuda":
@@ -880,3 +842,37 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _rounds_between(every: int) -> int:
+    """Raises ValueError unless `every` is an integer above 0."""
+    every = plain(every)
+    check_integer("every", every, 1, LARGEST_INTEGER, "rounds from one call of on_progress to the next")
+    return every
+
+
+def _delivered(message: tuple[Sequence, Any]) -> tuple[Sequence, Output | None]:
+    """A message of an inbox: an output, or None if the request was cancelled.
+
+    Raises:
+        RuntimeError: the round failed, in another thread or for another stream.
+    """
+    sequence, result = message
+    if isinstance(result, BaseException):
+        raise RuntimeError(f"all requests in flight were dropped because of {result!r}") from result
+    return sequence, result
+
+
+def _raise_lost(lost: Mapping[int, str]) -> None:
+    """Raises FloatingPointError if requests, by index, gave no image, with their errors."""
+    if lost:
+        first = f"{named([min(lost)])}: " if len(lost) > 1 else ""
+        raise FloatingPointError(f"{named(sorted(lost))} gave no image: {first}{lost[min(lost)]}")
+
+
+def named(indices: list[int]) -> str:
+    """Requests by their indices; if there are many, the first ones and their number."""
+    if len(indices) == 1:
+        return f"request {indices[0]}"
+    numbers = ", ".join(map(str, indices[:NAMED]))
+    return f"requests {numbers}" + (f" ... ({len(indices)} of them)" if len(indices) > NAMED else "")

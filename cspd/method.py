@@ -109,6 +109,21 @@ class Method:
         return alike, request.guided, request.temperature == 0
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A request that was checked, as `Engine.checked` and `Engine.prepare` return it.
+
+    Attributes:
+        asked: the request as it was given. request: as it runs, with family, method and defaults filled in.
+        method: its method. is_decided: whether the values that may take a calibration are filled in too.
+    """
+
+    asked: Request
+    request: Request
+    method: Method
+    is_decided: bool = False
+
+
 def complete(
     request: Request, method: Method, common: tuple[Option, ...], published: Mapping[str, object], num_classes: int
 ) -> Request:

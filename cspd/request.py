@@ -573,8 +573,10 @@ class Sequence:
     """
 
     request: Request
+    method: Any = None  # a `cspd.method.Method`
     ticket: int = -1
     slot: int = -1
+    seq_len: int = 0
     key: Hashable = None
     uses: Collection[str] = ()
     class_name: str = ""
@@ -593,10 +595,11 @@ class Sequence:
         """How many tokens are committed or under way."""
         return self.num_committed + self.num_under_way
 
-    def share_made(self, seq_len: int) -> float:
-        """The share of the tokens it makes, of an image's so many, that is committed."""
-        num_made = self.request.num_made(seq_len)
-        return max(0, num_made - seq_len + self.num_committed) / num_made
+    @property
+    def share_made(self) -> float:
+        """The share of the tokens it generates that is committed, 0..1."""
+        num_made = self.request.num_made(self.seq_len)
+        return max(0, num_made - self.seq_len + self.num_committed) / num_made
 
     def iteration_of(self, rank: int) -> int:
         """The iteration, from 1, that committed the token of a rank, from 0, in the generation order."""

@@ -41,9 +41,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cspd.engine import Engine, so_far
+from cspd.engine import Engine
 from cspd.files import link_of
-from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, method_of, parse_method
+from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
 from cspd.option import COMMON, DEFAULTS, Option
 from cspd.plots import coloured
 from cspd.request import FORMATS, Known, Output, Request, png_of
@@ -498,16 +498,16 @@ class Runner:
             self.jobs.difference_update(jobs)
             return
         try:
-            resolved = [self.engines[job.model].resolve(job.request) for job in jobs]
-            for job, request in zip(jobs, resolved):
-                job.ticket = self.engines[job.model].add_request(request)
+            prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
+            for job, each in zip(jobs, prepared):
+                job.ticket = self.engines[job.model].add_request(each)
                 self._under_way[job.model][job.ticket] = job
         except Exception as error:
             self._cancel([job for job in jobs if job.ticket in self._under_way[job.model]])
             self.jobs.difference_update(jobs)
             started.set_exception(error)
             return
-        started.set_result([method_of(request).advice(request) for request in resolved])
+        started.set_result([each.method.advice(each.request) for each in prepared])
 
     def _cancel(self, jobs: Collection[Job]) -> None:
         for job in self.jobs.intersection(jobs):
@@ -541,12 +541,12 @@ class Runner:
             engine = self.engines[model]
             own = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
             try:
-                outputs = so_far(engine.runner, own) if own else []
+                outputs = engine.so_far(own)
             except Exception as error:  # as where there is no memory left for pictures
                 self._fail(model, error)
                 continue
             for sequence, output in zip(own, outputs):
-                jobs[sequence.ticket].tell(shown(output, sequence.share_made(engine.runner.seq_len)))
+                jobs[sequence.ticket].tell(shown(output, sequence.share_made))
         now = time.monotonic()
         self._next_look = now + max(PERIOD, (now - began) / SHARE)
 

@@ -58,7 +58,7 @@ def test_images_come_later_and_none_is_lost(engine, monkeypatch):
 def test_rounds_of_a_stream_do_not_wait_for_images(engine, slow, monkeypatch):
     """All slots finish together: what they made is decoded while the next requests are under way."""
     requests = [Request(label=1, seed=i, method="ar", num_iter=2, num_sampling_steps=2) for i in range(8)]
-    rounds, finisher = [], engine._flight.finisher
+    rounds, finisher = [], engine._finisher
     ready = finisher.ready
     monkeypatch.setattr(finisher, "ready", lambda wait: rounds.append(ready(wait)) or rounds[-1])
     assert len(list(engine.stream(requests))) == 8
@@ -70,13 +70,13 @@ def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
     for request in REQUESTS[:6]:
         engine.add_request(request)
     engine.step()
-    assert len(engine._flight.finisher) == 1
+    assert len(engine._finisher) == 1
     with monkeypatch.context() as patch:
         patch.setattr(Stopwatch if failing == "seconds" else engine.runner, failing, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             while len(engine.scheduler):
                 engine.step()
-    assert len(engine.scheduler) == len(engine._flight.finisher) == 0 and engine.step() == {}
+    assert len(engine.scheduler) == len(engine._finisher) == 0 and engine.step() == {}
     assert len(engine.generate(REQUESTS[:3])) == 3
 
 
@@ -85,7 +85,7 @@ def test_few_are_under_way(engine, slow):
         engine.add_request(request)
     while len(engine.scheduler):
         engine.step()
-        assert len(engine._flight.finisher) <= AHEAD * engine.num_slots
+        assert len(engine._finisher) <= AHEAD * engine.num_slots
 
 
 def test_a_stream_that_is_left_leaves_nothing(engine, slow):
@@ -105,7 +105,7 @@ def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
         for request in REQUESTS[:4]:
             engine.add_request(request)
         while len(engine.scheduler):
-            assert not gpu.reads and len(engine._flight.finisher._work) <= timeline.LAG
+            assert not gpu.reads and len(engine._finisher._work) <= timeline.LAG
             early, outputs = len(outputs), outputs | engine.step()
     assert 0 < early < len(outputs) and {place.what for place in gpu.reads} == {"event.synchronize"}
     for ticket, on_cpu in enumerate(expected):

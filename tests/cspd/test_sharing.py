@@ -12,7 +12,7 @@ import torch
 from toys import toy_mar, toy_models
 
 from cspd import Engine, MARModels, Request, VQModels
-from cspd.engine import Turns
+from cspd.engine import FairLock
 from mar.vae import AutoencoderKL, KLConfig
 
 QUICK = {"method": "ar", "num_iter": 4, "num_sampling_steps": 3, "first_timestep": 950}
@@ -77,7 +77,7 @@ def test_a_round_that_fails_is_told_to_all(models, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(engine.runner, "admit", lambda sequences: 1 / 0)
         engine.generate(requests_of(0))
-    with pytest.raises(RuntimeError, match="everything in flight was dropped: ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         list(other)
     assert len(engine.generate(requests_of(0))) == 3
 
@@ -95,7 +95,7 @@ def test_a_round_that_fails_keeps_what_was_finished_before(models, monkeypatch):
             patch.setattr(engine.runner, "admit", lambda sequences: 1 / 0)
             engine.step() if own else engine.generate([soon])
         if not own:
-            with pytest.raises(RuntimeError, match="everything in flight was dropped: ZeroDivisionError"):
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
                 engine.step()
         assert engine.step().keys() == {ticket} and engine.step() == {}
 
@@ -131,13 +131,13 @@ def test_numbers_at_the_ends_of_their_ranges_harm_nobody_else(family, settings):
 
 
 def test_turns_are_taken_in_order_and_again():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def run(name):
-        with turns.take():
+        with turns.hold():
             order.append(name)
 
-    with turns.take(), turns.take():
+    with turns.hold(), turns.hold():
         threads = [threading.Thread(target=run, args=[name]) for name in range(4)]
         for number, thread in enumerate(threads):
             thread.start()
@@ -150,12 +150,12 @@ def test_turns_are_taken_in_order_and_again():
 
 
 def test_a_turn_that_is_not_waited_for_blocks_nobody(monkeypatch):
-    turns = Turns()
-    with turns.take(), monkeypatch.context() as patch, ThreadPoolExecutor(1) as other:
+    turns = FairLock()
+    with turns.hold(), monkeypatch.context() as patch, ThreadPoolExecutor(1) as other:
         patch.setattr(turns._condition, "wait_for", lambda ready: 1 / 0)  # as a signal would
         with pytest.raises(ZeroDivisionError):
-            other.submit(turns.take().__enter__).result()
-    with turns.take():
+            other.submit(turns.hold().__enter__).result()
+    with turns.hold():
         pass
 
 
