@@ -25,7 +25,7 @@ class Site:
     """A server and what a visitor, known by a cookie, can do with it."""
 
     def __init__(self, app, port):
-        self.runner, self.port = app.state.runner, port
+        self.loop, self.port = app.state.loop, port
         self.address = f"http://127.0.0.1:{port}"
 
     def ask(self, path, body=None, visitor="ann", method=None, **headers):

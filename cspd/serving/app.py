@@ -66,7 +66,7 @@ class Access:
 
     Args:
         app: the application that is asked then.
-        runners: names and addresses that Host may have, beside those of `LOCAL`.
+        hosts: names and addresses that Host may have, beside those of `LOCAL`.
         origins: names and addresses that Origin may have where it differs from Host, as behind some proxies.
         any_address: Host may be any IP address, which no other site can have resolve to this machine.
         key: the API key, of ASCII characters; None: there is none.
@@ -397,7 +397,7 @@ class Full(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request of a visitor to a model. `tell` is called with what becomes of it, by the runner's thread."""
+    """A request of a visitor to a model. `tell` is called with what becomes of it, by the thread of `EngineLoop`."""
 
     model: str
     request: Request
@@ -406,11 +406,11 @@ class Job:
     ticket: int = -1
 
 
-class Runner:
+class EngineLoop:
     """Runs engines for many visitors, in one thread, in turn. Nobody else uses the engines meanwhile.
 
     What visitors want is done when each engine that has work has had its round. Public methods are for their threads,
-    others are the runner's own.
+    others are its own.
 
     Args:
         engines: by the name of the model that each has. most, most_each: requests under way, in all and of a visitor.
@@ -587,7 +587,7 @@ PATIENCE = 4.0  # seconds from a signal to the end of the process, whatever runs
 
 
 def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, **access: Any) -> fastapi.FastAPI:
-    """The application. While it is served its `state.runner` runs the engines, which nobody else uses.
+    """The application. While it is served its `state.loop` runs the engines, which nobody else uses.
 
     Args:
         engines: each of one checkpoint, by its name. most, most_each: images under way, in all and of a visitor.
@@ -596,19 +596,19 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
     Raises:
         ValueError: a model of texts has no text encoder.
     """
-    runner = Runner(engines, most, most_each)
+    loop = EngineLoop(engines, most, most_each)
     description = about(engines) | {"most_bytes": MOST_BYTES}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
-        runner.start()
+        loop.start()
         yield
-        runner.close()
-        runner.join()
+        loop.close()
+        loop.join()
 
     app = fastapi.FastAPI(title="cspd", lifespan=lifespan, openapi_url=None)
     app.add_middleware(Access, **access)
-    app.state.runner = runner
+    app.state.loop = loop
 
     @app.get("/api/models")
     async def models(request: fastapi.Request, response: fastapi.Response) -> dict:
@@ -618,7 +618,7 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
 
     @app.get("/api/status")
     async def status() -> dict:
-        return runner.status()
+        return loop.status()
 
     @app.post("/api/images")
     async def images(request: fastapi.Request, wanted: Annotated[Asked, fastapi.Depends(body_of)]) -> StreamingResponse:
@@ -628,7 +628,7 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
             lookup(engines, wanted.model, "model")
             requests = await asyncio.to_thread(requests_of, wanted)
             tells = [functools.partial(tell, run) for run in range(len(requests))]
-            jobs, started = runner.add(_visitor(request), wanted.model, requests, tells)
+            jobs, started = loop.add(_visitor(request), wanted.model, requests, tells)
             advice = await asyncio.wrap_future(started)
         except Full as full:
             raise fastapi.HTTPException(429, str(full)) from None
@@ -636,7 +636,7 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
             raise fastapi.HTTPException(400, str(bad)) from None
         except asyncio.CancelledError:  # by uvicorn, which ends
             raise fastapi.HTTPException(503, "the server is ending") from None
-        events = _events(runner, jobs, inbox, advice)
+        events = _events(loop, jobs, inbox, advice)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app.mount("/", StaticFiles(directory=PAGE, html=True))
@@ -665,7 +665,7 @@ def _is_last(event: dict) -> bool:
 
 
 async def _events(
-    runner: Runner, jobs: Sequence[Job], inbox: asyncio.Queue, advice: Sequence[str | None]
+    loop: EngineLoop, jobs: Sequence[Job], inbox: asyncio.Queue, advice: Sequence[str | None]
 ) -> AsyncIterator[str]:
     """The events of some jobs as they come, as text; jobs that nobody reads the events of are cancelled."""
     unfinished = len(jobs)
@@ -681,7 +681,7 @@ async def _events(
             unfinished -= _is_last(event)
             yield _event(event)
     finally:
-        runner.leave(jobs)
+        loop.leave(jobs)
 
 
 def _event(content: dict) -> str:
@@ -693,7 +693,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: fastapi.FastAPI) -> None:
         super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE, ws="none"))
-        self._runner: Runner = app.state.runner
+        self._loop: EngineLoop = app.state.loop
         self._last_resort: threading.Timer | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -722,7 +722,7 @@ class Server(uvicorn.Server):
         self._last_resort.daemon = True
         self._last_resort.start()
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # connections that are cut off now are no errors
-        self._runner.close()
+        self._loop.close()
         super().handle_exit(sig, frame)
 
 

@@ -167,10 +167,10 @@ def test_limits_and_leaving(site):
         answer = site.make(visitor, settings=QUICK)
         assert answer.status == 429 and said in json.load(answer)["detail"]
     under_way.pop().close()
-    until(lambda: len(site.runner.jobs) == 2)
+    until(lambda: len(site.loop.jobs) == 2)
     assert "finished" in finished(site.make("eve", settings=QUICK))[0]
     under_way.pop().close()
-    until(lambda: not site.runner.jobs and not site.status()["running"])
+    until(lambda: not site.loop.jobs and not site.status()["running"])
     assert site.status()["made"] == made + 1
 
 
@@ -214,7 +214,7 @@ def test_bad_input_is_a_message(wanted, said, site):
     assert answer.status == 400
     message = json.load(answer)["detail"]
     assert said in message and len(message) < 600 and "Traceback" not in message
-    assert not site.runner.jobs
+    assert not site.loop.jobs
 
 
 def test_bodies_that_are_none_or_too_large(site):
@@ -265,7 +265,7 @@ def test_a_round_that_fails_is_told(part, site, engines, monkeypatch, capsys):
 
 def test_of_two_methods_both_run_or_none(site, engine, monkeypatch):
     """Where the second cannot be queued, the first is taken out again."""
-    queued, add = [], engine._flight.add
+    queued, add = [], engine.scheduler.add
 
     def full(sequence):
         if queued:
@@ -274,11 +274,11 @@ def test_of_two_methods_both_run_or_none(site, engine, monkeypatch):
         add(sequence)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._flight, "add", full)
+        patch.setattr(engine.scheduler, "add", full)
         answer = site.make(methods=["ar", "ddim"], settings=QUICK)
         assert answer.status == 400 and "no room for it" in json.load(answer)["detail"]
     assert len(queued) == 1 and not engine.scheduler.in_flight() and not len(engine.scheduler)
-    assert not site.runner.jobs
+    assert not site.loop.jobs
     assert "finished" in finished(site.make(settings=QUICK))[0]
 
 

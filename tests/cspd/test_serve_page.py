@@ -220,4 +220,4 @@ def test_images_can_be_stopped(visitor, site):
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".panel .error")).to_have_text("stopped")
     expect(page.locator("#status")).to_contain_text("0 running", timeout=15_000)
-    assert not site.runner.jobs
+    assert not site.loop.jobs
