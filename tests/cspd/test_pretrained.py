@@ -29,7 +29,7 @@ def test_the_weights_of_a_folder(names, weights, tmp_path):
 def test_what_a_folder_lacks_is_told(tmp_path):
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match=r"no weights of a toy there \(model.safetensors or .*\): fetch it"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         check_files(tmp_path, {"configuration": ("config.json",), "weights": WEIGHTS}, "a toy", "fetch it")
 
 

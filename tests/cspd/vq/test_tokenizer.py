@@ -46,5 +46,5 @@ def test_codebook_is_on_the_sphere(small_vq):
 
 @pytest.mark.parametrize("create", [registry.create_gpt, registry.create_tokenizer, registry.create_eagle])
 def test_unknown_names(create):
-    with pytest.raises(ValueError, match="choose one of"):
+    with pytest.raises(ValueError):
         create("nope")
