@@ -66,7 +66,7 @@ def test_help_of_a_method_has_its_flags_and_no_others(method, capsys):
 @pytest.mark.parametrize("words", [["--help", "gtrr"], ["--help=gtrr"]])
 def test_help_of_an_unknown_method_is_an_error(words, capsys):
     assert main(["sample", *words]) == 2
-    assert "did you mean gtr?" in capsys.readouterr().err
+    assert "gtr" in capsys.readouterr().err
 
 
 def test_constants_of_modules_that_are_not_imported():

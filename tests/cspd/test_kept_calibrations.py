@@ -284,7 +284,7 @@ def test_a_fit_is_told_of_once(calibrations, monkeypatch, capsys):
         own.shortcut(request)
     own.get(REQUEST)  # of the same tokens
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "`speculative`" in told
+    assert told.count("\n") == 1 and "speculative" in told
 
 
 def test_the_cache_folder_is_the_users(monkeypatch, tmp_path):

@@ -20,7 +20,6 @@ from cspd.device import Precision, free_bytes, pick_device
 from cspd.files import parse_json
 from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
 from cspd.method import choose, find, method_names
-from cspd.terminal import shortened
 from mar.checkpoint import MARS, create_mar, defaults_of
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
@@ -31,23 +30,22 @@ TINY = dict(embed_dim=8, depth=1, num_heads=1, class_num=3, buffer_size=1, diffl
 nan, inf = math.nan, math.inf
 
 OF_MAR = method_names(["MAR"])
-BAD = [  # field, value, what the message advises
-    *(("label", value, "0..9") for value in (-1, 10, True, 1.0, 1.5, "3", [], 10**21)),
-    *(("seed", value, f"0..{2**63 - 1}") for value in (-1, 2**63, 0.5, 1.0, {})),
-    *(("num_iter", value, "1..64") for value in (0, 65, -4, 8.0, True)),
-    *(("num_sampling_steps", value, "2..1000") for value in (1, 1001, 0, 10.5)),
-    *(("cfg", value, "2 to 5 is usual") for value in (nan, -1, inf, "3", True, [], 1j)),
-    *(("cfg", value, "0 or more and at most 3e+38") for value in (1e39, 10**400)),
-    *(("temperature", value, "temperature=") for value in (-1, nan, inf, "1")),
-    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in ("magic", "", 3, [], {})),
-    *(("method", value, f"choose one of {', '.join(OF_MAR)}") for value in sorted(set(method_names()) - set(OF_MAR))),
-    *((name, value, "leave it out") for name, value in (("top_k", 5), ("top_p", 0.9))),
-    ("rule", "exact", "leave it out, or take VQ models"),
-    ("family", "VQ", "this engine has models of MAR"),
-    *(("cfg_schedule", value, "give one of linear, constant") for value in ("cosine", "")),
-    *(("window", value, "0..3") for value in (-1, 4, 2.0, True, "2")),
-    *(("draft", value, "give one of calibrated, frozen") for value in ("magic", "", True, [], {}, [1, 2])),
-]
+BAD = {
+    "label": (-1, 10, True, 1.0, 1.5, "3", [], 10**21),
+    "seed": (-1, 2**63, 0.5, 1.0, {}),
+    "num_iter": (0, 65, -4, 8.0, True),
+    "num_sampling_steps": (1, 1001, 0, 10.5),
+    "cfg": (nan, -1, inf, "3", True, [], 1j, 1e39, 10**400),
+    "temperature": (-1, nan, inf, "1"),
+    "method": ("magic", "", 3, [], {}, *sorted(set(method_names()) - set(OF_MAR))),
+    "top_k": (5,),
+    "top_p": (0.9,),
+    "rule": ("exact",),
+    "family": ("VQ",),
+    "cfg_schedule": ("cosine", ""),
+    "window": (-1, 4, 2.0, True, "2"),
+    "draft": ("magic", "", True, [], {}, [1, 2]),
+}
 LIMITS = [
     *({"label": value} for value in (0, 9)),
     *({"seed": value} for value in (0, 2**63 - 1)),
@@ -89,15 +87,11 @@ def request_with(field, value):
     return dataclasses.replace(Request(3, num_iter=4, num_sampling_steps=3), **{field: value})
 
 
-@pytest.mark.parametrize("field, value, advice", BAD, ids=lambda value: str(value)[:24])
-def test_bad_field(field, value, advice):
-    with pytest.raises(ValueError) as caught:
+@pytest.mark.parametrize("field, value", [(field, value) for field in BAD for value in BAD[field]], ids=str)
+def test_bad_field(field, value):
+    with pytest.raises(ValueError, match=rf"\b{field}=") as caught:
         resolve(request_with(field, value), SPEC.config)
-    message = str(caught.value)
-    assert message.startswith(
-        tuple(f"{field}={shown}{end}" for shown in (repr(value), shortened(value)) for end in " :")
-    )
-    assert advice in message and len(message) < 400
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("field", ["label", "seed", "num_iter", "cfg"])
@@ -209,8 +203,8 @@ def test_one_fault_of_many_requests_is_said_once(engine):
     with pytest.raises(ValueError) as caught:
         engine.generate([*requests, Request(0, cfg=-1)])
     first, second = str(caught.value).split("; ")[0], str(caught.value).rpartition("; request")[2]
-    assert first.startswith("requests 1, 2, 3 ... (9 of them): label=99 does not fit")
-    assert second.startswith(" 12: cfg=-1 does not fit") and str(caught.value).count("label") == 1
+    assert "9 " in first and "label=99" in first
+    assert "cfg=-1" in second and str(caught.value).count("label") == 1
 
 
 @pytest.mark.parametrize(
