@@ -153,13 +153,6 @@ def test_images_are_judged(own, tmp_path, monkeypatch, capsys):
         judge_prompts.main()
 
 
-def test_half_of_an_odd_number_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["captions", "--num", "201"])
-    with pytest.raises(SystemExit):
-        captions.main()
-    assert capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

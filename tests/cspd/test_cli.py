@@ -294,11 +294,3 @@ def test_what_can_be_known_is_told_before_models_are_loaded(arguments, hint, tmp
 def test_a_plot_of_what_no_classifier_knows_is_told_before_minutes_of_timing(tmp_path, capsys):
     assert main(["bench", "--checkpoint", small_checkpoint(), "--plot", str(tmp_path / "plot.png")]) == 2
     assert capsys.readouterr().err
-
-
-def test_what_a_terminal_cannot_show_ends_nothing(tmp_path, monkeypatch):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr("sys.stdout", terminal)
-    assert sample(tmp_path / "\u00e9", "--num", "1") == 0
-    terminal.flush()
-    assert b"\\xe9/grid.png" in terminal.buffer.getvalue()

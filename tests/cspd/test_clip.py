@@ -106,12 +106,6 @@ def test_a_folder_of_another_model(config, tmp_path):
         check_clip(folder, CPU, of_texts=True)
 
 
-def test_a_library_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--clip"):
-        check_clip(empty_folder(tmp_path / "clip"), CPU, of_texts=True)
-
-
 def test_classes_have_no_score(tmp_path):
     with pytest.raises(ValueError, match="--prompts"):
         check_clip(tmp_path, CPU, of_texts=False)

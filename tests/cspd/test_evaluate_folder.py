@@ -112,15 +112,6 @@ def test_a_folder_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
     assert "/proc/nowhere" in error and "--out" in error and error.count("\n") == 1
 
 
-def test_an_npz_that_cannot_be_written_is_said_before_anything_is_sampled(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for npz, hint in ((tmp_path, "is a folder"), (tmp_path / "file" / "a.npz", "another --npz")):
-        assert evaluate(tmp_path / "out", "--npz", str(npz)) == 2
-        error = capsys.readouterr().err
-        assert hint in error and str(npz) in error and error.count("\n") == 1
-        assert not (tmp_path / "out").exists()
-
-
 def test_what_cannot_be_measured_is_said_before_anything_is_sampled(tmp_path, capsys):
     for more, hint in (
         (["--ref", "nowhere.npz"], "nowhere.npz"),

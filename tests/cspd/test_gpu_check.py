@@ -13,15 +13,13 @@ import gpu_costs
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from cspd.cli import main
 from cspd.gpu_check import cases, measure
-from cspd.gpu_check.cases import PARTS, engine_of, normal_p, random_gpt, random_mar
-from cspd.gpu_check.measure import WAITS, image_ms, product, waits
-from cspd.gpu_check.run import NO_GRAPH, SCHEMA, TINY, Part, Settings, failures, format_check, read_report, run_cases
+from cspd.gpu_check.cases import PARTS, engine_of, random_gpt, random_mar
+from cspd.gpu_check.measure import WAITS, product, waits
+from cspd.gpu_check.run import NO_GRAPH, TINY, Part, Settings, failures, format_check, read_report, run_cases
 from cspd.graphs import Graphs
-from cspd.method import PUBLISHED
 from cspd.request import Request
 from cspd.speed import batch_at, starts
 from mar import model as mar_model
@@ -102,38 +100,6 @@ def test_another_file_is_not_overwritten(tmp_path, content, message, capsys):
 
 TIMED = {"size": "B", "batch": 8, "precision": "bf16", "method": "ar", "ms": 1.0, "flops": 1, "bytes": 1}
 TIMED["peak_bytes"] = 1
-DAMAGE = {
-    "parts.a.b": 3,
-    "parts.a.b.error": {"error": 3},
-    "parts.a.b.skipped": {"skipped": None},
-    "parts.a.b.windows.B": {"windows": {"B": [4]}},
-    "parts.a.b.top[0].name": {"top": [{"count": 1, "microseconds": 2}]},
-    "parts.a.b.gb_per_s": {"gb_per_s": "fast"},
-    "parts.a.b.ms": TIMED | {"ms": "long"},
-    "parts.a.b.peak_bytes": {name: value for name, value in TIMED.items() if name != "peak_bytes"},
-    "parts.a.b.size": TIMED | {"size": ["B"]},
-}
-
-
-@pytest.mark.parametrize("place", DAMAGE)
-def test_a_damaged_report_is_not_shown(place, tmp_path, capsys):
-    out = tmp_path / "gpu.json"
-    for result, status in ((TIMED, 0), (DAMAGE[place], 2)):
-        report = {"schema": SCHEMA, "scale": "full", "device": "H100", "parts": {"a": {"b": result}}}
-        out.write_text(json.dumps(report))
-        assert main(["gpu-check", "--show", str(out)]) == status
-    told = capsys.readouterr().err
-    assert str(out) in told and told.count("\n") == 1
-    out.write_text(out.read_text()[:-9])
-    assert main(["gpu-check", "--show", str(out)]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-
-
-@pytest.mark.parametrize("result", [{"error": ""}, {"passed": "?"}, TIMED | {"ms": 0}])
-def test_odd_results_are_shown(result):
-    parts = {"MAR times": {"a": TIMED | {"method": PUBLISHED}, "b": result}}
-    assert "H100" in format_check({"device": "H100", "scale": "full", "parts": parts})
 
 
 def test_a_cpu_is_not_compared_with_itself(settings):
@@ -220,10 +186,6 @@ def test_the_coupling_is_tested(settings):
     assert found["passed"] and found["p_value"] > 0.01 and found["residual"] > 0.1
 
 
-def test_an_image_is_the_sum_of_its_rounds():
-    assert image_ms({0: 1.0, 10: 3.0}, np.array([0, 5, 10, 20]), batch=2) == 1000 * (1 + 2 + 3 + 3) / 2
-
-
 def test_some_iterations_of_the_published_sampler(settings):
     """Their tokens are those of the whole sampler, which begins by them."""
     model = random_mar(settings, TINY.mars["B"], CPU).target
@@ -246,19 +208,9 @@ def test_waits_are_counted_by_our_line(settings):
     assert place.startswith("cspd/graphs.py:") and lines[place] == 3
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.03])
-def test_p_of_a_normal_sample(shift):
-    x = torch.randn(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + shift
-    assert normal_p(x) == pytest.approx(stats.kstest(x.numpy(), "norm", method="asymp").pvalue, rel=1e-4)
-
-
 def test_work_is_operations_and_bytes():
     work = product(10, 4, 8, size=2) * 3
     assert work.flops == 3 * 2 * 10 * 4 * 8 and work.bytes == 3 * 2 * (10 * 4 + 4 * 8 + 10 * 8)
-
-
-def test_the_shares_are_of_one_whole():
-    assert sum(part.share for part in PARTS) == pytest.approx(1) and len({part.name for part in PARTS}) == len(PARTS)
 
 
 def test_docs_have_the_predicted_times():

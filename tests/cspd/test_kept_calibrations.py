@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import re
 import shutil
 from pathlib import Path
@@ -23,7 +22,7 @@ from toys import CPU
 import cspd
 from cspd import Request, files, terminal
 from cspd.device import Precision
-from cspd.files import ABOUT, CALIBRATION, DIGEST, content_hash, digest_of, user_cache
+from cspd.files import CALIBRATION, content_hash, user_cache
 from cspd.heads import tuning
 from cspd.heads.calibrated import HEAD_CALLS, Predictor, Shortcut
 from cspd.heads.calibration import Calibration, fit, trace
@@ -149,22 +148,6 @@ def test_a_damaged_file_is_made_again(damage, calibrations, made, tmp_path):
     assert [*(tmp_path / "kept").iterdir()] == [file] and file.read_bytes() == content
 
 
-WRONG = {  # of the right settings
-    "a NaN": lambda c: c["coefficients"].__setitem__((2, 0, 1), np.nan),
-    "an infinite drift": lambda c: c["drift"].__setitem__((2, 0), np.inf),
-    "a huge coefficient": lambda c: c["coefficients"].__setitem__((2, 0, 1), 1e30),
-    "drafts that grow": lambda c: c["coefficients"].fill(1e5),
-    "a lag less": lambda c: c.update(coefficients=c["coefficients"][:, :-1]),
-    "a step less": lambda c: c.update(drift=c["drift"][:-1]),
-    "no numbers": lambda c: c.update(coefficients=np.float32(0)),
-    "another dtype": lambda c: c.update(coefficients=c["coefficients"].astype(np.float64)),
-    "calls of 0": lambda c: c["calls"].fill(0),
-    "more calls than steps": lambda c: c["calls"].fill(7),
-    "no calls": lambda c: c.update(calls=c["calls"][:, :0]),
-    "calls without tokens": lambda c: c.update(calls=np.int16(3)),
-}
-
-
 def spoil(file: Path, change) -> None:
     """Changes the arrays of a file and leaves its metadata."""
     with safe_open(file, "np") as kept:
@@ -173,42 +156,10 @@ def spoil(file: Path, change) -> None:
     save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, file, metadata)
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_calibration_that_is_no_draft_is_made_again(wrong, calibrations, made, tmp_path):
-    """Even if its digest says that it was written so, as that of a folder of somebody else may."""
-    ours = calibrations().get(REQUEST)
-    (file,) = (tmp_path / "kept").iterdir()
-
-    def change(arrays, metadata):
-        WRONG[wrong](arrays)
-        about = json.loads(metadata[ABOUT])
-        metadata[ABOUT] = json.dumps(about | {DIGEST: digest_of(arrays, about["settings"])})
-
-    spoil(file, change)
-    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
-    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
-
-
 def flip(arrays, metadata):
     """The sign of one number that is not 0."""
     place = tuple(np.argwhere(arrays["coefficients"])[-1])
     arrays["coefficients"][place] *= -1
-
-
-def age(arrays, metadata):
-    """To metadata as older versions wrote it, without a digest."""
-    settings = json.loads(metadata.pop(ABOUT))["settings"]
-    metadata["settings"] = json.dumps(settings, sort_keys=True)
-
-
-@pytest.mark.parametrize("change", [flip, age])
-def test_what_a_file_cannot_vouch_for_is_made_again(change, calibrations, made, tmp_path):
-    ours = calibrations().get(REQUEST)
-    (file,) = (tmp_path / "kept").iterdir()
-    written = file.read_bytes()
-    spoil(file, change)
-    assert same(calibrations().get(REQUEST), ours) and len(made) == 2
-    assert file.read_bytes() == written
 
 
 def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):

@@ -109,15 +109,6 @@ def test_what_is_refused(image, mask, advice):
         Request(3, image=image, mask=mask)
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    (tmp_path / "text.png").write_text("no picture")
-    for image, mask in ((tmp_path / "text.png", 0.5), (PICTURE, tmp_path / "text.png"), (tmp_path, 0.5)):
-        with pytest.raises(ValueError):
-            Request(3, image=image, mask=mask)
-    with pytest.raises(FileNotFoundError):
-        Request(3, image=tmp_path / "none.png", mask=0.5)
-
-
 def test_a_picture_is_cropped_to_its_middle_and_resized():
     known = Known.of(PICTURE, MASK)
     fitted = known.fitted(4)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
 import tracemalloc
 
 import pytest
 
 from cspd.cli import main
-from cspd.comparison.study import read_study
 from cspd.evaluation.run import Shards
-from cspd.terminal import MOST_LISTED, choice, label_list, label_of
+from cspd.terminal import MOST_LISTED, label_list, label_of
 
 QUICK = ["--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1", "--device", "cpu"]
 PLAIN = [*QUICK, "--first-timestep", "950"]
@@ -50,11 +48,6 @@ def test_an_evaluation_that_began_with_numbers_goes_on_with_names(tmp_path):
     assert stamps[0] == stamps[1] and Shards(tmp_path, 2).subjects() == [7, 3]
 
 
-def test_a_study_names_classes(tmp_path):
-    (tmp_path / "study.yaml").write_text("labels: [seven, 3, 8-9]\nconfigurations: [{method: ar}]\n")
-    assert read_study(tmp_path / "study.yaml")[0]["labels"] == ["seven", 3, 8, 9]
-
-
 def test_all_parts_of_a_list_count():
     tracemalloc.start()
     try:
@@ -83,11 +76,3 @@ def test_lists_are_not_one_class(text):
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
-
-
-def test_long_words_are_like_none():
-    known = ["golden retriever", "otter"]
-    assert choice("golden retriver", known) == "did you mean golden retriever?"
-    began = time.monotonic()
-    assert "otter" in choice("otter" * 2_000_000, known)
-    assert time.monotonic() - began < 1

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from stores import small_checkpoint, small_vq_checkpoint
 
 import cspd
@@ -16,29 +15,7 @@ from cspd import models
 from cspd.checkpoints import checkpoint_files
 from cspd.evaluation.metrics import load_classifier
 from cspd.models import bundled
-from mar.tensors import CheckpointError, count_numbers, read_tensors
-
-
-@pytest.mark.parametrize("place", [None, b"digits32", ["digits32"], 5])
-@pytest.mark.parametrize("argument", ["checkpoint", "vae", "draft"])
-def test_what_is_no_path(argument, place):
-    with pytest.raises(TypeError, match=argument):
-        cspd.load(place) if argument == "checkpoint" else cspd.load(**{argument: [place]})
-
-
-@pytest.mark.parametrize(
-    "checkpoints, given, message",
-    [
-        ([""], {}, "checkpoint"),
-        ([], {"vae": ""}, "vae"),
-        ([], {"draft": ""}, "draft"),
-        ([], {"arch": ""}, "MAR"),
-        (["digits32", "digits32_vq"], {"draft": ""}, "text_encoder"),
-    ],
-)
-def test_an_empty_name_is_not_the_default(checkpoints, given, message):
-    with pytest.raises(ValueError, match=message):
-        cspd.load(*checkpoints, **given, device="cpu")
+from mar.tensors import CheckpointError, read_tensors
 
 
 @pytest.mark.parametrize(
@@ -125,11 +102,6 @@ def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
         load_classifier("digits")
 
 
-def test_the_classifier_keeps_its_counters():
-    state = load_classifier("digits").state_dict()
-    assert {t.dtype for t in state.values()} == {torch.float32, torch.int64}
-
-
 def test_weights_that_do_not_fit_are_not_read(monkeypatch):
     """Names and shapes say how much they take. The sizes of large ones are told."""
     files = checkpoint_files(small_checkpoint())
@@ -143,13 +115,3 @@ def test_weights_that_do_not_fit_are_not_read(monkeypatch):
     monkeypatch.setattr(cspd_device, "LARGE", needed)
     monkeypatch.setattr(cspd_device, "free_bytes", lambda device: needed)
     assert cspd_checkpoints._room_for(files, cpu) == ", which takes 0.0 GiB of 0.0 GiB free"
-
-
-def test_numbers_of_files_are_counted(tmp_path):
-    """Of the weights that are taken, in both formats; of a damaged file, which reading tells about, there are none."""
-    weights = {"a": torch.zeros(3, 4, dtype=torch.float16), "b": torch.zeros(5)}
-    save_file(weights, tmp_path / "a.safetensors")
-    torch.save({"model": weights, "model_ema": {"a": torch.zeros(7)}}, tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_bytes(b"nothing")
-    counted = {path.name: count_numbers(path) for path in tmp_path.iterdir()}
-    assert counted == {"a.safetensors": 17, "a.pt": 7, "b.pt": 0}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hf import saved
 from launching import start, two_processes
-from PIL import Image, ImageFont
+from PIL import Image
 from stores import small_checkpoint, small_clip
 
 from cspd.cli import main
@@ -16,7 +16,6 @@ from cspd.cli.options import read_prompts
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.metrics import Clip
 from cspd.evaluation.run import Shards
-from cspd.plots import _fitted
 from cspd.runs import differences
 
 COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
@@ -65,12 +64,6 @@ def test_the_first_caption_of_each_image_of_cocos(tmp_path):
 def test_forms_of_files(name, content, tmp_path):
     (tmp_path / name).write_text(content, newline="")
     assert read_prompts(tmp_path / name) == ["a fox", "blue"]
-
-
-def test_a_line_ends_where_editors_end_it(tmp_path):
-    """A text is not cut, and all that follow are not shifted, by what Python takes for the end of a line too."""
-    (tmp_path / "a.txt").write_text("a fox\u2028in\x0csnow\nblue\x85\n")
-    assert read_prompts(tmp_path / "a.txt") == ["a fox\u2028in\x0csnow", "blue"]
 
 
 @pytest.mark.parametrize(
@@ -252,15 +245,6 @@ def test_a_studys_file_of_texts(text_checkpoint, file, tmp_path, capsys):
     study.write_text(f"prompts: {file}\nlabels: 0-3\nconfigurations: [{{method: ar}}]\n")
     assert run("compare", text_checkpoint, "--config", study, "--out", tmp_path / "other") == 2
     assert "prompts" in capsys.readouterr().err
-
-
-def test_a_long_text_is_cut_in_a_picture():
-    """Words are wrapped into three lines; what is too much, or too wide, ends in an ellipsis."""
-    font = ImageFont.load_default(size=12)
-    for text, cut in (("a fox", False), ("a very green harbour " * 20, True), ("x" * 20_000, True)):  # soon
-        lines = _fitted(text, font, 100).split("\n")
-        assert len(lines) <= 3 and all(font.getlength(line) <= 100 for line in lines)
-        assert lines[-1].endswith("...") == cut and lines[0].rstrip(".")[:5] == text[:5]
 
 
 def test_an_edit_by_a_text(text_checkpoint, tmp_path, capsys):

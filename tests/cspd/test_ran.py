@@ -8,7 +8,6 @@ import subprocess
 from datetime import datetime
 from pathlib import Path
 
-import pytest
 import torch
 from comparisons import NAMES
 
@@ -66,11 +65,6 @@ def test_the_commit_is_that_of_the_checkout_which_has_the_file(tmp_path, monkeyp
     assert runs.commit_of(file) == f"{commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert runs.commit_of(file) is None  # no git
-
-
-@pytest.mark.parametrize("settings", [{}, {"target": None, "seed": 3}, {"target": {"file": 5}}])
-def test_settings_without_files_have_no_models(settings):
-    assert runs.models_of(settings, None) == [] and runs.without_folders(settings) == settings
 
 
 def test_paths_are_named_without_their_folders():

@@ -5,90 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from folders import FILES, RECORD, begun, content, record_of, store_of
 from PIL import Image
 
-from cspd.files import NUMBER, append_json, check_file, misfit, parse_json, publishing, write_json
-from cspd.runs import differences, write_png
-
-DEEP = 100_000
-ABSURD = {
-    "text": "half",
-    "cut": '{"schema": ',
-    "list": "[1]",
-    "deep": "[" * DEEP + "]" * DEEP,
-    "deep settings": '{"schema": "tests/1", "settings": ' + '{"a":' * DEEP + "1" + "}" * DEEP + "}",
-    "nan": '{"schema": "tests/1", "settings": {"cfg": NaN}}',
-    "inf": '{"schema": "tests/1", "settings": {"cfg": 1e400}}',
-    "long": '{"schema": "tests/1", "settings": {"seed": -1%s}}' % ("0" * 20),
-    "digits": '{"schema": "tests/1", "settings": {"cfg": %s}}' % ("9" * 5000),
-    "no schema": '{"settings": {}}',
-    "another schema": '{"schema": ["tests/1"], "settings": {}}',
-    "no settings": '{"schema": "tests/1"}',
-    "settings": '{"schema": "tests/1", "settings": [1]}',
-    "files": '{"schema": "tests/1", "settings": {}, "files": {"0.npz": 1}}',
-    "names": '{"schema": "tests/1", "settings": {}, "files": ["0.npz", 1]}',
-    "images": '{"schema": "tests/1", "settings": {}, "images": [{"index": "1"}]}',
-    "bytes": b"\xff\xfe{}",
-}
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("text", ABSURD.values(), ids=ABSURD)
-def test_an_absurd_record_is_one_clear_error(tmp_path, text, overwrite):
-    (tmp_path / RECORD).write_bytes(text if isinstance(text, bytes) else text.encode())
-    before = content(tmp_path)
-    with store_of(tmp_path, **{"images?": [{"index": int}]}) as store:
-        with pytest.raises(ValueError, match=r"record\.json") as error:
-            store.claim(record_of(), FILES, overwrite)
-    assert len(str(error.value)) < 600 and "\n" not in str(error.value)
-    assert content(tmp_path) == before
-
-
-def test_settings_as_deep_as_can_be_read_are_another_run(tmp_path):
-    for depth in range(850, 1000):
-        settings = '{"schema": "tests/1", "settings": {"a": %s}}' % ("[" * depth + "]" * depth)
-        (tmp_path / RECORD).write_text(settings)
-        with pytest.raises(ValueError, match="--out"):
-            begun(tmp_path, a=1)
-
-
-def test_what_differs_is_shown_in_short():
-    nested = 1
-    for _ in range(10_000):
-        nested = [nested]
-    assert differences({"a": nested}, {"a": 1}) == ["a was something nested too deeply, now 1"]
-    (told,) = differences({"a": "x" * 10**6}, {"a": list(range(1000))})
-    assert len(told) < 200
-
-
-def test_a_huge_record_is_not_read(tmp_path):
-    with (tmp_path / RECORD).open("wb") as file:
-        file.truncate(2**40)  # sparse
-    with pytest.raises(ValueError):
-        begun(tmp_path)
-
-
-def test_where_a_value_is_not_of_a_shape_is_said():
-    shape = {"a": int, "b?": [{"c": NUMBER}], "d?": {str: str}}
-    assert misfit({"a": 1, "e": 2}, shape) is misfit({"a": 1, "b": [{"c": 0.5}], "d": {"x": "y"}}, shape) is None
-    for value, place in (
-        ([], "it"),
-        ({}, "a"),
-        ({"a": True}, "a"),
-        ({"a": 1, "b": {}}, "b"),
-        ({"a": 1, "b": [{"c": 1}, 3]}, "b[1]"),
-        ({"a": 1, "b": [{"c": "1"}]}, "b[0].c"),
-        ({"a": 1, "d": {"x": None}}, "d.x"),
-    ):
-        assert misfit(value, shape) == place
-
-
-def test_json_has_no_infinity():
-    assert parse_json("[1.5e308, -0.25, 1e-400]") == [1.5e308, -0.25, 0]
-    for text in ("NaN", "[-Infinity]", "1e400", "-1e999"):
-        with pytest.raises(ValueError):
-            parse_json(text)
+from cspd.files import append_json, check_file, publishing, write_json
+from cspd.runs import write_png
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
-import zipfile
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import Image
 
 from cspd.cli import main
 from cspd.evaluation.images import ImageFolder
@@ -99,42 +97,6 @@ def test_statistics_of_few_images_are_taken_with_their_rounding(dtype):
     assert (statistics["sigma"] == sigma).all()
 
 
-def header(shape):
-    """An .npy's first bytes, which declare an array of that shape, and a few values."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-    return file.getvalue() + bytes(100)
-
-
-def test_files_that_are_no_whole_npz_are_refused(tmp_path):
-    whole = saved(tmp_path, arr_0=PIXELS).read_bytes()
-    flipped = bytearray(whole)
-    flipped[1000] ^= 255
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 5\n"
-    for content, _message in {
-        b"": "begins with b''",
-        b"mu and sigma": "begins with b'mu and sigma'",
-        pointer: "no .npz, .*git-lfs",
-        whole[:2000]: "truncated",
-        bytes(flipped): "damaged",
-    }.items():
-        (tmp_path / "bad.npz").write_bytes(content)
-        with pytest.raises(ValueError, match=r"bad\.npz"):
-            load_reference(tmp_path / "bad.npz")
-    for shape in ((10**12, 32, 32, 3), (10**30, 32, 32, 3), (-1, 32, 32, 3)):
-        with zipfile.ZipFile(tmp_path / "huge.npz", "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("arr_0.npy", header(shape))
-        with pytest.raises(ValueError, match=r"huge\.npz"):
-            load_reference(tmp_path / "huge.npz")
-    np.save(tmp_path / "plain.npy", PIXELS)
-    with pytest.raises(ValueError, match=r".npz"):
-        load_reference(tmp_path / "plain.npy")
-    with pytest.raises(ValueError):
-        load_reference(saved(tmp_path, weights=np.zeros(3)))
-    with pytest.raises(FileNotFoundError):
-        load_reference(tmp_path / "nowhere.npz")
-
-
 def image_files(folder, *files):
     """A folder of one good image, and of others (name, picture, options of saving)."""
     folder.mkdir()
@@ -144,62 +106,7 @@ def image_files(folder, *files):
 
 
 SIDE = (32, 32)
-GREY = Image.fromarray(PIXELS[1, :, :, 0])
 COLOURED = Image.fromarray(PIXELS[1])
-RAMP = np.linspace(0, 65535, 32 * 32).reshape(SIDE)
-
-
-@pytest.mark.parametrize(
-    "picture, expected",
-    [
-        (Image.fromarray(RAMP.astype(np.uint16)), np.rint(RAMP.astype(np.uint16) / 257)),
-        (Image.fromarray(PIXELS[1, :, :, 0].astype(np.uint16) * 257), PIXELS[1, :, :, 0]),
-        (GREY, PIXELS[1, :, :, 0]),
-        (GREY.convert("1"), np.asarray(GREY.convert("1")) * 255),
-        (Image.merge("LA", (GREY, Image.new("L", SIDE, 255))), PIXELS[1, :, :, 0]),
-        (Image.merge("RGBA", (*COLOURED.split(), Image.new("L", SIDE, 255))), PIXELS[1].transpose(2, 0, 1)),
-    ],
-    ids=["16 bits", "8 bits in 16", "grey", "1 bit", "grey and opaque", "opaque"],
-)
-def test_pngs_of_all_kinds_are_read_as_they_look(tmp_path, picture, expected):
-    folder = image_files(tmp_path / "images", ("1.png", picture, {}))
-    assert (ImageFolder(folder)[1].numpy() == expected).all()
-    assert (load_reference(folder).images[1].numpy() == expected).all()
-
-
-def test_palettes_and_jpegs_are_read_as_pillow_reads_them(tmp_path):
-    cases = ("a.PNG", COLOURED.quantize(16)), ("b.jpg", COLOURED), ("c.JPEG", COLOURED.convert("CMYK")), ("d.jpg", GREY)
-    folder = image_files(tmp_path / "images", *((name, picture, {}) for name, picture in cases))
-    (folder / ".hidden.png").write_text("as macOS leaves them")
-    images = ImageFolder(folder)
-    assert [path.name for path in images.files] == ["0.png", *(name for name, _ in cases)]
-    for i, path in enumerate(images.files):
-        assert (images[i].permute(1, 2, 0).numpy() == np.asarray(Image.open(path).convert("RGB"))).all()
-
-
-def turned():
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    return exif
-
-
-@pytest.mark.parametrize(
-    "picture, name, options",
-    [
-        (Image.new("RGBA", SIDE, (9, 9, 9, 254)), "1.png", {}),
-        (Image.new("LA", SIDE, (9, 0)), "1.png", {}),
-        (COLOURED.quantize(16), "1.png", {"transparency": 3}),
-        (Image.new("RGB", SIDE), "1.png", {"transparency": (0, 0, 0)}),
-        (COLOURED, "1.jpg", {"exif": turned()}),
-        (COLOURED, "1.png", {"exif": turned()}),
-        (COLOURED, "1.png", {"format": "webp"}),
-        (Image.new("L", (64, 32)), "1.png", {}),
-    ],
-)
-def test_images_that_look_different_elsewhere_are_refused_by_name(tmp_path, picture, name, options):
-    folder = image_files(tmp_path / "images", (name, picture, options))
-    with pytest.raises(ValueError, match=name):
-        load_reference(folder)
 
 
 @pytest.mark.parametrize("name", ["1.png", "1.jpg"])
@@ -218,17 +125,6 @@ def test_damaged_images_are_refused_by_name(tmp_path, name):
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ValueError, match=name):
-        ImageFolder(folder)
-
-
-@pytest.mark.parametrize("side", [10_000, 60_000])
-def test_a_png_that_declares_a_huge_size_is_not_unpacked(tmp_path, side):
-    folder = image_files(tmp_path / "images", ("1.png", Image.new("1", (side, 1)), {}))
-    content = bytearray((folder / "1.png").read_bytes())
-    content[20:24] = side.to_bytes(4, "big")  # the height, in the header
-    content[29:33] = zipfile.crc32(content[12:29]).to_bytes(4, "big")
-    (folder / "1.png").write_bytes(content)
-    with pytest.raises(ValueError, match=r"1\.png"):
         ImageFolder(folder)
 
 

@@ -23,7 +23,6 @@ from cspd.comparison import study
 from cspd.comparison.compare import speed_of
 from cspd.comparison.study import Configuration
 from cspd.method import Choice
-from cspd.runs import differences
 
 
 def watch(monkeypatch) -> list[tuple]:
@@ -263,14 +262,6 @@ def test_a_draft_and_its_file_are_told_apart(digits, tmp_path):
     again("frozen")
     with pytest.raises(ValueError):
         again("calibrated")
-
-
-def test_of_a_long_path_the_end_is_shown():
-    old, new = ({"file": f"/home/someone/{'models/' * 12}{name}.safetensors"} for name in ("small", "large"))
-    (told,) = differences(old, new)
-    assert "small.safetensors" in told and "large.safetensors" in told and "of them" not in told
-    (told,) = differences({"labels": list(range(1000))}, {"labels": [1]})
-    assert len(told) < 100
 
 
 def test_an_open_window_is_chosen_once(digits, tmp_path, monkeypatch):

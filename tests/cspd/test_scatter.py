@@ -30,33 +30,6 @@ def plotted(monkeypatch):
     return plot
 
 
-def test_names_are_drawn_as_they_are(plotted):
-    """Neither as mathematics, which may not parse, nor as Matplotlib's names of what has no legend."""
-    points = [Point(f"{i}", 1 + i, 0.5, line) for line in (r"$\nope$", "_a", "b") for i in range(2)]
-    (axes,) = plotted(("speed", "quality", points))
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [r"$\nope$", "_a", "b"]
-    assert len(axes.texts) == 6
-
-
-def test_labels_of_points_do_not_cover_each_other(plotted):
-    points = [Point(f"a longer label {i}", 1 + 0.001 * i, 0.5, "same", (0.9, 1.1), (0.4, 0.55)) for i in range(6)]
-    (axes,) = plotted(("speed", "quality", points))
-    assert [text.get_text() for text in axes.texts] == [point.label for point in points]
-    boxes = [text.get_window_extent() for text in axes.texts]
-    places = axes.transData.transform([(point.speed, point.quality) for point in points])
-    assert all(box.width > 20 and box.height > 4 for box in boxes)
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:i]) and not any(box.contains(*at) for at in places)
-
-
-def test_labels_stay_between_the_axes(plotted):
-    points = [Point("left", 1.0, 0.5, "left"), Point("a label that is long", 2.0, 0.25, "a label that is long")]
-    (axes,) = plotted(("speed", "quality", points))
-    frame, boxes = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
-    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 for box in boxes) and len(boxes) == 2
-    assert frame.width > 0.8 * axes.figure.get_window_extent().width
-
-
 def test_the_mark_of_a_point_is_its_guarantee(plotted):
     points = [Point(name, 1.0 + i, 0.5, name, guarantee=name) for i, name in enumerate(MARKS)]
     (axes,) = plotted(("speed-up", "share", points))
@@ -75,11 +48,3 @@ def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
         assert (line.get_label(), *line.get_xydata().tolist()) == (point.line, [point.speed, point.quality])
         low, high = axes.get_ylim()
         assert low > 0 and high < 1 and axes.get_xlim()[0] > 0
-
-
-def test_a_legend_names_what_labels_do_not(plotted):
-    said, swept = Point("ar", 1.0, 0.5, "ar"), Point("delta=2", 2.0, 0.5, "cool-sd")
-    (axes,) = plotted(("speed-up", "share", [said]))
-    assert axes.get_legend() is None
-    (axes,) = plotted(("speed-up", "share", [said, swept]))
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["cool-sd"]

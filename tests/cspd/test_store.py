@@ -7,12 +7,11 @@ import fcntl
 import json
 import os
 import signal
-import sys
 
 import pytest
 from folders import FILES, RECORD, begun, content, record_of, store_of
 
-from cspd.files import publishing, write_json
+from cspd.files import publishing
 from cspd.runs import DECIDED, LOCK, differences, kept_choices
 
 # whose a folder is
@@ -65,15 +64,6 @@ def test_of_two_runs_at_once_one_has_the_folder_and_is_named(tmp_path):
     assert begun(tmp_path / "out", seed=1)["settings"] == {"seed": 1}  # free once the first has ended
 
 
-def test_an_argument_that_is_no_utf8_ends_no_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["cspd", "--out", os.fsdecode(b"caf\xe9")])
-    with store_of(tmp_path) as first:
-        first.claim(record_of(), FILES)
-        assert "caf\\udce9" in (tmp_path / LOCK).read_text()
-        with pytest.raises(ValueError):
-            begun(tmp_path)
-
-
 def test_an_error_ends_the_claim(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with store_of(tmp_path) as store:
@@ -112,23 +102,6 @@ def test_a_file_system_without_locks_holds_runs_too(tmp_path, monkeypatch):
         assert begun(tmp_path) is None
 
 
-def test_a_lock_file_that_is_not_ours_is_left_alone(tmp_path):
-    (tmp_path / LOCK).write_text("somebody's")
-    with pytest.raises(ValueError):
-        begun(tmp_path)
-    assert (tmp_path / LOCK).read_text() == "somebody's"
-    (tmp_path / LOCK).unlink()
-    (tmp_path / "elsewhere").write_text("")
-    (tmp_path / LOCK).symlink_to("elsewhere")
-    with pytest.raises(OSError, match="--out"):
-        begun(tmp_path)
-    assert (tmp_path / "elsewhere").read_text() == ""
-    (tmp_path / LOCK).unlink()
-    os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(ValueError):
-        begun(tmp_path)
-
-
 # what is replaced
 
 
@@ -164,19 +137,6 @@ def test_overwriting_removes_what_the_record_lists_and_nothing_else(tmp_path):
     assert json.loads((tmp_path / RECORD).read_text()) == record_of(seed=1) | lists
 
 
-def test_temporary_files_that_the_record_lists_are_removed_once_the_folder_is_ours(tmp_path):
-    begun(tmp_path, seed=0)
-    ours = {"0.npz.tmp", f"{RECORD}.tmp", "parts/1.npz.tmp"}
-    others = {"notes.tmp", "1.npz.tmp", "0.npz.1.tmp", f"{RECORD}.1234.tmp", "parts/1.npz.1234.tmp"}
-    for name in ours | others:
-        (tmp_path / name).write_text("half")
-    with pytest.raises(ValueError):
-        begun(tmp_path, seed=1)
-    assert ours | others <= set(content(tmp_path))
-    begun(tmp_path, seed=0)
-    assert set(content(tmp_path)) == {RECORD} | others
-
-
 def killed_while_writing(folder, name):
     """A run that was killed while it wrote a file."""
     child = os.fork()
@@ -194,33 +154,6 @@ def test_what_killed_runs_left_does_not_pile_up(tmp_path):
         assert [path for path in content(tmp_path) if path.endswith(".tmp")] == [f"{name}.tmp"]
     begun(tmp_path, seed=0)
     assert set(content(tmp_path)) == {RECORD}
-
-
-def test_others_files_with_the_names_of_temporary_ones_stay(tmp_path):
-    """The run takes other names, and what it leaves there when it is killed is removed."""
-    others = ["0.npz.tmp", f"{RECORD}.tmp", f"{RECORD}.1234.tmp"]
-    for name in others:
-        (tmp_path / name).write_text("somebody's")
-    for overwrite in (False, False, True):
-        killed_while_writing(tmp_path, "0.npz")
-        begun(tmp_path, seed=0, overwrite=overwrite)
-        assert {(tmp_path / name).read_text() for name in others} == {"somebody's"}
-        assert set(content(tmp_path)) == {*others, RECORD}
-
-
-@pytest.mark.parametrize("name", ["precious.txt", "../precious.npz.tmp", "2.npz.tmp", "0.npz", ""])
-def test_a_record_cannot_make_us_remove_what_is_no_temporary_file_of_ours(tmp_path, name):
-    out, precious = tmp_path / "out", tmp_path / "precious.npz.tmp"
-    begun(out)
-    for path in (precious, out / "precious.txt", out / "2.npz.tmp", out / "0.npz"):
-        path.write_text("precious")
-    record = json.loads((out / RECORD).read_text())
-    (out / RECORD).write_text(json.dumps(record | {"temporary": [name]}))
-    before = content(tmp_path)
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"record\.json"):
-            begun(out, overwrite=overwrite)
-    assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["../precious.npz", "/etc/passwd", "notes.txt", "0.npz/../../precious.npz", ""])
@@ -250,38 +183,6 @@ def test_a_link_does_not_lead_us_out_of_the_folder(tmp_path):
     (tmp_path / "linked").symlink_to(tmp_path / "other")  # the folder itself may be one
     (tmp_path / "other").mkdir()
     assert begun(tmp_path / "linked") is None and (tmp_path / "other" / RECORD).exists()
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", FILES)
-def test_a_folder_in_the_place_of_a_file_is_told_before_anything_is_removed(tmp_path, name, overwrite):
-    begun(tmp_path)
-    for other in FILES:
-        (tmp_path / other).write_text("made in an hour")
-    (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()
-    before = content(tmp_path)
-    with pytest.raises(ValueError, match=name):
-        begun(tmp_path, files=FILES[:1], overwrite=overwrite)
-    assert content(tmp_path) == before and (tmp_path / name).is_dir()
-
-
-def test_a_file_in_the_place_of_an_inner_folder_is_told(tmp_path):
-    (tmp_path / "parts").write_text("somebody's")
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="--out"):
-            begun(tmp_path, overwrite=overwrite)
-    assert content(tmp_path) == {"parts": b"somebody's"} and not (tmp_path / LOCK).exists()
-
-
-def test_a_record_of_a_version_without_list_goes_on_but_is_not_overwritten(tmp_path):
-    write_json(tmp_path / RECORD, record_of(seed=0))
-    (tmp_path / "0.npz").write_text("kept")
-    with pytest.raises(ValueError):
-        begun(tmp_path, overwrite=True, seed=0)
-    assert begun(tmp_path, seed=0)["settings"] == {"seed": 0}
-    assert (tmp_path / "0.npz").exists()
-    assert json.loads((tmp_path / RECORD).read_text())["files"] == FILES
 
 
 def test_a_file_where_the_folder_should_be_is_told(tmp_path):

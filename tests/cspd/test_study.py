@@ -281,13 +281,6 @@ def test_numbers_are_read_as_they_are_meant(tmp_path):
     assert [type(value) for value in values[:3]] == [int, float, float]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_study_may_be_in_any_unicode(encoding, tmp_path):
-    path = tmp_path / "study.yaml"
-    path.write_text("configurations: [{name: é, method: ar}]", encoding=encoding)
-    assert read_study(path) == ({}, [{"name": "é", "method": "ar"}])
-
-
 @pytest.mark.parametrize(
     "arguments, hint",
     [
@@ -333,8 +326,3 @@ def test_a_rules_common_parameters_reach_a_row_that_asks_for_the_rule():
     (row,) = [r for r in configurations(entries, common, lambda models: engine) if r.request.method == "sjd"]
     rule = rule_of(engine.check(row.request))
     assert (rule.name, rule.k, rule.optimal, rule.delta) == ("lantern", 2, False, 0.2)
-
-
-def test_baselines_are_named_in_the_order_of_the_options(digits):
-    rows = configurations([{"method": "speculative", "num_iter": 16, "cfg": 2.0}], {}, lambda models: digits)
-    assert "ar:num_iter=16:cfg=2.0" in [row.name for row in rows]

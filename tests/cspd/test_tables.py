@@ -63,25 +63,6 @@ NAMES = [
 ]
 
 
-def test_any_name_is_shown_as_it_is(made, tmp_path, recwarn):
-    content, images = made
-    content["rows"] = [row(name, method="ar", accuracy=0.5, fid=9.0) for name in NAMES]
-    content["rows"] += [row(f"{name}:window=2", method=name.split(":")[0], accuracy=0.25, fid=8.0) for name in NAMES]
-    content["baseline"] = NAMES[0]
-    report.write(content, images[:1] * len(content["rows"]), tmp_path)
-    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
-
-    names = [each["name"] for each in content["rows"]]
-    assert [line[0] for line in Page((tmp_path / "report.html").read_text()).rows[1:]] == names
-    lines = [line for line in (tmp_path / "comparison.md").read_text().splitlines() if line.startswith("|")]
-    shown = [re.split(r"(?<!\\)(?:\\\\)*\|", line)[1].strip() for line in lines[2:]]
-    assert [re.sub(r"\\(.)", r"\1", text) for text in shown] == names
-    assert not any(re.search(r"[`*_\[\]<>$~&]", re.sub(r"\\.", "", text)) for text in shown)
-    cells = [line["name"] for line in csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text()))]
-    assert [text.removeprefix("'") for text in cells] == names
-    assert not any(text.startswith(("=", "+", "-", "@")) for text in cells)
-
-
 def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
     content, images = made
     for each in content["rows"]:
@@ -102,26 +83,6 @@ def test_what_an_ar_of_another_chain_is_compared_with_is_told(made):
     assert told not in report.markdown(content)
     content["rows"][0] |= {"p_value": 0.5}
     assert told in report.markdown(content)
-
-
-def test_the_table_fits_a_terminal(made):
-    content, _ = made
-    for i, each in enumerate(content["rows"]):
-        each["name"] = f"cspd:gamma=16:prefill=0.0{i}"
-        each |= {
-            "head_calls_per_token": 100.0,
-            "draft_backbone_calls": 60.0,
-            "inception_score": 8.5,
-            "alpha": 0.5,
-            "bound": None,
-        }
-    lines = report.text_table(content).splitlines()
-    assert max(map(len, lines)) <= 120 and len({line.index("exact") for line in lines[2:4]}) == 1
-    assert lines[1].split()[:4] == ["configuration", "guarantee", "images/s", "speed-up"]
-    assert lines[3].split()[:4] == ["cspd:gamma=16:prefill=0.01", "exact", "2.00", "2.25"]
-    below = lines.index("") + 1  # what does not fit
-    assert lines[below + 1].split()[0] == "configuration" and lines[below + 1].endswith(" p")
-    assert lines[below + 3].split()[0] == "cspd:gamma=16:prefill=0.01" and lines[below + 3].endswith(" 0.004")
 
 
 def test_other_seeds_are_said_and_are_no_sweep(made, tmp_path):

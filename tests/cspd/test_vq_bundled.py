@@ -10,10 +10,7 @@ import cspd
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.evaluation.metrics import accuracy, load_classifier
-from cspd.method import method_names
 from cspd.models import bundled
-
-OF_VQ = method_names(["VQ"])
 
 
 @pytest.fixture(scope="module")

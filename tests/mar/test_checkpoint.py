@@ -2,17 +2,13 @@
 
 import argparse
 import dataclasses
-import zipfile
-from fractions import Fraction
 
 import pytest
 import torch
-from torch import nn
 from weights import DRAFT, TARGET, VAE, draft_weights, file_writer, random_weights, refusal  # noqa: F401 - fixtures
 
-from mar.checkpoint import VAES, create_mar, create_vae, defaults_of, fill, load_mar, load_vae, mar_spec
+from mar.checkpoint import VAES, create_mar, create_vae, defaults_of, load_mar, load_vae, mar_spec
 from mar.model import MAR
-from mar.tensors import read_tensors
 
 NAME = "decoder_blocks.1.mlp.fc2.weight"
 
@@ -65,82 +61,6 @@ def test_a_prefix_of_all_names_is_dropped(prefix, save, weights):
 @pytest.mark.parametrize("content", [{"model_ema": {}}, {"model_ema": {"epoch": 3}}, {"model_ema": None, 3: "three"}])
 def test_an_empty_set_is_passed_over(content, save, weights):
     assert_loaded(load_mar(save("weights.pth", content | {"model": weights})), weights)
-
-
-@pytest.mark.parametrize(
-    "store",
-    [
-        nn.Parameter,
-        torch.Tensor.double,
-        lambda weight: weight.T.contiguous().T,
-        lambda weight: weight[:1].clone().expand_as(weight),
-        lambda weight: weight.flatten().as_strided(weight.shape, (1, 1)),
-    ],
-    ids=["parameter", "float64", "transposed", "expanded", "overlapping"],
-)
-def test_any_storage_of_a_tensor_is_made_plain(store, save, weights):
-    stored = weights | {NAME: store(weights[NAME])}
-    model = load_mar(save("weights.pth", {"model": stored}))
-    assert_loaded(model, stored)
-    assert all(t.is_contiguous() for t in model.state_dict().values())
-
-
-@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-def test_what_is_plain_already_is_not_copied(name, save, weights):
-    path = save(name, {"model": weights} if name == "weights.pth" else weights)
-    tensors, model = read_tensors(path), create_mar(DRAFT)
-    fill(model, tensors, path)
-    assert all(t.data_ptr() == tensors[name].data_ptr() for name, t in model.state_dict().items())
-
-
-def test_tensors_of_one_storage(save, weights):
-    stored = weights | {NAME: weights[NAME.replace("1", "0")]}
-    assert_loaded(load_mar(save("weights.pth", {"model": stored})), stored)
-
-
-def test_an_archive_that_was_packed_again(save, weights, tmp_path):
-    """Mapped as it lies, the bytes of a packed archive would be other weights, or none."""
-    packed = tmp_path / "packed.pth"
-    source = zipfile.ZipFile(save("weights.pth", {"model": weights}))
-    with source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    assert_loaded(load_mar(packed), weights)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's, of what it will support no longer
-@pytest.mark.parametrize(
-    "store, problem",
-    [
-        (torch.Tensor.to_sparse, "is sparse"),
-        (torch.Tensor.to_sparse_csr, "is sparse"),
-        (lambda weight: weight.to("meta"), "is without values"),
-        (lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "is quantised"),
-        (lambda weight: weight + 1j, "is torch.complex64, expected float64 or float32"),
-        (torch.Tensor.char, "is torch.int8, expected"),
-        (torch.Tensor.bool, "is torch.bool, expected"),
-        (lambda weight: weight.to(torch.float8_e4m3fn), "is torch.float8_e4m3fn, expected"),
-        (lambda weight: weight.double() * 1e300, "has NaN or infinite values"),
-        (lambda weight: weight[:0], "is [0, 384], expected [96, 384]"),
-    ],
-    ids="sparse csr meta quantised complex int8 bool fp8 huge empty".split(),
-)
-def test_tensors_that_are_no_weights(store, problem, save, weights):
-    assert f"{NAME} {problem}" in refusal(
-        load_mar, save("weights.pth", {"model": weights | {NAME: store(weights[NAME])}})
-    )
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's, of what it will support no longer
-@pytest.mark.parametrize(
-    "store",
-    [lambda weight: torch.nested.nested_tensor([weight, weight]), lambda _: Fraction(1)],
-    ids=["nested", "object"],
-)
-def test_a_whole_file_of_something_else_is_not_called_truncated(store, save, weights):
-    """Some releases of torch refuse to read nested tensors, and all of them other objects."""
-    message = refusal(load_mar, save("weights.pth", {"model": weights | {NAME: store(weights[NAME])}}))
-    assert message and "truncated" not in message
 
 
 def test_size_is_found_out(save):
