@@ -239,7 +239,7 @@ def test_nothing_known_is_a_plain_request(engine):
         ({"mask": torch.zeros(16)}, "mask"),
         ({"mask": 0}, "mask"),
         ({"num_iter": 4, "mask": torch.arange(16) < 3}, "num_iter"),
-        ({"image": torch.zeros(15, 3), "mask": torch.arange(15) < 3}, "image"),
+        ({"image": torch.zeros(15, 3), "mask": torch.arange(15) < 3}, "tokens"),
         ({"image": torch.zeros(3, 16, 16), "mask": torch.eye(16)}, "autoencoder|decoder|tokenizer"),
         ({"seed": -1}, "seed"),
     ],

@@ -127,7 +127,7 @@ BAD = {
 
 @pytest.mark.parametrize("codes, mask", BAD.values(), ids=BAD)
 def test_what_cannot_be_kept(codes, mask, engine):
-    with pytest.raises(ValueError, match=r"image|mask|codes"):
+    with pytest.raises(ValueError, match=r"image|mask|codes|tokens"):
         engine.check(Request(0, image=codes, mask=torch.tensor(mask)))
 
 

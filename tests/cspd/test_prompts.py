@@ -48,7 +48,7 @@ def test_the_first_caption_of_each_image_of_cocos(tmp_path):
         if name == "{}.png":  # any pictures may have such names
             assert read_prompts(file, [*images, other]) == in_order
         else:
-            with pytest.raises(ValueError, match=other):
+            with pytest.raises(ValueError, match=str(other)):
                 read_prompts(file, [*images, other])
     assert read_prompts(file, [Path(f"00003_seed{number}.png") for number in (2, 7, 9, 10)]) == in_order
 
