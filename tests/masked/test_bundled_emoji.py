@@ -72,7 +72,7 @@ def test_all_channels_of_the_autoencoder_carry_something():
     """As of KL-16, and unlike the digits'; on images of the training data that come with the reference."""
     vae = load_vae(checkpoint_files("emoji64")["vae"])
     with np.load(SPACES["emoji"].reference) as file:
-        images = torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2) / 127.5 - 1
+        images = torch.from_numpy(file["arr_0"][::4]).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.inference_mode():
         mean, logvar = vae.encode(images)
         decoded = vae.decode(mean).clamp(-1, 1)
@@ -86,7 +86,7 @@ def test_all_channels_of_the_autoencoder_carry_something():
 @pytest.mark.parametrize(
     "model, num, chain, least",
     [
-        ("target", 20, {"num_sampling_steps": 25, "first_timestep": 950}, 0.75),
+        ("target", 10, {"num_sampling_steps": 12, "first_timestep": 950}, 0.7),
         pytest.param("target", 100, {}, 0.8, marks=pytest.mark.slow),
         pytest.param("draft", 100, {}, 0.6, marks=pytest.mark.slow),
     ],
