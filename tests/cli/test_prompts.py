@@ -74,7 +74,7 @@ def test_forms_of_files(name, content, tmp_path):
         ("a.txt", "zum Grünen".encode("latin-1"), "a.txt"),
         ("a.txt", b"a fox\n \nblue", "a.txt"),
         ("a.json", b"[]", "a.json"),
-        ("a.jsonl", b'{"prompt": "a fox"}', ""),
+        ("a.jsonl", b'{"prompt": "a fox"}', "a.jsonl"),
         ("a.json", b'["a fox", ""]', "a.json"),
         ("a.json", rb'["a fox", "blue \ud83d"]', "a.json"),
         ("a.txt", b"a fox\0", "a.txt"),
