@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
 
-import cspd.checkpoints  # noqa: F401 - every family registers its methods, whichever test runs alone
+import cspd
+import cspd.checkpoints
 from cspd import terminal
 from cspd.discrete.gpt import GPT, GPTConfig, VQConfig, VQModel
 from cspd.gpu_check.run import GOLDEN_FOLDER as GOLDEN  # noqa: F401 - for tests to take from here, as relative_error
@@ -77,3 +79,28 @@ def small_vq(vq_golden: Golden) -> VQModel:
     model = VQModel(VQConfig(**{name: c[name] for name in names}, ch_mult=tuple(c["ch_mult"])))
     model.load_state_dict(vq_golden.weights)
     return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def comparison(tmp_path_factory):
+    """A finished comparison: its folder and its report."""
+    from comparisons import run
+
+    out = tmp_path_factory.mktemp("comparison")
+    assert run(out) == 0
+    return out, json.loads((out / "comparison.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.fixture(scope="session")
+def digits():
+    """An engine of the bundled MAR pair."""
+    return cspd.load("digits32", max_batch=8, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def text_checkpoint(tmp_path_factory):
+    """The folder of a small text-to-image model."""
+    from texts import small_text_checkpoint
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield small_text_checkpoint(tmp_path_factory.mktemp("pretrained_models"), patch)

@@ -70,5 +70,5 @@ def test_a_picture_is_on_white_in_the_middle():
 
 def test_a_package_of_other_content_is_rejected(tmp_path):
     (tmp_path / "emojibase-data-17.0.0.tgz").write_bytes(b"something else")
-    with pytest.raises(OSError, match=r"emojibase-data-17.0.0.tgz is not version 17.0.0 as it was published"):
+    with pytest.raises(OSError, match=r"emojibase-data-17.0.0\.tgz"):
         emoji.fetched(emoji.EMOJIBASE, tmp_path)

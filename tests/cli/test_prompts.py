@@ -1,0 +1,313 @@
+"""Texts on the command line: their files, and `evaluate`, `compare` and `edit` of them; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hf import saved
+from launching import start, two_processes
+from PIL import Image
+from stores import small_checkpoint, small_clip
+
+from cspd.cli import main
+from cspd.cli.options import read_prompts
+from cspd.evaluation.images import ImageFolder
+from cspd.evaluation.metrics import Clip
+from cspd.evaluation.run import Shards
+from cspd.runs import differences
+
+COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
+NUM = 20  # images of two files
+TEXTS = ["a fox", "blue, and long", "a fox and a ship in a green harbour"]
+
+
+def coco(path, annotations=COCO):
+    captions = [{"id": i, "image_id": image, "caption": text} for i, (image, text) in enumerate(annotations)]
+    path.write_text(json.dumps({"info": {}, "images": [], "annotations": captions}))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(TEXTS))
+    return path
+
+
+def test_the_first_caption_of_each_image_of_cocos(tmp_path):
+    """Pictures that are named by COCO's numbers have theirs whatever the order; others have all in the file's order."""
+    in_order = ["A fox.", "a ship", "a boat at sea", "ten"]
+    file = coco(tmp_path / "captions.json", [*COCO, (10, "ten")])
+    assert read_prompts(file) == in_order
+    for name in ("{:012}.jpg", "COCO_val2014_{:012}.jpg", "{}.png"):
+        images = [Path(name.format(number)) for number in (2, 7, 10)]
+        assert read_prompts(file, images) == ["a ship", "A fox.", "ten"]
+        other = Path(name.format(8))
+        if name == "{}.png":  # any pictures may have such names
+            assert read_prompts(file, [*images, other]) == in_order
+        else:
+            with pytest.raises(ValueError, match=str(other)):
+                read_prompts(file, [*images, other])
+    assert read_prompts(file, [Path(f"00003_seed{number}.png") for number in (2, 7, 9, 10)]) == in_order
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.txt", "\ufeffa fox\n  blue \r\n\n \n"),
+        ("a.json", '["a fox", "blue"]'),
+        ("a.JSON", '[{"prompt": "a fox"}, {"caption": "blue", "id": 3}]'),
+    ],
+)
+def test_forms_of_files(name, content, tmp_path):
+    (tmp_path / name).write_text(content, newline="")
+    assert read_prompts(tmp_path / name) == ["a fox", "blue"]
+
+
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("none.txt", None, "--prompts"),
+        ("a.txt", b"\n \n", "a.txt"),
+        ("a.txt", "zum Grünen".encode("latin-1"), "a.txt"),
+        ("a.txt", b"a fox\n \nblue", "a.txt"),
+        ("a.json", b"[]", "a.json"),
+        ("a.jsonl", b'{"prompt": "a fox"}', "a.jsonl"),
+        ("a.json", b'["a fox", ""]', "a.json"),
+        ("a.json", rb'["a fox", "blue \ud83d"]', "a.json"),
+        ("a.txt", b"a fox\0", "a.txt"),
+        ("a.json", b"a fox", "a.json"),
+        ("a.json", b'["a fox", 5]', "a.json"),
+        ("a.json", b'[{"text": "a fox"}]', "a.json"),
+        ("a.json", b'{"captions": []}', "a.json"),
+        ("a.json", b'{"annotations": [{"caption": "a fox"}]}', "a.json"),
+        ("a.json", b'"a fox"', "a.json"),
+    ],
+)
+def test_files_that_are_refused(name, content, told, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["evaluate", "--prompts", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("cspd: ") and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def run(command, checkpoint, *more):
+    return main([command, "--checkpoint", str(checkpoint), "--device", "cpu", *map(str, more)])
+
+
+def evaluate(checkpoint, file, out, *more):
+    return run("evaluate", checkpoint, "--method", "ar", "--seed", 5, "--prompts", file, "--out", out, *more)
+
+
+def report_of(out):
+    return json.loads((out / "evaluation.json").read_text())
+
+
+def test_an_evaluation_goes_on_where_it_was(text_checkpoint, file, tmp_path, capsys):
+    """One image of each text. Nothing is made again; other texts are another run."""
+    out = tmp_path / "out"
+    assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 0
+    shown = capsys.readouterr().out
+    assert "--clip" in shown and "--ref" in shown
+    shards = Shards(out, 3)
+    assert shards.subjects() == TEXTS and shards.read(0, "seeds").tolist() == [5, 6, 7]
+    report = report_of(out)
+    assert report["num"] == 3 and report["settings"]["request"]["negative_prompt"] == "snow"
+    assert report["clip_score"] is None and report["fid"] is None and {"fid", "clip_score"} <= report["missing"].keys()
+    made = (out / "00000.npz").stat().st_mtime_ns
+    assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 0
+    assert (out / "00000.npz").stat().st_mtime_ns == made
+    file.write_text("\n".join([*TEXTS[:2], "a boat"]))
+    assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 2
+    assert "prompts" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_images_of_one(file, tmp_path, capsys):
+    """Two files of images, of texts in turn; one process goes on from what two have made."""
+    command = ["evaluate", "--checkpoint", saved(tmp_path / "janus", "janus"), "--method", "sjd", "--window", 4]
+    command += ["--prompts", file, "--num-images", NUM, "--seed", 5, "--max-batch", 3, "--device", "cpu", "--out"]
+    log, one, two = (tmp_path / name for name in ("log", "one", "two"))
+    run = start([*command, two], log, two_processes())
+    assert main([*map(str, command), str(one)]) == 0
+    assert run.wait(timeout=600) == 0, log.read_text()[-2000:]
+    images = [Shards(folder, NUM) for folder in (one, two)]
+    for i in range(NUM):
+        assert (images[0][i].int() - images[1][i]).abs().max() <= 1
+    for shards in images:
+        assert shards.subjects() == [TEXTS[i % 3] for i in range(NUM)]
+        assert [seed for shard in (0, 1) for seed in shards.read(shard, "seeds").tolist()] == [*range(5, 5 + NUM)]
+    reports = [report_of(folder) for folder in (one, two)]
+    assert not differences(*(report["settings"] for report in reports))  # other tests may add settings, here unused
+    assert [report["sampling"]["processes"] for report in reports] == [1, 2]
+    assert [report["sampling"]["images_made"] for report in reports] == [NUM, NUM]
+    capsys.readouterr()
+    assert main([*map(str, command), str(two)]) == 0
+    assert report_of(two)["sampling"] == reports[1]["sampling"]
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+def test_clip_scores_of_an_evaluation_and_of_a_folder(text_checkpoint, file, tmp_path, capsys):
+    """The same of images that `cspd sample` made, whose record knows the texts, and of those that a file tells."""
+    clip = ["--clip", small_clip()]
+    assert evaluate(text_checkpoint, file, tmp_path / "out", *clip) == 0
+    assert "+- " in capsys.readouterr().out
+    made = report_of(tmp_path / "out")
+    pictures = tmp_path / "samples"
+    assert run("sample", text_checkpoint, "--method", "ar", "--seed", 5, "--prompts", file, "--out", pictures) == 0
+    expected = Clip(tmp_path / small_clip(), "cpu").scores(ImageFolder(pictures), TEXTS)
+    assert made["clip_score"] == pytest.approx(expected.mean().item(), abs=1e-4)
+    assert made["clip_score_error"] == pytest.approx(expected.std().item() / 3**0.5, abs=1e-4)
+    for more in ([], ["--prompts", str(file)]):
+        folder = ["--images", str(pictures), "--out", str(tmp_path / "again"), *clip, *more]
+        assert main(["evaluate", *folder, "--device", "cpu"]) == 0
+        again = report_of(tmp_path / "again")
+        assert again["clip_score"] == pytest.approx(made["clip_score"], abs=1e-4) and again["clip"] == made["clip"]
+
+
+def test_a_folders_images_and_texts_belong_together(file, tmp_path, capsys):
+    """By the numbers in names, padded or not; a text too few or too many would shift them."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for i in (0, 10, 2):
+        Image.new("RGB", (8, 8)).save(pictures / f"{i}.png")
+    assert [path.name for path in ImageFolder(pictures).files] == ["0.png", "2.png", "10.png"]
+    (pictures / "2.png").unlink()
+    assert main(["evaluate", "--images", str(pictures), "--prompts", str(file), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "--prompts" in error
+
+
+def test_a_folder_is_not_measured_before_what_would_fail_afterwards(tmp_path, capsys):
+    """CLIP of images of no texts, and an .npz in no folder."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    Image.new("RGB", (8, 8)).save(pictures / "0.png")
+    folder = [
+        "evaluate",
+        "--images",
+        str(pictures),
+        "--weights",
+        str(tmp_path / "none.pth"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*folder, "--clip", str(tmp_path)]) == 2
+    assert "--prompts" in capsys.readouterr().err
+    assert main([*folder, "--npz", str(pictures / "0.png" / "a.npz")]) == 2
+    assert "a.npz" in capsys.readouterr().err
+
+
+def compare(checkpoint, out, *more):
+    return run("compare", checkpoint, "--methods", "ar,sjd:window=4", "--num", 4, "--out", out, *more)
+
+
+def test_a_comparison_over_texts(text_checkpoint, file, tmp_path):
+    """Each row has the same texts and seeds; the page has the texts whole, the picture as much as fits."""
+    long = "a fox in " + "a very green and quiet harbour " * 4
+    file.write_text("\n".join([*TEXTS[:2], long.strip(), "x" * 300]))
+    with pytest.warns():
+        assert compare(text_checkpoint, tmp_path, "--prompts", file) == 0
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    assert report["labels"] == [*TEXTS[:2], long.strip(), "x" * 300]
+    assert report["rows"][1]["pixel_difference"] == 0  # sjd makes ar's images of the same texts and seeds
+    assert "give --clip FOLDER" in report["missing"]["clip_score"] and report["rows"][0]["clip_score"] is None
+    page = (tmp_path / "report.html").read_text()
+    assert all(text in page for text in report["labels"]) and "The texts are above" in page and "classes" not in page
+
+
+@pytest.mark.slow
+def test_clip_scores_of_a_comparison(text_checkpoint, file, tmp_path, capsys):
+    """Rows of the same images have the same score; the change from plain sampling is then none."""
+    assert compare(text_checkpoint, tmp_path, "--prompts", file, "--clip", small_clip()) == 0
+    assert "CLIP" in capsys.readouterr().out
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    plain, other = report["rows"]
+    assert plain["clip_score"] == pytest.approx(other["clip_score"]) and plain["clip_difference"] is None
+    assert other["clip_difference"] == pytest.approx(0, abs=1e-4)
+    low, high = plain["clip_score_ci95"]
+    assert low < plain["clip_score"] < high and report["clip"]["name"] == "small_clip"
+    assert "CLIP score" in (tmp_path / "report.html").read_text()
+
+
+def test_a_studys_file_of_texts(text_checkpoint, file, tmp_path, capsys):
+    """Flags come before what is in it; classes and texts are not both."""
+    study = tmp_path / "study.yaml"
+    study.write_text(f"prompts: {file}\nnum: 2\nnegative_prompt: snow\nconfigurations: [{{method: ar}}]\n")
+    assert run("compare", text_checkpoint, "--config", study, "--out", tmp_path / "out") == 0
+    report = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert report["labels"] == TEXTS and report["rows"][0]["settings"]["negative_prompt"] == "snow"
+    assert run("compare", text_checkpoint, "--config", study, "--labels", 3, "--out", tmp_path / "other") == 2
+    assert "prompt" in capsys.readouterr().err
+    study.write_text(f"prompts: {file}\nlabels: 0-3\nconfigurations: [{{method: ar}}]\n")
+    assert run("compare", text_checkpoint, "--config", study, "--out", tmp_path / "other") == 2
+    assert "prompts" in capsys.readouterr().err
+
+
+def test_an_edit_by_a_text(text_checkpoint, tmp_path, capsys):
+    """The upper half of the picture's codes is kept."""
+    mask = Image.new("L", (8, 8))
+    mask.paste(255, (0, 4, 8, 8))
+    mask.save(tmp_path / "mask.png")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "in.png")
+    place = ["--image", tmp_path / "in.png", "--mask", tmp_path / "mask.png", "--out", tmp_path / "out"]
+    assert run("edit", text_checkpoint, *place, "--method", "ar", "--prompt", "A fox!", "--num", 2) == 0
+    assert "8 of 16" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "out").glob("0*.png"))
+    assert names == ["00000_text-a-fox_seed0.png", "00001_text-a-fox_seed1.png"]
+    assert run("edit", text_checkpoint, *place, "--label", 1) == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, more, told",
+    [
+        (
+            "evaluate",
+            ["--num", 2],
+            "--prompt",
+        ),
+        ("compare", ["--num", 2], "--prompt"),
+        (
+            "bench",
+            [],
+            "cspd compare",
+        ),
+        (
+            "tune",
+            [],
+            "cspd compare",
+        ),
+    ],
+)
+def test_commands_of_classes(command, more, told, text_checkpoint, tmp_path, capsys):
+    out = [] if command == "bench" else ["--out", tmp_path / "out"]
+    assert run(command, text_checkpoint, *more, *out) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["evaluate", "compare"])
+def test_texts_are_for_models_of_texts(command, text_checkpoint, file, tmp_path, capsys):
+    out = ["--out", tmp_path / "out"]
+    told = {
+        (small_checkpoint(), "--prompts", file): "prompt",
+        (small_checkpoint(), "--clip", tmp_path): "--prompts",
+        (
+            text_checkpoint,
+            "--prompts",
+            file,
+            "--clip",
+            tmp_path,
+        ): "config.json",
+    }
+    for (checkpoint, *more), message in told.items():
+        assert run(command, checkpoint, *more, *out) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        run(command, text_checkpoint, "--prompts", file, "--labels", 3)
+    assert capsys.readouterr().err

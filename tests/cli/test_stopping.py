@@ -1,0 +1,213 @@
+"""Commands that are stopped: by signals, by a pipe that is closed, by a launcher that is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from launching import alive, environment, start, two_processes, wait_until, workers_of
+from stores import small_checkpoint
+
+from cspd.cli import main
+from cspd.terminal import GRACE, POLL, SIGNALS, stoppable
+
+SETTINGS = ["--num-sampling-steps", "3", "--cfg", "1", "--max-batch", "1"]
+WHAT = {
+    "sample": ["--method", "ar", "--num-iter", "4", "--num", "40"],
+    "compare": ["--methods", "ar", "--num-iter", "64", "--num", "6"],
+    "evaluate": ["--method", "ar", "--num-iter", "4", "--num-images", "64"],
+}
+ITEMS = {"sample": "0*.png", "compare": "chunks/*.npz", "evaluate": "0*.npz"}
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def arguments(command, out):
+    return [command, "--checkpoint", small_checkpoint(), *WHAT[command], *SETTINGS, "--out", str(out)]
+
+
+def stamps(command, out):
+    return {path.name: path.stat().st_mtime_ns for path in out.glob(ITEMS[command])}
+
+
+@pytest.mark.parametrize(
+    "command, number", [("sample", signal.SIGINT), ("compare", signal.SIGTERM), ("evaluate", signal.SIGHUP)]
+)
+def test_a_signal_ends_a_command_with_what_was_done(command, number, tmp_path, capsys):
+    before = [signal.getsignal(each) for each in SIGNALS]
+
+    def stop():
+        wait_until(lambda: stamps(command, tmp_path))
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert main(arguments(command, tmp_path)) == 128 + number
+    thread.join()
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"cspd: stopped: \d+ of \d+ (chunks of )?images are in ", told)
+    assert told.endswith("; the same command goes on from here")
+    done, total = map(int, re.findall(r"(\d+) of (\d+)", told)[0])
+    kept = stamps(command, tmp_path)
+    assert done == len(kept) * (16 if command == "evaluate" else 1) and 0 < done < total
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+    assert main(arguments(command, tmp_path)) == 0
+    after = stamps(command, tmp_path)
+    assert {name: after[name] for name in kept} == kept and len(after) > len(kept)
+
+
+def test_without_overwrite_it_goes_on(tmp_path, capsys):
+    """The same command would begin anew."""
+    timer = threading.Thread(target=lambda: (wait_until(lambda: stamps("sample", tmp_path)), os.kill(os.getpid(), 15)))
+    timer.start()
+    assert main([*arguments("sample", tmp_path), "--overwrite"]) == 128 + signal.SIGTERM
+    timer.join()
+    assert "--overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_calibrate_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    costs = tmp_path / "cspd" / "costs.json"
+    timer = threading.Thread(target=lambda: (wait_until(costs.exists), os.kill(os.getpid(), signal.SIGTERM)))
+    timer.start()
+    assert main(["calibrate", "--checkpoint", small_checkpoint(), "--cfg", "1.7"]) == 128 + signal.SIGTERM
+    timer.join()
+    assert capsys.readouterr().err.splitlines()[-1].endswith("cspd: stopped")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["costs.json"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc tells when torch is being loaded")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_that_is_being_imported(number):
+    command = [sys.executable, "-m", "cspd", "methods"]
+    run = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text())
+    run.send_signal(number)
+    assert run.communicate()[1].count("\n") == 1
+    assert run.returncode == 128 + number
+
+
+STUBBORN = """
+import signal
+from cspd.terminal import Stopped, stoppable
+with stoppable():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Stopped:
+        signal.raise_signal(signal.SIGINT)  # while files are written, or the program hangs
+print("not reached")
+"""
+
+
+def test_a_second_signal_ends_it_at_once():
+    run = subprocess.run([sys.executable, "-c", STUBBORN], env=environment(), capture_output=True, text=True)
+    assert run.returncode == -signal.SIGINT and not run.stdout + run.stderr
+
+
+def test_what_is_ignored_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_command_runs_in_any_thread(capsys):
+    statuses = []
+    thread = threading.Thread(target=lambda: statuses.append(main(["methods"])))
+    thread.start()
+    thread.join()
+    assert statuses == [0] and "speculative" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_ends_a_command_quietly(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["methods"]) == 128 + signal.SIGPIPE
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"RANK": "x"}, "RANK"),
+        ({"RANK": "2"}, "RANK"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
+        ({"RANK": "9" * 5000}, "RANK"),
+        ({"LOCAL_RANK": "9" * 5000}, "LOCAL_RANK"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT"),
+        ({"LOCAL_RANK": None}, "WORLD_SIZE"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "WORLD_SIZE"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({"WORLD_SIZE": None, "RANK": "1"}, "RANK"),
+    ],
+)
+def test_what_the_launcher_sets_is_checked(changes, told, monkeypatch, tmp_path, capsys):
+    for name, value in (LAUNCHED | changes).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    assert main(arguments("evaluate", tmp_path / "out")) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1 and len(error) < 300 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_their_launcher(number, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = [*arguments("evaluate", out), "--num-images", "128", "--num-iter", "32"]
+    run = start(command, log, two_processes())
+    wait_until(lambda: stamps("evaluate", out) or run.poll() is not None)
+    workers = workers_of(run)
+    assert len(workers) == 2
+    run.send_signal(number)
+    wait_until(lambda: not any(map(alive, workers)), POLL + GRACE + 5)
+    run.wait()
+    told = log.read_text()
+    own = [line for line in told.splitlines() if line.startswith("cspd: ") and not line.endswith(" ...")]
+    assert len(own) == 1 and own[0].startswith("cspd: stopped: ") and " of 128 images are in " in own[0]
+    assert not re.search(r'File ".*/cspd/', told)  # no traceback of ours
+    assert 0 < len(stamps("evaluate", out)) < 8
+
+
+HANGING = """
+import os, sys, time
+from cspd.terminal import follow_launcher, stoppable
+if os.fork():
+    sys.stdin.read()  # until it is killed
+with stoppable():
+    follow_launcher()
+    print(os.getpid(), flush=True)
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:  # as in a collective, where Python handles no signals
+            pass
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_with_its_launcher_too():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    run = subprocess.Popen([sys.executable, "-c", HANGING], env=environment(TORCHELASTIC_RUN_ID="1"), **pipes)
+    worker = int(run.stdout.readline())
+    run.kill()
+    start = time.monotonic()
+    wait_until(lambda: not alive(worker), POLL + GRACE + 5)
+    assert time.monotonic() - start > GRACE

@@ -1,0 +1,252 @@
+"""The report of a comparison: tables, page and plots."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+from reports import Page, full_report  # noqa: F401 - fixtures
+
+from cspd.comparison import report
+from cspd.plots import MARGIN, MARKS, RESOLUTION, SIZE, UNKNOWN, Panel, Point, coloured, grid, speed_quality
+
+
+def test_all_forms_say_the_same(made, tmp_path):
+    content, images = made
+    written = report.write(content, images, tmp_path)
+    assert all((tmp_path / name).stat().st_size > 100 for name in written) and len(written) == 6
+
+    plain = json.loads((tmp_path / "comparison.json").read_text())
+    assert plain == content
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())))
+    assert [line["name"] for line in lines] == [each["name"] for each in content["rows"]]
+    for line, each in zip(lines, content["rows"]):
+        for key in ("accuracy", "fid", "p_value", "alpha", "bound", "peak_bytes"):
+            assert line[key] == ("" if each[key] is None else str(each[key]))
+        for key in ("fid_ci95", "bound_ci95"):
+            ends = [line[f"{key}_least"], line[f"{key}_most"]]
+            assert ends == ["" if each[key] is None else str(end) for end in each[key] or ("", "")]
+        assert [float(line[f"speed_up{end}"]) for end in ("_least", "", "_most")] == list(each["speed_up"].values())
+        assert json.loads(line["seconds"]) == each["seconds"]
+
+    table = [line for line in (tmp_path / "comparison.md").read_text().splitlines() if line.startswith("|")]
+    cells = [[text.strip() for text in line.replace("\\|", "\0").strip("|").split("|")] for line in table]
+    cells = [
+        [re.sub(r"\\(.)", r"\1", text.replace("\0", "|")) for text in line] for line in cells if "---" not in line[0]
+    ]
+    html = Page((tmp_path / "report.html").read_text())
+    assert html.rows == cells and len(cells) == 5 and {len(line) for line in cells} == {len(cells[0])}
+
+    by_title = [dict(zip(cells[0], line)) for line in cells[1:]]
+    assert [line["configuration"] for line in by_title] == ["ar", "speculative", "cool-sd:delta=2", "a|b <i>&"]
+    assert by_title[1]["speed-up"] == "2.25 (1.50..2.50)" and by_title[0]["speed-up"] == "1.00"
+    assert by_title[0]["images/s"] == "2.00 (1.50..3.00)" and by_title[0]["peak MiB"] == "3"
+    assert [line["p"] for line in by_title] == ["", "0.004", "0.500", ""]
+    assert by_title[2]["TV bound"] == "0.250 [0.240, 0.260]" and by_title[1]["TV bound"] == ""
+    assert [line["FID-12"] for line in by_title] == ["9.50 [9.38, 9.75]", "9.25", "9.00", "8.00"]
+    assert "IS" not in cells[0] and "head calls/token" not in cells[0]
+
+
+NAMES = [
+    "$x$",
+    r"$\frac{",
+    "_a_ *b* `c`",
+    r"\|a|b\\",
+    "<b>&amp;",
+    "=1+1",
+    '@a,"b"',
+    "\U0001f600",
+    "a:b:",
+    "[x](y)",
+    "~~a~~",
+]
+
+
+def test_nothing_to_judge_leaves_columns_and_plot_out(made, tmp_path):
+    content, images = made
+    for each in content["rows"]:
+        each |= dict.fromkeys(("accuracy", "fid", "p_value"))
+    content |= {"space": None, "reference": None}
+    content["missing"] = dict.fromkeys(("fid", "accuracy", "p_value"), "no judge")
+    written = report.write(content, images, tmp_path)
+    assert "speed_quality.png" not in written
+    text = report.text_table(content)
+    header = text.splitlines()[1]
+    assert "FID" not in header and "acc." not in header and "images/s" in header
+    assert "no FID-12" in text
+
+
+def test_what_an_ar_of_another_chain_is_compared_with_is_told(made):
+    content, _ = made
+    told = "p of an ar with other denoising steps"
+    assert told not in report.markdown(content)
+    content["rows"][0] |= {"p_value": 0.5}
+    assert told in report.markdown(content)
+
+
+def test_other_seeds_are_said_and_are_no_sweep(made, tmp_path):
+    content, images = made
+    report.write(content, images, tmp_path)
+    assert "The same classes and seeds by" in (tmp_path / "report.html").read_text()
+    assert "p unpaired" not in (tmp_path / "comparison.md").read_text()
+    content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}, "p_unpaired": 0.25}
+    report.write(content, images, tmp_path)
+    assert "The same classes by" in (tmp_path / "report.html").read_text()
+    assert "p unpaired: the same test against plain sampling of other seeds." in (
+        (tmp_path / "comparison.md").read_text()
+    )
+    point = report._panels(content)[0][2][0]
+    assert point.label == point.line == "ar:seed=1000"
+
+
+# ---- The page of a comparison stands alone; its pictures are in the right order, its points where they were measured
+
+
+SIDE = 96  # of a picture in the grid, in pixels
+
+
+def test_the_page_needs_no_other(made, tmp_path):
+    content, images = made
+    report.write(content, images, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    html = Page(text)
+    assert not {"script", "link", "iframe", "object", "i"} & set(html.tags) and html.tags.count("img") == 2 + 4 * 10
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    assert all(link.startswith("data:image/png;base64,") for link in html.links) and len(html.links) == 42
+    inlined = [np.asarray(Image.open(io.BytesIO(base64.b64decode(link.partition(",")[2])))) for link in html.links]
+    plots, shown = inlined[:2], inlined[2:]
+    both = np.asarray(Image.open(tmp_path / "speed_quality.png").convert("RGB"))
+    assert (np.concatenate([plot[..., :3] for plot in plots], axis=1) == both).all()
+    assert all((picture == images[i // 10][i % 10]).all() for i, picture in enumerate(shown))
+    for told in ("a <cpu>", "r.npz", "no IS: 12 images: 20 are needed", "FID-12: of 12 images", "cfg=3.0", "a b"):
+        assert told in html.text
+    for told in (
+        "t.safetensors, 1.2 million parameters, sha256 eeeeeeeeeeee\n",
+        "eeeeeeeeeeee (of a|b <i>&)",
+        "threads: 3",
+    ):
+        assert told in html.text
+    assert {"exact", "bounded", "heuristic"} <= set(html.words) and "Against ar, turn by turn" in html.text
+
+
+def test_a_small_p_stands_out(made):
+    made[0]["rows"][2]["p_unpaired"] = 0.001
+    text = report.html_page(made[0], [])
+    assert text.count('class="small-p"') == 2
+    assert all(f'<span class="small-p">{p}</span>' in text for p in ("0.004", "0.001"))
+
+
+def test_what_was_measured_stands_beside_the_guarantee(made):
+    content, _ = made
+    content["rows"][1] |= {
+        "guarantee": "measured",
+        "difference": 0.0461,
+        "divergence": 0.5375,
+        "pixel_difference": 3.25,
+    }
+    content["rows"][1] |= {"audit": 0.52, "audit_ci95": [0.42, 0.62]}
+    content["rows"][3]["first_timestep"] = 950
+    html = report.html_page(content, [])
+    assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
+    assert "how near is measured" in html  # what the guarantee means
+    titles, *lines = Page(html).rows
+    cells = [dict(zip(titles, line)) for line in lines]
+    shown = {"difference": "0.046", "divergence": "0.537", "audit": "0.520 [0.420, 0.620]", "pixel difference": "3.2"}
+    assert {title: cells[1][title] for title in shown} == shown
+    assert all(cells[0][title] == cells[2][title] == "" for title in shown)
+    assert [line["first timestep"] for line in cells] == ["", "", "", "950"]
+    (_, measured, *_) = csv.DictReader(io.StringIO(report.csv_table(content)))
+    assert (measured["difference"], measured["audit_ci95_most"]) == ("0.0461", "0.62")
+
+
+def test_the_grid_has_a_row_a_configuration_and_a_column_a_seed(made, tmp_path):
+    content, images = made
+    report.write(content, images, tmp_path)
+    picture = np.asarray(Image.open(tmp_path / "comparison.png"))
+    left, top = picture.shape[1] - 10 * (SIDE + MARGIN), picture.shape[0] - 4 * (SIDE + MARGIN)
+    assert left > 40 and top > 20
+    for r in range(4):
+        for i in range(10):
+            y, x = top + r * (SIDE + MARGIN), left + i * (SIDE + MARGIN)
+            part = picture[y : y + SIDE, x : x + SIDE]
+            assert (part == (20 * r, 10 * i, 99)).all()
+            name = picture[y : y + SIDE, :left]
+            assert (name < 128).any()  # something is written there
+
+
+# ---- Plots of speed against quality: names as they are, labels apart, a mark for each guarantee, a legend of the rest
+
+
+@pytest.fixture
+def plotted(monkeypatch):
+    """Plots panels; the axes that were drawn."""
+    drawn = []
+    savefig = Figure.savefig
+
+    def watched(figure, *args, **options):
+        drawn.append(figure)
+        savefig(figure, *args, **options)
+
+    def plot(*panels):
+        pictures = speed_quality([Panel(*panel) for panel in panels])
+        assert {Image.open(io.BytesIO(png)).size for png in pictures} == {tuple(RESOLUTION * side for side in SIZE)}
+        return [figure.axes[0] for figure in drawn[-len(panels) :]]
+
+    monkeypatch.setattr(Figure, "savefig", watched)
+    return plot
+
+
+def test_the_mark_of_a_point_is_its_guarantee(plotted):
+    points = [Point(name, 1.0 + i, 0.5, name, guarantee=name) for i, name in enumerate(MARKS)]
+    (axes,) = plotted(("speed-up", "share", points))
+    marked = {line.get_xdata()[0]: line.get_marker() for line in axes.lines if line.get_marker() in MARKS.values()}
+    assert marked == {point.speed: MARKS[point.guarantee] for point in points} and len(set(marked.values())) == 4
+    legend = axes.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["exact", "measured", "bounded", "heuristic"]
+
+
+def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
+    here, there = Point("here", 2.0, 0.5, "ar"), Point("there", 4.0, 0.75, "cool-sd")
+    left, right = plotted(("speed-up", "share", [here]), ("codes per forward", "share", [there]))
+    for axes, point in ((left, here), (right, there)):
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == [point.line]
+        (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]
+        assert (line.get_label(), *line.get_xydata().tolist()) == (point.line, [point.speed, point.quality])
+        low, high = axes.get_ylim()
+        assert low > 0 and high < 1 and axes.get_xlim()[0] > 0
+
+
+# ---- Grids: how large images are shown in them, and colours of costs that all eyes tell apart
+
+
+def noise(width, height, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("num, columns, side, factor", [(4, 4, 32, 7), (40, 10, 32, 3), (1, 1, 32, 8), (3, 3, 256, 1)])
+def test_small_images_are_enlarged_by_whole_factors(num, columns, side, factor):
+    images = [noise(side, side, seed) for seed in range(num)]
+    made = np.asarray(grid(images, ["0"] * num, columns))
+    assert made.shape[1] == columns * (factor * side + MARGIN) + MARGIN
+    below = (made.shape[0] - MARGIN) // -(-num // columns)  # from row to row
+    for i in (0, num - 1):
+        row, column = divmod(i, columns)
+        y, x = MARGIN + row * below, MARGIN + column * (factor * side + MARGIN)
+        cell = made[y : y + factor * side, x : x + factor * side]
+        assert (cell == np.asarray(images[i]).repeat(factor, 0).repeat(factor, 1)).all()
+
+
+def test_colours_of_costs_differ_in_lightness():
+    """Which all see who see no hues: least, unknown and most, and everything in between in order."""
+    shares = np.array([[0.0, 0.25, 0.5, 0.75, 1.0, np.nan]])
+    picture = coloured(shares)
+    *known, unknown = np.asarray(picture.convert("L"))[0].astype(int)
+    assert np.diff(known).min() > 20 and known[0] + 60 < unknown < known[-1] - 60
+    assert tuple(np.asarray(picture)[0, -1]) == UNKNOWN

@@ -1,0 +1,382 @@
+"""Studies, and the search for a fast method."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toys import toy_models
+
+import cspd
+from cspd import VQModels
+from cspd.checkpoints import checkpoint_files
+from cspd.cli import main
+from cspd.comparison.compare import FEWEST, Trial, dominates, fastest, kept, layers, nearest, planned, rungs, survivors
+from cspd.comparison.study import baselines, configurations, expand, named_entries, read_study, request_keys
+from cspd.discrete.rules import rule_of
+
+STUDIES = sorted((Path(__file__).parents[2] / "scripts" / "studies").glob("*.yaml"))
+
+
+def rows_of(text, digits, **common):
+    return configurations(named_entries(text.split(",")), common, lambda models: digits)
+
+
+@pytest.mark.parametrize(
+    "asked, common, names",
+    [
+        ("speculative", {}, ["ar", "speculative"]),  # K = 64 is all the tokens there are
+        ("cspd,ar", {"num_iter": 64}, ["ar", "cspd"]),
+        ("speculative,ar:num_iter=64", {"num_iter": 8}, ["ar", "speculative", "ar:num_iter=64"]),
+        ("speculative:seed=9,ar:seed=9", {}, ["ar", "speculative:seed=9", "ar:seed=9"]),  # seeds change no distribution
+        ("ar:cfg=4,speculative:cfg=4", {}, ["ar:cfg=4", "speculative:cfg=4"]),  # and no other that takes its time
+        ("ar:num_iter=16,speculative:num_iter=16", {}, ["ar:num_iter=16", "speculative:num_iter=16"]),
+        ("calibrated,ar:num_iter=16,ar", {"num_iter": 8}, ["ar", "calibrated", "ar:num_iter=16"]),
+        ("speculative", {"num_iter": 8}, ["ar", "ar:num_iter=64", "speculative"]),
+        ("ar,speculative", {"num_iter": 8}, ["ar", "speculative"]),
+        ("ar:num_iter=16,speculative", {}, ["ar", "ar:num_iter=16", "speculative"]),  # which has K = 64
+        (
+            "speculative:num_iter=16,cspd:temperature=0.9:num_iter=16",
+            {},
+            [
+                "ar",
+                "ar:num_iter=16",
+                "ar:num_iter=16:temperature=0.9",
+                "speculative:num_iter=16",
+                "cspd:temperature=0.9:num_iter=16",
+            ],
+        ),
+    ],
+)
+def test_plain_sampling_is_added_for_all_settings(asked, common, names, digits):
+    rows = rows_of(asked, digits, **common)
+    assert [row.name for row in rows] == names
+    for row in rows:
+        found = [base for base in baselines(row, rows, 0) if base is not None]
+        assert found or row.request.method == "ar"
+        for base in found:
+            settings = [dataclasses.replace(digits.check(r.request), method=None) for r in (base, row)]
+            assert base.request.method == "ar" and base is not row
+            for field in ("num_iter", "cfg", "temperature", "num_sampling_steps"):
+                assert getattr(settings[0], field) == getattr(settings[1], field)
+
+
+def test_plain_sampling_of_another_chain_or_seed_stands_for_no_other(digits):
+    asked = ["speculative", "ar:num_sampling_steps=25", "ar:seed=9"]
+    rows = rows_of(",".join(asked), digits, num_iter=8)
+    assert [row.name for row in rows] == ["ar", "ar:num_iter=64", *asked]
+
+
+def test_rows_are_compared_with_plain_sampling_of_the_same_seeds_and_of_others(digits):
+    against = {
+        "ar": (None, "ar:seed=1000"),
+        "ar:seed=1000": (None, "ar"),
+        "speculative": ("ar", "ar:seed=1000"),
+        "speculative:seed=0": ("ar", "ar:seed=1000"),  # the study's own
+        "speculative:seed=1000": ("ar:seed=1000", "ar"),
+        "speculative:seed=2000": (None, "ar"),
+        "speculative:num_sampling_steps=25": ("ar:num_sampling_steps=25", None),  # exact for that chain
+        "ar:num_sampling_steps=25": ("ar", "ar:seed=1000"),  # which stands for the whole one
+        "ar:num_sampling_steps=10:first_timestep=950": ("ar", "ar:seed=1000"),
+        "calibrated": ("ar", "ar:seed=1000"),
+        "ddim": ("ar", "ar:seed=1000"),  # from timestep 950, which is part of what it changes
+        "disa:num_iter=16": ("ar:num_iter=16", None),
+        "ar:num_iter=16": (None, None),  # no shorter chain, but another order
+        "ar:num_iter=16:num_sampling_steps=25": ("ar:num_iter=16", None),
+        "ar:num_iter=8:num_sampling_steps=25": (None, None),
+        "speculative:cfg=4:seed=1000": (None, "ar:cfg=4"),
+    }
+    rows = rows_of(",".join(against), digits)
+    found = {row.name: [base and base.name for base in baselines(row, rows, 0)] for row in rows}
+    assert {name: tuple(found[name]) for name in against} == against
+    assert found.keys() - against.keys() == {"ar:cfg=4"}  # which only that row wants
+
+    rows = rows_of("calibrated,ddim", digits, first_timestep=950)  # of all that have it
+    names = ["ar", "ar:first_timestep=null", "calibrated", "ddim"]
+    assert [row.name for row in rows] == names and rows[0].request.first_timestep == 950
+    assert [baselines(row, rows, 0) for row in rows] == [(None, None), (rows[0], None), *[(rows[1], None)] * 2]
+
+
+def test_models_of_a_row_are_its_own(digits):
+    other = cspd.load(checkpoint_files("digits32")["draft"], max_batch=8, device="cpu")
+    loaded = []
+
+    def load(models):
+        loaded.append(models)
+        return other if "small" in models.values() else digits
+
+    entries = [{"name": "small alone", "method": "ar", "checkpoint": "small"}, {"method": "cspd", "num_iter": 8}]
+    entries += [{"method": "speculative", "checkpoint": "small"}]
+    rows = configurations(entries, {"checkpoint": "digits32"}, load)
+    assert [row.name for row in rows] == [
+        "ar",
+        "ar:num_iter=8",
+        "small alone",
+        "cspd:num_iter=8",
+        "speculative:checkpoint=small",
+    ]
+    assert [row.engine is other for row in rows] == [False, False, True, False, True]
+    assert baselines(rows[4], rows, 0) == (rows[2], None)  # not the large model's
+    assert loaded == [{"checkpoint": "digits32"}, {"checkpoint": "small"}]
+
+
+@pytest.mark.parametrize("common", [{}, {"vae": "F"}])
+def test_the_first_entrys_models_are_no_other_rows(common, digits):
+    entries = [{"name": "small alone", "method": "ar", "checkpoint": "small"}, {"method": "speculative"}]
+    rows = configurations(entries, common, lambda models: digits)
+    assert [(row.name, row.models) for row in rows] == [
+        ("small alone", {"checkpoint": "small"} | common),
+        ("ar:checkpoint=digits32", {"checkpoint": "digits32"} | common),
+        ("speculative", {"checkpoint": "digits32"} | common),
+    ]
+    rows = configurations([{"method": "speculative", "checkpoint": "small"}], common, lambda models: digits)
+    assert [row.models for row in rows] == [{"checkpoint": "small"} | common] * 2
+
+
+def test_baselines_that_only_a_lack_tells_apart_have_names(digits):
+    entries = [{"method": "ar", "vae": "F"}, {"method": "speculative"}]
+    rows = configurations(entries, {}, lambda models: digits)
+    assert [row.name for row in rows] == ["ar:vae=F", "ar:vae=null", "speculative"]
+
+
+def study(tmp_path, text):
+    path = tmp_path / "study.yaml"
+    path.write_text(text, encoding="latin-1")
+    return path
+
+
+def test_lists_are_swept():
+    entry = {"method": "cspd", "gamma": [4, 8], "align": [True, False], "prefill": 0.1}
+    made = expand(entry)
+    assert [name for name, _ in made] == [
+        f"cspd:gamma={gamma}:align={align}:prefill=0.1" for gamma in (4, 8) for align in ("true", "false")
+    ]
+    assert made[2][1] == {"method": "cspd", "gamma": 8, "align": True, "prefill": 0.1}
+    for name, settings in made:  # the name asks for it again
+        assert named_entries([name]) == [settings]
+    assert [name for name, _ in expand(entry | {"name": "a b"})] == [
+        "a b:gamma=4:align=true",
+        "a b:gamma=4:align=false",
+        "a b:gamma=8:align=true",
+        "a b:gamma=8:align=false",
+    ]
+
+
+@pytest.mark.slow
+def test_a_study_runs_and_options_come_before_its_settings(tmp_path):
+    target = checkpoint_files("digits32")["target"]
+    path = study(
+        tmp_path,
+        "num: 3\nlabels: 4-5\nseed: 7\nmax_batch: 2\nnum_iter: 64\ncfg: 2\nnum_sampling_steps: 50\n"
+        "configurations:\n  - {method: ar, cfg: [2, 1]}\n"
+        "  - {name: its own, method: cspd, gamma: 32, prefill: 0.9, draft_checkpoint: " + f"{target}}}\n",
+    )
+    out = tmp_path / "out"
+    assert main(["compare", "--config", str(path), "--out", str(out), "--num", "1", "--num-sampling-steps", "2"]) == 0
+    report = json.loads((out / "comparison.json").read_text())
+    files = json.loads((out / "run.json").read_text())["settings"]["configurations"]["its own"]["files"]
+    assert files["draft"] == files["target"]  # the target drafts for itself
+    assert [row["name"] for row in report["rows"]] == ["ar:cfg=2", "ar:cfg=1", "its own"]
+    assert (report["images"], report["labels"], report["first_seed"], report["max_batch"]) == (1, [4, 5], 7, 2)
+    settings = [row["settings"] for row in report["rows"]]
+    assert [each["cfg"] for each in settings] == [2, 1, 2]
+    assert [(each["num_iter"], each["num_sampling_steps"]) for each in settings] == [(64, 2)] * 3
+    assert "8 images or more" in report["missing"]["p_value"]
+
+
+def test_a_files_first_entry_keeps_its_checkpoint_to_itself(tmp_path):
+    files = checkpoint_files("digits32")
+    text = "num: 1\nmax_batch: 1\ncfg: 1\nnum_iter: 64\nnum_sampling_steps: 2\nconfigurations:\n"
+    text += f"  - {{name: small, method: ar, checkpoint: {files['draft']}}}\n  - {{name: large, method: ar}}\n"
+    assert main(["compare", "--config", str(study(tmp_path, text)), "--out", str(tmp_path / "out")]) == 0
+    asked = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["configurations"]
+    targets = {name: Path(each["files"]["target"]["file"]).name for name, each in asked.items()}
+    assert targets == {"small": files["draft"].name, "large": files["target"].name}
+
+
+@pytest.mark.parametrize(
+    "text, hint",
+    [
+        ("nums: 3\nconfigurations: [{method: ar}]", "num"),
+        (
+            "configurations: [{method: ar}, {method: cspd, gama: 3}]",
+            "gamma",
+        ),
+        ("configurations: [{method: ar, num: 3}]", "num"),
+        ("num: 3", "configurations"),
+        ("configurations: []", "configurations"),
+        ("configurations: [ar]", "configurations"),
+        ("gamma: [4, 8]\nconfigurations: [{method: cspd}]", "gamma"),
+        ("configurations: [{method: ar, cfg: []}]", "cfg"),
+        ("cfg: {a: 1}\nconfigurations: [{method: ar}]", "cfg"),
+        ("labels: a-b\nconfigurations: [{method: ar}]", "label"),
+        ("labels: null\nconfigurations: [{method: ar}]", "labels"),
+        ("labels: [1, null]\nconfigurations: [{method: ar}]", "labels"),
+        ("labels: 1:30\nconfigurations: [{method: ar}]", "label"),
+        ("configurations: [{method: ar, cfg: 1:30}]", "cfg"),
+        ("num: 0\nconfigurations: [{method: ar}]", "num"),
+        ("num: many\nconfigurations: [{method: ar}]", "num"),
+        ("configurations: [{gamma: 3}]", "method"),
+        ("configurations: [{method: arr}]", "method"),
+        ("configurations: [{method: ar, gamma: 3}]", "gamma"),
+        ("configurations: [{method: ar, seed: -1}]", "seed"),
+        ("configurations: [{method: ar, cfg: high}]", "cfg"),
+        ("cfg: 1\ncfg: 2\nconfigurations: [{method: ar}]", "cfg"),
+        ("cfg: .nan\nconfigurations: [{method: ar}]", "cfg"),
+        ("configurations: [{method: ar, checkpoint: 5}]", "checkpoint"),
+        ("vae: true\nconfigurations: [{method: ar}]", "vae"),
+        ("configurations: [{method: cspd, draft_checkpoint: 1.5}]", "draft_checkpoint"),
+        ("checkpoint: ''\nconfigurations: [{method: ar}]", "checkpoint"),
+        ("configurations: [{method: ar, name: 5}]", "name"),
+        (f"configurations: [{{method: ar, cfg: {[*range(40)]}, temperature: {[*range(40)]}}}]", ""),
+        ("configurations: [{method: cspd}, {method: cspd}]", "cspd"),
+        ("configurations: [{method: ar, checkpoint: nowhere}]", "nowhere"),
+    ],
+)
+def test_bad_studies_are_refused_in_one_line(text, hint, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["compare", "--config", str(study(tmp_path, text)), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert hint in error and error.startswith("cspd: ") and error.count("\n") == 1 and not out.exists()
+    assert len(error) < 1000
+
+
+def test_numbers_are_read_as_they_are_meant(tmp_path):
+    text = "configurations: [{method: ar, cfg: [3, 1e1, 2E-1, 1.5e+2, 0x1F, 1_000, -0, 1:30, 010]}]"
+    values = read_study(study(tmp_path, text))[1][0]["cfg"]
+    assert values == [3, 10.0, 0.2, 150.0, 31, 1000, 0, "1:30", "010"]
+    assert [type(value) for value in values[:3]] == [int, float, float]
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "."], ""),
+        (["--config", "x.yaml", "--methods", "ar"], "--methods"),
+        (["--methods", "ar:gamma"], "gamma"),
+        (["--methods", "ar:cfg,cspd"], "cfg"),
+        (["--methods", "ar:gama=3"], "gama"),
+        (["--methods", "ar:cfg=1:cfg=2"], "cfg"),
+        (["--methods", "ar,ar:seed=10"], "seed"),
+        (["--methods", "ar:label=3"], "label"),
+        (["--ref", "nowhere.npz"], "nowhere.npz"),
+        (["--weights", "nowhere.pth"], "nowhere.pth"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(arguments, hint, tmp_path, capsys):
+    assert main(["compare", "--out", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert hint in error and error.startswith("cspd: ") and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_published_studies_are_comparisons_of_the_bundled_models():
+    assert len(STUDIES) == 19
+    engines = {}
+    for path in STUDIES:
+        common, entries = read_study(path)
+        name = common.pop("checkpoint", "digits32")
+        if name not in engines:
+            engines[name] = cspd.load(name, max_batch=2, device="cpu")
+        settings = {key: value for key, value in common.items() if key in request_keys()}
+        rows = configurations(entries, settings, lambda models, name=name: engines[name])
+        assert len(rows) >= len(entries) and rows[0].request.method == "ar"
+        assert f"--config scripts/studies/{path.name}" in path.read_text()
+
+
+def test_a_rules_common_parameters_reach_a_row_that_asks_for_the_rule():
+    """Also where the row's method has another rule by default."""
+    engine = cspd.Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
+    common = {"k": 2, "optimal": False}
+    entries = [{"method": "sjd", "window": 3, "rule": "lantern", "delta": 0.2}, {"method": "ar"}]
+    (row,) = [r for r in configurations(entries, common, lambda models: engine) if r.request.method == "sjd"]
+    rule = rule_of(engine.check(row.request))
+    assert (rule.name, rule.k, rule.optimal, rule.delta) == ("lantern", 2, False, 0.2)
+
+
+# ---- The choice among candidates, on made-up numbers whose fronts are known
+
+
+@pytest.mark.parametrize(
+    "num, expected",
+    [(20, [20]), (39, [39]), (40, [20, 40]), (100, [20, 100]), (180, [20, 60, 180]), (540, [20, 60, 180, 540])],
+)
+def test_rungs_rise_to_the_last(num, expected):
+    assert rungs(num) == expected
+
+
+def test_more_images_go_on_from_the_same_rungs():
+    assert rungs(1620)[: len(rungs(540))] == rungs(540) and rungs(540)[0] == FEWEST
+
+
+def test_a_third_goes_on_and_a_few_at_least():
+    assert [kept(number) for number in (60, 20, 7, 4, 3, 0)] == [20, 7, 4, 4, 3, 0]
+    assert planned(60, [20, 60, 180], always=2) == 62 * 20 + 22 * 40 + 9 * 120
+    assert planned(20, [60, 180], always=2, before=20) == 22 * 40 + 9 * 120
+
+
+def test_layers_are_the_fronts_that_taking_away_gives():
+    points = [(1, 5), (2, 3), (4, 1), (2, 4), (4, 3), (5, 5), (2, 3)]
+    assert layers(points) == [0, 0, 0, 1, 1, 2, 0]  # equal ones do not dominate each other
+    assert layers([(1, math.inf), (2, math.inf)]) == [0, 1]
+    assert layers([]) == []
+
+
+def test_layers_of_three_values_are_by_definition():
+    points = np.random.default_rng(0).integers(0, 5, (60, 3)).tolist()
+    found = layers(points)
+    for i, j in itertools.product(range(60), repeat=2):
+        if dominates(points[i], points[j]):
+            assert found[i] < found[j]
+    for j in range(60):  # and no later than needed
+        above = [found[i] for i in range(60) if dominates(points[i], points[j])]
+        assert found[j] == max(above, default=-1) + 1
+
+
+def test_survivors_are_within_reach_then_on_the_front_then_fast():
+    trials = [
+        Trial(9.0, 0.50, 0.01),  # fastest, out of reach
+        Trial(3.0, -0.01, 0.01),  # good
+        Trial(5.0, 0.03, 0.02),  # beyond, by less than its error allows
+        Trial(2.0, 0.01, 0.01),  # slower and worse than both
+        Trial(1.0, -0.05, 0.01),  # best and slow
+        Trial(0.5, 0.40, 0.01),  # nothing speaks for it
+    ]
+    assert [survivors(trials, number) for number in (1, 2, 3, 4, 5)] == [
+        [2],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 3, 4],
+        [0, 1, 2, 3, 4],
+    ]
+
+
+def test_the_worst_goes_first_whatever_the_order():
+    trials = [Trial(speed, excess) for speed, excess in [(4, -0.02), (3, -0.03), (2, -0.01), (1, 0.2), (0.5, 0.3)]]
+    for order in itertools.permutations(range(5)):
+        shuffled = [trials[i] for i in order]
+        assert {order[i] for i in survivors(shuffled, 2)} == {0, 1}
+
+
+def test_chance_ends_nobody_early():
+    sure, unsure = Trial(2.0, 0.01, 0.001), Trial(2.0, 0.04, 0.05)
+    assert survivors([sure, unsure], 1) == [1]
+    assert survivors([sure, Trial(2.0, 0.04, 0.001)], 1) == [0]
+
+
+def test_the_fastest_within_the_limit_is_chosen_and_else_the_nearest():
+    plain = Trial(1.0, -0.02)
+    trials = [plain, Trial(4.0, 0.01), Trial(3.0, 0.0), Trial(2.0, -0.5), Trial(0.5, -1.0)]
+    assert fastest(trials) == 2
+    assert fastest([plain, Trial(4.0, 0.01), Trial(0.5, -1.0), Trial(1.04, -1.0)]) is None
+    assert fastest([plain]) is None
+    assert nearest([plain, Trial(4.0, 0.2), Trial(3.0, 0.1), Trial(0.5, -1.0)]) == 2  # of those that are faster
+    assert nearest([plain, Trial(0.5, 0.3), Trial(0.6, 0.2)]) == 2
+    assert nearest([plain]) is None
+    assert nearest([plain, Trial(4.0, math.inf), Trial(3.0, 7.0)]) == 2

@@ -1,0 +1,345 @@
+"""Requests to VQ models, and how their drafts are chosen."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from stores import small_vq_checkpoint
+from texts import PROMPTS, text_models
+from toys import draw, request_of, runner_of, toy_gpt, toy_models
+
+import cspd
+from cspd import Engine, Request, VQModels, terminal
+from cspd.cli import main
+from cspd.cli.sample import sample_to_folder
+from cspd.discrete import family
+from cspd.discrete.family import JACOBI, TREES, Rounds, fastest, name_of, on_grid, ways
+from cspd.discrete.gpt import Eagle
+from cspd.files import COSTS, user_cache
+from cspd.method import GAIN, PLAIN, Choice
+
+
+def test_resolved_requests_are_as_version_0_1_0_recorded_them():
+    """A folder of that version goes on: a rule's own defaults are known and not written, a method's are written."""
+    engine = Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
+    published = {"cfg": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    own = {
+        "sd": {"draft": "chain", "gamma": 5, "rule": "exact"},
+        "uniform-rsd": {"draft": "eagle-static", "gamma": 5, "rule": "uniform-rsd", "delta": 1.1},
+        "cool-sd": {"draft": "eagle-static", "gamma": 5, "rule": "cool-sd", "delta": 1.1},
+        "lantern": {"draft": "eagle-dynamic", "gamma": 6, "rule": "lantern", "delta": 0.2, "k": 100, "optimal": False},
+        "lantern++": {"draft": "eagle-static", "gamma": 5, "rule": "lantern++", "lam": 1.0, "k": 10, "optimal": False},
+        "sjd": {"window": 64, "pd_k": 1, "pd_d": 0, "continuation": False, "rule": "exact", "coupling": "maximal"},
+        "sjd-pac": {"window": 64, "pd_k": 4, "pd_d": 3, "continuation": True, "rule": "exact"},
+    }
+    for method, settings in own.items():
+        request = Request(0, method=method, coupling=settings.get("coupling"))
+        assert engine.check(request).settings == published | settings
+
+
+def test_sjd_pac_without_siblings_is_mc_sjd():
+    engine = Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
+    coupled = engine.check(Request(0, method="mc-sjd"))
+    without = engine.check(Request(0, method="sjd-pac", pd_k=1, pd_d=0))
+    independent = engine.check(Request(0, method="sjd", coupling="maximal", continuation=True))
+    assert coupled.settings == without.settings == independent.but(coupling=None).settings
+
+
+def test_a_request_is_a_plain_value():
+    request = Request(3, 7, "sjd", window=5, cfg=None)
+    assert request == Request(3, 7, "sjd", window=5) and hash(request) == hash(Request(3, 7, "sjd", window=5))
+    assert request == pickle.loads(pickle.dumps(request)) == copy.deepcopy(request) == request.but()
+    assert dataclasses.asdict(request)["settings"] == {"window": 5}
+    assert request.but(window=None).settings == {} and request.window == 5 and request.gamma is None
+    assert repr(request) == "Request(label=3, seed=7, method='sjd', window=5)"
+    with pytest.raises(TypeError, match="gama"):
+        Request(3, gama=1)
+    with pytest.raises(AttributeError):
+        request.gama  # noqa: B018
+
+
+BAD = [
+    ({"method": "calibrated"}, "method"),
+    ({"family": "MAR"}, "family"),
+    ({"num_iter": 4}, "num_iter"),
+    ({"method": "ar", "rule": "exact"}, "rule"),
+    ({"method": "sd", "gamma": 0}, "gamma"),
+    ({"method": "eagle", "gamma": 6}, "gamma"),
+    ({"method": "sd", "rule": "magic"}, "rule"),
+    ({"method": "sd", "rule": "uniform-rsd"}, "delta"),
+    ({"method": "cool-sd", "delta": -1}, "delta"),
+    ({"method": "sd", "rule": "cool-sd", "delta": 1.1, "gamma": 8, "schedule": "linear"}, "length"),
+    ({"method": "sjd", "window": 80}, "window"),
+    ({"method": "sjd-pac", "window": 12}, "window"),
+    ({"method": "sjd-pac", "pd_k": 16, "pd_d": 16}, "window"),
+    ({"method": "sjd", "continuation": 1}, "continuation"),
+    ({"top_k": -1}, "top_k"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"label": 3}, "label"),
+    ({"method": "sd", "metric": "l1", "rule": "lantern", "delta": 0.1}, "metric"),
+    ({"method": "eagle", "draft": "jacobi"}, "draft"),
+    ({"method": "sd", "delta": 1.5}, "delta"),
+    ({"method": "cool-sd", "lam": 1.0}, "lam"),
+    ({"method": "cool-sd", "delta": [1]}, "delta"),
+    ({"method": "cool-sd", "optimal": "no"}, "optimal"),
+    ({"method": "sjd", "optimal": False}, "optimal"),
+    ({"method": "lantern", "published": True, "optimal": True}, "optimal"),
+    ({"method": "cool-sd", "published": True}, "published"),
+    ({"method": "sjd", "delta": 0}, "delta"),
+    ({"gamma": 5}, "gamma"),
+    ({"draft": "jacobi", "gamma": 3}, "gamma"),
+    ({"method": "speculative", "draft": "chain"}, "draft"),
+    ({"method": "speculative", "draft": "eagle-dynamic", "gamma": 9}, "gamma"),
+    ({"window": 80}, "window"),
+    ({"coupling": "maximal"}, "coupling"),
+    ({"draft": ["chain"]}, "draft"),
+]
+
+
+@pytest.mark.parametrize("changes, advice", BAD, ids=str)
+def test_bad_requests(changes, advice):
+    engine = Engine(VQModels(**toy_models(length=4)), max_batch=1, device="cpu")
+    with pytest.raises(ValueError) as caught:
+        engine.resolve(Request(**{"label": 0, **changes}))
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "missing, method, advice",
+    [
+        ("draft", "sd", "draft"),
+        ("eagle", "eagle2", "EAGLE"),
+        ("tokenizer", "lantern", "codes"),
+    ],
+)
+def test_a_model_that_is_needed(missing, method, advice):
+    engine = Engine(VQModels(**toy_models(length=4) | {missing: None}), max_batch=1, device="cpu")
+    with pytest.raises(ValueError, match=advice):
+        engine.resolve(Request(0, method=method))
+
+
+def test_models_that_do_not_fit():
+    models = toy_models()
+    for changes, advice in [
+        ({"draft": toy_gpt(0, codes=5)}, "vocab_size"),
+        ({"eagle": Eagle(dataclasses.replace(models["target"].config, dim=16))}, "dim"),
+        ({"tokenizer": toy_models(codes=6)["tokenizer"]}, "6"),
+    ]:
+        with pytest.raises(ValueError, match=advice):
+            Engine(VQModels(**models | changes), device="cpu")
+    with pytest.raises(ValueError):
+        Engine(VQModels(**models), VQModels(**models), device="cpu")
+    with pytest.raises(ValueError, match="max_batch"):
+        Engine(VQModels(toy_gpt(0, length=16384)), max_batch=2**20, device="cpu")
+
+
+# ---- What VQ models draft where nobody says: what is measured, what is chosen by it, and that the image is that of ar
+
+
+ALONE = name_of(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict:
+    return toy_models(codes=11, length=16)
+
+
+@pytest.fixture
+def engine(models, monkeypatch, tmp_path) -> Engine:
+    """With a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Engine(VQModels(**models), max_batch=2, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "seconds, codes, best, told",
+    [
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 3.0, "b": 4.0}, "a", "2.00"),
+        ({ALONE: 1.0, "a": 1.5, "b": 3.0}, {"a": 2.0, "b": 5.0}, "b", "1.67"),
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.5 / GAIN}, ALONE, "1.43"),  # just that
+        ({ALONE: 1.0, "a": 1.5}, {"a": 1.51 / GAIN}, "a", "1.44"),
+        ({ALONE: 1.0, "a": 5.0}, {}, ALONE, "1.00"),  # nothing to count
+        ({"a": 9.0, "b": 8.0}, {"a": 1.0, "b": 1.0}, "b", ""),  # drafting was asked for
+    ],
+)
+def test_the_fastest_way(seconds, codes, best, told):
+    by_name = {name: PLAIN if name == ALONE else {"window": 4} for name in seconds}
+    counted = []
+
+    def count(some):
+        counted.extend(some)
+        return codes
+
+    way, why = fastest(seconds, by_name, count, 8)
+    assert way is by_name[best] and told in why and "8 images" in why
+    assert len(counted) == len(codes)
+
+
+def test_what_is_given_is_not_chosen():
+    request = request_of("speculative")
+    assert ways(request, False) == [PLAIN, *JACOBI] and ways(request, True) == [PLAIN, *JACOBI, *TREES]
+    assert ways(request.but(window=0), True) == [{}]
+    assert ways(request.but(window=7), False) == [{"draft": "jacobi", "window": 7}]
+    assert ways(request.but(draft="jacobi"), True) == JACOBI
+    trees = ways(request.but(draft="eagle-dynamic", window=9), True)
+    assert trees == [{**tree, "window": 9} for tree in TREES]
+    assert len({name_of(way) for way in [PLAIN, *JACOBI, *TREES]}) == 1 + len(JACOBI) + len(TREES)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(PLAIN, JACOBI[1], TREES[0]),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (*JACOBI, *TREES[1:])),
+    ],
+    ids=name_of,
+)
+def test_every_way_makes_the_codes_of_ar(way, models):
+    plain, _ = draw(models, request_of("ar", cfg=2.0), 12)
+    codes, statistics = draw(models, request_of("speculative", cfg=2.0, **way), 12)
+    assert torch.equal(codes, plain)
+    forwards = sum(each.backbone_calls for each in statistics)
+    assert forwards == codes.numel() if way is PLAIN else forwards < 0.95 * codes.numel()
+
+
+def test_rounds_are_timed_and_counted(models):
+    runner = runner_of({name: models[name] for name in ("target", "eagle")}, 3)
+    requests = {name_of(way): request_of("speculative", **way) for way in (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])}
+    seconds = family.round_seconds(runner, requests)
+    assert seconds.keys() == requests.keys() and all(0 < min(own) < 1 for own in seconds.values())
+    assert family.codes_a_round(runner, requests[ALONE]) == 1
+    _, statistics = draw(models, request_of("speculative", **JACOBI[0]), 3)
+    mean = sum(s.step_compression for s in statistics) / 3
+    alike = runner_of(models, 3)
+    counted = family.codes_a_round(alike, request_of("speculative", **JACOBI[0]))
+    assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
+
+
+def test_measured_once_and_kept(engine, models, monkeypatch):
+    asked = Request(0, cfg=2.0)
+    resolved = engine.resolve(asked)
+    assert resolved.window is not None and (resolved.draft is None) == (resolved.window == 0)
+    kept = (user_cache() / COSTS).read_text()
+    first, *counted = json.loads(kept)
+    assert first["key"]["seconds of"] == [name_of(way) for way in [PLAIN, *JACOBI, *TREES]]
+    assert first["key"]["slots"] == 2
+    assert all(entry["key"]["weights"] for entry in counted)
+
+    monkeypatch.setattr(family, "round_seconds", None)  # everything is read
+    monkeypatch.setattr(family, "codes_a_round", None)
+    again = Engine(VQModels(**models), max_batch=2, device="cpu")
+    assert again.resolve(asked) == resolved and again.resolve(resolved) == resolved
+    assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
+    for damaged in ({"a": -1.0}, {"a": "1"}, [], 5):
+        with pytest.raises(ValueError):
+            Rounds(damaged).check()
+
+
+def test_a_choice_is_kept_where_a_run_goes_on(engine, monkeypatch, tmp_path):
+    requests = [Request(label, label, cfg=2.0) for label in range(3)]
+    chosen = []
+    for way in ({"draft": "jacobi", "window": 4}, {"window": 0}):  # this machine changes its mind
+        own = engine.runners["VQ"].tuning
+        monkeypatch.setattr(own, "_choose", lambda request, slots, way=way: Choice(own_way(request, way), ""))
+        own._choices.clear()
+        record = sample_to_folder(engine, requests[: 2 + len(chosen)], tmp_path / f"{len(chosen)}", {}, progress=False)
+        chosen.append({(image["request"]["draft"], image["request"]["window"]) for image in record["images"]})
+    assert chosen == [{("jacobi", 4)}, {(None, 0)}]
+    (tmp_path / "0" / "00001_label1_seed1.png").unlink()
+    record = sample_to_folder(engine, requests[:2], tmp_path / "0", {}, progress=False)
+    assert {(image["request"]["draft"], image["request"]["window"]) for image in record["images"]} == chosen[0]
+
+
+@pytest.mark.parametrize(
+    "given, on_the_grid",
+    [
+        ({"cfg": 2.1, "temperature": 0.96, "top_k": 1500, "top_p": 0.88}, (2.0, 1.0, 2048, 0.9)),
+        ({"cfg": 1.0, "temperature": 0.0, "top_k": 0, "top_p": 1.0}, (1.0, 0.0, 0, 1.0)),  # off
+        ({"cfg": 1.1, "temperature": 0.01, "top_k": 1, "top_p": 0.999}, (1.5, 0.1, 1, 0.95)),  # on
+        ({"cfg": 0.9, "temperature": 1.33, "top_k": 3, "top_p": 0.01}, (0.5, 1.3, 4, 0.05)),
+    ],
+)
+def test_the_grid_that_codes_are_counted_at(given, on_the_grid):
+    near = on_grid(request_of("speculative", **given))
+    assert (near.cfg, near.temperature, near.top_k, near.top_p) == on_the_grid
+    assert on_grid(near) == near
+
+
+def test_near_settings_share_a_count(engine, monkeypatch):
+    """Also of images that are to be made by a way that only they ask for."""
+    asked = Request(0, cfg=2.0, draft="jacobi")
+    engine.resolve(asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(family, "codes_a_round", None)
+        engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
+        with pytest.raises(TypeError):  # it would count
+            engine.resolve(asked.but(cfg=3.0))
+
+
+@pytest.mark.parametrize("name, asked", [("digits32_vq", Request(0)), ("emoji64_text", Request(prompt="a red heart"))])
+def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
+    """At their usual settings, for every device."""
+    engine = cspd.load(name, device="cpu", max_batch=1)
+    own = engine.runner.tuning
+    some = [*JACOBI, *(TREES if own.eagle else [])]
+    monkeypatch.setattr(family, "codes_a_round", None)
+    request = engine.check(asked)
+    monkeypatch.setattr(own, "graphs", True)  # as on a GPU
+    codes = own.codes(request, some)
+    assert codes.keys() == {name_of(way) for way in some} and all(1 < count < 6 for count in codes.values())
+    monkeypatch.setattr(own, "graphs", False)
+    monkeypatch.setattr(own, "_calibrations", None)
+    with pytest.raises(TypeError):  # it would count
+        own.codes(request, some[:1])
+
+
+def test_what_is_counted_is_told_once(engine, monkeypatch, capsys):
+    own, request = engine.runners["VQ"].tuning, engine.check(Request(0, cfg=2.0))
+    own.codes(request, JACOBI[3:4])
+    monkeypatch.setattr(terminal, "PATIENCE", 0.0)
+    own.codes(request, JACOBI[:3])
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "cfg" in told and re.search(r": about \d+ s\n", told)
+
+
+def test_what_does_not_fit_beside_the_engine_is_told(engine, monkeypatch):
+    monkeypatch.setattr(family, "free_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match="window"):
+        engine.resolve(Request(0, cfg=2.0))
+    assert engine.resolve(Request(0, cfg=2.0, window=0)).window == 0
+
+
+def test_texts_of_other_lengths_are_timed_apart(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(family, "TEXT_STEP", 3)
+    engine = Engine(VQModels(**text_models()), max_batch=1, device="cpu")
+    for prompt in PROMPTS[:2]:  # of 4 and 2 tokens
+        engine.resolve(Request(prompt=prompt, cfg=2.0, draft="jacobi"))
+    keys = [entry["key"] for entry in json.loads((user_cache() / COSTS).read_text())]
+    assert [key["text"] for key in keys if "seconds of" in key] == [6, 3]
+
+
+def own_way(request, way):
+    """As the real choice does, what is given stays."""
+    return {} if request.window is not None else way
+
+
+def test_calibrate_is_of_mar(capsys):
+    assert main(["calibrate", "--checkpoint", small_vq_checkpoint()]) == 2
+    assert "--method" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bundled():
+    """Whatever is chosen here, the images are those of ar."""
+    engine = cspd.load("digits32_vq", max_batch=2, device="cpu")
+    requests = [Request(i, i, cfg=2.0) for i in range(2)]
+    made, plain = engine.generate(requests), engine.generate([request.but(method="ar") for request in requests])
+    assert all(torch.equal(ours.tokens, theirs.tokens) for ours, theirs in zip(made, plain))
+    assert made[0].request.method == "speculative" and made[0].stats.guarantee == "exact"

@@ -1,0 +1,117 @@
+"""CLIP score: 100 max(cos, 0) of an image's and its text's features; folders that are none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from stores import small_clip
+
+from cspd.evaluation import metrics
+from cspd.evaluation.images import ImageList
+from cspd.evaluation.metrics import FILES, Clip, check_clip, mean_and_error
+from cspd.request import to_pil
+from cspd.runs import file_fingerprint
+from mar.tensors import CheckpointError
+
+CPU = torch.device("cpu")
+TEXTS = ["a red fox", "blue", "an old ship in a quiet harbour"]  # the last has more tokens than the model takes
+
+
+@pytest.fixture
+def real(tmp_path):
+    """A copy of a small model's folder."""
+    return Path(shutil.copytree(small_clip(), tmp_path / "clip"))
+
+
+def pictures():
+    return ImageList(torch.rand(len(TEXTS), 3, 20, 20, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+def test_scores_are_the_formula(real, monkeypatch):
+    """Image by image and text by text, without padding; in batches they are the same."""
+    monkeypatch.setattr(metrics, "BATCH", 2)
+    (real / "model.fp16.safetensors").touch()  # which transformers does not read
+    model, images = Clip(real, CPU), pictures()
+    scores = model.scores(images, TEXTS)
+    for i, text in enumerate(TEXTS):
+        pixels = model.processor(images=to_pil(images[i]), return_tensors="pt")["pixel_values"]
+        ids = model.processor.tokenizer(text).input_ids
+        tokens = torch.tensor([[*ids[:11], ids[-1]] if len(ids) > 12 else ids])
+        with torch.no_grad():
+            own = model.model.visual_projection(model.model.vision_model(pixels).pooler_output)[0]
+            said = model.model.text_projection(model.model.text_model(tokens).pooler_output)[0]
+        cosine = (own @ said / (own.square().sum() * said.square().sum()).sqrt()).item()
+        assert scores[i].item() == pytest.approx(100 * max(cosine, 0), abs=1e-3)
+    assert len(set(scores.tolist())) > 1
+    assert model.about == {"name": "clip", "fingerprint": file_fingerprint(real / "model.safetensors")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction, score", [(1.0, 100.0), (-1.0, 0.0)], ids=["the same", "the opposite"])
+def test_known_directions(direction, score, real):
+    """Features that are one vector, whatever is seen and said."""
+    model = Clip(real, CPU)
+    with torch.no_grad():
+        for norm in (model.model.vision_model.post_layernorm, model.model.text_model.final_layer_norm):
+            norm.weight.zero_()
+            norm.bias.fill_(1)
+        model.model.visual_projection.weight.fill_(1)
+        model.model.text_projection.weight.fill_(direction)
+    assert model.scores(pictures(), TEXTS).tolist() == pytest.approx([score] * 3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_weights_that_are_none(real):
+    (real / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="CLIP"):
+        Clip(real, CPU)
+
+
+@pytest.mark.slow
+def test_weights_that_lack_a_tensor(real):
+    config = json.loads((real / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 3
+    (real / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="CLIP"):
+        Clip(real, CPU)
+
+
+def empty_folder(folder):
+    """A folder that has the names of a model's files."""
+    folder.mkdir()
+    for patterns in FILES.values():
+        (folder / patterns[0].replace("*", "")).touch()
+    (folder / "config.json").write_text('{"model_type": "clip"}')
+    return folder
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_a_folder_that_lacks_a_file(what, tmp_path):
+    folder = empty_folder(tmp_path / "clip")
+    (folder / FILES[what][0].replace("*", "")).unlink()
+    with pytest.raises(CheckpointError, match=what):
+        check_clip(folder, CPU, of_texts=True)
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "siglip"}', "{"])
+def test_a_folder_of_another_model(config, tmp_path):
+    folder = empty_folder(tmp_path / "clip")
+    (folder / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        check_clip(folder, CPU, of_texts=True)
+
+
+def test_classes_have_no_score(tmp_path):
+    with pytest.raises(ValueError, match="--prompts"):
+        check_clip(tmp_path, CPU, of_texts=False)
+
+
+def test_the_standard_error_of_a_mean():
+    mean, error = mean_and_error(torch.tensor([20.0, 30.0, 40.0]))
+    assert mean == 30 and error == pytest.approx(10 / 3**0.5)
+    assert mean_and_error(torch.tensor([20.0])) == (20.0, None)

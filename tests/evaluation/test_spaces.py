@@ -1,0 +1,133 @@
+"""Spaces of features: an entry, its files and a bundled model are all that another one needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+
+import pytest
+import torch
+from digits import coloured_digits
+from make_reference_stats import drawn, write_reference
+from pictures import data_of
+from safetensors.torch import save_file
+from training import HELD_OUT_SEED
+
+import cspd
+from cspd import models
+from cspd.checkpoints import checkpoint_files
+from cspd.cli import main
+from cspd.cli.evaluate import _check_limits, judge_of
+from cspd.comparison.study import Configuration
+from cspd.evaluation.images import ImageList
+from cspd.evaluation.metrics import (
+    SPACES,
+    Classifier,
+    ClassifierConfig,
+    Space,
+    check,
+    features,
+    load_classifier,
+    load_reference,
+)
+from cspd.evaluation.run import Shards
+from cspd.request import to_pil, to_uint8
+from mar.checkpoint import create_mar
+
+SIDE, WIDTH, NUM = 16, 8, 20
+QUICK = ["--checkpoint", "toy16", "--device", "cpu", "--num-iter", "1", "--num-sampling-steps", "2", "--cfg", "1"]
+PLAIN = [*QUICK, "--first-timestep", "950"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy(tmp_path_factory):
+    """A space of 16x16 images in ten classes, beside a model that makes some; all weights are random."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "toy16"
+    folder.mkdir()
+    shutil.copy(checkpoint_files("digits32")["vae"], folder)
+    sizes = ClassifierConfig(size=SIDE, widths=(4, WIDTH))
+    torch.manual_seed(0)
+    save_file(create_mar("mar_digits32_draft", seq_len=16).state_dict(), folder / "target.safetensors")
+    save_file(Classifier(sizes).state_dict(), folder / "classifier.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "BUNDLED_ROOTS", (folder.parent,))
+        patch.setitem(SPACES, "toy", Space(sizes, ("toy16",)))
+        assert write_reference(ImageList(torch.rand(30, 3, SIDE, SIDE)), SPACES["toy"].reference, 25, "toy") == 25
+        yield
+
+
+def test_evaluate_takes_the_models_own(tmp_path):
+    """And, of images without a model, that of their size."""
+    out = tmp_path / "out"
+    assert main(["evaluate", *PLAIN, "--method", "ar", "--num", str(NUM), "--out", str(out)]) == 0
+    report = json.loads((out / "evaluation.json").read_text())
+    assert report["space"] == "toy" and not report["missing"]
+    assert report["reference"]["fingerprint"] == load_reference(SPACES["toy"].reference).fingerprint
+
+    images = Shards(out, NUM)
+    found = features(images, space="toy")
+    assert found.shape == (NUM, WIDTH)
+    recognised = load_classifier("toy").out(found).argmax(1) == torch.arange(NUM) % 10
+    assert report["accuracy"] == pytest.approx(recognised.float().mean().item())
+
+    for i in range(NUM):
+        to_pil(images[i]).save(tmp_path / f"{i:05d}_label{i % 10}_seed{i}.png")
+    assert main(["evaluate", "--images", str(tmp_path), "--device", "cpu", "--out", str(tmp_path / "again")]) == 0
+    again = json.loads((tmp_path / "again" / "evaluation.json").read_text())
+    assert again["space"] == "toy" and again["fid"] == pytest.approx(report["fid"], rel=1e-5)
+
+
+def test_compare_and_tune_judge_in_it():
+    row = Configuration("ar", cspd.Request(0), cspd.load("toy16", max_batch=1, device="cpu"), {"checkpoint": "toy16"})
+    judge = judge_of(argparse.Namespace(weights=None, ref=None, device="cpu"), [row])
+    assert judge["space"] == "toy" and len(judge["reference"].images) == 25
+    _check_limits({"accuracy": 0.1, "fid": 0.1}, judge)
+
+
+@pytest.mark.slow
+def test_compare_and_bench_as_a_whole(tmp_path):
+    assert main(["compare", *PLAIN, "--methods", "ar", "--num", "2", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "comparison.json").read_text())
+    assert report["space"] == "toy" and all(row["fid"] is not None for row in report["rows"])
+    numbers = tmp_path / "bench.json"
+    assert (
+        main(
+            [
+                "bench",
+                *PLAIN,
+                "--methods",
+                "disa:upper=2:lower=2",
+                "--batch",
+                "1",
+                "--runs",
+                "1",
+                "--json",
+                str(numbers),
+            ]
+        )
+        == 0
+    )
+    assert all("accuracy" in row for row in json.loads(numbers.read_text())["rows"])
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ValueError):
+        check(32, space="toy")
+    with pytest.raises(ValueError, match="space"):
+        check(16, space="vgg")
+
+
+def test_a_reference_is_of_the_training_distribution(tmp_path):
+    """Coloured digits are those of the bundled reference; of a folder all classes are drawn equally often."""
+    digits = argparse.Namespace(data="digits", size=32, upright="")
+    images, _ = coloured_digits(3, HELD_OUT_SEED, labels=torch.arange(3))
+    made = drawn(data_of(digits), 3)
+    assert torch.equal(torch.stack([made[i] for i in range(3)]), to_uint8((images + 1) / 2))
+    for label, name in enumerate(("dark", "light")):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            to_pil(torch.full((3, 20, 20), 0.2 + 0.6 * label)).save(tmp_path / name / f"{i}.png")
+    made = drawn(data_of(argparse.Namespace(data=str(tmp_path), size=SIDE, upright="")), 4)
+    assert made[0].shape == (3, SIDE, SIDE)
+    assert [bool(made[i].float().mean() > 128) for i in range(4)] == [False, True, False, True]

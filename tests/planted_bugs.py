@@ -1,0 +1,317 @@
+"""Plants known bugs, one at a time, in a copy of the package, and runs the fast tests that must catch them.
+
+    python tests/planted_bugs.py [WORD ...]
+
+WORDs choose the bugs whose name or file contains one of them; by default all are planted. Exits with 1 if a bug is
+not caught, and with 2 if a fragment of the table does not occur exactly once in its file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("cspd", "mar", "tests", "scripts")
+UNUSED = {".git", ".venv", ".pytest_cache", ".ruff_cache", ".mypy_cache"}
+CAUGHT, PASSED = 1, 0  # exit codes of pytest
+
+
+class Bug(NamedTuple):
+    """A bug: `right` is replaced by `wrong` in `file`, and `test`, a file or one test of it, must fail."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+BUGS = [
+    # the head: schedule and guidance
+    Bug(
+        "variance of a denoising step",
+        "mar/head.py",
+        "return 0.25 * (np.log(self.betas) + self",
+        "return 0.26 * (np.log(self.betas) + self",
+        "mar/test_head.py",
+    ),
+    Bug(
+        "posterior variance is beta",
+        "mar/head.py",
+        "betas * (1 - previous) / (1 - alphas_cumprod)\n",
+        "betas\n",
+        "mar/test_head.py",
+    ),
+    Bug(
+        "guidance the wrong way round",
+        "cspd/heads/chain.py",
+        "torch.lerp(eps[1], eps[0], scale)",
+        "torch.lerp(eps[0], eps[1], scale)",
+        "heads/test_chain.py",
+    ),
+    # speculation on the denoising chain
+    Bug(
+        "every drafted state has twice its acceptance ratio",
+        "cspd/heads/verify.py",
+        "< log_ratio.sum(-1)",
+        "< log_ratio.sum(-1) + 0.69",
+        "heads/test_chains.py",
+    ),
+    Bug(
+        "no draw is left to the residual",
+        "cspd/heads/verify.py",
+        "return y, log_uniform <= log_q_over_p",
+        "return y, log_uniform < -torch.inf",
+        "heads/test_verify.py",
+    ),
+    Bug(
+        "the residual forgets what the mirror image gives",
+        "cspd/heads/verify.py",
+        "return wanted - from_mirror",
+        "return wanted",
+        "heads/test_verify.py",
+    ),
+    Bug(
+        "a rejected state is committed",
+        "cspd/heads/verify.py",
+        "torch.where(rejected.unsqueeze(-1), resampled, y_last)",
+        "y_last",
+        "heads/test_chains.py",
+    ),
+    Bug(
+        "of the candidates the last one is taken",
+        "cspd/heads/verify.py",
+        "kept.int().argmax(-1)",
+        "(block - 1 - kept.flip(-1).int().argmax(-1))",
+        "heads/test_verify.py",
+    ),
+    # the noise
+    Bug(
+        "acceptance draws shared with the initial noise",
+        "cspd/noise.py",
+        "(Purpose.ACCEPT, accept_index)",
+        "(Purpose.INIT, accept_index)",
+        "test_noise.py",
+    ),
+    Bug(
+        "acceptance draws shared with the drafted tokens",
+        "cspd/noise.py",
+        "TOKEN_ACCEPT = 10",
+        "TOKEN_ACCEPT = 9",
+        "discrete/test_laws.py",
+    ),
+    Bug(
+        "variance of normal draws",
+        "cspd/noise.py",
+        "(-2 * u1.log()).sqrt()",
+        "(-1.9 * u1.log()).sqrt()",
+        "test_noise.py",
+    ),
+    Bug("a seed's upper half is ignored", "cspd/noise.py", "seed >> 32 & MASK", "seed & 0", "test_noise.py"),
+    Bug("nine Philox rounds", "cspd/noise.py", "ROUNDS = 10\n", "ROUNDS = 9\n", "test_noise.py"),
+    # solvers and schedules of chain lengths
+    Bug(
+        "the second-order correction is inverted",
+        "cspd/heads/solvers.py",
+        "h[1:-1] / (2 * h[:-2])",
+        "h[:-2] / (2 * h[1:-1])",
+        "heads/test_solvers.py",
+    ),
+    Bug(
+        "high frequencies weigh least",
+        "cspd/heads/solvers.py",
+        "(amplitude * (1 + frequency))",
+        "(amplitude * (2 - frequency))",
+        "masked/test_orders.py",
+    ),
+    # the order of tokens and the backbone's caches
+    Bug(
+        "guidance of the iteration before",
+        "cspd/masked/orders.py",
+        "(seq_len - left) / seq_len",
+        "(seq_len - np.append(seq_len, left[:-1])) / seq_len",
+        "masked/test_orders.py",
+    ),
+    Bug(
+        "the cosine schedule is one iteration late",
+        "cspd/masked/orders.py",
+        "np.pi / 2 * (iteration + 1)",
+        "np.pi / 2 * iteration",
+        "masked/test_runner.py",
+    ),
+    Bug(
+        "the cache is refreshed late",
+        "cspd/masked/backbones.py",
+        "since % request.refresh:",
+        "since % (request.refresh + 1):",
+        "masked/test_backbones.py",
+    ),
+    # CSpD
+    Bug(
+        "the ratio of whole tokens without Sigma",
+        "cspd/masked/cspd.py",
+        "log_big_sigma[:, None] + last",
+        "0 * log_big_sigma[:, None] + last",
+        "masked/test_cspd.py",
+    ),
+    Bug(
+        "tokens after the first rejection are committed",
+        "cspd/masked/cspd.py",
+        "own.cumprod().sum()",
+        "own.sum()",
+        "masked/test_cspd.py",
+    ),
+    # rules for drafted VQ tokens
+    Bug(
+        "the residual ignores what was accepted",
+        "cspd/discrete/rules.py",
+        "P - Q * f, P",
+        "P - Q, P",
+        "discrete/test_rules.py",
+    ),
+    Bug(
+        "the residual is not renormalised",
+        "cspd/discrete/rules.py",
+        "where_rows(total > 0, weights / total,",
+        "where_rows(total > 0, weights,",
+        "discrete/test_rules.py",
+    ),
+    Bug(
+        "siblings are drawn with replacement",
+        "cspd/discrete/rules.py",
+        "left.scatter_(-1, siblings[-1].unsqueeze(-1), 0)",
+        "pass",
+        "discrete/test_rules.py",
+    ),
+    Bug(
+        "a sibling is verified with the first one's draft distribution",
+        "cspd/discrete/trees.py",
+        "Q = without(Q[..., :size, :], candidates[..., :size, rank - 1])",
+        "Q = Q[..., :size, :]",
+        "discrete/test_rules.py",
+    ),
+    Bug(
+        "the relaxation's mean is not delta",
+        "cspd/discrete/rules.py",
+        "for i in range(length))",
+        "for i in range(1, length + 1))",
+        "discrete/test_rules.py",
+    ),
+    Bug(
+        "a group lacks its last token",
+        "cspd/discrete/rules.py",
+        "place + (group + 1) // 2",
+        "place + group // 2",
+        "discrete/test_rules.py",
+    ),
+    Bug(
+        "guidance of logits leads away from the wrong branch",
+        "cspd/discrete/rules.py",
+        ".mul_(scale).add_(null)",
+        ".mul_(scale).add_(conditional)",
+        "discrete/test_runner.py",
+    ),
+    Bug(
+        "top-p drops the token that reaches the mass",
+        "cspd/discrete/rules.py",
+        "mass_before = mass.cumsum(-1) - mass",
+        "mass_before = mass.cumsum(-1)",
+        "discrete/test_runner.py",
+    ),
+    Bug(
+        "a Jacobi window forgets its draft distributions",
+        "cspd/discrete/jacobi.py",
+        "= torch.where(inside, Q, 1 / vocabulary)",
+        "= torch.full_like(Q, 1 / vocabulary)",
+        "discrete/test_laws.py",
+    ),
+    # requests and figures
+    Bug("all images of a call have one seed", "cspd/request.py", "seed=seed + i,", "seed=seed,", "test_checkpoints.py"),
+    Bug(
+        "every second seed is evaluated",
+        "cspd/evaluation/run.py",
+        "seed=request.seed + i)",
+        "seed=2 * i)",
+        "evaluation/test_run.py",
+    ),
+    Bug(
+        "pairs of images are not kept together",
+        "cspd/evaluation/metrics.py",
+        "torch.cat([signs, -signs], dim=1)",
+        "torch.cat([signs, -signs.flip(1)], dim=1)",
+        "evaluation/test_metrics.py",
+    ),
+    Bug(
+        "a standard error without its root",
+        "cspd/evaluation/metrics.py",
+        "/ len(values) ** 0.5 if",
+        "/ len(values) if",
+        "evaluation/test_clip.py",
+    ),
+]
+
+
+def stale(bugs: list[Bug]) -> list[str]:
+    """What in the table no longer fits the package: fragments that do not occur exactly once, tests not found."""
+    found = []
+    for bug in bugs:
+        occurrences = (ROOT / bug.file).read_text().count(bug.right)
+        if occurrences != 1:
+            found.append(f"{bug.name}: {bug.file} has {occurrences} of {bug.right!r}")
+        test = ROOT / "tests" / bug.test.split("::")[0]
+        if not test.exists():
+            found.append(f"{bug.name}: {test} does not exist")
+    return found
+
+
+def copy_repository(folder: Path) -> None:
+    """A copy in which sources may be changed; everything else is a link."""
+    for entry in ROOT.iterdir():
+        if entry.name in COPIED:
+            shutil.copytree(entry, folder / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif entry.name not in UNUSED:
+            (folder / entry.name).symlink_to(entry)
+
+
+def run_test(bug: Bug, folder: Path) -> int:
+    """The exit code of the bug's test with the bug in place, which is removed again."""
+    path = folder / bug.file
+    source = path.read_text()
+    path.write_text(source.replace(bug.right, bug.wrong))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+    command.append(f"tests/{bug.test}")
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True).returncode
+    finally:
+        path.write_text(source)
+
+
+def main(words: list[str]) -> int:
+    chosen = [bug for bug in BUGS if not words or any(word in bug.name or word in bug.file for word in words)]
+    problems = stale(chosen)
+    if problems:
+        print("\n".join(["the table of bugs is stale:", *problems]))
+        return 2
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_repository(folder)
+        for bug in chosen:
+            begun = time.perf_counter()
+            code = run_test(bug, folder)
+            missed += code != CAUGHT
+            verdict = {CAUGHT: "caught", PASSED: "NOT CAUGHT"}.get(code, f"pytest failed, exit code {code}")
+            seconds = time.perf_counter() - begun
+            print(f"{verdict:12} {seconds:5.0f} s  {bug.name} ({bug.file}, {bug.test})", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} bugs caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,257 @@
+"""Precision, memory and transfers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import standin
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import toy_mar, toy_models
+
+from cspd import Engine, MARModels, Request, VQModels
+from cspd import device as cspd_device
+from cspd.device import BFloat16Linear, Precision, Report, send
+from cspd.method import method_names
+from cspd.request import Sequence
+from mar.checkpoint import create_vae
+from mar.head import Head
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+QUICK = {"num_iter": 2, "cfg": 2.0, "num_sampling_steps": 5}
+FAST = ("ar", "eagle2")
+REQUESTS = [
+    {"method": "ar", **QUICK},
+    {"method": "speculative", "window": 3, "draft": "frozen", **QUICK},
+    {"method": "calibrated", "head_calls": 3, "audit": 0.5, **QUICK},
+    {"method": "dpm-solver++", "num_iter": 2, "cfg": 2.0, "head_calls": 4},
+    {"method": "lazymar", "warmup": 1, "refresh": 3, **QUICK, "num_iter": 16},
+    {"method": "cspd", "gamma": 4, "prefill": 0.5, **QUICK},
+    *({"method": method, "family": "VQ", "cfg": 2.0} for method in ("ar", "eagle2", "sd")),
+]
+
+
+class Conversions(TorchDispatchMode):
+    """What is converted to another type, by address, and the types of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.converted, self.products = set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (aten.to, aten._to_copy) and made.dtype != args[0].dtype:
+            self.converted.add(args[0].data_ptr())
+        if function.overloadpacket in (aten.linear, aten.addmm, aten.mm):
+            self.products.add(made.dtype)
+        return made
+
+
+@pytest.fixture(scope="module")
+def models():
+    return MARModels(toy_mar(), toy_mar(2)), VQModels(**toy_models(length=16))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(each, marks=() if each["method"] in FAST else pytest.mark.slow, id=each["method"])
+        for each in REQUESTS
+    ],
+)
+@pytest.mark.filterwarnings("ignore:a chain of")
+def test_no_weight_is_converted_in_a_round(settings, models):
+    engine = Engine(*models, max_batch=2, device="cpu", precision="bf16")
+    engine.add_request(engine.resolve(Request(1, **settings)))
+    modules = [model for each in models for model in vars(each).values() if isinstance(model, nn.Module)]
+    weights = [weight for module in modules for weight in module.state_dict().values()]
+    weights += [weight for module in modules for weight in engine.precision.prepare(module).state_dict().values()]
+    with Conversions() as seen:
+        while engine.scheduler:
+            engine.step()
+    assert torch.bfloat16 in seen.products
+    assert not seen.converted & {weight.data_ptr() for weight in weights}
+
+
+def test_only_matrix_products_are_copied():
+    precision, head = Precision("bf16", CPU), Head(4, 8, 2, 6)
+    twin = precision.prepare(head)
+    assert precision.prepare(head) is twin and precision.prepare(head.res_blocks) is twin.res_blocks
+    assert twin.time_embed is head.time_embed and twin.cond_embed is head.cond_embed
+    copied = {module for module in twin.modules() if isinstance(module, BFloat16Linear)}
+    assert len(copied) == 2 + 2 * 3 + 1  # before and after the blocks, theirs, and the last modulation
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    shared = {id(parameter) for parameter in head.parameters()}
+    assert all(id(parameter) in shared for parameter in twin.parameters())
+
+
+def test_other_policies_copy_nothing():
+    head = Head(4, 8, 1, 6)
+    for policy in ("fp32", "tf32"):
+        assert Precision(policy, CPU).prepare(head) is head and not Precision(policy, CPU).bytes_to_copy(head)
+
+
+def test_memory_is_checked_for_the_copies(models, monkeypatch):
+    precision = Precision("bf16", CPU)
+    for each in models:
+        num_branches = sum(precision.bytes_to_copy(getattr(each, name)) for name in ("target", "draft"))
+        assert num_branches == sum(
+            buffer.nbytes
+            for name in ("target", "draft")
+            for module in Precision("bf16", CPU).prepare(getattr(each, name)).modules()
+            if isinstance(module, BFloat16Linear)
+            for buffer in module.buffers()
+        )
+        monkeypatch.setattr(cspd_device, "free_bytes", lambda device, free=num_branches: free)
+        with pytest.raises(ValueError, match=re.escape("max_batch=1")):
+            Engine(each, max_batch=1, device="cpu", precision="bf16")
+
+
+def test_engines_over_the_same_models_share_the_copies(models):
+    engine = Engine(*models, max_batch=2, device="cpu", precision="bf16")
+    target = models[0].target
+    smaller = engine.with_slots(1)
+    assert smaller.precision.prepare(target) is engine.precision.prepare(target)
+    assert not engine.precision.bytes_to_copy(target)
+
+
+# ---- Memory: a long run of mixed requests, bad ones among them, ends with what it had near its beginning
+
+
+NUM, FIRST = 1000, 300  # by then each shape that is made once was made
+DAMAGED = 2  # the label that makes no image
+QUICK_OF_MEMORY = {"family": "MAR", "num_sampling_steps": 4}
+KINDS = [
+    {"method": "ar", **QUICK_OF_MEMORY},
+    {"method": "speculative", "window": 3, "draft": "frozen", **QUICK_OF_MEMORY},
+    {"method": "cspd", "gamma": 16, "prefill": 0.5, **QUICK_OF_MEMORY},
+    {
+        "method": "cspd",
+        "gamma": 16,
+        "prefill": 0.5,
+        "chains": "speculative",
+        "window": 2,
+        "draft": "frozen",
+        **QUICK_OF_MEMORY,
+    },
+    *({"method": name, "family": "VQ"} for name in method_names(["VQ"])),
+]
+
+
+def request_of(index):
+    """The requests differ in method, label, seed, guidance, temperature and iterations."""
+    kind = KINDS[index % len(KINDS)]
+    if index % 50 == 49:
+        kind = {
+            "method": "speculative",
+            "window": 3,
+            **QUICK_OF_MEMORY,
+            "cfg": 1 + index / 100,
+        }  # a calibration for each
+    if kind == {"method": "speculative", "family": "VQ"}:
+        kind = kind | {"window": index % 8, "draft": "jacobi"}
+    if kind["method"] in ("sjd", "mc-sjd", "sjd-pac", "gsd"):
+        kind = kind | {"window": 13 + index % 8}
+    settings = {"cfg": 1 + index % 7 / 2, "temperature": 0.8 + index % 5 / 10} | kind
+    if kind["family"] == "MAR":
+        settings["num_iter"] = 2 + index % 4
+    return Request(label=index % 3, seed=index, **settings)
+
+
+def resident_bytes():
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def alive():
+    """Tensors and sequences that something still holds."""
+    return sum(isinstance(each, (torch.Tensor, Sequence)) for each in gc.get_objects())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no such file on this system")
+@pytest.mark.filterwarnings("ignore")
+def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
+    torch.manual_seed(0)
+    damaged, vq = copy.deepcopy(small_mar), toy_models(codes=9, length=16)
+    with torch.inference_mode(False), torch.no_grad():
+        damaged.class_emb.weight[DAMAGED] = math.nan
+        vq["target"].cls_embedding.embedding_table.weight[DAMAGED] = math.nan
+    mar = MARModels(damaged, copy.deepcopy(small_mar), create_vae("kl_digits32"))
+    engine = Engine(mar, VQModels(**vq), max_batch=8, device="cpu")
+    failed = finished = refused = 0
+    after_first = None
+    for index in range(NUM):
+        if index % 20 == 19:
+            with pytest.raises(ValueError, match="mask"):
+                engine.add_request(request_of(index).but(cfg=-1.0 - index))
+            refused += 1
+            continue
+        engine.add_request(request_of(index))
+        while len(engine.scheduler) > 8:
+            outputs = engine.step().values()
+            finished += len(outputs)
+            failed += sum(output.error is not None for output in outputs)
+        if index == FIRST:
+            after_first = resident_bytes(), alive()
+    del outputs
+    after_all = resident_bytes(), alive()
+    while len(engine.scheduler):
+        finished += len(engine.step())
+    assert refused == NUM // 20 and finished == NUM - refused and failed > 100
+    assert after_all[0] < 1.05 * after_first[0]
+    assert after_all[1] < 1.03 * after_first[1]
+    assert not engine.runners["MAR"].kept and not engine.runners["VQ"].unread
+
+
+# ---- Arrays that are sent to a device together: the same there, by one copy that nobody waits for
+
+
+ARRAYS = {
+    "bytes": np.array([True, False, True]),  # the next one begins at an aligned place all the same
+    "positions": np.arange(5),
+    "scale": np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3),
+    "none": np.zeros((0, 4), dtype=np.int64),
+    "turned": np.arange(6.0).reshape(2, 3).T,
+    "number": np.array(7),
+}
+
+
+def check(sent: dict[str, torch.Tensor]) -> None:
+    assert sent.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert sent[name].shape == array.shape and sent[name].dtype == torch.from_numpy(array).dtype
+        assert sent[name].tolist() == array.tolist()
+
+
+def test_to_the_cpu_nothing_is_copied() -> None:
+    sent = send(ARRAYS, torch.device("cpu"))
+    check(sent)
+    assert np.shares_memory(sent["scale"].numpy(), ARRAYS["scale"])
+
+
+@pytest.mark.parametrize("arrays", [ARRAYS, {}, {"none": ARRAYS["none"]}], ids=["many", "none", "empty"])
+def test_to_a_gpu_all_go_in_one_copy(arrays: dict[str, np.ndarray]) -> None:
+    with standin.cuda() as gpu:
+        sent = send(arrays, standin.DEVICE)
+        assert gpu.kernels == {"copy to the device": 1} and not gpu.blocking
+        assert sent.keys() == arrays.keys() and all(tensor.device == standin.DEVICE for tensor in sent.values())
+        if arrays is ARRAYS:
+            check(sent)
+
+
+def test_a_report_is_read_when_it_is_there() -> None:
+    with standin.cuda() as gpu:
+        report = Report(torch.arange(3, device=standin.DEVICE))
+        assert not gpu.reads and not gpu.blocking
+        assert report.tolist() == [0, 1, 2]
+        assert [place.what for place in gpu.reads] == ["event.synchronize"]

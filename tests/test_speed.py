@@ -1,0 +1,199 @@
+"""How fast a run was against plain sampling: what is timed, what that costs, and what is told of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+from stores import small_checkpoint, small_vq_checkpoint
+
+import cspd
+from cspd import Request, speed
+from cspd.cli import main, sample
+from cspd.cli.sample import sample_to_folder
+from cspd.heads import tuning
+from cspd.models import bundled
+from cspd.request import Known
+from cspd.runs import WORTH, speed_line
+from cspd.speed import against_plain, starts
+
+QUICK = {"num_iter": 8, "num_sampling_steps": 12, "cfg": 2.0}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return cspd.load(small_checkpoint(), max_batch=2, device="cpu")
+
+
+def record_of(out) -> dict:
+    return json.loads((out / "samples.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("num_iter", [64, 32, 16, 8, 3, 1])
+def test_a_few_rounds_stand_for_all(engine, num_iter):
+    """Of a machine whose rounds cost something, and more for each token that is known, and for each that is made."""
+    request = engine.check(Request(0, method="ar", num_iter=num_iter))
+    before = starts(request, 64)
+    costs = 5 + 0.05 * before + 3 * np.diff(before, append=64)
+    by_known = dict(zip(before.tolist(), costs))
+    for num in range(1, 1 + min(num_iter, 5)):
+        places = speed._places(before, 64, num)
+        assert len(places) == num and sum(places.values()) == num_iter
+        assert all(known in by_known for known in places)
+    estimated = sum(weight * by_known[known] for known, weight in places.items())
+    assert estimated == pytest.approx(costs.sum(), rel=0.06)
+
+
+def test_rounds_begin_after_what_is_known(engine):
+    known = Known.of(torch.zeros(64, engine.runner.config.token_dim), np.arange(64) < 16)
+    request = engine.check(Request(0, method="ar", num_iter=4, known=known))
+    before = starts(request, 64)
+    assert before[0] == 48 and len(before) == 4
+    batch = speed.batch_at(engine, request, 0, num=1)
+    rounds = 0
+    while batch.sequences:
+        batch.round()
+        rounds += 1
+    assert rounds == 4
+    (sequence,) = speed.batch_at(engine, request, int(before[2]), num=1).sequences
+    assert (sequence.iteration, sequence.num_committed) == (2, before[2])
+    assert starts(request, 64, 1).tolist() == list(range(48, 64))
+
+
+@pytest.mark.parametrize(
+    "of, num, settings",
+    [
+        (small_checkpoint, 3, QUICK | {"method": "speculative", "window": 4, "draft": "frozen"}),
+        (small_vq_checkpoint, 3, {"method": "sjd"}),
+        (small_vq_checkpoint, 1, {"draft": "jacobi", "window": 4}),
+    ],
+)
+def test_a_run_is_compared_with_plain_sampling(of, num, settings, tmp_path):
+    """Of full batches and the rest, after all is written; it changes no image and leaves nothing in the engine."""
+    engine = cspd.load(of(), max_batch=2, device="cpu")
+    requests = [Request(i, i, **settings) for i in range(num)]
+    for name, asked in (("without", False), ("with", True)):
+        record = sample_to_folder(engine, requests, tmp_path / name, {}, progress=False, speed=asked)
+    pngs = [{path.name: path.read_bytes() for path in (tmp_path / name).glob("0*.png")} for name in ("without", "with")]
+    assert pngs[0] == pngs[1] and len(pngs[0]) == num
+    assert "speedup" not in record_of(tmp_path / "without")["summary"]
+    summary = record["summary"]
+    assert record_of(tmp_path / "with")["summary"]["speedup"] == summary["speedup"]
+    assert 0.02 < summary["speedup"] < 50
+    assert summary["plain_seconds_per_image"] * num == pytest.approx(summary["speedup"] * summary["seconds"])
+    assert speed_line(summary, 2)
+    again = engine.generate(requests[0])[0]
+    assert (again.tokens == engine.generate(requests[0])[0].tokens).all()
+
+
+def test_plain_sampling_is_1_and_needs_no_timing(engine, monkeypatch):
+    """`speculative` with window 0 is the run that it is compared with; `ar` has nothing to say."""
+    monkeypatch.setattr(speed, "_batch_rounds", None)
+    assert against_plain(engine, engine.resolve(Request(0, method="ar", **QUICK)), 3, 2.0, 1.0) == {}
+    request = engine.resolve(Request(0, method="speculative", window=0, **QUICK | {"num_sampling_steps": 8}))
+    found = against_plain(engine, request, 4, 2.0, 1.0)
+    assert found == {"speedup": 1.0, "plain_seconds_per_image": 0.5, "alternative": None}
+    cached = engine.resolve(Request(0, method="speculative", window=0, backbone="cached", **QUICK))
+    with pytest.raises(TypeError):  # this is no plain sampling, and would be timed
+        against_plain(engine, cached, 4, 2.0, 1.0)
+
+
+def test_the_alternative_is_never_fitted_for_this(small_mar, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = cspd.Engine(cspd.MARModels(small_mar), max_batch=2, device="cpu")
+    request = engine.resolve(Request(0, method="speculative", window=0, **QUICK))
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "trace", None)
+        found = against_plain(engine, request, 2, 2.0, 1.9)["alternative"]
+    assert found == {"method": "calibrated", "speedup": None, "difference": None}
+    fitted = engine.resolve(Request(0, method="calibrated", **QUICK))
+    monkeypatch.setattr(tuning, "trace", None)
+    found = against_plain(engine, request, 2, 2.0, 1.9)["alternative"]
+    assert found["speedup"] > 0 and engine.generate(fitted)[0].stats.difference == found["difference"]
+
+
+def test_timing_is_bounded(engine, monkeypatch):
+    """It is left out if a round may take too long, and ended if it does."""
+    request = engine.resolve(Request(0, method="speculative", window=4, draft="frozen", **QUICK))
+    timed = []
+    monkeypatch.setattr(speed, "_round", lambda *args: timed.append(args) or 0.1)
+    assert against_plain(engine, request, 2, 1.0, 1.0)["speedup"] > 0 and timed
+    timed.clear()
+    unknown = against_plain(engine, request, 2, 100.0, 100.0)  # of 8 rounds of 12 s each
+    assert unknown["speedup"] is None and unknown["speedup_unknown"] and not timed
+    monkeypatch.setattr(speed, "_round", lambda *args: timed.append(args) or 9.0)
+    assert against_plain(engine, request, 2, 10.0, 1.0)["speedup"] is None and len(timed) == 2
+
+
+def test_a_stop_while_it_is_timed_loses_nothing(tmp_path, monkeypatch, capsys):
+    quick = ["--checkpoint", small_checkpoint(), "--device", "cpu", "--labels", "0-2", "--out", str(tmp_path)]
+    quick += ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1", "--window", "2", "--draft", "frozen"]
+    with monkeypatch.context() as patch:
+        patch.setattr(speed, "_round", lambda *args: signal.raise_signal(signal.SIGINT))
+        assert main(["sample", *quick]) == 130
+    assert "3" in capsys.readouterr().err
+    assert len(record_of(tmp_path)["images"]) == 3 and (tmp_path / "grid.png").is_file()
+    assert main(["sample", *quick]) == 0
+    assert "3 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command, num, most",
+    [("sample", 1, 1), ("sample", 3, 3), ("sample", 9, 8), ("edit", 2, 2)],
+)
+def test_slots_are_for_the_images_that_really_run_at_once(command, num, most, tmp_path, monkeypatch):
+    """The window is chosen for them."""
+    module = {"sample": sample, "edit": sample}[command]
+    slots = []
+
+    def load(args, max_batch):
+        slots.append(max_batch)
+        raise ValueError("that will do")
+
+    monkeypatch.setattr(module, "load_engine", load)
+    image = str(bundled()["digits32"] / "target.png")
+    what = {"sample": ["--labels", "0-9"], "edit": ["--label", "3", "--keep", "0.5", "--image", image]}
+    assert main([command, *what[command], "--num", str(num), "--out", str(tmp_path)]) == 2
+    assert slots == [most]
+
+
+@pytest.mark.parametrize(
+    "found, told",
+    [
+        ({}, None),
+        ({"speedup": 2.31}, ["2.3x"]),
+        ({"speedup": WORTH}, ["1.1x"]),
+        ({"speedup": 1.04, "alternative": None}, ["8 images"]),
+        ({"speedup": 0.7, "alternative": None}, ["0.7x", "8 images"]),
+        (
+            {"speedup": 1.0, "alternative": {"method": "calibrated", "speedup": 2.52, "difference": 0.0496}},
+            ["8 images", "--method calibrated", "2.5x", "0.05"],
+        ),
+        (
+            {"speedup": 1.0, "alternative": {"method": "calibrated", "speedup": None, "difference": 0.0496}},
+            ["8 images", "--method calibrated", "0.05"],
+        ),
+        (
+            {"speedup": 1.0, "alternative": {"method": "calibrated", "speedup": None, "difference": None}},
+            ["8 images", "--method calibrated", "cspd calibrate"],
+        ),
+        ({"speedup": None, "speedup_unknown": "of so and so", "alternative": None}, ["of so and so"]),
+    ],
+)
+def test_what_is_told(found, told):
+    line = speed_line(found, 8)
+    assert (line is None) == (told is None)
+    assert all(part in line for part in told or ())
+    if found.get("speedup") and found["speedup"] < WORTH:
+        assert "1.0x" not in line and "1 image at once" in speed_line(found, 1)
+
+
+def test_a_run_ends_with_its_speed(tmp_path, capsys):
+    quick = ["--checkpoint", small_checkpoint(), "--device", "cpu", "--labels", "3", "--out", str(tmp_path)]
+    quick += ["--num-iter", "2", "--num-sampling-steps", "6", "--cfg", "1", "--window", "2", "--draft", "frozen"]
+    assert main(["sample", *quick]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == speed_line(record_of(tmp_path)["summary"], 1)
