@@ -97,7 +97,7 @@ class ContinuousRunner(ModelRunner, Protocol):
         tuning: a `cspd.heads.tuning.Tuning`.
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
         token_cost, audit: float32 [slots, L], what each token cost, and what an audit found of it.
-        kept: what methods keep between rounds, by the sequences' key.
+        round_state: state that methods keep between rounds, by the key of their sequences.
     """
 
     models: Any
@@ -110,7 +110,7 @@ class ContinuousRunner(ModelRunner, Protocol):
     order: Tensor
     token_cost: Tensor
     audit: Tensor
-    kept: dict[Hashable, dict]
+    round_state: dict[Hashable, dict]
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts; up to `limit` known tokens in all."""

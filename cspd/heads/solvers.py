@@ -478,7 +478,7 @@ def _denoise(
     """
     request = rows.sequences[0].request
     kind = rows.sequences[0].key
-    kept = runner.kept[kind]
+    kept = runner.round_state[kind]
     if "grid" not in kept:
         kept["grid"] = grid_of(request, runner)
     s: Schedule = kept["grid"]

@@ -479,7 +479,7 @@ def run_round(
     request = batch[0].request
     if request.window == 0:
         return run_plain_round(runner, batch, watch, backbone=backbone)
-    kept = runner.kept[batch[0].key]
+    kept = runner.round_state[batch[0].key]
     if "running" not in kept:
         kept["running"] = _Running(runner, batch[0])
     running = kept["running"]
@@ -551,7 +551,7 @@ def denoise(
     request = rows.sequences[0].request
     if request.window == 0:
         return denoise_ancestral(runner, model, rows, z, index=index, densities=densities)
-    kept = runner.kept[rows.sequences[0].key]
+    kept = runner.round_state[rows.sequences[0].key]
     if (model, densities) not in kept:  # their table is made once
         kept[model, densities] = chains_of(runner, model, rows.sequences[0], trace_sigma=densities)
     chains = kept[model, densities]

@@ -22,7 +22,7 @@ from cspd import noise
 from cspd.device import Precision, seconds_of, send
 from cspd.files import Kept, KeptKind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
-from cspd.heads.calibrated import Plan, Predictor, Shortcut, Window, fit_predictor, fit_shortcut, plan_of
+from cspd.heads.calibrated import Plan, Predictor, Segment, Shortcut, fit_predictor, fit_shortcut, plan_of
 from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, fit, trace
 from cspd.heads.chain import MakeRunner, drawing
 from cspd.heads.speculative import Chains
@@ -285,7 +285,7 @@ class Calibrations:
         self._kept = Kept(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
-        self._windows: dict[str, list[Window]] = {}
+        self._segments: dict[str, list[Segment]] = {}
         self._traces: tuple[dict, dict[bool, Trace]] = {}, {}  # the settings last asked for, and theirs
         self._advance = no_advance  # of the fit that is told of
 
@@ -331,13 +331,13 @@ class Calibrations:
         """The shortcut for a resolved request's guidance, temperature, T, head calls and null class."""
         return self._kept.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
 
-    def windows(self, request: Request) -> list[Window]:
+    def segments(self, request: Request) -> list[Segment]:
         """What follows each call of a request's shortcut, on the device."""
         settings = json.dumps(self._settings(request, Shortcut))
-        if settings not in self._windows:
-            windows = self.shortcut(request).windows(self.predictor(request), request.null_every, self.device)
-            remember(self._windows, settings, windows)
-        return self._windows[settings]
+        if settings not in self._segments:
+            segments = self.shortcut(request).segments(self.predictor(request), request.null_every, self.device)
+            remember(self._segments, settings, segments)
+        return self._segments[settings]
 
     def folder_of(self, request: Request, kind: type = Calibration) -> Path | None:
         """The folder that keeps what is of a request and a kind; None if there is none on disk."""

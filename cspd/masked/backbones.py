@@ -470,7 +470,7 @@ EVALUATIONS = {"full": MARRunner.conditions, "refresh": _refreshed, "lazy": _laz
 
 def _caches(runner: MARRunner, batch: list[Sequence]) -> Caches:
     """The caches of a batch's kind; they go with the last kind that has them, and stay where graphs read them."""
-    kept, request = runner.kept[batch[0].key], batch[0].request
+    kept, request = runner.round_state[batch[0].key], batch[0].request
     if "caches" not in kept:
         kept["caches"] = _shared(runner, request) or Caches(runner, request)
         if runner.graphs.enabled:
@@ -480,7 +480,7 @@ def _caches(runner: MARRunner, batch: list[Sequence]) -> Caches:
 
 def _shared(runner: MARRunner, request: Request) -> Caches | None:
     """Caches that are there already and would do for a request."""
-    there = (kept["caches"] for kept in runner.kept.values() if "caches" in kept)
+    there = (kept["caches"] for kept in runner.round_state.values() if "caches" in kept)
     in_flight = (caches for caches in there if caches.shape == _shape(request))
     return next(in_flight, runner.graphs.lasting.get(("caches", _shape(request))))
 

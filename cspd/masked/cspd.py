@@ -134,7 +134,7 @@ class _Running:
 
 
 def _running(runner: MARRunner, sequence: Sequence) -> _Running:
-    return runner.kept[sequence.key].setdefault("counts", _Running(runner.seq_len))
+    return runner.round_state[sequence.key].setdefault("counts", _Running(runner.seq_len))
 
 
 def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:

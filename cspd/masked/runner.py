@@ -143,7 +143,7 @@ class MARRunner:
     Attributes:
         token_cost: float32 [slots, L], what each token cost, for pictures; a method says what it means.
         audit: float32 [slots, L], nats, what an audit found of each token, where one is asked for.
-        kept: what methods keep between rounds, by the sequences' key.
+        round_state: state that methods keep between rounds, by the key of their sequences.
         classes: float32 [classes + 1, D], embeddings of each model's classes, and last of the null class (label None).
     """
 
@@ -180,7 +180,7 @@ class MARRunner:
         self.label = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.token_cost = torch.zeros(num_slots, length, device=device)
         self.audit = torch.zeros(num_slots, length, device=device)
-        self.kept: dict[Hashable, dict] = defaultdict(dict)
+        self.round_state: dict[Hashable, dict] = defaultdict(dict)
         self.classes = {name: _classes(model) for name, model in self.models.items() if model is not None}
         self.encode = encoder(self)
 
@@ -190,11 +190,11 @@ class MARRunner:
 
     def forget(self, key: Hashable) -> None:
         """Drops what methods keep of sequences of one key, none of which is left."""
-        self.kept.pop(key, None)
+        self.round_state.pop(key, None)
 
     def clear(self) -> None:
         """Drops what methods keep of all sequences."""
-        self.kept.clear()
+        self.round_state.clear()
 
     def check(self, request: Request, method: Method) -> Request:
         """The request with the target's and the method's defaults filled in.
