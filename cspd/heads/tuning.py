@@ -36,7 +36,7 @@ from mar.head import Head
 
 LARGEST = 1e18  # seconds, sizes or bytes
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-STEPS, WINDOW, ROUNDS = 128, 8, 12  # of what is timed: long enough that no chain ends in it
+STEPS, WINDOW, PASSES = 128, 8, 12  # of what is timed: long enough that no chain ends in it
 ANCESTRAL_STEPS = STEPS // 4
 REPEATS, PATIENCE = 5, 0.5  # sizes grow until one takes this many seconds
 ENOUGH = 3.0  # seconds of one size, after which two repeats will do: noise matters where times are short
@@ -195,8 +195,8 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[
             break
         times["ancestral"].append(seconds_of(run_ancestral, device) / ANCESTRAL_STEPS)
         times["start"].append(seconds_of(start, device) / STEPS)
-        launches = [seconds_of(chains.advance, device) for _ in range(ROUNDS // chains.rounds)]
-        times["round"].append(statistics.median(launches) / chains.rounds)
+        launches = [seconds_of(chains.advance, device) for _ in range(PASSES // chains.passes)]
+        times["round"].append(statistics.median(launches) / chains.passes)
     return times
 
 

@@ -16,7 +16,7 @@ from cspd.heads import (
     speculative,  # noqa: F401 - the samplers of the head register their names
 )
 from cspd.heads.chain import DENOISERS, Denoised, Rows, advance, check_ancestral
-from cspd.heads.verify import first_kept
+from cspd.heads.verify import first_accepted
 from cspd.masked.runner import MARRunner
 from cspd.method import Method, choices
 from cspd.option import Option, check_integer
@@ -177,7 +177,7 @@ def _resample(
 
     # candidates come from the target's own last step, tau sigma_p: only the ratio is tempered
     proposal = p.tokens[:, None], p.log_sigma_last[:, None]
-    tokens, tries = first_kept(proposal, keep, draws, MAX_TRIES)
+    tokens, tries = first_accepted(proposal, keep, draws, MAX_TRIES)
     none_kept = (tries > MAX_TRIES).unsqueeze(-1)
     return torch.where(none_kept, p.tokens, tokens), tries
 
