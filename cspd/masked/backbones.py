@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from cspd.device import check_fits, send_integers
 from cspd.heads.chain import Conditions, Rows, full_conditions
 from cspd.masked.orders import timetable
-from cspd.masked.runner import MARRunner, by_sequence
+from cspd.masked.runner import MARRunner
 from cspd.method import as_it_is, nothing_more
 from cspd.option import Option
 from cspd.request import Request, Sequence
@@ -395,7 +395,7 @@ def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     parts, which = [], []
     for name in np.unique(kinds):
         members = np.flatnonzero(kinds == name)
-        own, known, counts = ([each[i] for i in members] for each in (batch, rows.known, rows.counts))
+        own, known, counts = ([each[i] for i in members] for each in (batch, rows.committed, rows.counts))
         parts.append(EVALUATIONS[name](runner, own, runner.rows(own, known, counts)))
         which.append(np.flatnonzero(of_row == name))
     back = send_integers(np.argsort(np.concatenate(which)), runner.device)
@@ -405,13 +405,13 @@ def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
 def _refreshed(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """By a full evaluation that keeps what later iterations need."""
     caches, num_branches = _caches(runner, batch), 2 if batch[0].request.guided else 1
-    slots, known = np.array([s.slot for s in batch]), np.array(rows.known)
+    slots, known = np.array([s.slot for s in batch]), np.array(rows.committed)
     # the null class's distance is wanted wherever a token is predicted before the next refresh
     until = [_known_after(s, s.request.refresh if caches.distance is not None else 1, runner.seq_len) for s in batch]
     num_ahead = np.array(until) - known
     padded, most = runner.target.padded(int(known.max())), runner.graphs.size(filled(int(num_ahead.max())))
     evaluate = functools.partial(_refresh, runner, caches, num_branches, padded, most)
-    numbers = send_integers(by_sequence(runner, [slots, known, num_ahead]), runner.device)
+    numbers = send_integers(runner.padded_batch([slots, known, num_ahead]), runner.device)
     z = runner.graphs.run(("refresh", caches, num_branches, padded, most), evaluate, numbers)
     caches.known[slots] = known
     return z[:, rows.sequence, rows.offset]
@@ -444,11 +444,11 @@ def _lazy(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     most = Counts(runner.target.padded(known), *(runner.graphs.size(filled(most)) for most in others))
     evaluate = functools.partial(_evaluate_lazily, runner, caches, most)
     changed = caches.kept.decoder[0]  # what it was decides what is computed
-    numbers = send_integers(by_sequence(runner, [slots, *counts.T]), runner.device)
+    numbers = send_integers(runner.padded_batch([slots, *counts.T]), runner.device)
     z = runner.graphs.run(("lazy", caches, most), evaluate, numbers, state=[changed])
     for sequence in batch:
         sequence.stats.lazy_backbone_calls += 1
-    caches.known[slots] = rows.known
+    caches.known[slots] = rows.committed
     return z[:, rows.sequence, rows.offset]
 
 
@@ -495,7 +495,7 @@ def planned(runner: MARRunner, batch: list[Sequence], rows: Rows, known_before: 
     """What `lazy` is told to compute of each sequence, of which so many tokens were known before: [B, 4]."""
     request = batch[0].request
     places = runner.config.buffer_size + runner.seq_len
-    known, predicted = np.array(rows.known), np.array(rows.counts)
+    known, predicted = np.array(rows.committed), np.array(rows.counts)
     new = known - known_before
     progress = [len(SHARES) * s.iteration // s.request.num_iter for s in batch]
     retained = np.floor(request.retain * SHARES[progress] * places).astype(np.int64)
