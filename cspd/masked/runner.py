@@ -51,15 +51,15 @@ def bytes_per_slot(target: MAR, tokens: int) -> int:
     return state + max(backbone, head)
 
 
-def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device, num_branches: int = 0) -> None:
+def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device, copied_bytes: int = 0) -> None:
     """Raises ValueError if `max_batch` slots would not fit into memory; allocates nothing.
 
     Args:
-        tokens: tokens of a sequence's largest iteration. num_branches: bytes of weights that will be copied.
+        tokens: tokens of a sequence's largest iteration. copied_bytes: bytes of weights that will be copied.
     """
     fix = "use a larger num_iter, a smaller model or another device"
     check_fits(
-        bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device, num_branches
+        bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device, copied_bytes
     )
 
 
