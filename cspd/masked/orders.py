@@ -88,7 +88,7 @@ def _timetable(
     cfg: float,
     cfg_schedule: str,
 ) -> Timetable:
-    """See `timetable`. An iteration that leaves `left` tokens masked has "linear" guidance 1 + (cfg - 1)(L - left)/L."""
+    """See `timetable`. "linear" guidance is 1 + (cfg - 1)(L - left)/L if an iteration leaves `left` tokens masked."""
     masked, left = ORDERS[name].masked(num_iter, *stages, *parameters)
     num_made = sum(stages)
     counts = -np.diff(masked, prepend=num_made)
