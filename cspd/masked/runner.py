@@ -116,6 +116,7 @@ class MARRunner:
         self.round_state: dict[Hashable, dict] = defaultdict(dict)
         self.classes = {name: _classes(model) for name, model in self.models.items() if model is not None}
         self._posterior = remembered(self._encode)  # of each picture, for other seeds
+        self.encode = self._draw_picture
 
     def adopt(self, other: MARRunner) -> None:
         """Takes over the tuning of another model runner of the same models."""
@@ -219,7 +220,7 @@ class MARRunner:
         given = np.stack([~part.made if part else nothing for part in parts])
         return send({"given": given}, self.device)["given"]
 
-    def encode(self, known: Known, seed: Tensor) -> Tensor:
+    def _draw_picture(self, known: Known, seed: Tensor) -> Tensor:
         """Tokens [L, d], on the CPU, of a given picture, for a seed, int64 [1].
 
         They are drawn from the autoencoder's posterior, like the tokens that MAR was trained on; its mean can be out
@@ -237,7 +238,8 @@ class MARRunner:
         with torch.no_grad(), self.precision.full():
             mean, log_variance = self.vae.encode(pixels)
         both = torch.cat([mean, (log_variance / 2).exp()]) * self.vae.config.scale
-        return self.target.patchify(both).cpu().unbind()
+        mean, deviation = self.target.patchify(both).cpu().unbind()
+        return mean, deviation
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts, until at most `limit` tokens are committed."""
