@@ -1,4 +1,4 @@
-"""Functions of fixed shape as CUDA graphs: one launch in place of hundreds, for rounds whose time is their launches."""
+"""CUDA graphs of functions with fixed shapes: one launch replaces hundreds, in rounds bound by kernel launches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-MOST_GRAPHS = 256  # kept at once; one more, and all of them are made anew
+MOST_GRAPHS = 256  # before one more, all are dropped and captured again
 
 Replay = Callable[[], Any]
-# from (trial runs of a function, the function) to (its results, how to make them again)
+# maps (trial runs of a function, the function) to (its results, a function that computes them again)
 Capture = Callable[[Callable[[], None], Callable[[], Any]], tuple[Any, Replay]]
 
 
 @dataclass
 class _Recorded:
-    """A captured function: its static inputs and results, and how to make these from those.
+    """A captured function: its static inputs and results, and the replay that computes these from those.
 
-    It is in no circle of references: a graph must go when `Graphs` lets it go, not in the middle of a later capture.
+    Must not be part of a reference cycle: the graph has to be freed when `Graphs` drops it, not by the garbage
+    collector during a later capture.
     """
 
     inputs: tuple[Tensor, ...]
@@ -46,25 +47,25 @@ class _Recorded:
 
 
 class Graphs:
-    """Runs functions of tensors; where enabled, each is captured once by key and shapes and then replayed.
+    """Runs functions of tensors; if enabled, captures each once for a key and shapes, and then replays it.
 
-    A function takes tensors and returns tensors: one, or tuples of them. It reads the CPU nowhere, makes no shape from
-    data, draws nothing from torch's generators and calls no other `run`. Beside its inputs it may read tensors that
-    stay where they are (weights, slots, constants), and may write in place those that are named as its state. Graphs do
-    not keep these: one whose tensors are gone is captured anew. (A tensor that Triton kernels alone read is not seen:
-    it must go together with one that an operation reads, or be part of the key.) A constant that the function makes
-    once and keeps (`functools.cache`) is made in a trial run. What it returns is the caller's own, like any result.
+    A function takes tensors and returns tensors: one, or tuples of them. It must not read from the device, derive a
+    shape from data, draw from torch's generators or call another `run`. Besides its inputs it may read tensors at fixed
+    addresses (weights, slots, constants), and may write in place to its `state`. Graphs hold no reference to these
+    tensors: if one was freed, the function is captured again. (A tensor that only Triton kernels read is not noticed:
+    it must be freed together with one that an operation reads, or be part of the key.) Constants that the function
+    caches (`functools.cache`) are made in a trial run. Results are copies.
 
     Args:
-        enabled: otherwise a run is a plain call; by default it is on CUDA. capture: of a function; by default as a
-            graph of `device`.
+        enabled: if False, a run is an ordinary call; by default True on CUDA. capture: captures a function; by default
+            as a CUDA graph of `device`.
 
     Attributes:
-        lasting: what graphs read and is no weight, by what it is: it stays whatever sequences come and go.
-        seconds: that captures have taken.
+        lasting: objects that graphs read, besides weights, by name: they outlive the sequences that use them.
+        seconds: total seconds of captures.
 
     Raises:
-        ValueError: there are no graphs of this device.
+        ValueError: the device has no graphs.
     """
 
     def __init__(self, device: torch.device, enabled: bool | None = None, capture: Capture | None = None) -> None:
@@ -80,22 +81,22 @@ class Graphs:
         self.seconds = 0.0
 
     def run(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor, state: Sequence[Tensor] = ()) -> Any:
-        """function(*inputs).
+        """Returns function(*inputs).
 
         Args:
-            key: what the function does beside its inputs: equal keys mean equal functions over the same tensors.
-            state: tensors whose values it changes; trial runs leave no mark in them. Others that it writes to must get
-                values that a second run would write again, such as the keys of a cache.
+            key: identifies the function: equal keys mean equal functions over the same tensors.
+            state: tensors that the function updates; they are restored after trial runs. To other tensors it may only
+                write values that a second run would write again, such as the keys of a cache.
         """
         if not self.enabled:
             return function(*inputs)
-        place = (key, *((tensor.shape, tensor.dtype) for tensor in inputs))
-        with torch.inference_mode():  # static tensors may be written to by later runs, whatever mode these are in
-            recorded = self._recorded.get(place)
+        full_key = (key, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        with torch.inference_mode():  # so that later runs may write to the static tensors in any mode
+            recorded = self._recorded.get(full_key)
             if recorded and recorded.is_stale:
-                self._retired.append(self._recorded.pop(place).replay)
-            if place not in self._recorded:
-                recorded = self._recorded[place] = self._record(key, function, inputs, state)
+                self._retired.append(self._recorded.pop(full_key).replay)
+            if full_key not in self._recorded:
+                recorded = self._recorded[full_key] = self._record(key, function, inputs, state)
             if recorded is None:
                 return function(*inputs)
             for static, given in zip(recorded.inputs, inputs):
@@ -105,24 +106,24 @@ class Graphs:
             return tree_map_only(Tensor, torch.clone, recorded.results)
 
     def last(self, name: str, key: Hashable, make: Callable[[], Any]) -> Any:
-        """make(); where enabled, what it made last under this name, if that was for an equal key."""
+        """Returns make(); if enabled, the last result under this name, if its key was equal."""
         if not self.enabled:
             return make()
         last_key, made = self.lasting.pop(name, (None, None))
         if last_key != key:
-            made = None  # it goes before the next one needs its memory
+            made = None  # freed before the next one needs its memory
             made = make()
         self.lasting[name] = key, made
         return made
 
     def size(self, number: int, per_octave: int = 8) -> int:
-        """So many rows or positions as they are computed: up to the next bucket where graphs are enabled."""
+        """The size that `number` rows or positions are padded to: the next bucket, or `number` without graphs."""
         return bucket(number, per_octave) if self.enabled else number
 
     def _record(
         self, key: Hashable, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor]
     ) -> _Recorded | None:
-        """The function captured; None, with a warning, where it cannot be."""
+        """Captures the function; returns None, with a warning, if that fails."""
         if len(self._recorded) + len(self._retired) >= MOST_GRAPHS:
             self._drop()
         start = time.perf_counter()
@@ -135,7 +136,7 @@ class Graphs:
                 tensor.copy_(value)
 
         def trials() -> None:
-            # in the first one constants are made and libraries choose their kernels; the second one is watched
+            # the first trial makes constants and lets libraries choose kernels; the second one is watched
             for watch in (contextlib.nullcontext(), reads, contextlib.nullcontext()):
                 with watch:
                     function(*static)
@@ -144,7 +145,7 @@ class Graphs:
         try:
             results, replay = self._capture(trials, lambda: function(*static))
         except RuntimeError as error:
-            cause = error.__context__ or error  # what ended a capture is followed by the error of ending it
+            cause = error.__context__ or error  # the context is the first error; ending the capture raised another
             warnings.warn(f"no CUDA graph of {key}, which runs as single kernels: {cause}", stacklevel=3)
             return None
         finally:
@@ -155,9 +156,9 @@ class Graphs:
         return recorded
 
     def _drop(self) -> None:
-        """Forgets all graphs, which other shapes have replaced.
+        """Drops all graphs.
 
-        All at once: when a graph goes, torch may free the workspaces of cuBLAS that others on its stream write to.
+        All at once: when one graph is freed, torch may free cuBLAS workspaces that others on its stream write to.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -166,12 +167,12 @@ class Graphs:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the memory that operations read and that none of them made, in `seen` from when it is left."""
+    """Collects the memory that operations read and did not allocate; it is in `seen` after the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[weakref.ref[torch.UntypedStorage]] = []
-        self._read: dict[int, torch.UntypedStorage] = {}  # which cannot be freed, and their addresses reused, meanwhile
+        self._read: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is reused meanwhile
         self._made: set[int] = set()
 
     def __exit__(self, *error: Any) -> None:
@@ -194,26 +195,26 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures CUDA graphs on one stream, into one pool of memory, since they are replayed one after another."""
+    """A capture of CUDA graphs on one stream into one memory pool, since they are replayed one after another."""
     aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
     captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(trials: Callable[[], None], function: Callable[[], Any]) -> tuple[Any, Replay]:
         nonlocal aside, pool
-        if not captured:  # a pool is gone for good with the last graph in it
+        if not captured:  # a pool becomes invalid with its last graph
             pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(device)
         aside.wait_stream(here)
         try:
-            with torch.cuda.stream(aside):  # also the first to use it: cuBLAS has a workspace for each stream
+            with torch.cuda.stream(aside):  # trials too: cuBLAS allocates a workspace for each stream
                 trials()
-                # other threads, such as one that writes images, may go on meanwhile
+                # other threads, such as one that writes images, may use CUDA meanwhile
                 with torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
                     results = function()
         except BaseException:
             here.wait_stream(aside)
-            aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # those stay as the error left them
+            aside, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # the old ones may be broken
             raise
         here.wait_stream(aside)
         captured.add(graph)
@@ -223,6 +224,6 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def bucket(size: int, per_octave: int = 8) -> int:
-    """A size after padding, so that shapes repeat: up to 2 `per_octave` as they are, then so many sizes an octave."""
+    """The padded size, so that shapes repeat: unchanged up to 2 `per_octave`, then `per_octave` sizes per octave."""
     step = 1 << max(0, (size - 1).bit_length() - per_octave.bit_length())
     return -(-size // step) * step

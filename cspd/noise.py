@@ -1,8 +1,8 @@
-"""All randomness, as a pure function of (seed, purpose, position, step, index): nothing here has state.
+"""All random numbers, as pure functions of (seed, purpose, position, step, index), without state.
 
-The generator is Philox4x32-10 (Salmon et al. 2011), counter-based: every number can be had alone, in any order and
-shape, on any device. So a request's draws never depend on its neighbours, on batch size or on arrival order, and a draw
-that is asked for twice is the same draw. The words of the counter are (block, position, step, purpose and index).
+The generator is Philox4x32-10 (Salmon et al. 2011). It is counter-based: every number can be computed alone, in any
+order and shape, on any device. So a request's draws never depend on its neighbours, on batch size or on arrival order,
+and repeating a draw gives the same number. The words of the counter are (block, position, step, purpose and index).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-MOST_AT_ONCE = 2**19  # numbers of many steps on a CPU: drawing one takes ten times its memory
+MOST_AT_ONCE = 2**19  # numbers drawn at once on a CPU: drawing one needs ten times its memory
 INDEX_BITS = 24
-MAX_INDEX = 1 << INDEX_BITS  # every index is below it: in the counter's last word the purpose begins here
-DRAFT_OFFSET = 1 << 20  # of a draft model's residual candidates; the target's stay below it
+MAX_INDEX = 1 << INDEX_BITS  # every index is below it: the purpose begins at this bit of the counter's last word
+DRAFT_OFFSET = 1 << 20  # first index of a draft model's residual candidates; the target's indices are below it
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for; draws of different purposes are independent."""
+    """The use of a draw; draws of different purposes are independent."""
 
     ORDER = 0
     INIT = 1  # x_T
     STEP = 2  # eps_t
     ACCEPT = 3  # the uniform draw that decides whether a drafted state is accepted
-    CANDIDATE = 4  # of the residual after a rejection
+    CANDIDATE = 4  # for the residual after a rejection
     CANDIDATE_ACCEPT = 5
     TOKEN_COIN = 6  # decides whether a drafted token is accepted
     TOKEN_CANDIDATE = 7
     TOKEN_CANDIDATE_ACCEPT = 8
-    CODE = 9  # a VQ code, drafted or not
-    TOKEN_ACCEPT = 10  # decides whether a drafted code is accepted
-    CODE_RESIDUAL = 11  # after all drafted codes for a place were rejected
-    LATENT = 12  # of a given picture's token
+    CODE = 9  # a VQ token, drafted or not
+    TOKEN_ACCEPT = 10  # decides whether a drafted VQ token is accepted
+    CODE_RESIDUAL = 11  # after all drafted VQ tokens of a position were rejected
+    LATENT = 12  # a given picture's token
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -49,17 +49,17 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     a, b, c, d, k0, k1 = torch.broadcast_tensors(*counter, *key)
     multipliers, bumps = _constants(a.dim(), a.device)
     keys = torch.stack([k0, k1]) + bumps & MASK
-    # both halves of a round at once: `even` are words a and c, `odd` are b and d
+    # both halves of a round at once: `even` has words a and c, `odd` has b and d
     even, odd = torch.stack([a, c]), torch.stack([b, d])
     for round_key in keys:
-        product = even.flip(0) * multipliers  # wraps at 2^64, which keeps both halves right
+        product = even.flip(0) * multipliers  # wraps at 2^64, which does not change either half
         even, odd = (product >> 32 & MASK) ^ odd ^ round_key, product & MASK
     return even[0], odd[0], even[1], odd[1]
 
 
-@functools.cache  # for good: a graph reads them where they are
+@functools.cache  # forever: a graph reads them at a fixed address
 def _constants(dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The multipliers [2, 1, ...] and the rounds' key bumps [ROUNDS, 2, 1, ...], for counters of so many dimensions."""
+    """The multipliers [2, 1, ...] and the rounds' key bumps [ROUNDS, 2, 1, ...], for counters of `dims` dimensions."""
     with torch.inference_mode(False):
         multipliers = torch.tensor(MULTIPLIERS[::-1], device=device).view(2, *[1] * dims)
         bumps = torch.arange(ROUNDS, device=device).view(-1, 1) * torch.tensor(WEYL, device=device)
@@ -78,7 +78,7 @@ def bits(
         check_indices(index, MAX_INDEX)
     device = seed.device
     block = torch.arange(-(-num // 4), device=device)
-    # numbers are filled in on the device: to copy one there would wait for it
+    # filled on the device: a copy from the CPU would wait for the device
     numbers = (w if isinstance(w, Tensor) else torch.full((), w, device=device) for w in (position, step, index))
     words = [w.unsqueeze(-1) for w in numbers]
     tag = words[2] | (purpose.unsqueeze(-1) if isinstance(purpose, Tensor) else int(purpose)) << INDEX_BITS
@@ -87,9 +87,9 @@ def bits(
 
 
 def check_indices(last: int, limit: int) -> None:
-    """An index from `limit` on would repeat another purpose's draws, or another model's.
+    """Raises ValueError if an index would repeat the draws of another purpose or model.
 
-    It is checked where it is a number: to look into a tensor would wait for the device.
+    Only Python numbers are checked: reading a tensor would wait for the device.
     """
     if last >= limit:
         raise ValueError(f"a draw of index {last}: indices end below {limit}, where other draws begin")
@@ -109,7 +109,7 @@ def fine_uniform(
 ) -> Tensor:
     """Uniform draws inside (0, 1) of 52 bits, float64 [...], for distributions with many rare outcomes.
 
-    Arguments as in `normal`; draws for several purposes, int64 [...], are had by one pass of the generator.
+    Arguments as in `normal`; several purposes, int64 [...], take one pass of the generator.
     """
     if kernels.available(seed.device):
         return _drawn_by_kernel("fine", seed, purpose, position, step, index, 1).squeeze(-1)
@@ -128,9 +128,9 @@ def normal(
 
     Args:
         seed: int64 [...], the requests' seeds.
-        purpose: what the draws are for.
+        purpose: the use of the draws.
         position, step, index: integers [...], broadcast; below 2^32, index below MAX_INDEX.
-        num: how many a place, d for a token.
+        num: draws per element, d for a token.
     """
     if kernels.available(seed.device):
         return _drawn_by_kernel("normal", seed, purpose, position, step, index, num)
@@ -161,7 +161,7 @@ def order(seed: Tensor, length: int) -> Tensor:
 
 
 def latents(seed: Tensor, position: Tensor, channels: int) -> Tensor:
-    """By which a given picture's tokens are drawn from an autoencoder's posterior: position [R] to [R, channels]."""
+    """Normals that draw a given picture's tokens from an autoencoder's posterior: position [R] to [R, channels]."""
     return normal(seed, Purpose.LATENT, position, num=channels)
 
 
@@ -180,12 +180,13 @@ def steps(seed: Tensor, position: Tensor, step: Tensor, channels: int, index: in
 def chain(
     seed: Tensor, position: Tensor, num_steps: int, channels: int, index: int = 0, accept_index: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a chain that speculates draws in advance, by one pass of the generator: x_T, eps_t, and for each step the
-    uniform draw that decides whether its draft is accepted.
+    """All draws of a speculative chain, by one pass of the generator.
+
+    They are x_T, eps_t, and for each step the uniform draw that decides whether its draft is accepted.
 
     Args:
         index: of x_T and eps_t, as in `initial`.
-        coin_index: of the uniform draws: 1 for the chains of a draft model, 0 for the target's.
+        accept_index: of the uniform draws: 1 for the chains of a draft model, 0 for the target's.
 
     Returns:
         (`initial` [R, channels], `steps` [R, num_steps, channels], uniform draws [R, num_steps]), indexed by t; the
@@ -209,9 +210,7 @@ def chain(
 def _chain_counters(
     num_steps: int, channels: int, index: int, accept_index: int, device: torch.device
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-    """The counters of a chain's x_T, eps_t and uniform draws, one after the other: how many, and words block, step and
-    tag.
-    """
+    """The counters of a chain's x_T, eps_t and uniform draws, concatenated: (their counts, words block, step, tag)."""
     check_indices(max(index, accept_index), MAX_INDEX)
     per_step, for_accept = -(-channels // 4), -(-num_steps // 4)
     init_tag, step_tag, accept_tag = _chain_tags(index, accept_index)
@@ -245,7 +244,7 @@ def candidates(
         (standard normals [R, num, channels], uniform draws [R, num]).
 
     Raises:
-        ValueError: candidates of the target would be the draft model's.
+        ValueError: candidates of the target would repeat the draft model's.
     """
     check_indices(first + num - 1, DRAFT_OFFSET)
     return _candidates(

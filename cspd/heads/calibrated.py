@@ -1,4 +1,4 @@
-"""The calibrated sampler: the head is evaluated at some steps and predicted at the others. Guarantee: measured."""
+"""The calibrated sampler: calls the head at some steps and predicts its outputs at the others. Guarantee: measured."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from cspd.request import Request
 from cspd.terminal import Advance, no_advance
 from mar.head import TRAIN_STEPS, Head, schedule
 
-# At which steps of a chain the head is called, and what lies between two calls.
+# The steps at which the head is called, and the segments between two calls.
 #
-# A chain of T steps keeps its own noise, but the head is called at N of its steps only, S = {T - 1 = s_1 > .. > s_N =
-# 0}. At a step k between, a fitted linear prediction from the call before, at step a, stands in for it:
+# A chain of T steps keeps its own noise, but calls the head at only N of its steps, S = {T - 1 = s_1 > .. > s_N = 0}.
+# At every other step k the outputs are predicted from the previous call, at step a, by a fitted linear model:
 #
 #     eps~_k = c0 x_k + c1 eps_a + c2 x_a,    v~_k = v_a + drift.
 #
-# So all that lies between two calls is linear in x_a, eps_a and the noise: a window of steps is one sum.
+# So the steps of a segment, from one call to the next, are linear in x_a, eps_a and the noise: one weighted sum.
 
 MOST_LAGS = 128  # steps from one call to the next, at most
-MOST_COST = torch.finfo(torch.float32).max  # where float32 ends: taken only if there is no other way
+MOST_COST = torch.finfo(torch.float32).max  # of a step whose fit failed: a plan skips it only if it must
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """What the head would say, predicted from its last call, and what a prediction costs.
+    """Predicts the head's outputs at a step from its last call, and knows how inaccurate each prediction is.
 
     Attributes:
-        coefficients: float32 [T, lags, 3], (c0, c1, c2) by step and lag, lags from 1.
+        coefficients: float32 [T, lags, 3], (c0, c1, c2) by step and lag; the first lag is 1.
         drift: float32 [T, lags], mean change of the variance channel.
         skip_cost: float32 [T, lags], nats: mean KL(p || q) of a step's Gaussians, p by the head and q by the
-            prediction, of chains that the fit did not see.
+            prediction, on held-out chains.
     """
 
     coefficients: np.ndarray
@@ -69,7 +69,7 @@ class Predictor:
     skip_cost: np.ndarray
 
     def check(self, num_steps: int) -> None:
-        """Raises ValueError, saying what is wrong, where it is none for T = `num_steps` denoising steps."""
+        """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
         lags = min(MOST_LAGS, num_steps)
         wanted = {
             "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST, LARGEST),
@@ -80,12 +80,12 @@ class Predictor:
 
 
 def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temperature: float) -> Predictor:
-    """Fits the prediction of every step from every earlier one, and measures on other chains what it costs.
+    """Fits the prediction of every step from every earlier one, and measures its cost on held-out chains.
 
     Args:
         seen, held_out: (x, eps, v) [T, N, d] each, inputs, guided noise predictions and variance channels of ancestral
             chains; on the CPU, finite.
-        temperature: tau the chains ran with. At 0 there are no densities: those of 1 are compared.
+        temperature: tau of the chains. There are no densities at 0; then the cost is that of temperature 1.
     """
     num_steps = len(seen[0])
     s = schedule(num_steps)
@@ -93,10 +93,10 @@ def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temper
     lags = coefficients.shape[1]
     skip_cost = torch.zeros(num_steps, lags)
     for k in range(1, num_steps - 1):
-        anchors = slice(k + 1, k + 1 + lags)  # by lag; there are fewer near T
+        anchors = slice(k + 1, k + 1 + lags)  # by lag; near T there are fewer
         num_lags = len(seen[0][anchors])
         slope = s.log_sigma_slope[k]
-        # what is no good costs much, so that no plan takes it
+        # a fit that failed becomes 0, which costs much, so that no plan uses it
         fitted = least_squares(*seen, k, anchors, slope).nan_to_num(0)
         coefficients[k, :num_lags] = fitted.clamp(-LARGEST, LARGEST)
         drift[k, :num_lags] = (seen[2][k] - seen[2][anchors]).mean((1, 2)).clamp(-LARGEST, LARGEST)
@@ -113,17 +113,17 @@ def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temper
 
 
 class Plan(NamedTuple):
-    """Where the head is called: S from T - 1 down to 0; the sum of the skipped steps' costs, nats per token."""
+    """The steps S at which the head is called, from T - 1 down to 0; the skipped steps' total cost, nats per token."""
 
     steps: tuple[int, ...]
     cost: float
 
 
 def plans(skip_cost: np.ndarray) -> Iterator[Plan]:
-    """The cheapest plan of 2 calls, of 3, and so on to T, by dynamic programming; a cost is infinite where none is.
+    """The cheapest plan of 2 calls, of 3, and so on to T, by dynamic programming; its cost is infinite if impossible.
 
-    By the chain rule a path's KL divergence is the sum of its steps', here with the calls on the exact path. The idea
-    of choosing steps by such a bound is from Align Your Steps (arXiv 2404.14507).
+    By the chain rule the KL divergence of two paths is the sum over their steps, here with every call on the exact
+    path. The idea of choosing steps by such a bound is from Align Your Steps (arXiv 2404.14507).
 
     Args:
         skip_cost: [T, lags], by step and lag, see `Predictor`.
@@ -143,22 +143,22 @@ def plans(skip_cost: np.ndarray) -> Iterator[Plan]:
 
 
 def _costs_between(skip_cost: np.ndarray) -> np.ndarray:
-    """The cost [T, T] of skipping all steps between a call at a, the row, and the next one at b < a."""
+    """costs[a, b], the cost of skipping all steps between a call at step a and the next call at step b < a: [T, T]."""
     num_steps, lags = skip_cost.shape
     costs = np.full((num_steps, num_steps), np.inf)
     for a in range(1, num_steps):
+        costs[a, a - 1] = 0  # nothing is skipped
         skipped = np.arange(a - 1, max(0, a - 1 - lags), -1)
-        own = skip_cost[skipped, a - 1 - skipped].astype(np.float64)
-        next_call = np.append(a - 1, skipped - 1)
-        costs[a, next_call] = np.append(0, np.cumsum(own))
+        by_step = skip_cost[skipped, a - 1 - skipped].astype(np.float64)
+        costs[a, skipped - 1] = np.cumsum(by_step)
     return costs
 
 
 def plan_of(skip_cost: np.ndarray, head_calls: int | None, most: float | None = None) -> Plan:
-    """The cheapest plan of so many `head_calls`, or the shortest one that costs at `most` so many nats per token.
+    """The cheapest plan of `head_calls` calls, or the shortest one that costs at `most` that many nats per token.
 
     Raises:
-        ValueError: there is no plan of so few calls.
+        ValueError: `head_calls` calls are too few or too many.
     """
     least = 2
     for plan in plans(skip_cost):
@@ -170,15 +170,15 @@ def plan_of(skip_cost: np.ndarray, head_calls: int | None, most: float | None = 
     raise ValueError(f"head_calls={head_calls} does not fit {num_steps} denoising steps: give {least}..{num_steps}")
 
 
-class Window(NamedTuple):
-    """From a call at x_a to the next one at x_b, over the steps k = a .. b + 1.
+class Segment(NamedTuple):
+    """The steps k = a .. b + 1 from a head call at x_a to the next call at x_b.
 
     Attributes:
         first: a. steps: int64 [n], the k.
         base, slope: float32 [n, 1, 1], log sigma_k = base_k + slope_k v_a, without temperature.
-        mix: float32 [n + 1, 2 + n], the states that the steps begin with, and x_b: their weights on x_a, eps_a and the
-            noise sigma_k eps_k of each step. Step 0 adds no noise.
-        is_full: whether the call evaluates the null class too.
+        mix: float32 [n + 1, 2 + n], the weights on x_a, eps_a and the noise sigma_k eps_k of each step that give the
+            state before each step and, last, x_b. Step 0 adds no noise.
+        is_full: whether the call evaluates the unconditional branch too.
     """
 
     first: int
@@ -189,32 +189,37 @@ class Window(NamedTuple):
     is_full: bool
 
 
-def windows(
+def make_segments(
     steps: tuple[int, ...], predictor: Predictor, corrections: np.ndarray, null_every: int, device: torch.device
-) -> list[Window]:
-    """What follows each of a plan's calls.
+) -> list[Segment]:
+    """The segment after each of a plan's head calls.
 
     Args:
-        steps: S. corrections: [N, 2], what is added to the weights of x_b on x_a and eps_a.
-        null_every: the null class is evaluated at the first two calls, the last, and every so-manieth.
+        steps: S. corrections: [N, 2], added to the weights of x_b on x_a and eps_a.
+        null_every: the unconditional branch is evaluated at the first two calls, the last, and every `null_every`-th.
     """
-    made = []
-    for i, (a, b) in enumerate(zip(steps, (*steps[1:], -1))):
+    segments = []
+    ends = (*steps[1:], -1)
+    for i, (a, b) in enumerate(zip(steps, ends)):
         k = np.arange(a, b, -1)
-        mix, base, slope = _window(k, predictor)
+        mix, base, slope = _tables(k, predictor)
         mix[-1, :2] += corrections[i]
-        tables = (torch.as_tensor(values, dtype=torch.float32, device=device) for values in (base, slope, mix))
-        base, slope, mix = tables
-        is_full = i < 2 or i == len(steps) - 1 or i % null_every == 0
-        column = (len(k), 1, 1)
-        made.append(Window(a, torch.as_tensor(k, device=device), base.view(column), slope.view(column), mix, is_full))
-    return made
+        segment = Segment(
+            first=a,
+            steps=torch.as_tensor(k, device=device),
+            base=torch.as_tensor(base, dtype=torch.float32, device=device).view(-1, 1, 1),
+            slope=torch.as_tensor(slope, dtype=torch.float32, device=device).view(-1, 1, 1),
+            mix=torch.as_tensor(mix, dtype=torch.float32, device=device),
+            is_full=i < 2 or i == len(steps) - 1 or i % null_every == 0,
+        )
+        segments.append(segment)
+    return segments
 
 
-def _window(k: np.ndarray, predictor: Predictor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(mix, base, slope) of the steps k = a .. b + 1, see `Window`; float64."""
+def _tables(k: np.ndarray, predictor: Predictor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(mix, base, slope) of the steps k = a .. b + 1, see `Segment`; float64."""
     s = schedule(len(predictor.coefficients))
-    lags = np.arange(len(k)) - 1  # of a step from the call, less one
+    lags = np.arange(len(k)) - 1  # index into the tables: a step's distance from the call, minus one
     base, slope = s.log_sigma_base[k], s.log_sigma_slope[k]
     base[1:] += slope[1:] * predictor.drift[k[1:], lags[1:]]
     mix = np.zeros((len(k) + 1, 2 + len(k)))
@@ -228,9 +233,10 @@ def _window(k: np.ndarray, predictor: Predictor) -> tuple[np.ndarray, np.ndarray
     return mix, base, slope
 
 
-# Chains that call the head at the steps of a plan only, and how far their paths are from the full chain's.
+# Chains that call the head only at the steps of a plan, and how far their paths are from the full chain's.
 
-# is told (number of the window, sources [2 + n, R, d] as `Window.mix` takes them, v [R, d]); may give the next state
+# called after each head call with (the segment's index, sources [2 + n, R, d] that `Segment.mix` weights, v [R, d]);
+# may return the next state in place of the predicted one
 Visit = Callable[[int, Tensor, Tensor], Tensor | None]
 
 
@@ -241,17 +247,17 @@ def sample(
     temperature: Tensor,
     x: Tensor,
     noise: Callable[[Tensor], Tensor],
-    plan: list[Window],
+    segments: list[Segment],
     num_steps: int,
     precision: Precision,
     visit: Visit | None = None,
 ) -> Tensor:
-    """Tokens [R, d] by a head call a window, the first in float32; arguments as in `ancestral.ancestral`.
+    """Tokens [R, d] by one head call per segment, the first in float32; other arguments as in `chain.ancestral`.
 
-    Where a call leaves out the null class, the difference of the two classes' predictions is the last one seen.
+    A call without the unconditional branch reuses the last difference between the two branches' predictions.
     """
     steps = chain_steps(num_steps, TRAIN_STEPS - 1, z.device)
-    return follow(head, z, scale, temperature, x, noise(steps.t), steps, plan, precision, visit)
+    return follow(head, z, scale, temperature, x, noise(steps.t), steps, segments, precision, visit)
 
 
 def follow(
@@ -262,57 +268,57 @@ def follow(
     x: Tensor,
     eps_t: Tensor,
     steps: Steps,
-    plan: list[Window],
+    segments: list[Segment],
     precision: Precision,
     visit: Visit | None,
 ) -> Tensor:
     """`sample` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
     last = len(eps_t) - 1
-    timesteps = [steps.timesteps[last - window.first] for window in plan]
-    classes = [len(z) if window.is_full else 1 for window in plan]
-    by_window = eps_t.split([len(window.steps) for window in plan])
+    timesteps = [steps.timesteps[last - segment.first] for segment in segments]
+    classes = [len(z) if segment.is_full else 1 for segment in segments]
+    by_segment = eps_t.split([len(segment.steps) for segment in segments])
     difference = None
     for calls, own_head, by_call in modulated(head, z, timesteps, precision, classes):
         with precision.full() if calls[0] == 0 else precision.fast():
             for i, modulations in zip(calls, by_call):
                 out = own_head.denoise(x, modulations)
                 if visit is None and kernels.available(x.device):
-                    x, difference = _step_by_kernel(plan[i], x, out, by_window[i], scale, temperature, difference)
+                    x, difference = _step_by_kernel(segments[i], x, out, by_segment[i], scale, temperature, difference)
                     continue
                 eps, v = out.float().chunk(2, dim=-1)
                 if len(eps) == 2:
                     difference = (scale - 1) * (eps[0] - eps[1])
                 guided = eps[0] if difference is None else eps[0] + difference
-                sources = _sources(plan[i], x, guided, v[0], temperature, by_window[i])
+                sources = _sources(segments[i], x, guided, v[0], temperature, by_segment[i])
                 following = visit(i, sources, v[0]) if visit else None
-                x = weighted(plan[i].mix[-1], sources) if following is None else following
-        del by_call, modulations  # which are large
+                x = weighted(segments[i].mix[-1], sources) if following is None else following
+        del by_call, modulations  # they are large
     return x
 
 
 def drawing(
     head: Head,
     noise: types.ModuleType,
-    plan: list[Window],
+    segments: list[Segment],
     num_steps: int,
     precision: Precision,
     *,
     index: int = 0,
     visit: Visit | None = None,
 ) -> Draw:
-    """The whole chain as a function of tensors; what it takes and gives is as of `ancestral.drawing` and `sample`."""
+    """The whole chain as a function of tensors; arguments as in `chain.drawing` and `sample`."""
     steps = chain_steps(num_steps, TRAIN_STEPS - 1, precision.device)
 
     def draw(z: Tensor, scale: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
         x = noise.initial(seed, position, head.channels, index)
         eps_t = noise.steps(seed, position, steps.t, head.channels, index)
-        return follow(head, z, scale, temperature, x, eps_t, steps, plan, precision, visit)
+        return follow(head, z, scale, temperature, x, eps_t, steps, segments, precision, visit)
 
     return draw
 
 
 def _step_by_kernel(
-    window: Window,
+    segment: Segment,
     x: Tensor,
     out: Tensor,
     noise: Tensor,
@@ -320,36 +326,36 @@ def _step_by_kernel(
     temperature: Tensor,
     difference: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(The state after a window, the difference of the classes' predictions): what `follow` does after a call."""
-    from cspd.kernels.head import window_step
+    """(the state after a segment, the difference between the branches' predictions), as `follow` computes them."""
+    from cspd.kernels.head import segment_step
 
-    columns = window.base, window.slope, window.mix[-1]
-    return window_step(x, out, noise, scale, temperature, difference, *columns)
+    columns = segment.base, segment.slope, segment.mix[-1]
+    return segment_step(x, out, noise, scale, temperature, difference, *columns)
 
 
-def _sources(window: Window, x: Tensor, eps: Tensor, v: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-    """[2 + n, R, d]: x_a, eps_a, and the noise sigma_k eps_k of each of a window's steps."""
-    sigma = torch.addcmul(window.base, window.slope, v).exp_().mul_(temperature)
+def _sources(segment: Segment, x: Tensor, eps: Tensor, v: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """[2 + n, R, d]: x_a, eps_a, and the noise sigma_k eps_k of each of a segment's steps."""
+    sigma = torch.addcmul(segment.base, segment.slope, v).exp_().mul_(temperature)
     return torch.cat([x[None], eps[None], sigma.mul_(noise)])
 
 
 def weighted(weights: Tensor, sources: Tensor) -> Tensor:
-    """[R, d], the sum of sources [m, R, d] by weights [m]; no matrix product, which low precision would round."""
+    """The weighted sum [R, d] of sources [m, R, d]; a matrix product would round in low precision."""
     return (weights[:, None, None] * sources).sum(0)
 
 
 class Audit:
-    """Measures a chain's path: KL(q || p), nats, q being the path measure of `sample` and p the full chain's.
+    """Measures KL(q || p) in nats, where q is the path distribution of `sample` and p the full chain's.
 
     By the chain rule it is the sum over the steps of the divergence of their Gaussians at the states that q visits. The
-    head is evaluated at those that are `chosen`, each with a probability of `rate`, so that the sum over `rate` is
-    unbiased. Steps whose call evaluated both classes are p's own. Each window waits for the device once.
+    head is evaluated at the `chosen` states, each chosen with probability `rate`, so the sum divided by `rate` is
+    unbiased. Steps whose call evaluated both branches are p's own. Each segment waits for the device once.
 
     Args:
-        chosen: bool [R, T], which steps of which rows. The others are as in `sample`.
+        chosen: bool [R, T], the chosen steps of each row. Other arguments as in `sample`.
 
     Attributes:
-        total: float32 [R], the sums over `rate`.
+        total: float32 [R], the sums divided by `rate`.
     """
 
     def __init__(
@@ -358,13 +364,14 @@ class Audit:
         z: Tensor,
         scale: Tensor,
         temperature: Tensor,
-        plan: list[Window],
+        segments: list[Segment],
         precision: Precision,
         chosen: Tensor,
         rate: float,
     ) -> None:
-        self.head, self.scale, self.log_temperature, self.plan = head, scale, temperature.log(), plan
-        self.precision, self.chosen, self.rate = precision, chosen, rate
+        self.head, self.scale, self.log_temperature = head, scale, temperature.log()
+        self.segments, self.precision = segments, precision
+        self.chosen, self.rate = chosen, rate
         num_steps = chosen.shape[1]
         self._columns = _columns(num_steps, z.device)
         with precision.full():
@@ -374,35 +381,33 @@ class Audit:
         self.total = torch.zeros(len(chosen), device=z.device)
 
     def __call__(self, i: int, sources: Tensor, v: Tensor) -> None:
-        """Adds a window's steps."""
-        window = self.plan[i]
-        is_skipped = window.steps > 0
-        is_skipped[0] &= not window.is_full
-        rows, places = (self.chosen[:, window.steps] & is_skipped).nonzero().unbind(1)
-        if not len(rows):
-            return
-        for some_rows, some_places in zip(self._chunks(rows), self._chunks(places)):
-            q, x = self._of_window(window, sources, v, some_rows, some_places)
-            p = self._of_head(window.steps[some_places], x, some_rows)
+        """Adds the divergence of a segment's chosen steps."""
+        segment = self.segments[i]
+        is_skipped = segment.steps > 0
+        is_skipped[0] &= not segment.is_full
+        rows, indices = (self.chosen[:, segment.steps] & is_skipped).nonzero().unbind(1)
+        # as many rows at once as the head's modulations have room for
+        most = table_bytes(rows.device) // (modulation_size(self.head) * len(self._c_embed))
+        chunk_size = max(1, most)
+        for some_rows, some_indices in zip(rows.split(chunk_size), indices.split(chunk_size)):
+            if not len(some_rows):
+                continue
+            q, x = self._predicted(segment, sources, v, some_rows, some_indices)
+            p = self._evaluated(segment.steps[some_indices], x, some_rows)
             self.total.index_add_(0, some_rows, divergence(q, p) / self.rate)
 
-    def _chunks(self, which: Tensor) -> Iterator[Tensor]:
-        """Parts of some rows that modulations are made for at once."""
-        most = table_bytes(which.device) // (modulation_size(self.head) * len(self._c_embed))
-        return iter(which.split(max(1, most)))
-
-    def _of_window(self, window: Window, sources: Tensor, v: Tensor, rows: Tensor, places: Tensor) -> tuple:
-        """q of some rows at some places of a window, and the states [m, d] there."""
+    def _predicted(self, segment: Segment, sources: Tensor, v: Tensor, rows: Tensor, indices: Tensor) -> tuple:
+        """The predicted Gaussians q of rows [m] at step indices [m] of a segment, and the states [m, d] before them."""
         own = sources[:, rows].transpose(0, 1)
-        x = (window.mix[places].unsqueeze(-1) * own).sum(1)
-        weights = window.mix[places + 1].clone()
-        weights.scatter_(1, (2 + places).unsqueeze(1), 0)  # the mean is the state after the step, without its noise
+        x = (segment.mix[indices].unsqueeze(-1) * own).sum(1)
+        weights = segment.mix[indices + 1].clone()
+        weights.scatter_(1, (2 + indices).unsqueeze(1), 0)  # the mean is the state after the step, without its noise
         mean = (weights.unsqueeze(-1) * own).sum(1)
-        log_sigma = torch.addcmul(window.base[places, 0], window.slope[places, 0], v[rows])
+        log_sigma = torch.addcmul(segment.base[indices, 0], segment.slope[indices, 0], v[rows])
         return (mean, log_sigma + self.log_temperature[rows]), x
 
-    def _of_head(self, steps: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """p at states x [m, d] of some rows before steps [m]."""
+    def _evaluated(self, steps: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The head's Gaussians p of steps [m] at states x [m, d] of rows [m]."""
         head = self.precision.prepare(self.head)
         with self.precision.fast():
             modulations = head.split(head.modulations(self._t_embed[steps], self._c_embed[:, rows]))
@@ -420,22 +425,22 @@ def _columns(num_steps: int, device: torch.device) -> Tensor:
         return torch.as_tensor(columns, dtype=torch.float32, device=device)
 
 
-# A plan fitted to a model: where the head is called, how the states between are corrected, and how near that comes.
+# A plan fitted to a model: the steps with a head call, corrections of the states, and a measured difference.
 
 RIDGE = 1e-6  # of the mean diagonal
 
 
 @dataclass(frozen=True)
 class Shortcut:
-    """Where the head is called, and what is known of the tokens that come out.
+    """The steps at which the head is called, and how much the tokens differ from the full chain's.
 
     Attributes:
         steps: int16 [N], S from T - 1 down to 0.
         corrections: float32 [N, 2], added to the weights of the next call's state on this call's x and eps.
-        difference: float32 [1], on held-out tokens, from the same z and noise: r.m.s. difference from the full chain's,
-            in standard deviations of a token's channels.
-        divergence: float32 [1], there, KL(q || p) of the path from the full chain's, nats per token; infinite without
-            noise.
+        difference: float32 [1], root mean square difference of held-out tokens from the full chain's with the same z
+            and noise, in standard deviations of a token's channels.
+        divergence: float32 [1], KL(q || p) of the same tokens' paths from the full chain's, nats per token; infinite
+            without noise.
     """
 
     steps: np.ndarray
@@ -444,7 +449,7 @@ class Shortcut:
     divergence: np.ndarray
 
     def check(self, num_steps: int) -> None:
-        """Raises ValueError, saying what is wrong, where it is none for T = `num_steps` denoising steps."""
+        """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
         num_calls = self.steps.size
         wanted = {
             "steps": (np.int16, (num_calls,), 0, num_steps - 1),
@@ -456,9 +461,9 @@ class Shortcut:
         if num_calls < 2 or self.steps[0] != num_steps - 1 or self.steps[-1] or (np.diff(self.steps) >= 0).any():
             raise ValueError(f"a shortcut's steps do not fall from {num_steps - 1} to 0")
 
-    def windows(self, predictor: Predictor, null_every: int, device: torch.device) -> list[Window]:
-        """What follows each of its calls."""
-        return windows(tuple(self.steps.tolist()), predictor, self.corrections, null_every, device)
+    def segments(self, predictor: Predictor, null_every: int, device: torch.device) -> list[Segment]:
+        """The segment after each of its calls."""
+        return make_segments(tuple(self.steps.tolist()), predictor, self.corrections, null_every, device)
 
 
 def fit_shortcut(
@@ -471,87 +476,91 @@ def fit_shortcut(
     precision: Precision,
     advance: Advance = no_advance,
 ) -> Shortcut:
-    """Corrects the windows of a plan on chains that really take them, and measures other tokens.
+    """Corrects the segments of a plan on chains that follow them, and measures held-out tokens.
 
-    The predictor was fitted with each call on the full chain's path. Chains that take shortcuts leave that path, so the
-    state at the end of each window is fitted again, by least squares, to the full chain's of the same noise. This is
-    kept where it brings other tokens nearer to the full chain's.
+    The predictor was fitted with each call on the full chain's path. Chains that skip head calls leave that path. So
+    the state at the end of each segment is fitted again, by least squares, to the full chain's of the same noise. The
+    corrections are used only if they bring held-out tokens nearer to the full chain's.
 
     Args:
-        seen, held_out: on the head's device. steps: S. advance: is told of its parts, 1 in all. The others are as in
-            `plan.windows`.
+        seen, held_out: on the head's device. steps: S. advance: called with each share of the work, 1 in all. The
+            others are as in `make_segments`.
     """
     device = seen.x.device
-    none = np.zeros((len(steps), 2), np.float32)
-    plain = windows(steps, predictor, none, null_every, device)
-    corrections = _corrections(head, seen, plain, precision)
-    corrected = windows(steps, predictor, corrections, null_every, device)
-    difference, other = (_difference(head, held_out, plan, precision) for plan in (plain, corrected))
-    plan = plain
-    if not difference <= other:  # it may not be finite
-        difference, plan = other, corrected
+    corrections = np.zeros((len(steps), 2), np.float32)
+    segments = make_segments(steps, predictor, corrections, null_every, device)
+    difference = _difference(head, held_out, segments, precision)
+
+    fitted = _corrections(head, seen, segments, precision)
+    corrected = make_segments(steps, predictor, fitted, null_every, device)
+    corrected_difference = _difference(head, held_out, corrected, precision)
+    if not difference <= corrected_difference:  # `difference` may be NaN
+        corrections, segments, difference = fitted, corrected, corrected_difference
     if not math.isfinite(difference):
-        raise ValueError(f"head_calls={len(steps)}: these tokens leave the numbers of float32; give more head calls")
+        raise ValueError(f"head_calls={len(steps)}: these tokens are not finite; give more head calls")
     return Shortcut(
         steps=np.array(steps, np.int16),
-        corrections=none if plan is plain else corrections,
+        corrections=corrections,
         difference=np.float32([difference]),
-        divergence=np.float32([_divergence(head, held_out, plan, precision, advance)]),
+        divergence=np.float32([_divergence(head, held_out, segments, precision, advance)]),
     )
 
 
-def _difference(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> float:
+def _difference(head: Head, chains: Trace, segments: list[Segment], precision: Precision) -> float:
     """See `Shortcut`."""
-    tokens = _run(head, chains, plan, precision)
-    error, width = (tokens - chains.tokens).square().mean(), chains.tokens.var(0).mean()
-    return (error / width).sqrt().item()
+    tokens = _run(head, chains, segments, precision)
+    error = (tokens - chains.tokens).square().mean()
+    variance = chains.tokens.var(0).mean()
+    return (error / variance).sqrt().item()
 
 
 def _divergence(
-    head: Head, chains: Trace, plan: list[Window], precision: Precision, advance: Advance = no_advance
+    head: Head, chains: Trace, segments: list[Segment], precision: Precision, advance: Advance = no_advance
 ) -> float:
     """See `Shortcut`; most of the work of a fit."""
     if not (chains.temperature > 0).all():
         return math.inf
     everywhere = torch.ones(len(chains.seed), len(chains.x), dtype=torch.bool, device=chains.x.device)
-    audit = Audit(head, chains.z, chains.scale, chains.temperature, plan, precision, everywhere, rate=1.0)
+    audit = Audit(head, chains.z, chains.scale, chains.temperature, segments, precision, everywhere, rate=1.0)
 
     def look(i: int, sources: Tensor, v: Tensor) -> None:
         audit(i, sources, v)
-        advance(1 / len(plan))
+        advance(1 / len(segments))
 
-    _run(head, chains, plan, precision, look)
+    _run(head, chains, segments, precision, look)
     return audit.total.mean().nan_to_num(math.inf, posinf=math.inf).item()
 
 
-def _corrections(head: Head, chains: Trace, plan: list[Window], precision: Precision) -> np.ndarray:
-    """float32 [N, 2], see `Shortcut`, of a plan without any: a window is fitted on what those before it gave."""
-    corrections = torch.zeros(len(plan), 2, dtype=torch.float64)
+def _corrections(head: Head, chains: Trace, segments: list[Segment], precision: Precision) -> np.ndarray:
+    """Corrections float32 [N, 2], see `Shortcut`: each is fitted on chains that use the corrections before it."""
+    corrections = torch.zeros(len(segments), 2, dtype=torch.float64)
 
     def correct(i: int, sources: Tensor, v: Tensor) -> Tensor | None:
-        """The state after the i-th window, put right; the first call's gain is too high, and no step may be skipped."""
-        if i == 0 or len(plan[i].steps) == 1:
+        # not after the first call, whose gain is too high, nor after a segment that skips no step
+        if i == 0 or len(segments[i].steps) == 1:
             return None
-        predicted = weighted(plan[i].mix[-1], sources)
-        wanted = chains.x[plan[i + 1].steps[0]]
+        predicted = weighted(segments[i].mix[-1], sources)
+        wanted = chains.x[segments[i + 1].steps[0]]
         corrections[i] = _least_squares(sources[:2], wanted - predicted)
         return predicted + weighted(corrections[i].to(predicted), sources[:2])
 
-    _run(head, chains, plan, precision, correct)
+    _run(head, chains, segments, precision, correct)
     return corrections.float().numpy()
 
 
-def _run(head: Head, chains: Trace, plan: list[Window], precision: Precision, visit: Visit | None = None) -> Tensor:
-    """Tokens of the same z and noise as a trace's."""
+def _run(
+    head: Head, chains: Trace, segments: list[Segment], precision: Precision, visit: Visit | None = None
+) -> Tensor:
+    """Tokens from the z and the noise of a trace."""
     channels = chains.tokens.shape[1]
     x = noise.initial(chains.seed, chains.position, channels)
     eps_of = lambda t: noise.steps(chains.seed, chains.position, t, channels)  # noqa: E731
     rows = chains.z, chains.scale, chains.temperature
-    return sample(head, *rows, x, eps_of, plan, len(chains.x), precision, visit)
+    return sample(head, *rows, x, eps_of, segments, len(chains.x), precision, visit)
 
 
 def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
-    """float64 [2], on the CPU: the weights of features [2, N, d] whose sum is nearest to wanted [N, d]."""
+    """The weights of features [2, N, d] whose sum is nearest to wanted [N, d]: float64 [2], on the CPU."""
     features, wanted = features.flatten(1).double().cpu(), wanted.flatten().double().cpu()
     finite = features.isfinite().all(0) & wanted.isfinite()
     features, wanted = features[:, finite], wanted[finite]
@@ -562,19 +571,18 @@ def _least_squares(features: Tensor, wanted: Tensor) -> Tensor:
 
 # The calibrated sampler: N head calls per token, and predictions between them. Guarantee: measured.
 #
-# It keeps the chain's T steps and its noise. Where `speculative` drafts with a fitted prediction of the head and
-# judges it, this takes the prediction as it is: a token is nearly the one that `ar` makes of the same noise. How
-# nearly is measured when the prediction is fitted, on other tokens, and if asked for on the tokens of the run itself
-# (`audit`).
+# It keeps the chain's T steps and its noise. `speculative` verifies the fitted predictions of the head; this sampler
+# uses them as they are. So a token is nearly the one that `ar` draws from the same noise. The difference is measured
+# on held-out tokens when the prediction is fitted, and with `audit` on the tokens of the run itself.
 
 HEAD_CALLS = 10
-LEAST_AUDIT = 1e-4  # with less, most images have no step to look at, and seem to be without error
-REMEDY = "give num_sampling_steps=100, which takes no more head calls"  # where the chain itself is short
+LEAST_AUDIT = 1e-4  # with less, most images have no audited step and would seem to have no error
+REMEDY = "give num_sampling_steps=100, which takes no more head calls"  # if the chain itself is short
 OPTIONS = (
     Option(
         "head_calls",
         int,
-        f"head calls per token; fewer are faster and less exact; {HEAD_CALLS} where nothing else is asked for",
+        f"head calls per token; fewer are faster and less exact (default: {HEAD_CALLS})",
         low=2,
         high=TRAIN_STEPS,
         metavar="N",
@@ -582,14 +590,14 @@ OPTIONS = (
     Option(
         "divergence",
         float,
-        "in place of head_calls: as few as are predicted to diverge by at most D nats per token",
+        "in place of head_calls: the fewest calls with a predicted divergence of at most D nats per token",
         above=0,
         metavar="D",
     ),
     Option(
         "null_every",
         int,
-        "the null class is evaluated at every N-th head call only; between, its last difference is taken again",
+        "evaluate the unconditional branch only at every N-th head call; the calls between reuse its last difference",
         default=2,
         low=1,
         high=TRAIN_STEPS,
@@ -598,7 +606,7 @@ OPTIONS = (
     Option(
         "audit",
         float,
-        "share of the skipped steps at which the head is evaluated all the same, to measure this run's divergence",
+        "share of the skipped steps at which the head is evaluated after all, to measure this run's divergence",
         default=0.0,
         implied=True,
         high=1,
@@ -608,12 +616,12 @@ OPTIONS = (
 
 
 def check(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError where the calls do not fit the steps, or what is asked for needs noise."""
+    """Raises ValueError if the calls do not fit the steps, or an option needs temperature > 0."""
     if request.head_calls is not None:
         most = request.num_sampling_steps
         check_integer("head_calls", request.head_calls, 2, most, f"a chain has {most} steps")
     if 0 < (request.audit or 0) < LEAST_AUDIT:
-        raise ValueError(f"audit={request.audit} looks at too few steps to tell anything: give 0, or {LEAST_AUDIT}..1")
+        raise ValueError(f"audit={request.audit} measures too few steps: give 0, or {LEAST_AUDIT}..1")
     for name in ("divergence", "audit"):
         if getattr(request, name) and request.temperature == 0:
             raise ValueError(f"{name}={getattr(request, name)} needs temperature > 0: without noise nothing diverges")
@@ -622,8 +630,8 @@ def check(request: Request, runner: ContinuousRunner) -> None:
 def resolve(request: Request, runner: ContinuousRunner) -> Request:
     """The request with its number of head calls.
 
-    Raises ValueError where there is no plan of so few, it is predicted to diverge by more than `divergence`, or chains
-    are not finite.
+    Raises ValueError if there is no such plan, its predicted divergence is above `divergence`, or the chains that it
+    is fitted to are not finite.
     """
     calls, most = request.head_calls, request.divergence
     if calls is None and most is None:
@@ -632,11 +640,11 @@ def resolve(request: Request, runner: ContinuousRunner) -> Request:
     with calibrations.fitting(request.but(head_calls=calls), Predictor, Shortcut):
         plan = calibrations.plan(request, calls, most if calls is None else None)
         if most is not None and plan.cost > most:
-            predicted = f"head_calls={calls} is predicted to diverge by {plan.cost:.3g} nats per token"
-            raise ValueError(f"{predicted}, more than divergence={most}: give one of the two")
+            predicted = f"head_calls={calls} has a predicted divergence of {plan.cost:.3g} nats per token"
+            raise ValueError(f"{predicted}, above divergence={most}: give only one of head_calls and divergence")
         request = request.but(head_calls=len(plan.steps))
         calibrations.shortcut(request)  # so that no round has to wait for the fit
-    if request.chains:  # of CSpD, those of both models
+    if request.chains:  # CSpD's, of both models
         runner.tuning.calibrations["draft"].shortcut(request)
     return request
 
@@ -649,17 +657,17 @@ def at_hand(request: Request, runner: ContinuousRunner) -> tuple[Request, float]
     return None if shortcut is None else (usual, shortcut.difference.item())
 
 
-class _Running:
-    """What the sequences of one kind share while they run: a model's windows, and what is known of their tokens."""
+class _Fitted:
+    """The segments of a model's shortcut and the difference of its tokens, shared by sequences of equal settings."""
 
     def __init__(self, runner: ContinuousRunner, model: str, request: Request) -> None:
         calibrations = runner.tuning.calibrations[model]
         shortcut = calibrations.shortcut(request)
-        self.plan = calibrations.windows(request)
+        self.segments = calibrations.segments(request)
         self.difference = shortcut.difference.item()
         divergence = shortcut.divergence.item()
-        self.divergence = divergence if math.isfinite(divergence) else None  # as it is without noise
-        self.num_full = sum(window.is_full for window in self.plan)
+        self.divergence = divergence if math.isfinite(divergence) else None  # infinite without noise
+        self.num_full = sum(segment.is_full for segment in self.segments)
 
 
 @denoiser(
@@ -674,34 +682,34 @@ class _Running:
 def denoise(
     runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
-    """Every token by N head calls; arguments as in `cspd.heads.chain`. An audit's calls are not counted."""
+    """Draws every token by N head calls; arguments as in `cspd.heads.chain`. An audit's calls are not counted."""
     request = rows.sequences[0].request
     kind = rows.sequences[0].key
-    kept = runner.kept[kind]
-    if ("calibrated", model) not in kept:
-        kept["calibrated", model] = _Running(runner, model, request)
-    running: _Running = kept["calibrated", model]
-    head, plan = runner.models[model].head, running.plan
+    round_state = runner.round_state[kind]
+    if ("calibrated", model) not in round_state:
+        round_state["calibrated", model] = _Fitted(runner, model, request)
+    fitted: _Fitted = round_state["calibrated", model]
+    head, segments = runner.models[model].head, fitted.segments
     num_steps = request.num_sampling_steps
     log_sigmas: list[Tensor] = []
 
     def keep_sigma(i: int, sources: Tensor, v: Tensor) -> None:
-        log_sigma = torch.addcmul(plan[i].base, plan[i].slope, v) + rows.temperature.log()
-        log_sigmas.append(log_sigma if i == len(plan) - 1 else log_sigma.sum((0, 2)))
+        log_sigma = torch.addcmul(segments[i].base, segments[i].slope, v) + rows.temperature.log()
+        log_sigmas.append(log_sigma if i == len(segments) - 1 else log_sigma.sum((0, 2)))
 
     audit = None
     if request.audit:
         accept_uniforms = runner.noise.step_accept_uniforms(rows.seed, rows.position, num_steps)
         chosen = accept_uniforms < request.audit
-        audit = Audit(head, z, rows.scale, rows.temperature, plan, runner.precision, chosen, request.audit)
+        audit = Audit(head, z, rows.scale, rows.temperature, segments, runner.precision, chosen, request.audit)
     visit = keep_sigma if densities else audit
-    draw = drawing(head, runner.noise, plan, num_steps, runner.precision, index=index, visit=visit)
+    draw = drawing(head, runner.noise, segments, num_steps, runner.precision, index=index, visit=visit)
     tokens = by_row(runner, None if visit else ("calibrated", model, kind, index), draw, rows, z)
-    calls = np.full(len(tokens), len(plan))
-    evaluations = calls + running.num_full * (len(z) - 1)
-    measured = Measured(running.difference, running.divergence, audit and audit.total)
-    made = Denoised(tokens, calls, len(plan), evaluations, measured=measured)
+    calls = np.full(len(tokens), len(segments))
+    evaluations = calls + fitted.num_full * (len(z) - 1)
+    measured = Measured(fitted.difference, fitted.divergence, audit and audit.total)
+    denoised = Denoised(tokens, calls, len(segments), evaluations, measured=measured)
     if not densities:
-        return made
+        return denoised
     *path, last = log_sigmas
-    return dataclasses.replace(made, log_sigma=torch.stack(path).sum(0), log_sigma_last=last.squeeze(0))
+    return dataclasses.replace(denoised, log_sigma=torch.stack(path).sum(0), log_sigma_last=last.squeeze(0))

@@ -1,4 +1,4 @@
-"""Chains of the sampler's own, and the drafts that are fitted to them."""
+"""Traces of the model's own denoising chains, and the drafts that are fitted to them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from mar.head import schedule
 # The drafts of speculative denoising: linear predictors of the head's output, fitted once per model and settings.
 #
 # A calibration changes the speed, and which image a seed gives, but never the distribution of the images.
-# `cspd.heads.tuning` makes them and keeps them on disk.
+# `cspd.heads.tuning` makes them and caches them on disk.
 
 DRAFTS = {
     "calibrated": "eps~ = c0 y + c1 eps' + c2 x', least squares by step and lag",
-    "frozen": "eps~ = eps', the last evaluated one: needs no fit, is right less often",
+    "frozen": "eps~ = eps', the last evaluated one: needs no fit, is accepted less often",
 }
 WINDOWS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
-LARGEST = 1e6  # of coefficients (fits stay below 400) and of what a window makes of them (below 21,000)
-RIDGE = 1e-7  # of the mean diagonal: at the noisiest steps eps' and x' are nearly the same
+LARGEST = 1e6  # limit of coefficients (fits stay below 400) and of draft tables (below 21,000)
+RIDGE = 1e-7  # of the mean diagonal: at the noisiest steps eps' and x' are nearly equal
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A draft, and how often it is right.
+    """A draft, and the head calls that it needs.
 
     Attributes:
-        coefficients: float32 [T, lags, 3], (c0, c1, c2) by step and lag, lags from 1.
+        coefficients: float32 [T, lags, 3], (c0, c1, c2) by step and lag; the first lag is 1.
         drift: float32 [T, lags], mean change of the variance channel.
         calls: int16 [len(WINDOWS), N], sequential head calls of N tokens at each window, simulated on the traces.
     """
@@ -47,7 +47,7 @@ class Calibration:
     calls: np.ndarray
 
     def check(self, num_steps: int) -> None:
-        """Raises ValueError, saying what is wrong, where it is no draft for T = `num_steps` denoising steps."""
+        """Raises ValueError unless shapes, types and ranges are right for T = `num_steps` denoising steps."""
         lags = min(WINDOWS[-1], num_steps)
         wanted = {
             "coefficients": (np.float32, (num_steps, lags, 3), -LARGEST, LARGEST),
@@ -62,18 +62,18 @@ class Calibration:
 
 
 def check_arrays(owner: str, arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple]) -> None:
-    """Raises ValueError where arrays are not of the (dtype, shape, least, most) that is `wanted` of their names."""
+    """Raises ValueError unless each array has the `wanted` (dtype, shape) and all values in (least, most)."""
     for name, (dtype, shape, low, high) in wanted.items():
         values = arrays[name]
         if values.dtype != dtype or values.shape != shape:
             kinds = f"{values.dtype} {list(values.shape)}, not {np.dtype(dtype)} {list(shape)}"
             raise ValueError(f"{owner}'s {name} are {kinds}")
-        if not ((values >= low) & (values <= high)).all():  # NaN is in no range
+        if not ((values >= low) & (values <= high)).all():  # NaN fails both
             raise ValueError(f"{owner}'s {name} are not all in {low:g}..{high:g}")
 
 
 def frozen(num_steps: int, most_lags: int = WINDOWS[-1]) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients [T, lags, 3] and drift [T, lags] of the frozen draft, which needs no fit."""
+    """Coefficients [T, lags, 3] and drift [T, lags] of the frozen draft."""
     lags = min(most_lags, num_steps)
     coefficients = np.tile(np.float32([0, 1, 0]), (num_steps, lags, 1))
     return coefficients, np.zeros((num_steps, lags), np.float32)
@@ -83,23 +83,23 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
     """Fits the draft to ancestral chains and simulates on them how often it is accepted.
 
     For each step k and lag w it solves the least squares of eps_k on (x_k, eps_{k+w}, x_{k+w}), weights 1/sigma_k^2.
-    Chains that are not finite are left out, and count as never accepted. A fit that is no good becomes frozen.
+    Chains that are not finite are left out, and count as never accepted. If a fit fails, the draft is frozen.
 
     Args:
         x, eps, v: [T, N, d], inputs, guided noise predictions and variance channels of N chains; on the CPU.
-        temperature: tau > 0 the chains ran with. is_frozen: take the frozen draft instead of fitting one.
+        temperature: tau > 0 of the chains. is_frozen: take the frozen draft instead of fitting one.
     """
     num_steps, num_chains = x.shape[:2]
     s, generator = schedule(num_steps), torch.Generator().manual_seed(0)
     coefficients, drift = (torch.from_numpy(values) for values in frozen(num_steps))
     lags = coefficients.shape[1]
     accepted = torch.zeros(num_steps, lags, num_chains, dtype=torch.bool)
-    accepted[0] = True  # step 0 is never judged
+    accepted[0] = True  # step 0 is never rejected
     finite = (x.isfinite() & eps.isfinite() & v.isfinite()).all(2).all(0)
     fitted_x, fitted_eps, fitted_v = (values[:, finite] for values in (x, eps, v))
     is_frozen = is_frozen or not finite.any()
     for k in range(1, num_steps - 1):
-        anchors = slice(k + 1, k + 1 + lags)  # by lag; there are fewer near T
+        anchors = slice(k + 1, k + 1 + lags)  # by lag; near T there are fewer
         num_lags = len(x[anchors])
         anchor_x, anchor_eps, anchor_v = x[anchors], eps[anchors], v[anchors]
         slope = s.log_sigma_slope[k]
@@ -107,14 +107,14 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
             coefficients[k, :num_lags] = least_squares(fitted_x, fitted_eps, fitted_v, k, anchors, slope)
             drift[k, :num_lags] = (fitted_v[k] - fitted_v[anchors]).mean((1, 2))
 
-        # would these drafts be accepted on the very chains they are fitted to?
+        # are these drafts accepted on the chains that they are fitted to?
         c0, c1, c2 = coefficients[k, :num_lags, :, None, None].unbind(1)
         eps_drafted = c0 * x[k] + c1 * anchor_eps + c2 * anchor_x
         v_drafted = anchor_v + drift[k, :num_lags, None, None]
         mean_error = s.mean_eps[k] * (eps_drafted - eps[k])
         log_sigma_p = np.log(temperature) + s.log_sigma_base[k] + slope * v[k]
         log_sigma_q = log_sigma_p + slope * (v_drafted - v[k])
-        accepted[k, :num_lags] = _draw_and_judge(mean_error, log_sigma_p, log_sigma_q, generator)
+        accepted[k, :num_lags] = _draw_and_verify(mean_error, log_sigma_p, log_sigma_q, generator)
 
     calls = [_simulate(accepted[:, :window]) for window in WINDOWS]
     made = Calibration(
@@ -145,11 +145,13 @@ def least_squares(x: Tensor, eps: Tensor, v: Tensor, k: int, anchors: slice, slo
     return torch.linalg.solve_ex(gram + ridge, moments).result.float()
 
 
-def _draw_and_judge(mean_error: Tensor, log_sigma_p: Tensor, log_sigma_q: Tensor, generator: torch.Generator) -> Tensor:
-    """Whether a draw of q is accepted as one of p, bool [lags, N].
+def _draw_and_verify(
+    mean_error: Tensor, log_sigma_p: Tensor, log_sigma_q: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Whether a draw of q is accepted as a draw of p, bool [lags, N].
 
     Args:
-        mean_error: q's mean less p's, [lags, N, d]. log_sigma_p: [N, d]. log_sigma_q: [lags, N, d].
+        mean_error: q's mean minus p's, [lags, N, d]. log_sigma_p: [N, d]. log_sigma_q: [lags, N, d].
     """
     num_chains = len(log_sigma_p)
     z_q = torch.randn(log_sigma_p.shape, generator=generator)
@@ -160,31 +162,31 @@ def _draw_and_judge(mean_error: Tensor, log_sigma_p: Tensor, log_sigma_q: Tensor
 
 
 def _simulate(accepted: Tensor) -> Tensor:
-    """Head calls per token [N], the first included, where `accepted` [T, W, N] says which lags are right at a step."""
+    """Head calls per token [N], the first included; accepted: [T, W, N], by step and lag."""
     num_steps, window, num_chains = accepted.shape
     t = torch.full((num_chains,), num_steps - 2)
     calls = torch.ones(num_chains)
     chain = torch.arange(num_chains)
-    place = torch.arange(window).unsqueeze(1)
+    index = torch.arange(window).unsqueeze(1)
     while (t >= 0).any():
         calls += t >= 0
-        steps = (t - place).clamp(min=0)
-        prefix = accepted[steps, place, chain].cumprod(0).sum(0)
+        steps = (t - index).clamp(min=0)
+        prefix = accepted[steps, index, chain].cumprod(0).sum(0)
         steps_left = (t + 1).clamp(0, window)
         t = t - torch.minimum(prefix + 1, steps_left)
     return calls
 
 
-# Chains of the sampler's own, which predictions of the head are fitted to and measured on.
+# Traces: chains of the model's own samples. Predictions of the head are fitted to them and measured on them.
 
-TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40  # what a fit sees: the sampler's own tokens
+TRACE_TOKENS, TRACE_ITERATIONS, TRACE_SEED = 256, 8, 2**40
 
 
 class Trace(NamedTuple):
     """Ancestral chains of N tokens, on the CPU.
 
     Attributes:
-        x, eps, v: [T, N, d], by step, inputs, guided noise predictions and variance channels. tokens: [N, d].
+        x, eps, v: [T, N, d], the inputs, guided noise predictions and variance channels of each step. tokens: [N, d].
         z: [G, N, D]. seed, position: int64 [N], of their noise. scale, temperature: [N, 1].
     """
 
@@ -206,24 +208,24 @@ class Trace(NamedTuple):
         return Trace(*(values.to(device) for values in self))
 
     def finite(self) -> Trace:
-        """The tokens whose chains are finite throughout. Raises ValueError where none is."""
-        right = torch.stack([values.isfinite().all(2).all(0) for values in self.chains]).all(0)
-        which = (right & self.tokens.isfinite().all(1)).nonzero().squeeze(1)
+        """The tokens whose chains are finite throughout. Raises ValueError if there is no such token."""
+        is_finite = torch.stack([values.isfinite().all(2).all(0) for values in self.chains]).all(0)
+        which = (is_finite & self.tokens.isfinite().all(1)).nonzero().squeeze(1)
         if not len(which):
             raise ValueError(
-                f"all of {len(right)} chains left the numbers of float32, so there is nothing to fit: look at cfg,"
+                f"none of {len(is_finite)} chains is finite in float32, so there is nothing to fit: check cfg,"
                 f" temperature, num_sampling_steps={len(self.x)} and the weights"
             )
         return Trace(*(_of_tokens(values, which) for values in self))
 
 
 def _of_tokens(values: Tensor, which: Tensor) -> Tensor:
-    """Some tokens of a field of `Trace`: they are its last dimension but one, or its only one."""
+    """The tokens `which` of a field of `Trace`, along its last dimension but one, or its only one."""
     return values.index_select(max(0, values.dim() - 2), which)
 
 
 def num_traced(length: int, device: torch.device) -> int:
-    """Images of L tokens that a trace takes: two at least, but on a CPU, where a large model would take minutes."""
+    """Images of L tokens in a trace: at least two, or one on a CPU, where a large model would take minutes."""
     return max(1 if device.type == "cpu" else 2, -(-TRACE_TOKENS // length))
 
 
@@ -236,13 +238,13 @@ def trace(
     held_out: bool = False,
     advance: Advance = no_advance,
 ) -> Trace:
-    """256 tokens of the sampler's own, labels and iterations mixed; `held_out`: others, of other labels and seeds.
+    """Samples 256 tokens with labels and iterations mixed; `held_out` ones have other labels and seeds.
 
-    `advance` is told of its parts, 1 in all.
+    `advance` is called with each share of the work, 1 in all.
     """
     length, num_classes = model.config.seq_len, model.config.class_num
     num_images = num_traced(length, device)
-    spread = max(1, num_classes // num_images)  # between the labels
+    spread = max(1, num_classes // num_images)  # distance between labels
     first = num_images if held_out else 0
     common = {"num_iter": min(TRACE_ITERATIONS, length), "cfg": request.cfg, "cfg_schedule": request.cfg_schedule}
     common |= {"temperature": request.temperature, "num_sampling_steps": request.num_sampling_steps}
@@ -263,7 +265,7 @@ def trace(
 def _traced(
     parts: list[Trace], advance: Callable[[], None], runner: ContinuousRunner, model: str, rows: Rows, z: Tensor
 ) -> Denoised:
-    """The ancestral chains of an iteration's rows, which are added to `parts`; `advance` is told of each step."""
+    """Denoises an iteration's rows, adds their chains to `parts`, and calls `advance` at each step."""
     steps: list[Tensor] = []
 
     def keep(t: int, x: Tensor, eps: Tensor, v: Tensor) -> None:

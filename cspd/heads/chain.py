@@ -33,20 +33,20 @@ PER_ROW_ON_HOST = ("owner", "iteration", "num_iter")
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens that a batch of sequences predicts in one iteration, flat: R rows, a sequence's own in one stretch.
+    """The tokens that a batch of sequences predicts in one iteration, flat: R rows, each sequence's rows contiguous.
 
     Attributes:
-        sequences: the batch. known, counts: tokens known to, and rows of, each of them, on the CPU.
-        contexts: int64 [2, B], their slots and `known`; the last one again where a graph takes more.
-        sequence, offset: int64 [R], index into the batch, and which of that sequence's rows. slot, position, seed:
+        sequences: the batch. committed, counts: each sequence's committed tokens and its rows here, on the CPU.
+        contexts: int64 [2, B], their slots and `committed`; the last one is repeated up to a graph's size.
+        sequence, offset: int64 [R], index into the batch, and index among that sequence's rows. slot, position, seed:
             int64 [R].
         scale, temperature: float32 [R, 1].
-        owner, iteration, num_iter: int64 [R], on the CPU: `sequence`; the iteration that the timetable predicts the
-            row in, from 0; and how many there are.
+        owner, iteration, num_iter: int64 [R], on the CPU: `sequence`; the iteration in which the timetable predicts the
+            row, from 0; and the number of iterations.
     """
 
     sequences: list[Sequence]
-    known: list[int]
+    committed: list[int]
     counts: list[int]
     contexts: Tensor
     sequence: Tensor
@@ -61,27 +61,26 @@ class Rows:
     num_iter: np.ndarray
 
     def at(self, which: np.ndarray) -> Rows:
-        """Some of the rows, int64 [n] on the CPU."""
+        """The rows at indices `which`, int64 [n] on the CPU."""
         index = send_integers(which, self.slot.device)
         on_device = {name: getattr(self, name)[index] for name in PER_ROW}
         on_host = {name: getattr(self, name)[which] for name in PER_ROW_ON_HOST}
         return replace(self, **on_device, **on_host)
 
     def stretch(self, first: int, count: int) -> Rows:
-        """`count` of the rows, one after the other."""
-        return replace(self, **{name: getattr(self, name)[first : first + count] for name in PER_ROW + PER_ROW_ON_HOST})
+        """`count` rows from the `first` on."""
+        parts = {name: getattr(self, name)[first : first + count] for name in PER_ROW + PER_ROW_ON_HOST}
+        return replace(self, **parts)
 
 
-# How a token is drawn from its condition z: what a denoiser is given, and what it gives back.
+# Denoisers: functions that draw tokens from their conditions z,
 #
-# A denoiser draws by a function
+#     denoise(runner, model, rows, z, *, index=0, densities=False) -> Denoised.
 #
-#     denoise(runner, model, rows, z, *, index=0, densities=False) -> Denoised
-#
-# of the rows to draw (`Rows`), their conditions z [G, R, D] (G = 2 where guided, the null class second), the model
-# whose head draws them ("target" or "draft"), and the index of their noise (`cspd.noise.initial`). Where `densities`
-# is asked for, it also gives the Gaussians of its chains, which CSpD compares. Under a name (`@denoiser`) any sampler
-# of MAR can take it, and CSpD's `chains`.
+# The arguments are the rows to draw (`Rows`), their conditions z [G, R, D] (G = 2 if guided, with the unconditional
+# branch second), the model whose head draws them ("target" or "draft"), and the index of their noise
+# (`cspd.noise.initial`). With `densities` it also returns the Gaussians of its chains, which CSpD compares. A denoiser
+# with a name (`@denoiser`) can be chosen in any sampler of MAR, and as CSpD's `chains`.
 
 # (z [G, R, D], scale [R, 1], temperature [R, 1], seed int64 [R], position int64 [R]) -> tokens [R, d]
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -96,8 +95,8 @@ class ContinuousRunner(ModelRunner, Protocol):
         num_slots: sequences in flight at most.
         tuning: a `cspd.heads.tuning.Tuning`.
         tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
-        token_cost, audit: float32 [slots, L], what each token cost, and what an audit found of it.
-        kept: what methods keep between rounds, by the sequences' key.
+        token_cost, audit: float32 [slots, L], each token's cost, and its audited divergence.
+        round_state: state that methods keep between rounds, by the key of their sequences.
     """
 
     models: Any
@@ -110,22 +109,22 @@ class ContinuousRunner(ModelRunner, Protocol):
     order: Tensor
     token_cost: Tensor
     audit: Tensor
-    kept: dict[Hashable, dict]
+    round_state: dict[Hashable, dict]
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
-        """The rows that the next iteration of each sequence predicts; up to `limit` known tokens in all."""
+        """The rows that the next iteration of each sequence predicts, until at most `limit` tokens are committed."""
 
     def conditions(self, batch: list[Sequence], rows: Rows, model: str = "target") -> Tensor:
-        """z of the rows [G, R, D], G = 2 (null class second) if the batch is guided: one backbone call."""
+        """z of the rows [G, R, D], G = 2 (unconditional branch second) if the batch is guided: one backbone call."""
 
     def commit(self, rows: Rows, tokens: Tensor) -> None:
         """Writes predicted tokens [R, d] to their slots."""
 
     def given(self, sequences: list[Sequence]) -> Tensor | None:
-        """Which tokens are known from the start, bool [B, L]; None if no sequence has such tokens."""
+        """Which tokens the user gave, bool [B, L]; None if no sequence has given tokens."""
 
     def num_masked(self, request: Request) -> np.ndarray:
-        """How many tokens are unknown after each iteration of a resolved request, int64 [num_iter]."""
+        """The number of masked tokens after each iteration of a resolved request, int64 [num_iter]."""
 
 
 # (runner, batch, rows) -> z float32 [G, R, D]
@@ -140,7 +139,7 @@ def full_conditions(runner: ContinuousRunner, batch: list[Sequence], rows: Rows)
 
 
 class Measured(NamedTuple):
-    """How near tokens are to the full chain's, see `cspd.request.RoundStats`; `audit`: [R], where asked for."""
+    """Differences from the full chain, see `cspd.request.RoundStats`; `audit`: [R], or None without an audit."""
 
     difference: float
     divergence: float | None
@@ -149,15 +148,15 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Denoised:
-    """Tokens of R rows, what they cost, and the Gaussians of the chains that made them.
+    """Tokens of R rows, their cost, and the Gaussians of their chains.
 
     Attributes:
         tokens: float32 [R, d].
         calls: int64 [R], on the CPU: head calls of each token's chain.
-        head_calls: sequential ones; or int64 [B], on the CPU, those that each of the rows' sequences took part in.
-        evaluations: int64 [R], on the CPU: how often the head was evaluated on each row, the null class included.
-        measured: how near the tokens are to the full chain's; None of a denoiser that cannot tell.
-        log_sigma: [R], summed over channels and all steps but the last; None where no densities were asked for.
+        head_calls: sequential head calls; or int64 [B], on the CPU, the calls that each sequence took part in.
+        evaluations: int64 [R], on the CPU: evaluations of the head on each row, the unconditional branch included.
+        measured: measured differences from the full chain, or None.
+        log_sigma: [R], summed over channels and all steps but the last; None without `densities`.
         log_sigma_last: [R, d], of the last step, where sampling adds no noise but a sigma exists; None as above.
     """
 
@@ -170,22 +169,22 @@ class Denoised:
     measured: Measured | None = None
 
     def head_calls_by_sequence(self, num_sequences: int) -> list[int]:
-        """Sequential head calls that each of the rows' sequences took part in."""
+        """The sequential head calls that each of the rows' sequences took part in."""
         return np.broadcast_to(self.head_calls, num_sequences).tolist()
 
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A way to draw tokens.
+    """A registered sampler of the head.
 
     Attributes:
-        denoise: see above. guarantee: a key of `cspd.method.GUARANTEES`, where z is computed in full.
-        options: settings of its own. needs: "calibration" or nothing ("-").
+        denoise: see above. guarantee: a key of `cspd.method.GUARANTEES`, valid with the full backbone.
+        options: its own settings. needs: "calibration" or nothing ("-").
         mixed: settings that may differ between the rows of one call.
-        check: raises ValueError on a bad request. resolve: decides what a checked request leaves open.
+        check: raises ValueError on a bad request. resolve: fills in the settings that a checked request leaves open.
         advice: as in `cspd.method.Method`.
-        run_round: a round of its own, (runner, batch, stopwatch, backbone) -> those that are finished, for one whose
-            sequences do not wait for each other's chains.
+        run_round: its own round, (runner, batch, stopwatch, backbone) -> finished sequences, if its sequences do not
+            wait for each other's chains.
     """
 
     denoise: Callable[..., Denoised]
@@ -203,7 +202,7 @@ DENOISERS: dict[str, Denoiser] = {}  # by name
 
 
 def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Callable[[Callable], Callable]:
-    """Names a function as a denoiser that a request can ask for; attributes as in `Denoiser`."""
+    """Registers a function as a denoiser under a name; attributes as in `Denoiser`."""
 
     def named(denoise: Callable[..., Denoised]) -> Callable[..., Denoised]:
         DENOISERS[name] = Denoiser(denoise, guarantee, **attributes)
@@ -214,30 +213,27 @@ def denoiser(name: str, guarantee: str = "heuristic", **attributes: Any) -> Call
     return named
 
 
-# Work of a batch at few sizes, so that it can be replayed: what is missing up to the next one is added, and left out.
-#
-# A model runner without graphs does the same work at the size that it has.
-
-
-def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Any, z: Tensor) -> Tensor:
+def by_row(runner: Any, key: Hashable | None, draw: Draw, rows: Rows, z: Tensor) -> Tensor:
     """The tokens [R, d] that `draw` makes of rows and their conditions z.
 
+    With CUDA graphs the rows are padded with zeros to one of a few sizes, so that a graph can be replayed.
+
     Args:
-        key: as in `Graphs.run`; None of a function that also does something on the CPU, which is called as it is.
+        key: as in `Graphs.run`; None if `draw` also does something on the CPU, so that it cannot be captured.
     """
     inputs: tuple[Tensor, ...] = (z, rows.scale, rows.temperature, rows.seed, rows.position)
     if key is None:
         return draw(*inputs)
-    number = len(rows.seed)
-    padding = runner.graphs.size(number) - number
-    if padding:  # rows of zeros
+    num_rows = len(rows.seed)
+    padding = runner.graphs.size(num_rows) - num_rows
+    if padding:
         inputs = tuple(F.pad(each, (0, padding) if each.dim() == 1 else (0, 0, 0, padding)) for each in inputs)
-    return runner.graphs.run(key, draw, *inputs)[:number]
+    return runner.graphs.run(key, draw, *inputs)[:num_rows]
 
 
-# The head's modulations, of many timesteps at once: they do not depend on the noisy token.
+# The head's modulations. They do not depend on the noisy token, so many timesteps are computed at once.
 
-MODULATION_BYTES = 16 * 2**20  # of a chain's table on a CPU, whose cache it fits; longer chains take several
+MODULATION_BYTES = 16 * 2**20  # of a chain's table on a CPU, so that it fits the cache; longer chains use several
 TABLE_SHARE = 1 / 8  # of a device's memory: the most that a table may take
 
 
@@ -256,22 +252,22 @@ def most_bytes(device: torch.device) -> int:
 
 
 def table_bytes(device: torch.device) -> int:
-    """Bytes of a table of modulations that a chain takes step by step."""
+    """The most bytes of a table of modulations that a chain reads step by step."""
     return MODULATION_BYTES if device.type == "cpu" else most_bytes(device)
 
 
 def modulated(
     head: Head, z: Tensor, timesteps: Several[int], precision: Precision, classes: Several[int] | None = None
 ) -> Iterator[tuple[range, Head, Iterator]]:
-    """The head's modulations at one timestep after another, many at once, since they do not depend on the noisy token.
+    """The head's modulations at one timestep after another, computed for many calls at once.
 
     Args:
         z: conditions [G, R, D]. timesteps: N of the 1000, in the order of the calls.
-        classes: of each call, how many of z's G classes it evaluates, the first ones; by default all.
+        classes: for each call, the number of z's G branches that it evaluates, from the first; by default all.
 
     Yields:
-        (which calls, the head that evaluates them, the modulations of each as `evaluate` takes them). The first call,
-        where errors grow most, is alone and in float32; its evaluation should be so too.
+        (range of calls, the head that evaluates them, the modulations of each call as `evaluate` takes them). The first
+        call, where errors grow most, is alone and in float32; it should also be evaluated in float32.
     """
     num_calls, classes = len(timesteps), tuple(classes or [len(z)] * len(timesteps))
     chunk = max(1, table_bytes(z.device) // (modulation_size(head) * z.shape[0] * z.shape[1]))
@@ -289,19 +285,19 @@ def modulated(
         by_call = zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
         del layers
         yield calls, own_head, by_call
-        del by_call  # who took them has let go of them too: the next are as large
+        del by_call  # the caller has dropped them too: the next ones are as large
 
 
 @functools.cache
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Integers that stay the same, int64 [N]; for good, as `chain_steps`."""
+    """Constant integers on a device, int64 [N]; cached forever, as `chain_steps`."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, device=device)
 
 
 @functools.cache
 def _evaluations(classes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(call, class) of each of the head's evaluations, int64 [sum of classes] each."""
+    """(call, branch) of each of the head's evaluations, int64 [sum of classes] each."""
     pairs = [(call, of_class) for call, num in enumerate(classes) for of_class in range(num)]
     calls, classes = zip(*pairs)
     return on_device(calls, device), on_device(classes, device)
@@ -325,11 +321,12 @@ Outputs = Callable[[Head, Tensor, Several[int], Precision], Iterable[tuple[range
 
 
 class Steps(NamedTuple):
-    """What a chain's steps take beside the head, in the order of its calls: the noisiest step first.
+    """Constants of a chain's steps, in the order of its calls: the noisiest step first.
 
     Attributes:
         timesteps: of the 1000. mean_x, mean_eps, slope: of each step, on the CPU, see `Schedule`.
-        t: int64 [T], the steps T - 1 .. 0. sigma: float32 [T, 1, 1], of their noise where v = 0 and tau = 1; 0 at last.
+        t: int64 [T], the steps T - 1 .. 0. sigma: float32 [T, 1, 1], of their noise if v = 0 and tau = 1; the last
+            is 0.
     """
 
     timesteps: tuple[int, ...]
@@ -340,7 +337,7 @@ class Steps(NamedTuple):
     sigma: Tensor
 
 
-@functools.cache  # for good: a graph reads them where they are
+@functools.cache  # forever: a graph reads them at a fixed address
 def chain_steps(num_steps: int, first_timestep: int, device: torch.device) -> Steps:
     """The steps of the schedule of T = `num_steps`."""
     s = schedule(num_steps, first_timestep)
@@ -356,14 +353,14 @@ def evaluate(head: Head, x: Tensor, modulations: Several[tuple[Tensor, ...]], sc
     """Guided noise prediction and (conditional) variance channel, float32 [..., d] each, of noisy tokens x [..., d].
 
     Args:
-        modulations: of these tokens, [G, ..., width] each, G = 2 with the null class second.
+        modulations: of these tokens, [G, ..., width] each, G = 2 with the unconditional branch second.
         scale: s, broadcast to [..., 1]; unused at G = 1.
     """
     return guided(head.denoise(x, modulations), scale)
 
 
 def guided(out: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """What `evaluate` returns, of the head's outputs [G, ..., 2d]."""
+    """Guided eps and v, see `evaluate`, from the head's outputs [G, ..., 2d]."""
     eps, v = out.float().chunk(2, dim=-1)
     return (eps[0] if len(eps) == 1 else torch.lerp(eps[1], eps[0], scale)), v[0]
 
@@ -390,22 +387,22 @@ def ancestral(
     first_timestep: int = TRAIN_STEPS - 1,
     outputs: Outputs = every_output,
 ) -> Tensor:
-    """Samples a token a row by the full chain; T sequential head calls.
+    """Samples one token per row by the full chain; T sequential head calls.
 
-    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 at the last. The first step, whose gain is 316 at
+    The state after step t is mu_t + tau sigma_t eps_t, and mu_0 after the last. The first step, whose gain is 316 at
     T = 100, is in float32.
 
     Args:
         head: the diffusion head.
-        z: conditions [G, R, D]: G = 1, or 2 with the null class second.
-        scale: guidance scale s of each row [R, 1] (unused where G = 1).
+        z: conditions [G, R, D]: G = 1, or 2 with the unconditional branch second.
+        scale: guidance scale s of each row [R, 1] (unused if G = 1).
         temperature: tau of each row [R, 1].
         x: x_T [R, d].
         noise: maps steps t [n] to eps_t [n, R, d].
         num_steps: T.
-        trace: is told every step's (t, x_t, guided eps, v), the last three [R, d].
-        first_timestep: of the 1000, where the chain begins.
-        outputs: how the head's outputs are computed.
+        trace: called at every step with (t, x_t, guided eps, v), the last three [R, d].
+        first_timestep: the one of the 1000 at which the chain begins.
+        outputs: computes the head's outputs.
 
     Returns:
         Tokens [R, d], float32.
@@ -437,14 +434,14 @@ def follow(
                 if trace:
                     trace(len(added) - 1 - call, x, *guided(out, scale))
                 x = take_step(x, out, added[call], scale, steps.mean_x[call], steps.mean_eps[call], steps.slope[call])
-        del by_call, output  # which hold the modulations, and those are large
+        del by_call, output  # they hold the modulations, which are large
     return x
 
 
 def _follow_by_kernels(
     head: Head, z: Tensor, scale: Tensor, x: Tensor, added: Tensor, steps: Steps, precision: Precision
 ) -> Tensor:
-    """`follow` where a step's last launch has both the head's last layer and `take_step`."""
+    """`follow` with the head's last layer and `take_step` in one kernel launch."""
     from cspd.kernels.head import ancestral_step
 
     for calls, own_head, by_call in modulated(head, z, steps.timesteps, precision):
@@ -459,10 +456,10 @@ def _follow_by_kernels(
 def take_step(
     x: Tensor, out: Tensor, noise: Tensor, scale: Tensor, mean_x: float, mean_eps: float, slope: float
 ) -> Tensor:
-    """The state [R, d] after a step from x, where the head gives out [G, R, 2d].
+    """The state [R, d] after a step from x, given the head's outputs `out` [G, R, 2d].
 
     Args:
-        noise: tau sigma_t eps_t [R, d], but for the head's share in sigma_t. The last three are of the step.
+        noise: tau sigma_t eps_t [R, d], without the head's factor of sigma_t. mean_x, mean_eps, slope: of the step.
     """
     if kernels.available(x.device):
         from cspd.kernels.head import ancestral_step_kernel
@@ -484,11 +481,10 @@ def drawing(
     trace: Trace | None = None,
     outputs: Outputs = every_output,
 ) -> Draw:
-    """The whole chain as a function of tensors that can be captured as a graph, unless it is traced.
+    """The whole chain as a function of tensors; it can be captured as a graph, unless it is traced.
 
     Args:
         noise: its source, see `cspd.noise`. index: of the noise. The others are as in `ancestral`.
-
     """
     steps = chain_steps(num_steps, first_timestep, precision.device)
 
@@ -510,25 +506,25 @@ def sigma_trace(s: Schedule, temperature: Tensor, log_sigmas: list[Tensor]) -> T
 
 
 def with_densities(made: Denoised, log_sigmas: list[Tensor]) -> Denoised:
-    """Tokens with the Gaussians of their chains, of the log sigma of every step, T - 1 .. 0."""
+    """Adds the Gaussians of the chains, from the log sigmas of the steps T - 1 .. 0."""
     *path, last = log_sigmas
     return dataclasses.replace(made, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)
 
 
 def check_first(request: Request, num_steps: int) -> None:
-    """Raises ValueError where a chain has more steps than timesteps to visit."""
+    """Raises ValueError if a chain of `num_steps` has more steps than timesteps up to its first."""
     if request.first_timestep is not None:
         why = f"it begins a chain of {num_steps} steps"
         check_integer("first_timestep", request.first_timestep, num_steps - 1, TRAIN_STEPS - 1, why)
 
 
 def check_ancestral(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError where a chain has more steps than timesteps to visit."""
+    """Raises ValueError if a chain has more steps than timesteps up to its first."""
     check_first(request, request.num_sampling_steps)
 
 
 def ancestral_advice(request: Request, remedy: str = f"give first_timestep={SHORT_FIRST}") -> str | None:
-    """That a short chain should begin later: from timestep 999 its first step multiplies errors by thousands."""
+    """Advice for short chains, whose first step from timestep 999 multiplies errors by thousands; None for others."""
     num_steps = request.num_sampling_steps
     if num_steps >= SHORT or request.first_timestep is not None:
         return None
@@ -555,11 +551,10 @@ def denoise_ancestral(
     trace: Trace | None = None,
     outputs: Outputs = every_output,
 ) -> Denoised:
-    """Every token by the full chain (arXiv 2406.11838), a head call a step; arguments as in `cspd.heads.chain`.
+    """Draws every token by the full chain (arXiv 2406.11838), one head call per step; arguments as described above.
 
     Args:
-        num_steps: T; by default the requests'. trace: is told every step, and outputs: how the head's are computed, as
-            in `ancestral`.
+        num_steps: T; by default the requests'. trace, outputs: as in `ancestral`.
     """
     request = rows.sequences[0].request
     num_steps = num_steps or request.num_sampling_steps
@@ -584,9 +579,9 @@ def denoise_ancestral(
     return with_densities(made, log_sigmas) if densities else made
 
 
-# Plain MAR: one autoregressive iteration a round, by any backbone and denoiser.
+# The round of plain MAR: one autoregressive iteration, with any backbone and denoiser.
 #
-# `ar` itself, by the full ancestral chain of every token, is what all others are measured against. Guarantee: exact.
+# With the full ancestral chain it is `ar`, the baseline of all other methods. Guarantee: exact.
 
 
 def run_plain_round(
@@ -597,7 +592,7 @@ def run_plain_round(
     backbone: Conditions = full_conditions,
     denoise: Callable[..., Denoised] = denoise_ancestral,
 ) -> list[Sequence]:
-    """Runs the next iteration of every sequence and returns those that are finished (arXiv 2406.11838, section 3.3)."""
+    """Runs the next iteration of every sequence; returns the finished sequences (arXiv 2406.11838, section 3.3)."""
     advance(runner, batch, runner.next_rows(batch), watch, backbone, denoise)
     return [s for s in batch if s.num_committed == runner.seq_len]
 
@@ -610,7 +605,7 @@ def advance(
     backbone: Conditions = full_conditions,
     denoise: Callable[..., Denoised] = denoise_ancestral,
 ) -> None:
-    """Predicts some rows of every sequence with the target alone and commits them; an iteration."""
+    """Runs an iteration: predicts rows of every sequence with the target alone, and commits them."""
     watch.start("backbone")
     z = backbone(runner, batch, rows)
     watch.start("head")

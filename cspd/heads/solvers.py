@@ -42,9 +42,9 @@ from mar.head import TRAIN_STEPS, Head, Schedule, respaced, schedule
 
 # DiSA: fewer denoising steps for tokens of later iterations (arXiv 2505.20297). Guarantee: heuristic.
 #
-# The more tokens are known, the less is open about the next one. Each number of steps is a respaced chain of its own.
+# The more tokens are committed, the less uncertain is the next one. Each number of steps has its own respaced chain.
 
-# how far above `lower` iteration k of 0 .. last is, 1 .. 0 of the way to `upper`
+# in iteration k of 0 .. last, the share f of the steps between `lower` and `upper`, from 1 down to 0
 SCHEDULES = {
     "linear": lambda k, last: (last - k) / last,
     "cosine": lambda k, last: (np.cos(np.pi * k / last) + 1) / 2,
@@ -62,8 +62,8 @@ def chain_lengths(iteration: np.ndarray, num_iter: np.ndarray, upper: int, lower
     """T of tokens by their iterations k of K: lower + floor(f (upper - lower)), int64 [R].
 
     f is (K - 1 - k)/(K - 1), or (cos(pi k/(K - 1)) + 1)/2, or 1 in the first half of the iterations, k < (K - 1)/2, and
-    0 in the second: the paper names these three, the formulas are those of the authors' code. A single iteration, for
-    which it has none, takes `upper` steps.
+    0 in the second. The paper names these three; the formulas are from the released code. It does not define the case
+    K = 1, which takes `upper` steps here.
 
     Args:
         iteration, num_iter: k, from 0, and K; int64 [R]. upper, lower, anneal: see the options.
@@ -73,8 +73,8 @@ def chain_lengths(iteration: np.ndarray, num_iter: np.ndarray, upper: int, lower
     return lower + (share * (upper - lower)).astype(np.int64)
 
 
-def check_annealed(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError where the steps would grow, or are more than there are timesteps to visit."""
+def check_range(request: Request, runner: ContinuousRunner) -> None:
+    """Raises ValueError if `lower` is above `upper`, or `upper` above the number of timesteps up to the first."""
     check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
     check_first(request, request.upper)
 
@@ -89,7 +89,7 @@ def by_length(
     index: int = 0,
     densities: bool = False,
 ) -> Denoised:
-    """Every token by an ancestral chain of a length of its own; those of one length together, one after another.
+    """Draws every token by an ancestral chain of its own length; rows of equal length share a batch.
 
     Args:
         lengths: T of each row, int64 [R] on the CPU.
@@ -100,13 +100,13 @@ def by_length(
     parts = []
     head_calls = np.zeros(len(rows.sequences), np.int64)
     first = 0
-    for num_steps, count in zip(*(each.tolist() for each in np.unique(lengths, return_counts=True))):
+    unique_lengths, counts = np.unique(lengths, return_counts=True)
+    for num_steps, count in zip(unique_lengths.tolist(), counts.tolist()):
         own, own_z = rows.stretch(first, count), z[:, first : first + count].contiguous()
         first += count
         head_calls[np.unique(own.owner)] += num_steps
-        parts.append(
-            denoise_ancestral(runner, model, own, own_z, index=index, densities=densities, num_steps=num_steps)
-        )
+        part = denoise_ancestral(runner, model, own, own_z, index=index, densities=densities, num_steps=num_steps)
+        parts.append(part)
     back = order.argsort()
 
     def joined(name: str) -> Tensor:
@@ -118,11 +118,11 @@ def by_length(
     return made
 
 
-@denoiser("annealed", options=ANNEALED_OPTIONS, mixed=ANCESTRAL_MIXED, check=check_annealed)
+@denoiser("annealed", options=ANNEALED_OPTIONS, mixed=ANCESTRAL_MIXED, check=check_range)
 def denoise_annealed(
     runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
-    """Every token by an ancestral chain as long as its iteration asks for; arguments as in `cspd.heads.chain`.
+    """Draws every token by an ancestral chain whose length depends on the iteration; arguments as in `heads.chain`.
 
     The log sigmas of a token are summed over its own chain's steps. CSpD compares them between two models, whose chains
     of one token are equally long.
@@ -132,15 +132,15 @@ def denoise_annealed(
     return by_length(runner, model, rows, z, lengths, index=index, densities=densities)
 
 
-# The cached head of LazyMAR (arXiv 2503.12450): most denoising steps reuse what the head's blocks added. Heuristic.
+# The cached head of LazyMAR (arXiv 2503.12450): most denoising steps reuse the updates of the head's blocks. Heuristic.
 #
-# A head call adds the residual blocks' updates to the projected token, and a last layer makes (eps, v) of the sum.
-# After the first tenth of the steps, the blocks are evaluated at one step of `reuse` only; the others add the same
-# updates to their own projected token, and evaluate the last layer at their own timestep. They leave out the null
-# class: how far its output is from the class's is taken from the last step that evaluated both.
+# A head call adds the residual blocks' updates to the projected token, and a last layer computes (eps, v) from the sum.
+# After the first tenth of the steps, the blocks are evaluated only at every `reuse`-th step. The other steps add the
+# same updates to their own projected token, and evaluate the last layer at their own timestep. They do not evaluate the
+# unconditional branch, but reuse the difference of its output from the last step that evaluated both.
 #
-# The authors' code evaluates the blocks at the first step and at those that 7 divides. At the others it reuses the
-# updates of the second to the fifth block only, and of the rest what is inside the gate.
+# The released code evaluates the blocks at the first step and at multiples of 7. At the others it reuses the updates of
+# the second to the fifth block only, and of the other blocks the values inside the gate.
 
 REUSE = Option(
     "reuse",
@@ -153,7 +153,7 @@ REUSE = Option(
 
 
 def evaluated_calls(num_calls: int, reuse: int) -> np.ndarray:
-    """Those of so many head calls, from 0, that evaluate the blocks: the first tenth, then one of `reuse`."""
+    """Which of `num_calls` head calls, from 0, evaluate the blocks: the first tenth, then every `reuse`-th."""
     warmup = -(-num_calls // 10)
     return np.r_[0:warmup, warmup:num_calls:reuse]
 
@@ -161,7 +161,7 @@ def evaluated_calls(num_calls: int, reuse: int) -> np.ndarray:
 def outputs(
     head: Head, z: Tensor, timesteps: Sequence[int], precision: Precision, *, reuse: int
 ) -> Iterator[tuple[range, Iterator[Callable[[Tensor], Tensor]]]]:
-    """As `ancestral.every_output`, but that only some calls evaluate the blocks, of both classes."""
+    """As `chain.every_output`, but only some calls evaluate the blocks, for both branches."""
     evaluated = evaluated_calls(len(timesteps), reuse)
     ends = np.append(evaluated[1:], len(timesteps))
     with precision.full():
@@ -175,13 +175,13 @@ def outputs(
         del by_call
 
 
-@functools.cache  # one function, so that it can be known again
+@functools.cache  # the same function each time, since it is part of a graph's key
 def _reusing(reuse: int) -> Outputs:
     return functools.partial(outputs, reuse=reuse)
 
 
 def _last_layers(head: Head, c_embed: Tensor, timesteps: tuple[int, ...], precision: Precision) -> Iterator[tuple]:
-    """The last layer's modulations of the class at each of some timesteps, in tables as `modulated` has."""
+    """The last layer's modulations of the conditional branch at each timestep, computed in chunks as in `modulated`."""
     with precision.full():
         t_embed = head.time_embed(on_device(timesteps, c_embed.device))
     head = precision.prepare(head)
@@ -193,7 +193,7 @@ def _last_layers(head: Head, c_embed: Tensor, timesteps: tuple[int, ...], precis
 
 
 def _outputs(head: Head, modulations: Sequence[tuple], last_layers: Iterator[tuple]) -> Iterator:
-    """A call's output [G, R, 2d], and those of the calls that reuse its updates, as functions of the noisy tokens."""
+    """A call's output [G, R, 2d], then outputs of the calls that reuse its updates: functions of the noisy tokens."""
     updates, distance = [], []
 
     def evaluate(x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def _outputs(head: Head, modulations: Sequence[tuple], last_layers: Iterator[tup
 def denoise_cached(
     runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
-    """Every token by the ancestral chain; arguments as in `cspd.heads.chain`.
+    """Draws every token by the ancestral chain; arguments as in `cspd.heads.chain`.
 
     Only the calls that evaluate the blocks are counted.
     """
@@ -234,8 +234,8 @@ def denoise_cached(
 
 # GtR's number of denoising steps for each token: more for detail (arXiv 2510.17171). Guarantee: heuristic.
 #
-# The code is not published. In the paper the steps fall over the first stage, the second stage takes the least, and
-# the tenth of its tokens with most high-frequency energy takes the most.
+# The code was not released. In the paper the steps fall over the first stage. The second stage takes the fewest, but
+# the tenth of its tokens with the highest high-frequency energy takes the most.
 
 FREQUENCY_WEIGHTED_OPTIONS = (
     Option(
@@ -269,7 +269,7 @@ FREQUENCY_WEIGHTED_OPTIONS = (
 
 
 def importance(z: Tensor) -> Tensor:
-    """How much high-frequency energy conditions z [R, D] have: [R].
+    """The high-frequency energy of conditions z [R, D]: [R].
 
     The paper's sum over n = 1 .. D/2 of (1 + n / (D/2)) |Z_n|, where Z is the discrete Fourier transform of z along
     its features.
@@ -280,10 +280,10 @@ def importance(z: Tensor) -> Tensor:
 
 
 def highest(score: np.ndarray, owner: np.ndarray, share: float) -> np.ndarray:
-    """Which rows are a share of their owner's rows with the highest scores, to the nearest number: bool [R].
+    """Selects the `share` of each owner's rows with the highest scores, rounded to a whole number: bool [R].
 
     Args:
-        score: [R]. owner: int64 [R], whose a row is. share: 0 .. 1.
+        score: [R]. owner: int64 [R], the sequence of each row. share: 0 .. 1.
     """
     best_first = np.lexsort((-score, owner))
     counts = np.bincount(owner)
@@ -294,43 +294,37 @@ def highest(score: np.ndarray, owner: np.ndarray, share: float) -> np.ndarray:
 
 
 def num_early(num_made: int, masked: np.ndarray, seq_len: int) -> int:
-    """How many iterations begin with less than half of the tokens known: those of a checkerboard's first colour.
+    """The number of iterations that begin with less than half of the tokens committed: a checkerboard's first colour.
 
     Args:
-        num_made: tokens that are made. masked: int64 [num_iter], how many are unknown after each iteration.
+        num_made: tokens to generate. masked: int64 [num_iter], masked tokens after each iteration.
     """
     masked_before = np.r_[num_made, masked[:-1]]
     return int((masked_before > seq_len / 2).sum())
-
-
-def check_frequency_weighted(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError where the steps would grow, or are more than there are timesteps to visit."""
-    check_integer("lower", request.lower, 2, request.upper, "the steps fall to it from upper")
-    check_first(request, request.upper)
 
 
 @denoiser(
     "frequency-weighted",
     options=FREQUENCY_WEIGHTED_OPTIONS,
     mixed=(*ANCESTRAL_MIXED, "num_sampling_steps"),
-    check=check_frequency_weighted,
+    check=check_range,
 )
 def denoise_frequency_weighted(
     runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
-    """Ancestral chains of T steps, T chosen for each token; arguments as in `cspd.heads.chain`.
+    """Draws tokens by ancestral chains of T steps, T chosen for each token; arguments as in `cspd.heads.chain`.
 
-    T falls from upper to lower over the iterations that begin with less than half of the tokens known. Later it is
-    lower, or upper for the share `detail` of an image's tokens in an iteration. Where the paper is silent we chose that
-    the share is of an iteration, that z is the conditional one, and `first_timestep`.
+    T falls from upper to lower over the iterations that begin with less than half of the tokens committed. Later it is
+    lower, or upper for the share `detail` of an image's tokens in an iteration. The paper does not say, and we chose,
+    that the share is of an iteration, that z is the conditional one, and `first_timestep`.
 
-    CSpD compares chains of one length and drafts tokens one by one. So where densities are asked for, no detailed
-    tokens are chosen.
+    CSpD compares chains of one length and drafts tokens one by one. So with densities, no detailed tokens are chosen.
     """
     request = rows.sequences[0].request
-    requests = [sequence.request for sequence in rows.sequences]
-    made = [each.num_made(runner.seq_len) for each in requests]
-    by_sequence = [num_early(num, runner.num_masked(each), runner.seq_len) for num, each in zip(made, requests)]
+    by_sequence = []
+    for sequence in rows.sequences:
+        own = sequence.request
+        by_sequence.append(num_early(own.num_made(runner.seq_len), runner.num_masked(own), runner.seq_len))
     early = np.array(by_sequence)[rows.owner]
     is_late = rows.iteration >= early
     steps = chain_lengths(rows.iteration, early, request.upper, request.lower, "linear")
@@ -343,9 +337,9 @@ def denoise_frequency_weighted(
 
 # Deterministic solvers of the head's chain, N head calls per token: DDIM and DPM-Solver++. Guarantee: heuristic.
 #
-# They solve the diffusion's ordinary differential equation, so nothing is random but the noise that they begin with,
-# and the temperature does nothing. Their users begin at timestep 950 or so of the 1000: from 999 the first of few
-# steps overshoots.
+# They solve the diffusion's ordinary differential equation. So only the noise that they begin with is random, and the
+# temperature has no effect. They usually begin at about timestep 950 of the 1000: from 999 the first of few steps
+# overshoots.
 
 SOLVER_OPTIONS = (
     Option(
@@ -361,16 +355,16 @@ SOLVER_OPTIONS = (
     Option(
         "grid",
         ("uniform", "planned"),
-        "timesteps of the head calls: evenly spaced, or those that `calibrated` would choose",
+        "timesteps of the head calls: evenly spaced, or the ones that `calibrated` would choose",
         default="uniform",
     ),
 )
 
 
 class Step(NamedTuple):
-    """What a solver does after a head call, which predicts x_0 = (x - sigma eps) / alpha: x becomes shrink x + grow D.
+    """A solver's step after a head call, which predicts x_0 = (x - sigma eps) / alpha: x becomes shrink x + grow D.
 
-    D = x_0 + further (x_0 - x_0'), x_0' being the prediction before.
+    D = x_0 + further (x_0 - x_0'), where x_0' is the previous prediction.
     """
 
     alpha: float
@@ -384,9 +378,9 @@ def solver_steps(s: Schedule, order: int) -> list[Step]:
     """The steps of DPM-Solver++ (arXiv 2211.01095) of order 1, which is DDIM, or 2 (2M), from the noisiest on.
 
     x_t = (sigma_t / sigma_s) x_s - alpha_t (e^-h - 1) D, h = lambda_t - lambda_s, lambda = log(alpha / sigma). At order
-    2, D = (1 + 1/(2r)) x_0 - 1/(2r) x_0' with r = h'/h, h' being the h before. The first step has no x_0'. The last
-    two, to timestep 0 and to sigma = 0, are of order 1 (the authors' code says so of its last step, to timestep 0,
-    where there are few): h is large there.
+    2, D = (1 + 1/(2r)) x_0 - 1/(2r) x_0' with r = h'/h, where h' is the previous h. The first step has no x_0'. The
+    last two, to timestep 0 and to sigma = 0, are of order 1, since h is large there. (So is the last step, to timestep
+    0, of the released code if there are few steps.)
     """
     alpha = np.sqrt(s.alphas_cumprod[::-1])
     sigma = np.sqrt(1 - s.alphas_cumprod[::-1])
@@ -396,7 +390,7 @@ def solver_steps(s: Schedule, order: int) -> list[Step]:
         further[1:-2] = h[1:-1] / (2 * h[:-2])
     alpha_next, sigma_next = np.append(alpha[1:], 1.0), np.append(sigma[1:], 0.0)
     shrink = sigma_next / sigma
-    grow = alpha_next - alpha * shrink  # -alpha_t (e^-h - 1), which holds for an h without end too
+    grow = alpha_next - alpha * shrink  # = -alpha_t (e^-h - 1), also valid for infinite h
     return [Step(*values) for values in np.stack([alpha, sigma, further, shrink, grow], axis=1).tolist()]
 
 
@@ -410,7 +404,7 @@ def solve(
     precision: Precision,
     trace: Trace | None = None,
 ) -> Tensor:
-    """Tokens [R, d] by a solver of an order, 1 or 2, over a schedule's timesteps.
+    """Tokens [R, d] by a solver of order 1 or 2, over a schedule's timesteps.
 
     Args:
         head, z, scale, precision, trace: as in `cspd.heads.chain`. x: pure noise [R, d].
@@ -429,26 +423,26 @@ def solve(
                 data = x_0 + step.further * (x_0 - before) if step.further else x_0
                 x = step.shrink * x + step.grow * data
                 before = x_0
-        del by_call, modulations  # which are large
+        del by_call, modulations  # they are large
     return x
 
 
 def grid_of(request: Request, runner: ContinuousRunner) -> Schedule:
-    """The schedule over the timesteps that a request's chains visit, of both models: CSpD compares chains of one grid.
+    """The schedule over the timesteps of a request's chains; equal for both models, since CSpD compares their chains.
 
     Raises:
-        ValueError: there is no plan of so few head calls.
+        ValueError: there is no plan of `head_calls` calls.
     """
     if request.grid == "uniform":
         return schedule(request.head_calls, request.first_timestep)
     plan = runner.tuning.calibrations["target"].plan(request, request.head_calls)
     planned = schedule(request.num_sampling_steps).timestep_map[list(plan.steps)]
-    highest = request.first_timestep - np.arange(len(planned))  # clipped, they still fall
+    highest = request.first_timestep - np.arange(len(planned))  # after clipping, they still fall
     return respaced(np.minimum(planned, highest)[::-1])
 
 
 def check_solver(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError where there are more head calls than timesteps to visit, or steps to plan them at."""
+    """Raises ValueError if there are more head calls than timesteps, or than steps to plan them at."""
     check_first(request, request.head_calls)
     if request.grid == "planned":
         most = request.num_sampling_steps
@@ -456,7 +450,7 @@ def check_solver(request: Request, runner: ContinuousRunner) -> None:
 
 
 def resolve_solver(request: Request, runner: ContinuousRunner) -> Request:
-    """The request as it is, its grid planned; raises ValueError where that cannot be."""
+    """The unchanged request, after its grid was planned; raises ValueError if there is no such plan."""
     grid_of(request, runner)
     return request
 
@@ -471,17 +465,17 @@ def _denoise(
     index: int = 0,
     densities: bool = False,
 ) -> Denoised:
-    """Every token by a solver of an order; other arguments as in `cspd.heads.chain`.
+    """Draws every token by a solver of order 1 or 2; other arguments as in `cspd.heads.chain`.
 
-    It has no densities of its own. Where they are asked for, it gives those that the ancestral chain over the same
-    timesteps has at the states that were visited.
+    A solver has no densities. If they are asked for, they are the densities that the ancestral chain over the same
+    timesteps has at the visited states.
     """
     request = rows.sequences[0].request
     kind = rows.sequences[0].key
-    kept = runner.kept[kind]
-    if "grid" not in kept:
-        kept["grid"] = grid_of(request, runner)
-    s: Schedule = kept["grid"]
+    round_state = runner.round_state[kind]
+    if "grid" not in round_state:
+        round_state["grid"] = grid_of(request, runner)
+    s: Schedule = round_state["grid"]
     log_sigmas: list[Tensor] = []
     trace = sigma_trace(s, rows.temperature, log_sigmas) if densities else None
     head = runner.models[model].head

@@ -34,8 +34,11 @@ from cspd.heads.verify import (
     LOG_SIGMA_P,
     MAX_TRIES,
     MEAN_P,
+    MOVING,
     NOBODY,
-    WAITING,
+    PHASE,
+    SEARCHING,
+    UNRESOLVED,
     Slots,
     capacity_for,
     draft_table,
@@ -50,18 +53,18 @@ from cspd.option import Option, check_integer
 from cspd.request import Request, RoundStats, Sequence, Stopwatch
 from mar.head import Head, fill, schedule
 
-# What is left of a chain when it has ended: its token, and a record of how it came about.
+# A chain that has ended: its token, and a record of its passes.
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Chains that ended in a round, N of them.
+    """N chains that ended in a launch.
 
     Attributes:
-        owners: who they are, and row: int64 [N], what they are for, as given to `start`. tokens: [N, d].
-        record: int8 [N, T]: at the step a round began at, how many steps it decided, negative if the last of them was
-            resampled; 0 elsewhere. Each is one head call; the first, ancestral one at T - 1 counts as 1 step.
-        tries: of each, residual candidates looked at; fallbacks: how often none of them was kept.
+        owners, row: as given to `Chains.start`; row is int64 [N]. tokens: [N, d].
+        record: int8 [N, T]: at the step where a pass began, the number of steps it decided, negative if the last of
+            them was resampled; 0 elsewhere. Each is one head call; the first, ancestral one at T - 1 counts as 1 step.
+        tries: residual candidates drawn for each chain; fallbacks: how often all of them were rejected.
         log_sigma: [N], if traced, log sigma_p summed over channels and steps T - 1 .. 1. log_sigma_last: [N, d], at 0.
     """
 
@@ -76,40 +79,44 @@ class Finished:
 
 
 def acceptance(record: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many drafted states were judged, and how many accepted: int64 [2, window] by lag, from 1, and [2, T] by step.
+    """Counts of drafted states that were verified, and accepted: int64 [2, window] by lag from 1, and [2, T] by step.
 
     Args:
         record: int8 [N, T] of finished chains, see `Finished`.
     """
     num_steps = record.shape[1]
     _, begin = record.nonzero()
-    signed = record[record != 0].astype(np.int64)[:, None]  # a row for each head call
+    by_call = record[record != 0].astype(np.int64)[:, None]
+    num_decided = np.abs(by_call)
+    was_resampled = by_call < 0
     lag = np.arange(1, window + 1)
     step = begin[:, None] - lag + 1
-    drafted = (begin < num_steps - 1)[:, None] & (step > 0)  # the first step is ancestral, and step 0 is never judged
-    judged = drafted & (lag <= np.abs(signed))
-    accepted = judged & (lag != -signed)
-    by_lag = np.stack([judged.sum(0), accepted.sum(0)])
-    by_step = np.stack([np.bincount(step[which], minlength=num_steps) for which in (judged, accepted)])
+    drafted = (begin < num_steps - 1)[:, None] & (step > 0)  # the first step is ancestral; step 0 is not verified
+    verified = drafted & (lag <= num_decided)
+    accepted = verified & ~(was_resampled & (lag == num_decided))
+    by_lag = np.stack([verified.sum(0), accepted.sum(0)])
+    by_step = np.stack([np.bincount(step[which], minlength=num_steps) for which in (verified, accepted)])
     return by_lag, by_step
 
 
 # Speculative denoising: the head's chain in fewer head calls, with exactly the ancestral chain's distribution.
 #
-# `draft_verify` has the method. Here is which chains take part in a round, and what the CPU learns of them.
+# `cspd.heads.verify` has the method. This part decides which chains take part in a pass, and reads their progress.
 
-# Of a launch that is a graph. What a launch of n rounds ended is known one launch later, so that an iteration of about
-# ten rounds wastes 1.5 n - 0.5 of them on chains that stand still. A launch takes the CPU about 0.1 ms, which the GPU
-# is not to wait for: a round of MAR-B's head takes it 0.05 ms with its kernels fused and 0.15 ms without.
-ROUNDS = 2
+# Passes of a launch that is a CUDA graph. The CPU learns one launch late which chains ended, so that with n passes per
+# launch an iteration of about ten passes wastes 1.5 n - 0.5 of them on chains that stand still. A launch takes the CPU
+# about 0.1 ms, and the GPU should not wait for it: a pass of MAR-B's head takes the GPU 0.05 ms with fused kernels and
+# 0.15 ms without.
+PASSES = 2
 
 
 @dataclass(eq=False)
 class _Chain:
-    """A chain under way, as the CPU knows it.
+    """The CPU's view of a running chain.
 
     Attributes:
-        slot: where it is. since: the first launch whose report counts for it. left: the steps left, as last reported.
+        slot: its index in `Slots`. since: the first launch whose report is up to date for it. left: the steps left, as
+            last reported.
     """
 
     owner: Hashable
@@ -119,21 +126,21 @@ class _Chain:
 
 
 class Chains:
-    """Chains of many tokens, each at its own step, that move on together: one batched head call a round.
+    """Chains of many tokens, each at its own step, that advance together: one batched head call per pass.
 
-    Chains may join at any time and leave when they end, so that the call stays full. They are moved on by launches:
-    functions of fixed shape of their slots, of a round or some, in which a chain that has ended stands still. On a GPU
-    the CPU reads what came of a launch when it has made the next one, so that neither waits for the other.
+    Chains join at any time and leave when they end, so that the batch stays full. A launch is a function of fixed
+    shapes that runs one or several passes; chains that have ended stand still in it. On a GPU the CPU reads the report
+    of a launch after it has made the next one, so that neither waits for the other.
 
     Args:
-        head: the diffusion head. table: of the draft, see `draft_table`. noise: the source of randomness.
-        graphs: what runs the launches; by default nothing is captured.
+        head: the diffusion head. table: see `draft_table`. noise: the source of randomness.
+        graphs: captures and replays the launches; by default nothing is captured.
         trace_sigma: also sum log sigma_p along the chains, see `Finished`.
-        drafting: the head is a draft model's, whose uniform draws and candidates are apart from the target's.
-        compiled: run rounds through torch.compile; the results agree to rounding.
+        drafting: the head is a draft model's; its uniform draws and candidates differ from the target's.
+        compiled: run passes through torch.compile; the results agree to rounding.
 
     Attributes:
-        rounds: of a launch, one head call each.
+        passes: passes per launch, one head call each.
     """
 
     def __init__(
@@ -157,21 +164,21 @@ class Chains:
         with precision.full():
             self._t_embed = head.time_embed(send_integers(schedule(self.num_steps).timestep_map, self.device))
         self._graphs = graphs or Graphs(self.device, enabled=False)
-        self.rounds = ROUNDS if self._graphs.enabled else 1
+        self.passes = PASSES if self._graphs.enabled else 1
         self._late = self._graphs.enabled or self.device.type == "cuda"  # reports are read a launch late
         self._slots: Slots | None = None
-        self._chains: list[_Chain] = []  # under way
-        self._rows: Tensor | None = None  # their slots on the device, until one joins or leaves
+        self._chains: list[_Chain] = []  # running
+        self._rows: Tensor | None = None  # their padded slots on the device; None after a chain joined or left
         self._launches = 0
         self._unread: deque[tuple[int, list[_Chain], Report]] = deque()
 
     @property
     def owners(self) -> list[Hashable]:
-        """Of the chains under way."""
+        """The owners of the running chains."""
         return [chain.owner for chain in self._chains]
 
     def clear(self) -> None:
-        """Drops the chains under way, also those of a start that failed."""
+        """Drops all chains, also those whose start failed."""
         self._let_go(self._chains)
         if self._slots is not None:
             self._slots.clear()
@@ -187,12 +194,12 @@ class Chains:
         temperature: Tensor,
         index: int = 0,
     ) -> None:
-        """Starts N chains with their first step, which joins them to those under way.
+        """Starts N chains: takes their first step, and adds them to the running ones.
 
         Args:
-            owners: who they are. row: int64 [N], what they are for: both come back in `Finished`.
-            seed, position: int64 [N], of their noise. z: [G, N, D]. scale, temperature: [N, 1], the temperature that
-                of the draft's table. index: of x_T and eps_t, see `cspd.noise.initial`.
+            owners: one for each chain, and row: int64 [N]; both come back in `Finished`.
+            seed, position: int64 [N], of their noise. z: [G, N, D]. scale, temperature: [N, 1]; the temperature is the
+                draft table's. index: of x_T and eps_t, see `cspd.noise.initial`.
         """
         slots = self._reserve(len(owners), num_branches=len(z))
         names = torch.stack([row, seed, position], dim=1)
@@ -202,7 +209,7 @@ class Chains:
         self._rows = None
 
     def _reserve(self, count: int, num_branches: int) -> list[int]:
-        """Slots for so many more chains; allocates more where needed, or where a table of modulations fits again."""
+        """Slots for `count` more chains; allocates if there are too few, or if a table of modulations fits again."""
         needed = 1 + len(self._chains) + count
         most = table_size(self.head, num_branches, self.precision) // self.num_steps
         old = self._slots
@@ -214,7 +221,7 @@ class Chains:
         return self._slots.take(count)
 
     def _move_from(self, old: Slots) -> None:
-        """Moves the chains under way from slots that were too few."""
+        """Moves the running chains to the new slots."""
         slots, num_chains = self._slots, len(self._chains)
         slots.adopt(old, [chain.slot for chain in self._chains])
         for slot, chain in enumerate(self._chains, 1):
@@ -224,12 +231,12 @@ class Chains:
             slots.write_modulations(here, self._modulations(slots.c_embed[here].transpose(0, 1)))
 
     def _modulations(self, c_embed: Tensor) -> list[Tensor]:
-        """The head's modulations by layer at all steps for conditions [G, N, width]: [G, N, T, ..]."""
+        """The head's modulations at all steps for conditions [G, N, width]: by layer, [G, N, T, ..]."""
         with self.precision.fast():
             return self._fast_head.modulations(self._t_embed, c_embed.unsqueeze(2))
 
     def _join(self, here: Tensor, names: Tensor, z: Tensor, scale: Tensor, temperature: Tensor, index: int) -> None:
-        """Writes chains to their slots [N], after their first step; names: (row, seed, position) [N, 3]."""
+        """Takes the first step of chains and writes them to slots `here` [N]; names: (row, seed, position) [N, 3]."""
         slots, (_, seed, position) = self._slots, names.unbind(1)
         x, eps_t, uniform = self.noise.chain(
             seed, position, self.num_steps, self.head.channels, index, int(self.drafting)
@@ -257,12 +264,12 @@ class Chains:
         slots.record[here] = slots.first_record
 
     def advance(self) -> Finished | None:
-        """Launches rounds of every chain, of a step at least each; returns the chains that are known to have ended."""
+        """Launches one or several passes of every chain; returns the chains that are known to have ended."""
         if self._rows is None:
             self._rows = self._padded(self._chains)
         slots = self._slots
         written = [slots.state, slots.progress, slots.record, slots.log_sigma]
-        progress = self._graphs.run((slots.key, "rounds"), self._run_rounds, self._rows, state=written)
+        progress = self._graphs.run((slots.key, "passes"), self._run_passes, self._rows, state=written)
         self._launches += 1
         self._unread.append((self._launches, self._chains, Report(progress)))
         if self._late and len(self._unread) == 1:
@@ -270,43 +277,46 @@ class Chains:
         return self._follow(*self._unread.popleft())
 
     def _padded(self, chains: Several[_Chain]) -> Tensor:
-        """The chains' slots, int64 on the device, and nobody's up to the next bucket."""
+        """The chains' slots, int64 on the device, padded with NOBODY to the next bucket."""
         slots = [chain.slot for chain in chains]
-        return send_integers(slots + [NOBODY] * (bucket(len(slots)) - len(slots)), self.device)
+        num_padding = bucket(len(slots)) - len(slots)
+        return send_integers(slots + [NOBODY] * num_padding, self.device)
 
-    def _run_rounds(self, rows: Tensor) -> Tensor:
-        """A launch of the chains in slots [R]; returns their progress [R, 4], see `Slots`."""
+    def _run_passes(self, rows: Tensor) -> Tensor:
+        """Runs the passes of a launch for the chains in slots [R]; returns their progress [R, 4], see `Slots`."""
         slots, modulations = self._slots, self._slots.modulations(self._t_embed)
-        windows = (rows * self.num_steps).unsqueeze(1) - self._lookup.lags
-        begin = torch.arange(0, len(rows) * self.window, self.window, device=self.device)
+        end_indices = (rows * self.num_steps).unsqueeze(1) - self._lookup.lags
+        row_starts = torch.arange(0, len(rows) * self.window, self.window, device=self.device)
         state, scale = slots.state.index_select(0, rows), slots.scale.index_select(0, rows)
-        left, waiting, tries, fallbacks = slots.progress.index_select(0, rows).unbind(1)
-        for _ in range(self.rounds):
-            chains = windows, begin, scale, state, left, waiting
+        left, phase, tries, fallbacks = slots.progress.index_select(0, rows).unbind(1)
+        for _ in range(self.passes):
+            chains = end_indices, row_starts, scale, state, left, phase
             with self.precision.fast():
                 moved = self._move(self._fast_head, self._lookup, slots.draws, modulations, *chains, self.trace_sigma)
-            state, left, waiting = moved.state, moved.left, moved.waiting
-            slots.record.view(-1).index_add_(0, moved.place, moved.record)
+            state, left, phase = moved.state, moved.left, moved.phase
+            slots.record.view(-1).index_add_(0, moved.step_index, moved.record)
             if self.trace_sigma:
                 slots.log_sigma.index_add_(0, rows, moved.log_sigma)
-        progress = torch.stack([left, waiting, tries, fallbacks], dim=1)
+        progress = torch.stack([left, phase, tries, fallbacks], dim=1)
         slots.state.index_copy_(0, rows, state)
         slots.progress.index_copy_(0, rows, progress)
         return progress
 
     def _follow(self, launch: int, chains: list[_Chain], report: Report) -> Finished | None:
-        """Does what a launch of these chains asks for: draws residuals, and lets those go that have ended."""
+        """Acts on the report of a launch: draws residuals, and returns the chains that have ended."""
         unresolved, searching, ended = [], [], []
-        for chain, (left, waiting, tries, fallbacks) in zip(chains, report.tolist()):
+        for chain, (left, phase, tries, fallbacks) in zip(chains, report.tolist()):
             if launch < chain.since:  # the report is out of date
                 continue
-            if left >= chain.left and not waiting:
-                raise RuntimeError("a round decided no step of a chain: its draft's table is damaged")
+            if left >= chain.left and phase == MOVING:
+                raise RuntimeError("a pass decided no step of a chain: its draft table is damaged")
             chain.left = left
-            if left == 0:  # though it may wait: step 0 is rejected where its log-ratio is -inf, as its uniform draw
+            if left == 0:  # in any phase: a log-ratio of -inf rejects even step 0, whose log u is -inf
                 ended.append((chain, tries, fallbacks))
-            elif waiting:
-                (unresolved if waiting < 2 * self.num_steps else searching).append(chain)
+            elif phase == UNRESOLVED:
+                unresolved.append(chain)
+            elif phase == SEARCHING:
+                searching.append(chain)
         if unresolved:
             self._resolve(unresolved)
         if searching:
@@ -314,34 +324,33 @@ class Chains:
         return self._finish(*zip(*ended)) if ended else None
 
     def _resolve(self, chains: list[_Chain]) -> None:
-        """Draws the states that `gaussian.resample` left open, where the first candidates suffice."""
+        """Draws unresolved states from the first block of candidates."""
         slots, first = self._slots, self._residual(0, FIRST_BLOCK)
         written = [slots.state, slots.progress]
         progress = self._graphs.run((slots.key, "residual"), first, self._padded(chains), state=written)
-        self._answered(chains)
+        self._ignore_past_launches(chains)
         if not self._late:
-            waiting = progress[:, WAITING].tolist()
-            self._search_on([chain for chain, wanted in zip(chains, waiting) if wanted])
+            phases = progress[:, PHASE].tolist()
+            self._search_on([chain for chain, phase in zip(chains, phases) if phase == SEARCHING])
 
     def _search_on(self, chains: list[_Chain]) -> None:
-        """Draws them from the candidates after the first ones, by a search that reads from the device."""
+        """Draws unresolved states from the later candidates, by a search that reads from the device."""
         if chains:
             rows = send_integers([chain.slot for chain in chains], self.device)
             self._residual(FIRST_BLOCK, MAX_TRIES)(rows)
-            self._answered(chains)
+            self._ignore_past_launches(chains)
 
     def _residual(self, first: int, max_tries: int) -> Callable[[Tensor], Tensor]:
-        """`draw_residual` of so many candidates, as a function of slots."""
+        """`draw_residual` of candidates `first` .. `max_tries` - 1, as a function of slots."""
         offset = DRAFT_OFFSET if self.drafting else 0
         return functools.partial(draw_residual, self._slots, self.noise, offset, first, max_tries)
 
-    def _answered(self, chains: list[_Chain]) -> None:
-        """What launches so far say of these chains is out of date."""
+    def _ignore_past_launches(self, chains: list[_Chain]) -> None:
         for chain in chains:
             chain.since = self._launches + 1
 
     def _finish(self, chains: Several[_Chain], tries: Several[int], fallbacks: Several[int]) -> Finished:
-        """Takes these chains, which have ended, out of their slots."""
+        """Frees the slots of chains that have ended, and returns their results."""
         slots, here = self._slots, send_integers([chain.slot for chain in chains], self.device)
         state = slots.state.index_select(0, here)
         self._let_go(chains)
@@ -358,19 +367,18 @@ class Chains:
         )
 
     def _let_go(self, chains: Several[_Chain]) -> None:
-        """Leaves these chains out from now on."""
         for chain in chains:
             chain.since = math.inf
         self._chains = [chain for chain in self._chains if chain.since < math.inf]
         self._rows = None
 
 
-# Speculative denoising of MAR's tokens: many steps of the head's chain a call. Guarantee: exact.
+# The denoiser `speculative`, and its round.
 
 WINDOW = Option(
     "window",
     int,
-    "denoising steps drafted ahead in the head; 0: none (default: the fastest on this device)",
+    "denoising steps drafted ahead in the head; 0 drafts none (default: the fastest on this device)",
     high=WINDOWS[-1],
     off=0,
     metavar="W",
@@ -378,18 +386,18 @@ WINDOW = Option(
 DRAFT = Option(
     "draft",
     DRAFTS,
-    "how the head's next outputs are predicted: by a fitted linear model, or as equal to the last one (frozen: no"
-    " calibration, lower acceptance)",
+    "how the head's next outputs are predicted: by a fitted linear model (calibrated), or as equal to the last output"
+    " (frozen: no calibration, lower acceptance)",
     default="calibrated",
 )
-# where chains are short: here they all begin at timestep 999
+# for short chains, which here always begin at timestep 999
 REMEDY = f"give num_sampling_steps=100, or ar's chains with first_timestep={SHORT_FIRST}"
 
 
 def chains_of(runner: ContinuousRunner, model: str, sequence: Sequence, trace_sigma: bool = False) -> Chains:
-    """Speculative chains of the model runner's "target" or "draft" for sequences that share a round; none is under way.
+    """Empty `Chains` of the "target" or "draft" model for sequences that share a round.
 
-    Where there are graphs, those of the last requests that asked for the same are taken again.
+    With CUDA graphs, the chains of the last requests with equal settings are reused.
     """
     make = functools.partial(_make_chains, runner, model, sequence.request, trace_sigma)
     chains = runner.graphs.last(f"chains of {model}, {trace_sigma=}", sequence.key, make)
@@ -404,23 +412,20 @@ def _make_chains(runner: ContinuousRunner, model: str, request: Request, trace_s
         calibration = runner.tuning.calibrations[model].get(request)
         coefficients, drift = calibration.coefficients, calibration.drift
     table = draft_table(coefficients, drift, request.num_sampling_steps, request.window, request.temperature)
-    head = runner.models[model].head
-    table = send({"table": table}, runner.device)["table"]
-    drafting = model == "draft"
     return Chains(
-        head,
-        table,
+        runner.models[model].head,
+        send({"table": table}, runner.device)["table"],
         runner.precision,
         runner.noise,
         graphs=runner.graphs,
         trace_sigma=trace_sigma,
-        drafting=drafting,
+        drafting=model == "draft",
         compiled=runner.tuning.compiled,
     )
 
 
 class _Running:
-    """What sequences of one kind share while they run: the chains of all of them, and what these cost."""
+    """The chains of all running sequences of equal settings, and the record of every slot's tokens."""
 
     def __init__(self, runner: ContinuousRunner, sequence: Sequence) -> None:
         self.chains = chains_of(runner, "target", sequence)
@@ -428,8 +433,10 @@ class _Running:
         self.record = torch.zeros(shape, dtype=torch.int8, device=runner.device)
 
     def begin(self, runner: ContinuousRunner, sequences: list[Sequence], rows: Rows, z: Tensor) -> None:
-        """Starts the chains of the sequences' next iteration, by their first step."""
-        owners = [s for s, count in zip(sequences, rows.counts) for _ in range(count)]
+        """Starts the chains of the sequences' next iteration."""
+        owners = []
+        for sequence, count in zip(sequences, rows.counts):
+            owners += [sequence] * count
         row = rows.slot * runner.seq_len + rows.position
         self.chains.start(owners, row, rows.seed, rows.position, z, rows.scale, rows.temperature)
         for sequence, count in zip(sequences, rows.counts):
@@ -442,16 +449,16 @@ class _Running:
             sequence.stats.head_evaluations += count * len(z)
 
     def show(self, runner: ContinuousRunner, slot: int) -> None:
-        """Writes the head calls of a slot's tokens; of those that are not made yet they mean nothing."""
+        """Writes the head calls of a slot's tokens for a preview; those of tokens not yet generated mean nothing."""
         runner.token_cost[slot] = (self.record[slot] != 0).sum(-1).float()
 
     def advance(self, runner: ContinuousRunner, sequences: list[Sequence]) -> None:
-        """A launch of all chains, which are these sequences', of one head call or some; commits those that end."""
+        """Launches all chains, which belong to these sequences, and commits the tokens of those that ended."""
         num_branches = 2 if sequences[0].request.guided else 1
-        rounds = self.chains.rounds
+        passes = self.chains.passes
         for sequence in sequences:
-            sequence.stats.head_calls += rounds
-            sequence.stats.head_evaluations += rounds * sequence.num_under_way * self.chains.window * num_branches
+            sequence.stats.head_calls += passes
+            sequence.stats.head_evaluations += passes * sequence.num_under_way * self.chains.window * num_branches
         finished = self.chains.advance()
         if finished:
             runner.tokens.view(-1, runner.config.token_dim)[finished.row] = finished.tokens
@@ -469,20 +476,19 @@ def run_round(
     watch: Stopwatch,
     backbone: Conditions = full_conditions,
 ) -> list[Sequence]:
-    """Runs head calls until three in four sequences have ended their iteration, and returns those that are finished.
+    """Runs passes until three in four sequences have ended their iteration; returns the sequences that are finished.
 
-    This is plain autoregression with the denoiser `denoise` below, but that no sequence waits for the others' chains.
-
-    Those go on to their next iteration, and their rows join the chains still under way: no call waits for the slowest
-    token, and the backbone is called for many at once.
+    It computes the same as `run_plain_round` with `denoise` below, but no sequence waits for the chains of others.
+    Sequences that have ended their iteration begin the next one, and their chains join the running ones. So no head
+    call waits for the slowest token, and a backbone call serves many sequences.
     """
     request = batch[0].request
     if request.window == 0:
         return run_plain_round(runner, batch, watch, backbone=backbone)
-    kept = runner.kept[batch[0].key]
-    if "running" not in kept:
-        kept["running"] = _Running(runner, batch[0])
-    running = kept["running"]
+    round_state = runner.round_state[batch[0].key]
+    if "running" not in round_state:
+        round_state["running"] = _Running(runner, batch[0])
+    running = round_state["running"]
     idle = [s for s in batch if not s.num_under_way]
     if idle:
         rows = runner.next_rows(idle)
@@ -500,9 +506,9 @@ def run_round(
     if finished:
         slots = send_integers([sequence.slot for sequence in finished], runner.device)
         records = running.record[slots]
-        known = runner.given(finished)
-        if known is not None:  # the record of these is of the slots' last sequences
-            records = records.masked_fill(known.unsqueeze(-1), 0)
+        given = runner.given(finished)
+        if given is not None:  # the record there is of the slots' previous sequences
+            records = records.masked_fill(given.unsqueeze(-1), 0)
         runner.token_cost[slots] = (records != 0).sum(-1).float()
         report = Report(records)
         for index, sequence in enumerate(finished):
@@ -512,14 +518,14 @@ def run_round(
 
 
 def _count(stats: RoundStats, records: Report, index: int, window: int, num_made: int) -> None:
-    """Adds what the records [B, L, T] say of a sequence's chains, of which so many were run."""
+    """Adds the counts of a sequence's `num_made` chains, from the records [B, L, T]."""
     record = records.array()[index]
     stats.head_calls_per_token = float((record != 0).sum() / num_made)
     stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
 
 
 def check(request: Request, runner: ContinuousRunner) -> None:
-    """Raises ValueError where a window does not fit the denoising steps, or there is no noise to speculate on."""
+    """Raises ValueError if the window does not fit the denoising steps, or temperature is 0."""
     if request.window is not None:
         most = min(WINDOWS[-1], request.num_sampling_steps)
         check_integer("window", request.window, 0, most, "it is how many denoising steps are drafted ahead")
@@ -528,7 +534,7 @@ def check(request: Request, runner: ContinuousRunner) -> None:
 
 
 def resolve(request: Request, runner: ContinuousRunner) -> Request:
-    """The request with the window that is fastest for it on this device, where it leaves that open."""
+    """The request with the fastest window for it on this device, if it does not have a window."""
     if request.window is not None:
         return request
     return request.but(**runner.tuning.choice(request, runner.num_slots).way)
@@ -547,14 +553,14 @@ def resolve(request: Request, runner: ContinuousRunner) -> Request:
 def denoise(
     runner: ContinuousRunner, model: str, rows: Rows, z: Tensor, *, index: int = 0, densities: bool = False
 ) -> Denoised:
-    """Speculative chains of all rows, run until the last one has ended; arguments as in `cspd.heads.chain`."""
+    """Runs speculative chains of all rows until the last one has ended; arguments as in `cspd.heads.chain`."""
     request = rows.sequences[0].request
     if request.window == 0:
         return denoise_ancestral(runner, model, rows, z, index=index, densities=densities)
-    kept = runner.kept[rows.sequences[0].key]
-    if (model, densities) not in kept:  # their table is made once
-        kept[model, densities] = chains_of(runner, model, rows.sequences[0], trace_sigma=densities)
-    chains = kept[model, densities]
+    round_state = runner.round_state[rows.sequences[0].key]
+    if (model, densities) not in round_state:
+        round_state[model, densities] = chains_of(runner, model, rows.sequences[0], trace_sigma=densities)
+    chains = round_state[model, densities]
     num = len(rows.seed)
     row = torch.arange(num, device=z.device)
     chains.start(range(num), row, rows.seed, rows.position, z, rows.scale, rows.temperature, index)

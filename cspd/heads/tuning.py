@@ -1,4 +1,4 @@
-"""What the head's samplers are tuned by: fits to the models and costs of this device, made once and kept."""
+"""Tuning of the head's samplers: fits to the models and costs of this device, made once and cached on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cspd import noise
 from cspd.device import Precision, seconds_of, send
 from cspd.files import Kept, KeptKind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
-from cspd.heads.calibrated import Plan, Predictor, Shortcut, Window, fit_predictor, fit_shortcut, plan_of
+from cspd.heads.calibrated import Plan, Predictor, Segment, Shortcut, fit_predictor, fit_shortcut, plan_of
 from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, fit, trace
 from cspd.heads.chain import MakeRunner, drawing
 from cspd.heads.speculative import Chains
@@ -32,14 +32,14 @@ from cspd.request import Request
 from cspd.terminal import counting, no_advance
 from mar.head import Head
 
-# How far to look ahead: a cost model of the head on this device, and the window it recommends.
+# The window: a cost model of the head on this device, and the window that it recommends.
 
 LARGEST = 1e18  # seconds, sizes or bytes
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-STEPS, WINDOW, ROUNDS = 128, 8, 12  # of what is timed: long enough that no chain ends in it
+STEPS, WINDOW, PASSES = 128, 8, 12  # of the timed chains, which are too long to end in it
 ANCESTRAL_STEPS = STEPS // 4
-REPEATS, PATIENCE = 5, 0.5  # sizes grow until one takes this many seconds
-ENOUGH = 3.0  # seconds of one size, after which two repeats will do: noise matters where times are short
+REPEATS, PATIENCE = 5, 0.5  # sizes grow until one takes PATIENCE seconds
+ENOUGH = 3.0  # seconds of one size, after which two repeats suffice: noise matters only in short times
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Costs:
     """Seconds of the head's work against its size.
 
     Attributes:
-        rows: tokens at once; ancestral: seconds of a denoising step of so many, and start: of starting their
-            speculative chains, a denoising step.
-        inputs: rows times window; round: seconds of a speculative round on so many.
-        table_size: rows times steps that speculation has memory for, see `cspd.heads.verify.table_size`.
+        rows: numbers of tokens at once; ancestral: seconds of a denoising step for each; start: seconds of starting
+            their speculative chains, divided by the denoising steps.
+        inputs: rows times window; round: seconds of a speculative pass for each.
+        table_size: rows times steps whose modulations fit into memory, see `cspd.heads.verify.table_size`.
     """
 
     rows: list[int]
@@ -61,7 +61,7 @@ class Costs:
     table_size: int
 
     def check(self) -> None:
-        """Raises ValueError where they are not what `measure` can have given."""
+        """Raises ValueError unless types, ranges and lengths are as `measure` returns them."""
         sizes = {"rows": self.rows, "inputs": self.inputs, "table_size": [self.table_size]}
         seconds = {"ancestral": self.ancestral, "start": self.start, "round": self.round}
         for name, values in (sizes | seconds).items():
@@ -74,7 +74,7 @@ class Costs:
             raise ValueError("sizes do not grow")
 
     def head_seconds(self, num_steps: int, rows: float, window: int, calls: np.ndarray | None = None) -> float:
-        """Predicted seconds of `rows` tokens' chains, together; window 0 is ancestral.
+        """Predicted seconds of the chains of `rows` tokens in one batch; window 0 is ancestral.
 
         Args:
             calls: head calls of some tokens at this window, as in `Calibration`.
@@ -83,17 +83,17 @@ class Costs:
             return num_steps * _interpolate(rows, self.rows, self.ancestral)
         seconds = num_steps * _interpolate(rows, self.rows, self.start)
         for num_calls in range(1, int(calls.max())):
-            share = (calls > num_calls).mean()  # of the tokens that are still under way after so many calls
-            chance = 1 - (1 - share) ** rows  # that any of the rows is
-            rows_left = rows * share / chance  # how many then are, on average
+            share = (calls > num_calls).mean()  # of the tokens whose chains need more calls
+            chance = 1 - (1 - share) ** rows  # that at least one of the rows needs more
+            rows_left = rows * share / chance  # expected number of rows that do, if at least one does
             seconds += chance * _interpolate(rows_left * window, self.inputs, self.round)
         return seconds
 
     def choose(self, num_steps: int, rows: float, calibrate: Callable[[], Calibration]) -> Choice:
-        """The window that the head is fastest with for so many tokens at once, or none where that gains too little.
+        """The fastest window for `rows` tokens at once, or ancestral sampling if the gain is too small.
 
         Args:
-            calibrate: gives the calibration; it is asked for only if some window may be worth it.
+            calibrate: returns the calibration; called only if some window may be fast enough.
         """
         at_once = f"with {rows:.3g} token{'s' if rows > 1 else ''} at once"
         too_large = rows * num_steps / max(1, self.table_size)
@@ -108,7 +108,7 @@ class Costs:
         return judged({"window": window}, gain, f"{at_once} the head")
 
     def _fastest(self, num_steps: int, rows: float, calls: Mapping[int, np.ndarray]) -> tuple[int, float]:
-        """The window with the least predicted time, and how many times as fast as ancestral sampling that is.
+        """The window with the least predicted time, and its speed-up over ancestral sampling.
 
         Args:
             calls: head calls of some tokens, by window.
@@ -123,12 +123,12 @@ class Costs:
 
 
 def _interpolate(size: float, sizes: list[int], seconds: list[float]) -> float:
-    """Linear between measured sizes, constant below the least, proportional above the largest."""
+    """Linear between measured sizes, constant below the smallest, proportional above the largest."""
     return float(np.interp(size, sizes, seconds)) * max(1.0, size / sizes[-1])
 
 
 class _AcceptAll:
-    """Noise whose uniform draws accept every drafted state, so that all timed rounds do the same."""
+    """Noise whose uniform draws accept every drafted state, so that all timed passes do the same work."""
 
     @staticmethod
     def chain(*args: object) -> tuple[Tensor, ...]:
@@ -145,10 +145,10 @@ def measure(
     compiled: bool = False,
     graphs: bool | None = None,
 ) -> Costs:
-    """Times the ancestral chain and speculative rounds on random conditions; a second or two for small heads.
+    """Times the ancestral chain and speculative passes on random conditions; a second or two for small heads.
 
     Args:
-        compiled, graphs: as of `cspd.engine.Engine`.
+        compiled, graphs: as in `cspd.engine.Engine`.
     """
     num_branches, generator = 2 if guided else 1, torch.Generator().manual_seed(0)
     coefficients = np.zeros((STEPS, WINDOW, 3))
@@ -165,8 +165,8 @@ def measure(
         chains = Chains(head, table, precision, _AcceptAll, graphs=runner, compiled=compiled)
         times = _time_one_size(chains, z, runner)
         for name, seconds in times.items():
-            smaller = measured[name][-1:]  # more rows never take less time: where they seem to, it was noise
-            measured[name].append(max([min(seconds), *smaller]))
+            smaller = measured[name][-1:]
+            measured[name].append(max([min(seconds), *smaller]))  # a larger size is never faster, except by noise
         rows.append(size)
         if times["start"][0] * STEPS > PATIENCE:
             break
@@ -174,7 +174,7 @@ def measure(
 
 
 def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[float]]:
-    """Seconds of an ancestral step, of starting chains (a step), and of a round, for conditions z [G, R, D]."""
+    """Seconds of an ancestral step, of starting chains (per step), and of a pass, for conditions z [G, R, D]."""
     device, size = z.device, z.shape[1]
     seed, position = torch.arange(size, device=device), torch.arange(size, device=device)
     ones = torch.ones(size, 1, device=device)  # guidance scales and temperatures
@@ -195,30 +195,30 @@ def _time_one_size(chains: Chains, z: Tensor, graphs: Graphs) -> dict[str, list[
             break
         times["ancestral"].append(seconds_of(run_ancestral, device) / ANCESTRAL_STEPS)
         times["start"].append(seconds_of(start, device) / STEPS)
-        launches = [seconds_of(chains.advance, device) for _ in range(ROUNDS // chains.rounds)]
-        times["round"].append(statistics.median(launches) / chains.rounds)
+        launches = [seconds_of(chains.advance, device) for _ in range(PASSES // chains.passes)]
+        times["round"].append(statistics.median(launches) / chains.passes)
     return times
 
 
-# What speculation in the head is tuned by: drafts fitted to the models, and the costs of this device.
+# Fits to the models, and the costs of this device.
 #
-# Both are made on first use and kept on disk: calibrations beside the checkpoint, or else in the user's cache folder,
-# and costs in the user's cache folder. What is kept is found again by all that it depends on. The bundled checkpoints
+# Both are made on first use and cached on disk: calibrations beside the checkpoint, or else in the user's cache folder,
+# and costs in the user's cache folder. The key of an entry has everything that it depends on. The bundled checkpoints
 # come with calibrations for their usual settings (scripts/bundle_calibrations.py).
 
-# what a fit takes beside its traces, of which each takes 1: measured with `digits32`
+# the time of a fit in units of one trace, without its traces: measured with `digits32`
 WORK = {Calibration: 0.15, Predictor: 0.3, Shortcut: 0.9}
 COSTS_SCHEMA = "cspd.costs/2"
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
 
 
 class Tuning(Chooser):
-    """Calibrations and costs, each made on first use, and the windows that are chosen by them.
+    """Calibrations and costs, each made on first use, and the choice of a window by them.
 
     Args:
         target, draft: the models. device, precision, compiled, graphs: how they run.
-        make_host: makes a model runner of one model alone, whose sampling drafts are fitted to.
-        cache: where calibrations are kept, before the user's cache folder.
+        make_runner: makes a model runner of one model, whose samples the drafts are fitted to.
+        cache: a folder to look for calibrations in, before the user's cache folder.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Tuning(Chooser):
         self._costs: dict[bool, Costs] = {}
 
     def costs(self, guided: bool, again: bool = False) -> Costs:
-        """The head's costs on this device, measured on first use or `again`; kept in the user's cache folder."""
+        """The head's costs on this device, measured on first use or `again`; cached in the user's cache folder."""
         if guided not in self._costs or again:
             self._costs[guided] = measured_costs(
                 self.target.head, guided, self.device, self.precision, self.compiled, self.graphs, user_cache(), again
@@ -255,13 +255,13 @@ class Tuning(Chooser):
         return *super()._kind(request, num_slots), request.num_made(self.target.config.seq_len)
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
-        """The window that is fastest on this device, and why."""
+        """The fastest window on this device, and the reason."""
         num_steps, temperature = request.num_sampling_steps, request.temperature
         if temperature == 0 or num_steps < 3:
             settings = f"temperature={temperature}, num_sampling_steps={num_steps}"
             return Choice(PLAIN, f"{settings}: there is nothing to draft")
         num_made = request.num_made(self.target.config.seq_len)
-        rows = num_slots * (request.gamma or num_made / request.num_iter)  # denoised at once: of all slots
+        rows = num_slots * (request.gamma or num_made / request.num_iter)  # denoised at once, over all slots
         calibrate = functools.partial(self.calibrations["target"].get, request)
         choice = self.costs(request.guided).choose(num_steps, rows, calibrate)
         if choice.way == PLAIN:
@@ -270,12 +270,12 @@ class Tuning(Chooser):
 
 
 class Calibrations:
-    """The calibrations of one model, made on first use and kept.
+    """The calibrations of one model, made on first use and cached.
 
     Args:
-        model, device, precision: whose, and how it computes.
-        folders: where they are looked for, in this order; a new one is kept in the first that can be written to.
-        make_host: makes a model runner of the model alone, whose sampling drafts are fitted to.
+        model, device, precision: the model, and how it computes.
+        folders: cache folders, in the order of look-up; a new entry goes to the first writable one.
+        make_runner: makes a model runner of the model, whose samples the drafts are fitted to.
     """
 
     def __init__(
@@ -285,14 +285,14 @@ class Calibrations:
         self._kept = Kept(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
-        self._windows: dict[str, list[Window]] = {}
-        self._traces: tuple[dict, dict[bool, Trace]] = {}, {}  # the settings last asked for, and theirs
-        self._advance = no_advance  # of the fit that is told of
+        self._segments: dict[str, list[Segment]] = {}
+        self._traces: tuple[dict, dict[bool, Trace]] = {}, {}  # the last settings, and their traces
+        self._advance = no_advance  # the progress bar of the fit that is running
 
     @contextlib.contextmanager
     def fitting(self, request: Request, *kinds: type) -> Iterator[None]:
-        """Tells of fits of these kinds, if any is to be made within it: as of one, with the time for all."""
-        if self._advance is not no_advance:  # a part of what is told of
+        """Shows one progress bar for all fits of these kinds that are made inside the block."""
+        if self._advance is not no_advance:  # the fit is part of one that already has a bar
             yield
             return
         missing = [kind for kind in kinds if self.find(request, kind) is None]
@@ -317,34 +317,34 @@ class Calibrations:
         return self._kept.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
 
     def find(self, request: Request, kind: type[KeptKind]) -> KeptKind | None:
-        """What is kept of a request and a kind; None if it has not been fitted."""
+        """The cached fit of a kind for a request's settings; None if it has not been made."""
         return self._kept.find(kind, self._settings(request, kind))
 
     def plan(self, request: Request, head_calls: int | None, most: float | None = None) -> Plan:
-        """The plan of so many head calls, or of a divergence, for a request's chains; arguments as in `plan_of`."""
+        """The plan for a request's chains; arguments as in `plan_of`."""
         settings = json.dumps(self._settings(request, Predictor)), head_calls, most
         if settings not in self._plans:
             remember(self._plans, settings, plan_of(self.predictor(request).skip_cost, head_calls, most))
         return self._plans[settings]
 
     def shortcut(self, request: Request) -> Shortcut:
-        """The shortcut for a resolved request's guidance, temperature, T, head calls and null class."""
+        """The shortcut for a resolved request's guidance, temperature, T, head_calls and null_every."""
         return self._kept.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
 
-    def windows(self, request: Request) -> list[Window]:
-        """What follows each call of a request's shortcut, on the device."""
+    def segments(self, request: Request) -> list[Segment]:
+        """The segments of a request's shortcut, on the device."""
         settings = json.dumps(self._settings(request, Shortcut))
-        if settings not in self._windows:
-            windows = self.shortcut(request).windows(self.predictor(request), request.null_every, self.device)
-            remember(self._windows, settings, windows)
-        return self._windows[settings]
+        if settings not in self._segments:
+            segments = self.shortcut(request).segments(self.predictor(request), request.null_every, self.device)
+            remember(self._segments, settings, segments)
+        return self._segments[settings]
 
     def folder_of(self, request: Request, kind: type = Calibration) -> Path | None:
-        """The folder that keeps what is of a request and a kind; None if there is none on disk."""
+        """The folder with the cached fit of a kind for a request's settings; None if it is not on disk."""
         return self._kept.folder_of(kind, self._settings(request, kind))
 
     def _settings(self, request: Request, kind: type) -> dict:
-        """All that the arrays of a kind depend on."""
+        """The cache key of a kind of fit: all settings that its arrays depend on."""
         own: dict[type, dict] = {
             Calibration: {"draft": request.draft},
             Shortcut: {"head_calls": request.head_calls, "null_every": request.null_every if request.guided else None},
@@ -352,7 +352,7 @@ class Calibrations:
         return self._of_chains(request) | {"schema": SCHEMAS[kind]} | own.get(kind, {})
 
     def _of_chains(self, request: Request) -> dict:
-        """All that chains depend on."""
+        """All settings that the chains of a trace depend on."""
         if self._weights is None:
             self._weights = content_hash(self.model)
         return {
@@ -391,7 +391,7 @@ class Calibrations:
             return fit_shortcut(self.model.head, *given, advance)
 
     def _trace(self, request: Request, held_out: bool) -> Trace:
-        """Chains of the sampler's own; the last ones are remembered, since several fits take the same."""
+        """Chains of the model's own samples; the last ones are remembered, since several fits use them."""
         traces = self._remembered(request)
         if held_out not in traces:
             traces[held_out] = trace(
@@ -400,7 +400,7 @@ class Calibrations:
         return traces[held_out]
 
     def _remembered(self, request: Request) -> dict[bool, Trace]:
-        """The traces of a request's settings that are remembered, by whether they are held out."""
+        """The remembered traces of a request's settings, by whether they are held out."""
         settings = self._of_chains(request)
         if self._traces[0] != settings:
             self._traces = settings, {}
@@ -417,7 +417,7 @@ def measured_costs(
     folder: Path,
     again: bool = False,
 ) -> Costs:
-    """The costs of a head's size on this device: from `folder`, or measured (`again`) and kept there."""
+    """The costs of a head's size on this device: from `folder`, or measured (`again`) and cached there."""
     key = {
         "schema": COSTS_SCHEMA,
         **of_device(device),

@@ -21,11 +21,11 @@ from mar.head import Head, fill, filled, schedule
 
 # Diagonal Gaussians: log-ratios, and a draw of p made from a draw of q so that the two are equal as often as possible.
 #
-# Pure functions on tensors [..., d]. A Gaussian is (mean, log_sigma), standard deviations in logarithms, float32.
+# Pure functions on tensors [..., d]. A Gaussian is (mean, log_sigma), float32.
 
 MAX_TRIES = 2**16
-FIRST_BLOCK = 32  # candidates a row in the first block; each block after it has four times as many, up to
-MOST_AT_ONCE = 2**18  # of all rows together
+FIRST_BLOCK = 32  # candidates per row in the first block; each later block has four times as many,
+MOST_AT_ONCE = 2**18  # up to this number over all rows
 
 Gaussian = tuple[Tensor, Tensor]
 Draws = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -48,7 +48,7 @@ def divergence(p: Gaussian, q: Gaussian) -> Tensor:
 
 
 def reflect(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
-    """Maps a draw of q to a draw of p: standardised under q, mirrored along the line between the means, put under p.
+    """Maps a draw of q to a draw of p: standardise under q, mirror along the line between the means, scale to p.
 
     Swapping p and q gives the inverse. The mirror is orthogonal, so densities map too: q(x) dx = p(y) dy.
     """
@@ -62,26 +62,26 @@ def reflect(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
 
 
 def resample(x: Tensor, log_uniform: Tensor, p: Gaussian, q: Gaussian) -> tuple[Tensor, Tensor]:
-    """Replaces rejected draws x of q by draws of the residual, norm(max(0, p - q)), where one step can.
+    """Replaces rejected draws x of q by draws of the residual distribution, norm(max(0, p - q)), if one step can.
 
     x was rejected because its uniform draw u was at least p(x)/q(x). So 1 - u is uniform below 1 - p(x)/q(x). The
     mirror image y of a rejected draw has density p(y) (1 - p(x)/q(x))+. It should have p(y) (1 - q(y)/p(y))+. So y is
-    kept if 1 - u < 1 - q(y)/p(y), which takes no further draw. Where sigma_p = sigma_q the two densities are equal and
-    y is always kept: the reflection-maximal coupling. `residual` draws what is left over.
+    accepted if 1 - u < 1 - q(y)/p(y), which needs no further draw. If sigma_p = sigma_q, the two densities are equal
+    and y is always accepted: the reflection-maximal coupling. Otherwise `residual` draws the remaining part.
 
     Args:
         x: [..., d]. log_uniform: log u [...].
 
     Returns:
-        (y [..., d], lost [...] bool): y follows the residual only together with what `residual` draws where it is lost.
+        (y [..., d], lost [...] bool): y has the residual distribution after `residual` has replaced the lost ones.
     """
-    # these are reflect(x, p, q) and log_ratio(y, q, p), written in as few operations as there can be
+    # reflect(x, p, q) and log_ratio(y, q, p), written with fewer operations
     (mean_p, log_sigma_p), (mean_q, log_sigma_q) = p, q
     exponents = torch.stack([-log_sigma_q, (log_sigma_p + log_sigma_q) * -0.5, log_sigma_p], dim=-2)
     scales = exponents.exp()
     inverse_sigma_q, _, sigma_p = scales.unbind(-2)
 
-    # y: x standardised under q, mirrored along the line between the means, put under p
+    # y: standardise x under q, mirror along the line between the means, scale to p
     from_mean_q = torch.stack([x, mean_p], dim=-2) - mean_q.unsqueeze(-2)
     both = from_mean_q * scales[..., :2, :]
     xi, axis = both.unbind(-2)
@@ -92,50 +92,51 @@ def resample(x: Tensor, log_uniform: Tensor, p: Gaussian, q: Gaussian) -> tuple[
 
     z_q = (y - mean_q) * inverse_sigma_q
     log_q_over_p = torch.addcmul(log_sigma_p - log_sigma_q, z_q - mirrored, z_q + mirrored, value=-0.5).sum(-1)
-    return y, log_uniform <= log_q_over_p  # NaN is not lost: nothing that `residual` could draw would be better
+    return y, log_uniform <= log_q_over_p  # NaN is not lost: a draw of `residual` would be NaN too
 
 
 def residual(
     p: Gaussian, q: Gaussian, draws: Draws, first: int = 0, max_tries: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draws what `resample` leaves of max(0, p - q), by `first_kept`.
+    """Draws the part of max(0, p - q) that `resample` leaves open, by `first_accepted`.
 
-    Candidates y ~ p are kept with probability (1 - q(y)/p(y))+ - (1 - p(x)/q(x))+, where y is the mirror image of x.
-    Near p = q, where rounding alone can reject, it can happen that none is ever kept. So the last of 2^16 is taken,
-    which biases a step by less than 1 / (e 2^16).
+    Candidates y ~ p are accepted with probability (1 - q(y)/p(y))+ - (1 - p(x)/q(x))+, where y is the mirror image of
+    x. Near p = q, where rounding alone can reject, it can happen that no candidate is ever accepted. So the last of
+    2^16 is taken, which biases a step by less than 1 / (e 2^16).
 
     Args:
-        p, q: means and log sigmas [R, d]. draws, first: as in `first_kept`. max_tries: by default 2^16.
+        p, q: means and log sigmas [R, d]. draws, first: as in `first_accepted`. max_tries: by default 2^16.
 
     Returns:
-        (y [R, d], tries int64 [R]), as in `first_kept`.
+        (y [R, d], tries int64 [R]), as in `first_accepted`.
     """
     p, q = tuple(t[:, None] for t in p), tuple(t[:, None] for t in q)
 
-    def keep(y: Tensor) -> Tensor:
+    def accept_probability(y: Tensor) -> Tensor:
         x = reflect(y, q, p)
         wanted = -torch.expm1(log_ratio(y, q, p).clamp(max=0))
         from_mirror = -torch.expm1(log_ratio(x, p, q).clamp(max=0))
         return wanted - from_mirror
 
-    return first_kept(p, keep, draws, max_tries or MAX_TRIES, first)
+    return first_accepted(p, accept_probability, draws, max_tries or MAX_TRIES, first)
 
 
-def first_kept(
-    p: Gaussian, keep: Callable[[Tensor], Tensor], draws: Draws, max_tries: int, first: int = 0
+def first_accepted(
+    p: Gaussian, accept_probability: Callable[[Tensor], Tensor], draws: Draws, max_tries: int, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: candidates y ~ p in growing blocks, of which the first kept by index is taken.
+    """Rejection sampling: draws candidates y ~ p in growing blocks and takes the first accepted one by index.
 
-    Whether a block after the first one is needed is read from the device.
+    After each block the CPU waits for the device, to know whether another one is needed.
 
     Args:
         p: mean and log sigma [R, 1, d].
-        keep: maps candidates [R, n, d] to their probability of being kept [R, n].
-        draws: maps (first index, how many) to standard normals [R, n, d] and logs of uniform draws [R, n].
-        max_tries: candidates a row at most. first: the candidate to begin with; none of those before it was kept.
+        accept_probability: maps candidates [R, n, d] to probabilities [R, n].
+        draws: maps (first index, number of candidates n) to standard normals [R, n, d] and logs of uniform draws
+            [R, n].
+        max_tries: candidates per row at most. first: index of the first candidate; earlier ones were rejected.
 
     Returns:
-        (y [R, d], tries int64 [R]); where none of max_tries is kept, y is the last and tries are max_tries + 1.
+        (y [R, d], tries int64 [R]); if all of max_tries are rejected, y is the last and tries are max_tries + 1.
     """
     mean, log_sigma = p
     rows = torch.arange(len(mean), device=mean.device)
@@ -145,28 +146,30 @@ def first_kept(
         block = min(block, max_tries - done)
         normal, log_uniform = draws(done, block)
         candidates = torch.addcmul(mean, normal, torch.exp(log_sigma))
-        kept = ~(log_uniform >= keep(candidates).clamp(min=0).log())  # NaN is kept: it would be searched for in vain
-        found = kept.any(-1)
-        place = torch.where(found, kept.int().argmax(-1), block - 1)
+        log_probability = accept_probability(candidates).clamp(min=0).log()
+        accepted = ~(log_uniform >= log_probability)  # NaN is accepted: a search for something else would not end
+        found = accepted.any(-1)
+        index = torch.where(found, accepted.int().argmax(-1), block - 1)
         searching = tries > max_tries
-        y = torch.where(searching.unsqueeze(-1), candidates[rows, place], y)
-        tries = torch.where(searching & found, done + place + 1, tries)
+        y = torch.where(searching.unsqueeze(-1), candidates[rows, index], y)
+        tries = torch.where(searching & found, done + index + 1, tries)
         done += block
         block = max(FIRST_BLOCK, min(4 * block, MOST_AT_ONCE // len(rows)))
     return y, tries
 
 
-# Where chains are kept: tensors with a slot for each, allocated once, which chains join and leave by single rows.
+# The memory of chains: tensors with a slot for each chain, allocated once. Chains join and leave one by one.
 
-LEAST = 16  # slots; more are allocated by doubling
-NOBODY = 0  # the slot that fills up a batch: its chain stands still for good
-LEFT, WAITING, TRIES, FALLBACKS = range(4)  # of `Slots.progress`
-STATE_ROWS, MEAN_P, LOG_SIGMA_P = 8, 4, 5  # of `Slots.state`
+LEAST = 16  # slots; their number doubles when more are needed
+NOBODY = 0  # the slot that pads a batch: its chain always stands still
+LEFT, PHASE, TRIES, FALLBACKS = range(4)  # columns of `Slots.progress`
+MOVING, UNRESOLVED, SEARCHING = range(3)  # phases of a chain, see `Moved`; one with no step left has ended
+STATE_ROWS, MEAN_P, LOG_SIGMA_P = 8, 4, 5  # rows of `Slots.state`
 PER_SLOT = ("state", "progress", "names", "scale", "log_sigma", "draws", "record", "c_embed")
 
 
 class Table(NamedTuple):
-    """The head's modulations, computed before: of all layers side by side [G, C, T, ..], and the layers' widths."""
+    """The head's modulations, computed in advance: all layers side by side [G, C, T, ..], and the layers' widths."""
 
     values: Tensor
     widths: list[int]
@@ -176,38 +179,38 @@ class Table(NamedTuple):
         return self.values.split_with_sizes(self.widths, dim=-1)
 
     def layers_at(self, head: Head, at: Tensor) -> Sequence[Tensor]:
-        """By layer, [G, N, ..], at places [N] of the flat list of all slots' steps."""
+        """By layer, [G, N, ..], at indices [N] into the flat list of all slots' steps."""
         return self.values.flatten(1, 2).index_select(1, at).split_with_sizes(self.widths, dim=-1)
 
 
 class Embeddings(NamedTuple):
-    """What the head's modulations are computed of, where no `Table` fits: t_embed [T, width], c_embed [C, G, width]."""
+    """The inputs of the head's modulations, if no `Table` fits: t_embed [T, width], c_embed [C, G, width]."""
 
     t_embed: Tensor
     c_embed: Tensor
 
     def layers_at(self, head: Head, at: Tensor) -> Sequence[Tensor]:
-        """As that of a `Table`."""
+        """As `Table.layers_at`."""
         num_steps = len(self.t_embed)
         c_embed = self.c_embed.transpose(0, 1).index_select(1, at // num_steps)
         return head.modulations(self.t_embed[at % num_steps], c_embed)
 
 
 class Slots:
-    """C slots of chains of T steps. Values of free slots mean nothing.
+    """C slots for chains of T steps. Values of free slots mean nothing.
 
     Args:
-        num_branches: G, 2 with guidance. tabled: the head's modulations at all steps are kept too.
+        num_branches: G, 2 with guidance. tabled: also store the head's modulations at all steps.
 
     Attributes:
-        state: [C, 8, d], see `draft_verify.Moved`. scale: guidance [C, 1, 1].
-        progress: int64 [C, 4]: the steps left; `Moved.waiting`; of the residual, candidates looked at, and how often
-            none of them was kept.
-        names: int64 [C, 3], the row it is for, and the seed and position of its noise. log_sigma: [C], the sum so far.
+        state: [C, 8, d], see `Moved`. scale: guidance [C, 1, 1].
+        progress: int64 [C, 4]: `Moved.left` and `Moved.phase`; the residual candidates drawn so far, and how often all
+            of them were rejected.
+        names: int64 [C, 3], the chain's row, and the seed and position of its noise. log_sigma: [C], the sum so far.
         draws: [C, T, d + 1], eps_t and the log of a uniform draw for each step. c_embed: [C, G, width], conditions.
-        record: int64 [C, T], see `chain_records.Finished`.
-        first_progress, first_record: of a chain after its first step.
-        key: of graphs that were captured over these tensors.
+        record: int64 [C, T], see `speculative.Finished`.
+        first_progress, first_record: values of a chain after its first step.
+        key: identifies the graphs that were captured over these tensors.
     """
 
     def __init__(
@@ -224,28 +227,27 @@ class Slots:
         self.draws = zeros(num_steps, head.channels + 1)
         self.record = zeros(num_steps, dtype=torch.int64)
         self.c_embed = zeros(num_branches, head.width)
-        self.progress[NOBODY, : WAITING + 1] = num_steps
+        self.progress[NOBODY, LEFT] = num_steps  # so that its window lies in its own slot, the first one
+        self.progress[NOBODY, PHASE] = SEARCHING
         self.first_progress, self.first_record = self.progress.new_zeros(4), self.record.new_zeros(num_steps)
-        self.first_progress[LEFT].fill_(num_steps - 1)  # to assign the number would copy it
+        self.first_progress[LEFT].fill_(num_steps - 1)  # an assignment would copy the number from the CPU
         self.first_record[-1].fill_(1)
         self.key = object()
         self._table: Table | None = None
         self.clear()
 
     def clear(self) -> None:
-        """Makes all slots free."""
-        self._free = [*range(self.capacity - 1, NOBODY, -1)]  # the next one is the last
+        self._free = [*range(self.capacity - 1, NOBODY, -1)]  # the next slot to take is the last
 
     def take(self, count: int) -> list[int]:
-        """Free slots, the first ones first."""
+        """`count` free slots, the lowest first."""
         return [self._free.pop() for _ in range(count)]
 
     def release(self, slots: Sequence[int]) -> None:
-        """Makes slots free."""
         self._free = sorted([*self._free, *slots], reverse=True)
 
     def adopt(self, other: Slots, live: Sequence[int]) -> None:
-        """Takes over the chains in another's slots: they are in the first slots here, in their order."""
+        """Copies the chains in the `live` slots of `other` to the first slots here, in their order."""
         here = send_integers(self.take(len(live)), self.state.device)
         there = send_integers(live, self.state.device)
         for name in PER_SLOT:
@@ -254,51 +256,51 @@ class Slots:
             self.write_modulations(here, [layer[:, there] for layer in other._table.layers()])
 
     def modulations(self, t_embed: Tensor) -> Table | Embeddings:
-        """As rounds look them up or compute them; t_embed: [T, width], of all steps."""
+        """The modulations' table, or their inputs if there is no table; t_embed: [T, width], of all steps."""
         return self._table or Embeddings(t_embed, self.c_embed)
 
     def write_modulations(self, slots: Tensor, layers: Sequence[Tensor]) -> None:
-        """Modulations by layer, [G, N, T, ..] each, of the chains in slots [N]."""
+        """Stores the modulations of the chains in slots [N]: by layer, [G, N, T, ..] each."""
         if self._table is None:
             widths = [layer.shape[-1] for layer in layers]
             shape = self.num_branches, self.capacity, self.num_steps, sum(widths)
-            self._table = Table(layers[0].new_empty(shape), widths)  # large, and few of its rows may be needed
+            self._table = Table(layers[0].new_empty(shape), widths)  # not zeroed: it is large
         for own, layer in zip(self._table.layers(), layers):
             own[:, slots] = layer
 
 
 def capacity_for(needed: int, most: int) -> int:
-    """Slots to allocate where so many are needed: a power of two, but not beyond `most` while that is enough."""
+    """Slots to allocate: a power of two, at least `needed`; at most `most` if that is enough."""
     doubled = max(LEAST, 1 << (needed - 1).bit_length())
     return min(doubled, most) if needed <= most else doubled
 
 
 def table_size(head: Head, num_branches: int, precision: Precision) -> int:
-    """Chains times steps whose modulations may be held at once, for `num_branches`; beyond it rounds compute them."""
-    size = modulation_size(head) // 4 * precision.dtype.itemsize  # of a chain's step and class
+    """Chains times steps whose modulations fit in memory at once; for more, every pass computes them."""
+    size = modulation_size(head) // 4 * precision.dtype.itemsize  # for one step of a chain, and one branch
     return most_bytes(precision.device) // (num_branches * size)
 
 
-# The states of chains that wait, since `gaussian.resample` left them open.
+# The states that `resample` left open.
 
 
 def draw_residual(
     slots: Slots, noise: types.ModuleType, offset: int, first: int, max_tries: int, rows: Tensor
 ) -> Tensor:
-    """Draws the states that chains in slots `rows`, int64 [R], wait for; those that get one go on.
+    """Draws the unresolved states of chains in slots `rows`, int64 [R]; chains that get one go on.
 
-    Of the first candidates alone it is a function of fixed shape, which reads nothing from the device.
+    With the first block of candidates alone it has fixed shapes and reads nothing from the device.
 
     Args:
         noise, offset: of the candidates, see `cspd.noise.candidates`. first, max_tries: which candidates, see
-            `gaussian.first_kept`. If they are the last that there are, all chains go on.
+            `first_accepted`. If they are the last ones, all chains go on.
 
     Returns:
         The chains' progress, see `Slots`: int64 [R, 4].
     """
     state, progress = slots.state.index_select(0, rows), slots.progress.index_select(0, rows)
     _, seed, position = slots.names.index_select(0, rows).unbind(1)
-    begun_at = (slots.record.index_select(0, rows) != 0).int().argmax(1)  # the last round, by its step
+    begun_at = (slots.record.index_select(0, rows) != 0).int().argmax(1)  # the step at which the last pass began
 
     def draws(first: int, num: int) -> tuple[Tensor, Tensor]:
         normals, uniform = noise.candidates(seed, position, begun_at, first, num, state.shape[-1], offset)
@@ -306,42 +308,41 @@ def draw_residual(
 
     mean_p, log_sigma_p, mean_q, log_sigma_q = state[:, MEAN_P:].unbind(1)
     drawn, tries = residual((mean_p, log_sigma_p), (mean_q, log_sigma_q), draws, first, max_tries)
-    missed = (tries > max_tries) | (rows == NOBODY)  # who waits for good
+    missed = (tries > max_tries) | (rows == NOBODY)  # so that nobody's chain never moves
     state[:, 0] = drawn
     progress[:, TRIES] += tries.clamp(max=max_tries) - first
     if max_tries == MAX_TRIES:
-        progress[:, WAITING] = 0
+        progress[:, PHASE] = MOVING
         progress[:, FALLBACKS] += missed
     else:
-        progress[:, WAITING] = (progress[:, WAITING] + slots.num_steps) * missed
+        progress[:, PHASE] = torch.where(missed, SEARCHING, MOVING)
     slots.state.index_copy_(0, rows, state)
     slots.progress.index_copy_(0, rows, progress)
     return progress
 
 
-# One round of speculative denoising, as functions on tensors: draft, verify, accept, resample.
+# One pass of speculative denoising, as functions on tensors: draft, verify, accept, resample.
 #
 # Source: De Bortoli et al. 2025 (arXiv 2501.05370), with calibrated linear drafts. A token's denoising chain is a
-# Markov chain of diagonal Gaussians, and for those speculative sampling is exact. The *anchor* is the last state x' at
-# which the head was evaluated, always at step t + 1, with the head's outputs (eps', v') there. A round of a chain at
+# Markov chain of diagonal Gaussians, for which speculative sampling is exact. The *anchor* is the last state x' at
+# which the head was evaluated, always at step t + 1, with the head's outputs (eps', v') there. A pass of a chain at
 # state x_t:
 #
 # 1. Draft: predict the head's outputs at the next W steps from the anchor. Each prediction gives a Gaussian q_w. Draw
-#    a
-#    state y_w from each with the chain's own noise.
+#    a state y_w from each with the chain's own noise.
 # 2. Verify: evaluate the head at x_t, y_1 .. y_{W-1} in one batched call. This gives the target's Gaussians p_w.
-# 3. Accept: y_w is accepted if a uniform draw is below p_w(y_w) / q_w(y_w). The longest accepted prefix is kept.
-# 4. Resample: replace the first rejected state by one that makes it a draw of p_w, whatever q_w was.
-# 5. Go on from there: the input that led to this state is the new anchor.
+# 3. Accept: y_w is accepted if a uniform draw is below p_w(y_w) / q_w(y_w). The longest accepted prefix is committed.
+# 4. Resample: replace the first rejected state by a draw of norm(max(0, p_w - q_w)), so that it is a draw of p_w.
+# 5. Go on from there: the head's input before this state is the new anchor.
 #
-# A window is cut off at step 0. That step adds no noise and is never judged: the token is p's mean.
+# A window is cut off at step 0. That step adds no noise and is never rejected: the token is p's mean.
 
 
 class Columns(NamedTuple):
     """The columns of a draft table, [..., 3 + W] and five of [..., 1].
 
     Attributes:
-        mix: y_w is their product with (x_t, eps', x', sigma_1 eps_1 .. sigma_W eps_W).
+        mix: the weights of y_w on (x_t, eps', x', sigma_1 eps_1 .. sigma_W eps_W).
         base_q, slope: log sigma_q = base_q + slope v'.
         mean_x, mean_eps: p's mean = mean_x x + mean_eps eps, at an input x with the head's eps.
         base_p: log sigma_p = base_p + slope v, with the head's v.
@@ -359,47 +360,48 @@ NUM_SCALARS = len(Columns._fields) - 1  # columns of a draft table after the 3 +
 
 
 class Lookup(NamedTuple):
-    """What a round looks up by the steps that are left to a chain, from 0 to T.
+    """Tables indexed by the steps that a chain has left, from 0 to T.
 
     Attributes:
-        draft: float32 [T + 1, W, 3 + W + 5], see `draft_table`; zeros where no step is left.
-        decides: int64 [T + 1, 2], how many steps a round decides at most, and the last of them by its place from 0.
+        draft: float32 [T + 1, W, 3 + W + 5], see `draft_table`; zeros if no step is left.
+        limits: int64 [T + 1, 2], the steps that a pass decides at most, and the last of them as an index from 0.
         lags: int64 [W], 1 .. W.
     """
 
     draft: Tensor
-    decides: Tensor
+    limits: Tensor
     lags: Tensor
 
 
 def lookup(table: Tensor) -> Lookup:
-    """What rounds look up, for a `draft_table`."""
+    """The `Lookup` of a `draft_table`."""
     num_steps, window = table.shape[:2]
     most = torch.arange(num_steps + 1, device=table.device).clamp(max=window)
     return Lookup(
         draft=torch.cat([torch.zeros_like(table[:1]), table]),
-        decides=torch.stack([most, (most - 1).clamp(min=0)], dim=1),
+        limits=torch.stack([most, (most - 1).clamp(min=0)], dim=1),
         lags=torch.arange(1, window + 1, device=table.device),
     )
 
 
 class Moved(NamedTuple):
-    """What a round does to R chains.
+    """R chains after a pass.
 
     Attributes:
         state: [R, 8, d]: the state x_t; the anchor's eps', x' and v'; and of the last step decided, means and log
-            sigmas of the Gaussians p and q. Where no step is left, p's mean is the token.
-        left: int64 [R], the steps left.
-        waiting: int64 [R], 0; or T or more, where `gaussian.residual` must draw the state before the chain can go on.
-        place: int64 [R], the step that the round began at, in the flat list of all slots' steps.
-        record: int64 [R], what `chains.Finished.record` has there; 0 for a chain that stood still.
-        log_sigma: [R], if traced, log sigma_p summed over channels and the decided steps but step 0.
+            sigmas of the Gaussians p and q. If no step is left, p's mean is the token.
+        left: int64 [R], the steps left. A chain with 0 has ended, whatever its phase.
+        phase: int64 [R]: MOVING; or the last state was rejected and must be drawn by `residual` before the chain can
+            go on. Then it is UNRESOLVED, and SEARCHING after the first block of candidates was rejected.
+        step_index: int64 [R], the step at which the pass began, in the flat list of all slots' steps.
+        record: int64 [R], the value of `speculative.Finished.record` there; 0 for a chain that stood still.
+        log_sigma: [R], if traced, log sigma_p summed over channels and the decided steps except step 0.
     """
 
     state: Tensor
     left: Tensor
-    waiting: Tensor
-    place: Tensor
+    phase: Tensor
+    step_index: Tensor
     record: Tensor
     log_sigma: Tensor | None
 
@@ -407,10 +409,10 @@ class Moved(NamedTuple):
 def draft_table(
     coefficients: np.ndarray, drift: np.ndarray, num_steps: int, window: int, temperature: float
 ) -> np.ndarray:
-    """The `Columns` of every window, float32 [T, W, 3 + W + 5]: row t is for a round that begins at x_t.
+    """The `Columns` of every window, float32 [T, W, 3 + W + 5]: row t is for a pass that begins at x_t.
 
     The drafted noise prediction is linear, eps~ = c0 y + c1 eps' + c2 x'. So every drafted state is a linear
-    combination of (x_t, eps', x') and the noise. Places beyond step 0 are zeros.
+    combination of (x_t, eps', x') and the noise. Entries beyond step 0 are zeros.
 
     Args:
         coefficients: (c0, c1, c2) [T, lags, 3] by step and lag, lags from 1; drift: mean change of v [T, lags].
@@ -423,7 +425,7 @@ def draft_table(
     y = np.zeros((num_steps, 3 + window))
     y[:, 0] = 1
     for w in range(window):
-        start = np.arange(w, num_steps)  # windows that are at or above step 0 after w steps
+        start = np.arange(w, num_steps)  # windows that have a w-th step
         step = start - w
         c0, c1, c2 = coefficients[step, w].astype(np.float64).T
         mean_x, mean_eps = s.mean_x[step], s.mean_eps[step]
@@ -439,7 +441,7 @@ def draft_table(
 
 
 def draft(columns: Columns, state: Tensor, eps_t: Tensor) -> tuple[Tensor, Gaussian]:
-    """Step 1: the drafted states y [R, W, d], and the Gaussians q that they are draws of.
+    """Step 1: the drafted states y [R, W, d], and the Gaussians q that they are drawn from.
 
     Args:
         state: see `Moved`. eps_t: [R, W, d], the noise of each step.
@@ -447,7 +449,7 @@ def draft(columns: Columns, state: Tensor, eps_t: Tensor) -> tuple[Tensor, Gauss
     log_sigma = torch.addcmul(columns.base_q, columns.slope, state[:, 3:4])
     noise = log_sigma.exp() * eps_t
     sources = torch.cat([state[:, :3], noise], dim=1)
-    # no matrix product: in low precision its rounding would make y a draw of something else than q
+    # not a matrix product: rounded in low precision, y would no longer be a draw of q
     y = (columns.mix.unsqueeze(-1) * sources.unsqueeze(1)).sum(2)
     return y, (y - noise, log_sigma)
 
@@ -455,9 +457,9 @@ def draft(columns: Columns, state: Tensor, eps_t: Tensor) -> tuple[Tensor, Gauss
 def evaluate_filled(
     head: Head, x: Tensor, modulations: Sequence[tuple[Tensor, ...]], scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`ancestral.evaluate`, rounded alike in every batch: modulations [G, N, width] of the flat rows of x, filled up.
+    """`chain.evaluate`, rounded alike in every batch: modulations [G, N, width] of the flat rows of x, padded.
 
-    Rounding can flip a decision, and the first step multiplies it by 316 at T = 100 and by 4,500 at T = 8.
+    Rounding can flip a decision, and the first step multiplies its error by 316 at T = 100 and by 4,500 at T = 8.
     """
     rows = x.shape[:-1]
     out = head.denoise(fill(x.flatten(0, -2)), modulations)
@@ -476,7 +478,7 @@ def first_step(
     """Step T - 1, ancestral: the state after it with its anchor [N, 4, d], and log sigma [N, d].
 
     Args:
-        x, eps_t: x_T and the step's noise [N, d]. layers: the head's modulations, of rows filled up.
+        x, eps_t: x_T and the step's noise [N, d]. layers: the head's modulations of the padded rows.
         scale, temperature: [N, 1].
     """
     s, last = schedule(num_steps), num_steps - 1
@@ -490,7 +492,7 @@ def first_step(
 def verify(
     head: Head, columns: Columns, inputs: Tensor, layers: Sequence[Tensor], scale: Tensor
 ) -> tuple[Tensor, Tensor, Gaussian]:
-    """Step 2: the head's (eps, v) at the inputs [R, W, d], and the target's Gaussians p of the states after them."""
+    """Step 2: the head's (eps, v) at the inputs [R, W, d], and the target's Gaussians p of the next states."""
     eps, v = evaluate_filled(head, inputs, head.split(layers), scale)
     mean = torch.addcmul(columns.mean_x * inputs, columns.mean_eps, eps)
     log_sigma = torch.addcmul(columns.base_p, columns.slope, v)
@@ -501,7 +503,7 @@ def accept(y: Tensor, p: Gaussian, q: Gaussian, eps_t: Tensor, log_uniform: Tens
     """Step 3: the length of the longest accepted prefix, int64 [R].
 
     Args:
-        eps_t: y standardised under q. log_uniform: of the uniform draws, [R, W, 1]; -inf at step 0, which is accepted.
+        eps_t: y standardised under q. log_uniform: log u [R, W, 1]; -inf at step 0, so that it is accepted.
     """
     (mean_p, log_sigma_p), (_, log_sigma_q) = p, q
     z_p = (y - mean_p) * torch.exp(-log_sigma_p)
@@ -511,11 +513,11 @@ def accept(y: Tensor, p: Gaussian, q: Gaussian, eps_t: Tensor, log_uniform: Tens
     return accepted.cumprod(1).sum(1)
 
 
-def take_step(values: list[Tensor], at: Tensor) -> Tensor:
-    """One step of every window: [R, n] of values [R, W, ..] side by side; `at` int64 [R] in the flat list of all steps.
+def gather_last(values: list[Tensor], at: Tensor) -> Tensor:
+    """The values [R, W, ..] of one step of every window, side by side [R, n]; at: int64 [R], flat index of the step.
 
-    The values are packed so that one gather serves all of them: nine gathers are seven more kernel launches, and in
-    small batches a round's time is its launches.
+    One gather of concatenated values needs seven kernel launches less than nine gathers. In small batches the launches
+    are most of a pass's time.
     """
     return torch.cat(values, dim=-1).flatten(0, 1).index_select(0, at)
 
@@ -525,61 +527,61 @@ def move(
     lookup: Lookup,
     draws: Tensor,
     modulations: Table | Embeddings,
-    windows: Tensor,
-    begin: Tensor,
+    end_indices: Tensor,
+    row_starts: Tensor,
     scale: Tensor,
     state: Tensor,
     left: Tensor,
-    waiting: Tensor,
+    phase: Tensor,
     trace_sigma: bool = False,
 ) -> Moved:
-    """A round of R chains, steps 1 to 5, with one head call. A chain that has ended or waits stands still.
+    """One pass of R chains, steps 1 to 5, with one head call. A chain that has ended or is not MOVING stands still.
 
     Args:
         draws: [C, T, d + 1], eps_t and the log of a uniform draw for the steps of C slots.
-        modulations: the head's, computed before or not.
-        windows: int64 [R, W], where the windows of a chain with no step left would be in that list.
-        begin: int64 [R], where each chain's window begins in the flat list of the windows' steps.
-        scale: guidance [R, 1, 1]. state, left, waiting: as in `Moved`. trace_sigma: whether to sum log sigma_p.
+        modulations: of the head, as a table or as their inputs.
+        end_indices: int64 [R, W], indices of a window in the flat list of all slots' steps if no step were left.
+        row_starts: int64 [R], index of each window's first step in the flat list of all windows' steps, W r.
+        scale: guidance [R, 1, 1]. state, left, phase: as in `Moved`. trace_sigma: whether to sum log sigma_p.
     """
-    num_steps, window = len(lookup.draft) - 1, len(lookup.lags)
+    window = len(lookup.lags)
     num_chains, _, channels = state.shape
-    moving = left > waiting
+    moving = (left > 0) & (phase == MOVING)
 
-    # look up what belongs to the windows' steps; what is beyond step 0 is another slot's, is computed and not used
-    steps_left = left * moving
+    # look up the values of each window's steps; those beyond step 0 belong to another slot and are not used
+    steps_left = torch.where(moving, left, 0)
     widths = [3 + window] + [1] * NUM_SCALARS
     columns = Columns(*lookup.draft.index_select(0, steps_left).split_with_sizes(widths, dim=-1))
-    most, last_place = lookup.decides.index_select(0, steps_left).unbind(1)
-    at = windows + left.unsqueeze(1)
-    own_draws = draws.view(-1, channels + 1).index_select(0, at.view(-1)).view(num_chains, window, -1)
-    eps_t, log_uniform = own_draws.split_with_sizes([channels, 1], dim=-1)
-    layers = modulations.layers_at(head, fill(at.view(-1, 1)).view(-1))
+    max_decided, max_last = lookup.limits.index_select(0, steps_left).unbind(1)
+    step_indices = end_indices + left.unsqueeze(1)
+    own_draws = draws.view(-1, channels + 1).index_select(0, step_indices.view(-1))
+    eps_t, log_uniform = own_draws.view(num_chains, window, -1).split_with_sizes([channels, 1], dim=-1)
+    layers = modulations.layers_at(head, fill(step_indices.view(-1, 1)).view(-1))
 
-    # 1. draft
+    # 1. draft y_w ~ q_w
     y, q = draft(columns, state, eps_t)
 
-    # 2. verify: y_w is judged by the head's output at the state before it
+    # 2. verify: the head's output at the state before y_w gives p_w
     x_t = state[:, :1]
     inputs = torch.cat([x_t, y[:, :-1]], dim=1)
     eps, v, p = verify(head, columns, inputs, layers, scale)
 
-    # 3. accept: decided are the accepted prefix and a rejected step after it; places in a window count from 0
+    # 3. accept while u < p_w(y_w) / q_w(y_w): the accepted prefix and the first rejected step are decided
     num_accepted = accept(y, p, q, eps_t, log_uniform)
-    rejected = num_accepted < most
-    last = torch.minimum(num_accepted, last_place)
-    decided = last + moving
+    rejected = num_accepted < max_decided
+    last = torch.minimum(num_accepted, max_last)  # index of the last decided step in the window
+    decided = torch.where(moving, last + 1, 0)
 
-    # 4. resample: the last state decided, if it was rejected
-    taken = take_step([eps, inputs, v, *p, *q, y, log_uniform], begin + last).split([7 * channels, channels, 1], dim=1)
-    anchor_p_q, y_last, log_uniform_last = taken
+    # 4. resample the last decided state from norm(max(0, p - q)), if it was rejected
+    gathered = gather_last([eps, inputs, v, *p, *q, y, log_uniform], row_starts + last)
+    anchor_p_q, y_last, log_uniform_last = gathered.split([7 * channels, channels, 1], dim=1)
     anchor_p_q = anchor_p_q.unflatten(1, (7, channels))
     mean_p, log_sigma_p, mean_q, log_sigma_q = anchor_p_q[:, 3:].unbind(1)
     p_last, q_last = (mean_p, log_sigma_p), (mean_q, log_sigma_q)
     resampled, lost = resample(y_last, log_uniform_last.squeeze(-1), p_last, q_last)
     unresolved = rejected & lost
 
-    # 5. go on from there; where step 0 was decided, p's mean is the token
+    # 5. go on from there; after step 0, p's mean is the token
     x = torch.where(rejected.unsqueeze(-1), resampled, y_last)
     moved = torch.cat([x.unsqueeze(1), anchor_p_q], dim=1)
     log_sigma = None
@@ -589,18 +591,18 @@ def move(
     return Moved(
         state=torch.where(moving.view(-1, 1, 1), moved, state),
         left=left - decided,
-        waiting=torch.add(waiting, unresolved, alpha=num_steps),
-        place=at[:, 0],
-        record=torch.addcmul(decided, decided, rejected, value=-2),
+        phase=torch.where(unresolved, UNRESOLVED, phase),
+        step_index=step_indices[:, 0],
+        record=torch.where(rejected, -decided, decided),
         log_sigma=log_sigma,
     )
 
 
-# What computes a round of chains: `draft_verify.move` as it is, compiled, or Triton kernels that do the same.
+# Three versions of a pass that compute the same: `move`, compiled `move`, and Triton kernels.
 
 
 def move_on(device: torch.device, compiled: bool) -> Callable[..., Moved]:
-    """What has the arguments and results of `move`, for a device."""
+    """The version of `move` for a device."""
     if compiled:
         return compiled_move()
     return move_by_kernels if kernels.available(device) else move
@@ -611,11 +613,12 @@ def compiled_move() -> Callable[..., Moved]:
     """`move` by torch.compile, for any number of chains: half a minute on first use, then fewer and larger kernels."""
     compiled, calls = torch.compile(move, dynamic=True), itertools.count()
 
-    def told(*args: object, **more: object) -> Moved:
-        with telling("compiling speculative rounds, about half a minute") if next(calls) == 0 else nullcontext():
+    def call(*args: object, **more: object) -> Moved:
+        is_first = next(calls) == 0
+        with telling("compiling speculative passes, about half a minute") if is_first else nullcontext():
             return compiled(*args, **more)
 
-    return told
+    return call
 
 
 def move_by_kernels(
@@ -623,24 +626,24 @@ def move_by_kernels(
     lookup: Lookup,
     draws: Tensor,
     modulations: Table | Embeddings,
-    windows: Tensor,
-    begin: Tensor,
+    end_indices: Tensor,
+    row_starts: Tensor,
     scale: Tensor,
     state: Tensor,
     left: Tensor,
-    waiting: Tensor,
+    phase: Tensor,
     trace_sigma: bool = False,
 ) -> Moved:
-    """`move` with a launch before the head call and one after it; log sigma_p is summed always.
+    """`move` with one launch before the head call and one after it; log sigma_p is always summed.
 
-    A table of modulations is read where it is, not gathered.
+    A table of modulations is read in its memory, not gathered.
     """
     from cspd.kernels.head import denoise
     from cspd.kernels.speculative import after_head, before_head
 
-    left, waiting = left.contiguous(), waiting.contiguous()  # columns of the slots' progress at first
-    given = lookup.draft, draws, windows, state, left, waiting
-    inputs, last, at = before_head(*given, filled(windows.numel()))
+    left, phase = left.contiguous(), phase.contiguous()  # in the first pass they are columns of the slots' progress
+    given = lookup.draft, draws, end_indices, state, left, phase
+    inputs, last, at = before_head(*given, filled(end_indices.numel()))
     if isinstance(modulations, Table):
         layers = [layer.flatten(1, 2) for layer in modulations.layers()]
         out = denoise(head, inputs, head.split(layers), at)

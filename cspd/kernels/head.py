@@ -96,7 +96,7 @@ def ancestral_step_kernel(
 
 
 @triton.jit(do_not_specialize=["num", "channels", "num_steps"])
-def _window_kernel(
+def _segment_kernel(
     x,
     out,
     noise,
@@ -139,7 +139,7 @@ def _window_kernel(
     tl.store(after + lane, state, inside)
 
 
-def window_step(
+def segment_step(
     x: Tensor,
     out: Tensor,
     noise: Tensor,
@@ -163,7 +163,7 @@ def window_step(
         difference = x.new_empty(x.shape)
     after = x.new_empty(x.shape)
     launch(
-        _window_kernel,
+        _segment_kernel,
         triton.cdiv(x.numel(), BLOCK),
         x,
         out,

@@ -16,13 +16,13 @@ from cspd.heads import (
     speculative,  # noqa: F401 - the samplers of the head register their names
 )
 from cspd.heads.chain import DENOISERS, Denoised, Rows, advance, check_ancestral
-from cspd.heads.verify import first_kept
+from cspd.heads.verify import first_accepted
 from cspd.masked.runner import MARRunner
 from cspd.method import Method, choices
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
 
-# What CSpD decides by (arXiv 2411.11925, section 3.2): the ratio of two denoising chains' densities at a token.
+# CSpD's acceptance ratio (arXiv 2411.11925, section 3.2): the ratio of two denoising chains' densities at a token.
 
 SIGMA = Option(
     "sigma",
@@ -34,11 +34,11 @@ SIGMA = Option(
 
 
 class Paths(NamedTuple):
-    """Tokens, and the Gaussians of the chains that made them; indexed, those of some.
+    """Tokens, and the Gaussians of the chains that made them.
 
     Attributes:
-        tokens: [..., d], which are the means of the last step. log_sigma: [...], summed over channels and the steps
-            T - 1 .. 1. log_sigma_last: [..., d], at step 0, where sampling adds no noise but a sigma exists.
+        tokens: [..., d], the means of the last step. log_sigma: [...], summed over channels and the steps T - 1 .. 1.
+            log_sigma_last: [..., d], at step 0, where sampling adds no noise but a sigma exists.
     """
 
     tokens: Tensor
@@ -56,7 +56,7 @@ def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float, sigma: st
     its inverse, see `SIGMA`.
     """
     log_big_sigma = p.log_sigma - q.log_sigma if sigma == "published" else q.log_sigma - p.log_sigma
-    # the last step's Gaussians, with their means and sigmas; only the z-scores are tempered
+    # the last step's Gaussians; only the z-scores are tempered
     mean_p, mean_q = p.tokens[:, None], q.tokens[:, None]
     log_sigma_p, log_sigma_q = p.log_sigma_last[:, None], q.log_sigma_last[:, None]
     z_p = (x - mean_p) * torch.exp(-log_sigma_p) / ratio_temperature
@@ -65,19 +65,19 @@ def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float, sigma: st
     return log_big_sigma[:, None] + last.sum(-1)
 
 
-# CSpD: a smaller MAR drafts tokens, the target accepts or resamples them them. Guarantee: heuristic.
+# The method. Source: Continuous Speculative Decoding (arXiv 2411.11925), Algorithm 1.
 #
-# Source: Continuous Speculative Decoding (arXiv 2411.11925), Algorithm 1. The acceptance ratio compares two chains
-# that visit different states. So it is not a density ratio at one point, and the output's distribution is not the
-# target's. Taken literally (ratio temperature 1) it accepts nothing, since the last step's sigma is far below the
-# distance of the two models' tokens. The authors' code divides that step's z-scores by 42, which is the default here.
+# The acceptance ratio compares two chains that visit different states. So it is not a density ratio at one point, and
+# the output's distribution is not the target's. Taken literally (ratio temperature 1) it accepts nothing, since the
+# last step's sigma is far below the distance of the two models' tokens. The released code divides that step's z-scores
+# by 42, which is the default here.
 
 OPTIONS = (
     Option("gamma", int, "tokens drafted per round", default=8, low=1),
     Option(
         "verify",
         ("parallel", "sequential"),
-        "verify all drafted tokens from the verified prefix, or each one after those before it",
+        "verify all drafted tokens from the verified prefix, or each token after the drafted ones before it",
         default="parallel",
     ),
     Option(
@@ -93,7 +93,7 @@ OPTIONS = (
     Option(
         "prefill",
         float,
-        "fraction of the tokens that the target generates alone, at first",
+        "fraction of the tokens that the target generates alone, before drafting begins",
         default=0.05,
         high=1,
         metavar="P",
@@ -101,7 +101,7 @@ OPTIONS = (
     *(
         option
         for option in choices("chains", DENOISERS, "how both models denoise a token", default="ancestral")
-        if option.name != "audit"  # nobody is told of an audit of two models' chains
+        if option.name != "audit"  # an audit of two models' chains is not reported
     ),
 )
 MAX_TRIES = 100
@@ -110,13 +110,13 @@ MAX_TRIES = 100
 def _denoise(
     runner: MARRunner, model: str, request: Request, rows: Rows, z: Tensor, index: int = 0
 ) -> tuple[Paths, Denoised]:
-    """Rows by a model's head, as the request's chains are: their paths, and what they cost."""
+    """Draws rows with a model's head by the request's chains: their paths, and their costs."""
     made = DENOISERS[request.chains].denoise(runner, model, rows, z, index=index, densities=True)
     return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
 
 
-class _Running:
-    """How many of each sequence's drafts were judged and accepted, by how far ahead and by rank."""
+class _Counts:
+    """Counts of each sequence's verified and accepted drafts, by steps ahead and by rank."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -127,32 +127,36 @@ class _Running:
         """Adds a round's decisions on a sequence's next tokens: bool [n], in their order."""
         by_lag = self.by_lag.setdefault(sequence, np.zeros((2, sequence.request.gamma), dtype=np.int64))
         by_rank = self.by_rank.setdefault(sequence, np.zeros((2, self.length), dtype=np.int64))
-        num, known = len(accepted), sequence.num_committed
-        judged_and_accepted = np.stack([np.ones_like(accepted), accepted])
-        by_lag[:, :num] += judged_and_accepted
-        by_rank[:, known : known + num] += judged_and_accepted
+        num, first_rank = len(accepted), sequence.num_committed
+        verified_and_accepted = np.stack([np.ones_like(accepted), accepted])
+        by_lag[:, :num] += verified_and_accepted
+        by_rank[:, first_rank : first_rank + num] += verified_and_accepted
 
 
-def _running(runner: MARRunner, sequence: Sequence) -> _Running:
-    return runner.kept[sequence.key].setdefault("counts", _Running(runner.seq_len))
+def _counts(runner: MARRunner, sequence: Sequence) -> _Counts:
+    return runner.round_state[sequence.key].setdefault("counts", _Counts(runner.seq_len))
 
 
 def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
     """Drafts counts[i] tokens of batch[i] one after the other and writes them to the slots: fields [B, gamma, ...]."""
     request, channels = batch[0].request, runner.config.token_dim
-    by_token = torch.zeros(len(batch), max(counts), device=runner.device)
-    by_channel = torch.zeros(*by_token.shape, channels, device=runner.device)
-    drafted = Paths(tokens=by_channel, log_sigma=by_token, log_sigma_last=by_channel.clone())
+    shape = len(batch), max(counts)
+    drafted = Paths(
+        tokens=torch.zeros(*shape, channels, device=runner.device),
+        log_sigma=torch.zeros(shape, device=runner.device),
+        log_sigma_last=torch.zeros(*shape, channels, device=runner.device),
+    )
     watch.start("draft")
     for offset in range(max(counts)):
         index = [i for i, count in enumerate(counts) if count > offset]
         active = [batch[i] for i in index]
         rows = runner.rows(active, [sequence.num_committed + offset for sequence in active], [1] * len(active))
-        paths, made = _denoise(runner, "draft", request, rows, runner.conditions(active, rows, "draft"))
+        z = runner.conditions(active, rows, "draft")
+        paths, made = _denoise(runner, "draft", request, rows, z)
         runner.commit(rows, paths.tokens)
-        where = send_integers(index, runner.device)
+        drafting = send_integers(index, runner.device)
         for values, of_step in zip(drafted, paths):
-            values[where, offset] = of_step
+            values[drafting, offset] = of_step
         for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
             sequence.stats.draft_backbone_calls += 1
             sequence.stats.draft_head_calls += head_calls
@@ -167,8 +171,8 @@ def _resample(
     seed, position = rows.seed[which], rows.position[which]
     channels = p.tokens.shape[-1]
 
-    def keep(y: Tensor) -> Tensor:
-        """eq. 11's alpha_s = max(0, 1 - q(y) / p(y)), Sigma included."""
+    def accept_probability(y: Tensor) -> Tensor:
+        # eq. 11: alpha_s = max(0, 1 - q(y) / p(y)), Sigma included
         return -torch.expm1(-log_ratio(y, p, q, request.ratio_temperature, request.sigma).clamp(min=0))
 
     def draws(first: int, num: int) -> tuple[Tensor, Tensor]:
@@ -177,9 +181,9 @@ def _resample(
 
     # candidates come from the target's own last step, tau sigma_p: only the ratio is tempered
     proposal = p.tokens[:, None], p.log_sigma_last[:, None]
-    tokens, tries = first_kept(proposal, keep, draws, MAX_TRIES)
-    none_kept = (tries > MAX_TRIES).unsqueeze(-1)
-    return torch.where(none_kept, p.tokens, tokens), tries
+    tokens, tries = first_accepted(proposal, accept_probability, draws, MAX_TRIES)
+    all_rejected = (tries > MAX_TRIES).unsqueeze(-1)
+    return torch.where(all_rejected, p.tokens, tokens), tries
 
 
 def run_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
@@ -191,27 +195,26 @@ def run_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> lis
         rows = runner.next_rows(starting, limit=prefill)
         advance(runner, starting, rows, watch)
         runner.token_cost[rows.slot, rows.position] = torch.full_like(rows.scale[:, 0], torch.nan)
-    going = [sequence for sequence in batch if sequence not in starting]
-    if going:
-        _speculate(runner, going, watch)
+    prefilled = [sequence for sequence in batch if sequence not in starting]
+    if prefilled:
+        _speculate(runner, prefilled, watch)
     finished = [sequence for sequence in batch if sequence.num_committed == length]
-    running = _running(runner, batch[0])
+    counts = _counts(runner, batch[0])
     for sequence in finished:
-        for name in ("by_lag", "by_rank"):
-            counts = getattr(running, name).pop(sequence, None)
-            if counts is not None:
-                setattr(sequence.stats, name, counts.tolist())
+        if sequence in counts.by_lag:
+            sequence.stats.by_lag = counts.by_lag.pop(sequence).tolist()
+            sequence.stats.by_rank = counts.by_rank.pop(sequence).tolist()
     return finished
 
 
 def _speculate(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> None:
-    """A round of Algorithm 1."""
+    """Runs a round of Algorithm 1."""
     request, length = batch[0].request, runner.seq_len
-    known = [sequence.num_committed for sequence in batch]
-    counts = [min(request.gamma, length - num_known) for num_known in known]
-    rows = runner.rows(batch, known, counts)
+    committed = [sequence.num_committed for sequence in batch]
+    counts = [min(request.gamma, length - num_committed) for num_committed in committed]
+    rows = runner.rows(batch, committed, counts)
 
-    # draft: gamma tokens one after the other, with the noise that the target will have
+    # draft: gamma tokens one after the other, with the same noise as the target
     q = _draft(runner, batch, counts, watch).at(rows.sequence, rows.offset)
 
     # verify: denoise the same tokens with the target, and accept with probability min(1, p / q), eq. 4
@@ -223,10 +226,10 @@ def _speculate(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> No
     uniform = runner.noise.token_accept_uniforms(rows.seed, rows.position)
     watch.start("other")
     accepted = (uniform.log() < ratio).cpu().numpy()
-    committed = _num_committed(request, counts, accepted)
-    decided = np.concatenate([np.arange(count) < num for count, num in zip(counts, committed)])
+    num_decided = _num_decided(request, counts, accepted)
+    decided = np.concatenate([np.arange(count) < num for count, num in zip(counts, num_decided)])
 
-    # resample what was rejected, eq. 11
+    # resample the rejected tokens, eq. 11
     tries = np.zeros(len(accepted), dtype=np.int64)
     rejected = np.flatnonzero(decided & ~accepted)
     if len(rejected):
@@ -235,11 +238,11 @@ def _speculate(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> No
         runner.tokens[rows.slot[which], rows.position[which]] = tokens
         tries[rejected] = tried.cpu().numpy()
 
-    # commit: the drafted tokens are in their slots already
+    # commit: the drafted tokens are already in their slots
     sent = send({"rows": np.flatnonzero(decided), "token_cost": accepted[decided].astype(np.float32)}, runner.device)
     runner.token_cost[rows.slot[sent["rows"]], rows.position[sent["rows"]]] = sent["token_cost"]
-    _account(runner, batch, rows, made, committed, accepted, tries)
-    for sequence, count in zip(batch, committed):
+    _account(runner, batch, rows, made, num_decided, accepted, tries)
+    for sequence, count in zip(batch, num_decided):
         sequence.iteration += 1
         sequence.num_committed += count
 
@@ -248,19 +251,19 @@ def _target_conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> 
     """The target's z for drafted tokens: from the verified prefix, or each from all tokens before it."""
     if batch[0].request.verify == "parallel":
         return runner.conditions(batch, rows)
-    owners, known = [], []  # a context for each drafted token
-    for sequence, num_known, count in zip(batch, rows.known, rows.counts):
+    owners, num_before = [], []  # a context for each drafted token
+    for sequence, num_committed, count in zip(batch, rows.committed, rows.counts):
         owners += [sequence] * count
-        known += range(num_known, num_known + count)
-    return runner.conditions(owners, runner.rows(owners, known, [1] * len(owners)))
+        num_before += range(num_committed, num_committed + count)
+    return runner.conditions(owners, runner.rows(owners, num_before, [1] * len(owners)))
 
 
-def _num_committed(request: Request, counts: list[int], accepted: np.ndarray) -> list[int]:
-    """How many drafted tokens of each sequence are decided: all, or those up to the first rejection."""
+def _num_decided(request: Request, counts: list[int], accepted: np.ndarray) -> list[int]:
+    """The number of decided drafted tokens of each sequence: all, or up to the first rejection."""
     if request.verify == "parallel":
         return counts
-    apart = np.split(accepted, np.cumsum(counts)[:-1])
-    prefixes = [own.cumprod().sum().item() for own in apart]
+    by_sequence = np.split(accepted, np.cumsum(counts)[:-1])
+    prefixes = [own.cumprod().sum().item() for own in by_sequence]
     return [min(prefix + 1, count) for prefix, count in zip(prefixes, counts)]
 
 
@@ -269,18 +272,18 @@ def _account(
     batch: list[Sequence],
     rows: Rows,
     made: Denoised,
-    committed: list[int],
+    num_decided: list[int],
     accepted: np.ndarray,
     tries: np.ndarray,
 ) -> None:
     """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
-    running = _running(runner, batch[0])
+    counts = _counts(runner, batch[0])
     first = 0
     head_calls = made.head_calls_by_sequence(len(batch))
-    for sequence, count, num_committed, own_calls in zip(batch, rows.counts, committed, head_calls):
-        drafted, decided = slice(first, first + count), slice(first, first + num_committed)
+    for sequence, count, own_decided, own_calls in zip(batch, rows.counts, num_decided, head_calls):
+        drafted, decided = slice(first, first + count), slice(first, first + own_decided)
         first += count
-        running.count(sequence, accepted[decided])
+        counts.count(sequence, accepted[decided])
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
@@ -292,17 +295,17 @@ def _account(
 
 
 def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError where more is drafted than there is, or there is no noise to compare densities by."""
+    """Raises ValueError if gamma is above the sequence's length, or temperature is 0."""
     check_integer("gamma", request.gamma, 1, runner.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
         raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
     if request.prefill:
-        check_ancestral(request, runner)  # whose chains make the prefill
+        check_ancestral(request, runner)  # the prefill uses ancestral chains
     DENOISERS[request.chains].check(request, runner)
 
 
 def resolve(request: Request, runner: MARRunner) -> Request:
-    """The request with what its chains decide."""
+    """The request with the settings that its chains fill in."""
     return DENOISERS[request.chains].resolve(request, runner)
 
 

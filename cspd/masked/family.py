@@ -34,15 +34,15 @@ from mar.vae import AutoencoderKL
 
 # Samplers of MAR: a choice on each of three axes. Published methods are points on them.
 #
-# * order: which tokens when, `cspd.masked.orders`.
+# * order: the generation order of the tokens, `cspd.masked.orders`.
 # * backbone: how their conditions z are computed, `cspd.masked.backbones`.
 # * denoiser: how a token is drawn from z, `cspd.heads.chain`.
 #
-# A method that is named for its denoiser takes any order and backbone; the others take any denoiser too.
+# A method that is named after its denoiser takes any order and backbone; the others take any denoiser too.
 
 MEANING = {
-    "order": "which tokens when: MAR's random order, or one after the other of a checkerboard's colours",
-    "backbone": "how the transformer is evaluated: in full, or with what earlier iterations left",
+    "order": "generation order of the tokens: MAR's random order, or a checkerboard's colours one after the other",
+    "backbone": "how the transformer is evaluated: in full, or with a cache of earlier iterations",
     "denoiser": "how a token is drawn from its condition",
 }
 
@@ -55,7 +55,7 @@ class Point(NamedTuple):
     denoiser: str
 
     def of(self, request: Request) -> Point:
-        """What a request chooses, and this where it leaves that open."""
+        """A request's choice on each axis, or this point's if the request leaves it open."""
         return Point(*(getattr(request, axis) or usual for axis, usual in self._asdict().items()))
 
     @property
@@ -64,13 +64,13 @@ class Point(NamedTuple):
 
     @property
     def guarantee(self) -> str:
-        """The denoiser's, where nothing else is changed."""
+        """The denoiser's guarantee with the full backbone and random order; else heuristic."""
         is_plain = self.order == "random" and self.backbone == "full"
         return DENOISERS[self.denoiser].guarantee if is_plain else "heuristic"
 
 
 def run_round(usual: Point, runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Runs the next iteration of every sequence by its backbone and denoiser and returns those that are finished."""
+    """Runs the next iteration of every sequence; returns the finished sequences."""
     _, backbone, denoiser = usual.of(batch[0].request).parts
     if denoiser.run_round is not None:
         return denoiser.run_round(runner, batch, watch, backbone.conditions)
@@ -78,13 +78,13 @@ def run_round(usual: Point, runner: MARRunner, batch: list[Sequence], watch: Sto
 
 
 def check(usual: Point, request: Request, runner: MARRunner) -> None:
-    """Raises ValueError where a choice on some axis does not fit the rest."""
+    """Raises ValueError if the request does not fit its choice on some axis."""
     for part in usual.of(request).parts:
         part.check(request, runner)
 
 
 def resolve(usual: Point, request: Request, runner: MARRunner) -> Request:
-    """The request with what its backbone and its denoiser decide."""
+    """The request with the settings that its backbone and its denoiser fill in."""
     _, backbone, denoiser = usual.of(request).parts
     return denoiser.resolve(backbone.resolve(request, runner), runner)
 
@@ -100,10 +100,10 @@ def sampling(
     any_denoiser: bool = False,
     **defaults: object,
 ) -> Method:
-    """A sampler: a point on the axes.
+    """The method of a point on the axes.
 
     Args:
-        order, backbone, denoiser: by name. any_denoiser: a request may choose another.
+        order, backbone, denoiser: by name. any_denoiser: a request may choose another denoiser.
         defaults: values of their options.
     """
     usual = Point(order, backbone, denoiser)
@@ -199,19 +199,19 @@ LAZYMAR = sampling(
 )
 
 
-# The models that sample images by MAR, and whether they fit each other.
+# The models of the family.
 
 
 @dataclass(frozen=True)
 class MARModels:
-    """What samples images by MAR.
+    """The models that sample images by MAR.
 
     Attributes:
-        target: the model whose images are made; its published settings are the requests' defaults.
+        target: the model that defines the images; its default settings are the requests' defaults.
         draft: a smaller model of the same tokens, for methods that draft.
         vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
         classes: the names of the target's classes.
-        calibrations: a folder of what was fitted to these models, as beside their checkpoint.
+        calibrations: a folder of calibrations of these models, for example beside their checkpoint.
     """
 
     family: ClassVar[str] = MARRunner.family
@@ -233,17 +233,17 @@ class MARModels:
         graphs: Graphs | None = None,
         cache: Path | None = None,
     ) -> MARRunner:
-        """A model runner of these models, which are on the device already.
+        """A model runner of these models, which are already on the device.
 
         Args:
-            compiled: run speculative rounds through torch.compile. cache: in place of `calibrations`: where
-                calibrations are kept, before the user's cache directory. Others as in `MARRunner`.
+            compiled: run speculative passes through torch.compile. cache: replaces `calibrations`, the folder to look
+                for calibrations in before the user's cache directory. Others as in `MARRunner`.
 
         Raises:
-            ValueError: too little memory.
+            ValueError: memory is too small.
         """
-        num_branches = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
-        check_memory(self.target, num_slots, usual_tokens(self.target), device, num_branches)
+        copied_bytes = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
+        check_memory(self.target, num_slots, usual_tokens(self.target), device, copied_bytes)
         with_graphs = graphs is not None and graphs.enabled
         beside = cache or self.calibrations
         tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside, MARRunner)
@@ -260,7 +260,7 @@ class MARModels:
         )
 
     def check(self) -> None:
-        """Raises ValueError where draft or autoencoder do not speak the target's tokens."""
+        """Raises ValueError if the draft model or the autoencoder has other tokens than the target."""
         config = self.target.config
         if self.draft is not None:
             for name in ("seq_len", "token_dim", "class_num"):

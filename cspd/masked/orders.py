@@ -1,4 +1,4 @@
-"""Which tokens when: the order of a request's tokens, how many of them each iteration predicts, and its guidance."""
+"""Generation order: the order of a request's tokens, the number that each iteration predicts, and its guidance."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ RECONSTRUCTION = Option(
 
 @dataclass(frozen=True)
 class Order:
-    """A way to go through the tokens.
+    """A registered generation order.
 
     Attributes:
-        masked: (K, tokens that are made of each stage, values of its options) -> tokens still masked after each
-            iteration, int64 [K], and what the guidance takes them to be, int64 [K].
-        stages: which tokens are made, bool [L], and the side of the grid -> how many of each stage.
-        arrange: makes the order of random ones: (int64 [B, L], side of the grid) -> int64 [B, L].
-        options: settings of its own. check: raises ValueError on a bad request.
+        masked: (K, number of generated tokens of each stage, values of its options) -> masked tokens after each
+            iteration, int64 [K], and the numbers that guidance uses instead, int64 [K].
+        stages: (which tokens are generated, bool [L], side of the grid) -> number of them in each stage.
+        arrange: rearranges random orders: (int64 [B, L], side of the grid) -> int64 [B, L].
+        options: its own settings. check: raises ValueError on a bad request.
     """
 
     masked: Callable[..., tuple[np.ndarray, np.ndarray]]
@@ -46,7 +46,7 @@ class Order:
 
 
 class Timetable(NamedTuple):
-    """When a request's tokens are predicted. Those that are known from the start come first, and mean nothing here.
+    """The iterations of a request's tokens. Given tokens come first in the order; their entries mean nothing.
 
     Attributes:
         masked: int64 [K], tokens still masked after each iteration.
@@ -60,10 +60,10 @@ class Timetable(NamedTuple):
 
 
 def timetable(request: Request, seq_len: int) -> Timetable:
-    """The timetable of a resolved request; a request that names no order has MAR's.
+    """The timetable of a resolved request; without a named order, MAR's.
 
-    Where tokens are known from the start, the K iterations go over the others, R of them: MAR's schedule leaves
-    R cos(pi/2 (k + 1)/K) of them masked, and the guidance "linear" goes by the share of all L tokens that is.
+    If tokens are given, the K iterations generate the other R tokens: MAR's schedule leaves R cos(pi/2 (k + 1)/K) of
+    them masked, and "linear" guidance depends on the masked share of all L tokens.
     """
     name = request.order or "random"
     parameters = tuple(getattr(request, option.name) for option in ORDERS[name].options)
@@ -73,7 +73,7 @@ def timetable(request: Request, seq_len: int) -> Timetable:
 
 @functools.lru_cache(maxsize=1024)
 def _stages(name: str, known: Known | None, seq_len: int) -> tuple[int, ...]:
-    """How many tokens are made of each stage of an order."""
+    """The number of generated tokens in each stage of an order."""
     made = np.ones(seq_len, dtype=bool) if known is None else known.made
     return ORDERS[name].stages(made, math.isqrt(seq_len))
 
@@ -88,7 +88,7 @@ def _timetable(
     cfg: float,
     cfg_schedule: str,
 ) -> Timetable:
-    """Guidance "linear": s = 1 + (cfg - 1)(L - left)/L where an iteration leaves so many tokens masked; or cfg."""
+    """See `timetable`. "linear" guidance is 1 + (cfg - 1)(L - left)/L if an iteration leaves `left` tokens masked."""
     masked, left = ORDERS[name].masked(num_iter, *stages, *parameters)
     num_made = sum(stages)
     counts = -np.diff(masked, prepend=num_made)
@@ -102,11 +102,11 @@ def _timetable(
 def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """MAR's schedule (arXiv 2406.11838, section 3.3): after iteration k, L cos(pi/2 (k + 1)/K) tokens are masked.
 
-    Every iteration predicts a token at least. The last one predicts all that remain, although the schedule, by which
-    guidance goes, says that one is left.
+    Every iteration predicts at least one token. The last one predicts all remaining tokens, although the schedule,
+    which guidance follows, says that one is left.
 
     Args:
-        num_iter: K, 1 .. L; or 0 where L is. seq_len: L, all tokens that are made.
+        num_iter: K, 1 .. L; or 0 if L is 0. seq_len: L, the number of generated tokens.
 
     Returns:
         (tokens masked after each iteration, the same by the schedule), int64 [K] each.
@@ -121,7 +121,7 @@ def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def largest(masked: np.ndarray, seq_len: int) -> int:
-    """How many tokens the largest iteration predicts, of those masked after each, int64 [K], of L at first."""
+    """Tokens of the largest iteration; masked: int64 [K], masked tokens after each iteration, L before the first."""
     return -int(np.diff(masked, prepend=seq_len).min())
 
 
@@ -129,16 +129,16 @@ def two_stages(num_iter: int, first: int, second: int, reconstruction: int) -> t
     """The schedule of GtR (arXiv 2510.17171): half of the tokens in most iterations, the other half in very few.
 
     The paper gives tokens per iteration for one K of 256 tokens only: 2.67, 10.67 and 64 for a quarter, a quarter and
-    a half of them, that is 24, 6 and 2 iterations. So that any K will do, the first half goes by MAR's cosine here. The
-    second goes evenly. It takes more iterations where the first has fewer tokens than there are iterations. Guidance
-    goes by what is masked, as in MAR.
+    a half of them, that is 24, 6 and 2 iterations. To allow any K, the first half follows MAR's cosine here, and the
+    second is even. The second takes more iterations if the first has fewer tokens than iterations. Guidance depends on
+    the masked tokens, as in MAR.
 
     Args:
-        num_iter: K, up to `first + second`. first, second: tokens that are made of each half.
-        reconstruction: iterations for the second, at least, as far as it has tokens; below K where the first has any.
+        num_iter: K, up to `first + second`. first, second: generated tokens of each half.
+        reconstruction: the least iterations of the second half, if it has as many tokens; below K unless `first` is 0.
 
     Returns:
-        As of `cosine`.
+        As `cosine`.
     """
     num_late = min(num_iter, max(min(reconstruction, second), num_iter - first))
     early, _ = cosine(num_iter - num_late, first)
@@ -148,14 +148,14 @@ def two_stages(num_iter: int, first: int, second: int, reconstruction: int) -> t
 
 
 def colours(made: np.ndarray, side: int) -> tuple[int, int]:
-    """How many of the tokens that are made, bool [L], are of a checkerboard's first colour and of its second."""
+    """The numbers of generated tokens of a checkerboard's first and second colour; made: bool [L]."""
     row, column = np.divmod(np.flatnonzero(made), side)
     second = int(((row + column) % 2).sum())
     return len(row) - second, second
 
 
 def checkerboard(order: Tensor, side: int) -> Tensor:
-    """Random orders [B, L] rearranged in the stages of GtR's Algorithm 1, each as random as it was.
+    """Rearranges random orders [B, L] in the stages of GtR's Algorithm 1; within a stage they stay random.
 
     First come the positions whose row and column add up to a multiple of four, then to other even numbers, then to odd
     ones. So the first quarter is spread over the whole image, and no two tokens of the first half are neighbours. Which
@@ -167,7 +167,7 @@ def checkerboard(order: Tensor, side: int) -> Tensor:
 
 
 def check_checkerboard(request: Request, runner: Any) -> None:
-    """Raises ValueError where the grid has no halves, or the iterations do not do for two stages."""
+    """Raises ValueError if the grid has an odd side, or the iterations are too few for two stages."""
     side, half = runner.config.grid_size, runner.seq_len // 2
     if side % 2:
         raise ValueError(
