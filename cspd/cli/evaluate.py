@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -68,15 +67,15 @@ from cspd.evaluation.metrics import (
     unmeasured,
 )
 from cspd.evaluation.run import EXPLODED, MANIFEST, RECORD, Processes, Shards, sample_shards, shards_store
-from cspd.files import NUMBER, misfit, read_json, write_json
+from cspd.files import misfit, read_json, write_json
 from cspd.option import BUNDLED, DEFAULTS, option_names
 from cspd.plots import grid
 from cspd.request import Request, to_pil
 from cspd.runs import (
-    MEASURES,
     Store,
     differences,
     file_fingerprint,
+    files_told,
     measured_lines,
     model_line,
     models_of,
@@ -193,9 +192,8 @@ def run_compare(args: argparse.Namespace) -> None:
     num = settings["num"]
 
     def made() -> str:
-        there = list((args.out / CHUNKS).glob("*.npz"))
         total = len(rows) * -(-num // settings["max_batch"])
-        return f"{len(there)} of {total} chunks of images are in {args.out}/"
+        return files_told(args.out, f"{CHUNKS}/*.npz", total, "chunks of images")
 
     with if_stopped(made), comparison_store(args.out) as store:
         how = {"overwrite": args.overwrite, "command": args.line}
@@ -238,14 +236,6 @@ def judge_of(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
 # `cspd evaluate`: how good many images are, and how fast they were made.
 
 EVALUATION_SCHEMA = "cspd.evaluation/2"
-SPEEDS = ("images_made", "processes", "seconds", "images_per_second")
-COSTS = ("bound_per_image", "head_calls_per_image", "head_calls_per_token")
-SAMPLING = {  # what is shown
-    "guarantee": str,
-    **dict.fromkeys((*SPEEDS, *COSTS), NUMBER),
-    "step_compression?": NUMBER,
-    **MEASURES,
-}
 SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "prompts", "npz", "device")
 MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # not of sampling
@@ -262,7 +252,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
     def made() -> str:
-        return f"{Shards(args.out, args.num).images_there()} of {args.num} images are in {args.out}/"
+        return f"{Shards(args.out, args.num).num_written()} of {args.num} images are in {args.out}/"
 
     with if_stopped(made), shards_store(args.out) as store:
         with processes:
@@ -289,7 +279,7 @@ def _measure_folder(args: argparse.Namespace) -> None:
     subjects: list | None = in_turn(prompts, len(images)) if prompts else images.labels or prompts_of(images)
     _check_extras(args, are_texts(subjects))
     how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects))
-    with Store(args.out, RECORD, EVALUATION_SCHEMA, {}, re.escape(GRID), compared=()) as store:
+    with Store(args.out, RECORD, EVALUATION_SCHEMA, {}, compared=()) as store:
         store.claim({}, [GRID])
         ran = what_ran(describe(pick_device(args.device)), command=args.line)
         _report(args, images, subjects, how, {"folder": str(args.images), "ran": ran, **store.lists()})
@@ -319,7 +309,7 @@ def _earlier_sampling(path: Path, manifest: dict) -> dict:
         report = read_json(path)
     except (OSError, ValueError):  # it was cut off before it was measured
         return {}
-    if misfit(report, {"sampling": SAMPLING, "settings": dict}):
+    if misfit(report, {"sampling": dict, "settings": dict}):
         return {}
     others = differences(without_folders(report["settings"]), without_folders(manifest))
     return {} if others else {"sampling": report["sampling"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import io
 import ipaddress
 import itertools
 import math
@@ -14,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,27 +26,38 @@ from cspd.checkpoints import check_of_one, checkpoint_files
 from cspd.cli.options import bundled_here, check_method, load_engine, read_prompts, request_of, run_settings
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS, RECORD
-from cspd.files import MAYBE, append_json, misfit, parse_json, read_text, tell_damaged, write_bytes
+from cspd.files import append_json, parse_json, write_bytes
 from cspd.method import as_it_is, method_of
 from cspd.plots import grid, token_cost_grid
 from cspd.request import Known, Output, Request, Resized, cropping, placed, png_of, to_pil
-from cspd.runs import LAZY, STATS, Store, differences, kept_choices, measured_lines, speed_line, summary_of, write_png
+from cspd.runs import (
+    LAZY,
+    Store,
+    differences,
+    earlier_choices,
+    file_fingerprint,
+    files_told,
+    measured_lines,
+    missing_files,
+    speed_line,
+    summary_of,
+    write_png,
+)
 from cspd.speed import against_plain
 from cspd.terminal import API_KEY, if_stopped
 
-# Sampling into a folder: PNGs, a labelled grid and a JSON record; a run that was cut off goes on where it was.
+# Sampling into a folder: PNGs, a labelled grid and a JSON record. An interrupted run resumes.
 
 SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # a line of JSON for each image since the record was written
-NAMES = rf"\d+_(label(\d+|none)|text[a-z0-9-]*)_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
-IMAGE = {"index": int, "request": dict, "stats": STATS, "token_cost?": [MAYBE], "heat?": [MAYBE]}
+SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
 GRID_LIMIT = 400  # images in the grid, at most
-LONGEST_NAME = 60  # characters of a text in a file's name
+LONGEST_NAME = 60  # characters of a prompt in a file's name
 
 
-def images_there(out: Path, num: int) -> str:
-    """How many of `num` images are in a folder, for who stops a run."""
-    return f"{len(list(out.glob('*_seed*.png')))} of {num} images are in {out}/"
+def images_told(out: Path, num: int) -> str:
+    """How many of `num` images are in a folder, printed when the run is interrupted."""
+    return files_told(out, "*_seed*.png", num, "images")
 
 
 def sample_to_folder(
@@ -65,105 +75,92 @@ def sample_to_folder(
 ) -> dict:
     """Generates `requests` into `out` and returns the record, which samples.json has with the names of all files.
 
-    Images that an earlier run with the same settings and requests left there are kept and not made again, if they are
-    as they were written.
+    Existing images of an earlier run with the same settings and requests are not generated again, if they are
+    undamaged.
 
     Args:
-        requests: of one method and its settings, each with its label or text, and seed.
-        settings: what the images depend on beside the requests (checkpoint, precision); kept in the record.
-        heatmap: also write heatmap.png; images kept from a run without it are blank there.
-        before: captions and pictures that grid.png shows before the images. finish: an output's picture, [3, H, W].
-        speed: once all is written, also time how fast plain sampling would have been, see `cspd.speed`.
+        requests: of one method and its settings, each with its label or prompt, and seed.
+        settings: what the images depend on besides the requests (checkpoint, precision); written to the record.
+        heatmap: also write heatmap.png; existing images of a run without it are blank there.
+        before: captions and images that grid.png shows first. finish: an output's image, [3, H, W].
+        speed: once all is written, also time how fast baseline sampling would have been, see `cspd.speed`.
 
     Raises:
-        ValueError: a bad request, or what `Store.claim` raises.
+        ValueError: a bad request, or as `Store.claim`.
     """
     requests = [engine.check(request) for request in requests]
-    names = [f"{i:05d}_{_told(request)}_seed{request.seed}.png" for i, request in enumerate(requests)]
+    names = [f"{i:05d}_{_subject(request)}_seed{request.seed}.png" for i, request in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     overviews = OVERVIEWS if heatmap else (GRID,)
-    with Store(out, RECORD, SCHEMA, {"settings": dict, "images": [IMAGE]}, NAMES, ("settings", "requests")) as store:
+    with Store(out, RECORD, SCHEMA, SHAPE, ("settings", "requests")) as store:
         earlier = store.claim(record, [*names, *overviews, JOURNAL], overwrite)
-        images = _images_of(store, earlier, len(requests)) if earlier else []
-        requests = _resolved(engine, requests, store, images)
-        kept = [image for image in images if _is_there(out / names[image["index"]], image)]
-        done = {image["index"] for image in kept}
-        lost = [names[image["index"]] for image in images if image["index"] not in done]
-        tell_damaged([name for name in lost if (out / name).exists()])
-        record["images"] = kept
+        existing = _existing(store, earlier, names) if earlier else {}
+        requests = _resolved(engine, requests, names, store, existing)
+        missing = set(missing_files(out, names, lambda name: _is_whole(out / name, existing.get(name))))
+        todo = [index for index, name in enumerate(names) if name in missing]
+        record["images"] = [existing[name] for name in names if name not in missing]
         store.begin(record)
         (out / JOURNAL).unlink(missing_ok=True)  # the record has its images
 
         start = time.perf_counter()
         captured = engine.graphs.seconds
-        made, totals, outside = _sample(engine, requests, out, names, done, progress, heatmap, finish)
+        generated, totals, outside = _sample(engine, requests, out, names, todo, progress, heatmap, finish)
         seconds = time.perf_counter() - start
-        record["images"] = images = sorted([*kept, *made], key=lambda image: image["index"])
-        record["summary"] = summary_of([image["stats"] for image in images], len(made), seconds)
+        images = sorted([*record["images"], *generated], key=lambda image: image["index"])
+        record["images"] = images
+        record["summary"] = summary_of([image["stats"] for image in images], len(generated), seconds)
         record["summary"]["window"] = requests[0].window
         record["summary"]["judged_and_accepted"] = totals  # of the images of this run
         store.save(record)
         (out / JOURNAL).unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, requests, heatmap, before)
-        if speed and made:  # nothing is lost if it is stopped here
-            seconds -= engine.graphs.seconds - captured  # once for all runs of these shapes, by plain sampling too
-            rounds = seconds - outside - _decoding(engine, made)
-            record["summary"] |= against_plain(engine, requests[0], len(made), seconds, rounds)
+        if speed and generated:  # nothing is lost if it is interrupted here
+            seconds -= engine.graphs.seconds - captured  # once for all runs of these shapes, baseline ones too
+            rounds = seconds - outside - _decoding(engine, generated)
+            record["summary"] |= against_plain(engine, requests[0], len(generated), seconds, rounds)
             store.save(record)
     return record
 
 
-def _told(request: Request) -> str:
-    """What an image is of, in its file's name."""
+def _subject(request: Request) -> str:
+    """The class or prompt of an image, in its file's name."""
     if request.prompt is None:
         return f"label{'none' if request.label is None else request.label}"
     words = re.findall("[a-z0-9]+", request.prompt.lower())
     return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
 
 
-def _images_of(store: Store, record: dict, num: int) -> list[dict]:
-    """What an earlier run says of its images, by their index: in its record, and in its journal since then.
+def _existing(store: Store, record: dict, names: Sequence[str]) -> dict[str, dict]:
+    """The entries of an earlier run's images, by their files' names: of its record, and of its journal since then.
 
-    A line of the journal that was being written when the run was killed is no JSON. Its image is made again.
+    A killed run may leave half a line in the journal. Its image is generated again.
     """
-    lines = []
-    with contextlib.suppress(FileNotFoundError):
-        lines = read_text(store.folder / JOURNAL).splitlines()
-    images = {image["index"]: image for image in record["images"]}
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            image = parse_json(line)
-            if misfit(image, IMAGE) is None:
-                images[image["index"]] = image
-    absurd = [index for index in images if not 0 <= index < num]
-    if absurd:
-        raise ValueError(f"{store.folder / RECORD} is damaged (an image has the index {absurd[0]}): give another --out")
-    return [images[index] for index in sorted(images)]
+    entries = record["images"]
+    journal = store.folder / JOURNAL
+    if journal.exists():
+        for line in journal.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                entries.append(parse_json(line))
+    return {names[entry["index"]]: entry for entry in entries}
 
 
-def _resolved(engine: Engine, requests: Sequence[Request], store: Store, images: Sequence[dict]) -> list[Request]:
-    """The requests as they run. Raises ValueError where the images that are there are of others."""
-    for image in images:  # the first that differs is named: mostly all differ alike
-        store.refuse(differences(image["request"], requests[image["index"]].to_dict()))
-    settings = images[0]["request"] if images else None
-    return [engine.resolve(r.but(**kept_choices(r.settings, settings))) for r in requests]
+def _resolved(
+    engine: Engine, requests: Sequence[Request], names: Sequence[str], store: Store, existing: Mapping[str, dict]
+) -> list[Request]:
+    """The requests as they run. Raises ValueError if an existing image has another request."""
+    for name, request in zip(names, requests):
+        if name in existing:
+            store.refuse(differences(existing[name]["request"], request.to_dict()))
+    first = next(iter(existing.values()), {})
+    return [engine.resolve(each.but(**earlier_choices(each.settings, first.get("request")))) for each in requests]
 
 
-def _is_there(path: Path, image: dict) -> bool:
-    """Whether a file is what was written, by its hash; `image` gets one if an older version left it without."""
-    try:
-        content = path.read_bytes()
-        if "sha256" not in image:
-            with Image.open(io.BytesIO(content)) as picture:
-                picture.load()
-    except Exception:  # a damaged picture makes its reader raise almost anything
+def _is_whole(path: Path, entry: dict | None) -> bool:
+    """Whether a file has the digest of its entry. An entry of an older version, without one, gets the file's."""
+    if entry is None or not path.is_file():
         return False
-    found = _hash(content)
-    return image.setdefault("sha256", found) == found
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    digest = file_fingerprint(path)
+    return entry.setdefault("sha256", digest) == digest
 
 
 def _sample(
@@ -171,42 +168,46 @@ def _sample(
     requests: Sequence[Request],
     out: Path,
     names: Sequence[str],
-    done: Collection[int],
+    todo: Sequence[int],
     progress: bool,
     heatmap: bool,
     finish: Callable[[Output], Tensor],
 ) -> tuple[list[dict], dict, float]:
-    """Makes the images that are not `done`.
+    """Generates the images with the indices `todo`.
 
-    Returns what the record says of them, counts of all of them, and the seconds that were not the engine's.
-
-    The journal has an image before its file is there: a file that no record knows would be made again.
+    Returns their entries in the record, counts of all of them, and the seconds spent outside the engine.
     """
-    todo = [i for i in range(len(requests)) if i not in done]
-    made = []
+    entries = []
     totals: dict[str, list] = {}
     outside = 0.0
     for k, output in engine.stream([requests[i] for i in todo], progress):
         start = time.perf_counter()
         index = todo[k]
         stats = output.stats.to_dict()
-        for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
+        for name in ("by_lag", "by_step", "by_rank"):  # long: only their sums are written
             totals[name] = _add(totals.get(name), stats.pop(name))
         content = png_of(to_pil(finish(output)))
-        entry = {"index": index, "file": names[index], "sha256": _hash(content), "request": output.request.to_dict()}
+        entry = {
+            "index": index,
+            "file": names[index],
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "request": output.request.to_dict(),
+        }
         if heatmap:
             entry["token_cost"] = [None if math.isnan(value) else value for value in output.token_cost.tolist()]
-        made.append(entry | {"stats": stats})
-        append_json(out / JOURNAL, made[-1])
+        entry["stats"] = stats
+        entries.append(entry)
+        # the journal comes first: a file without an entry would be generated again
+        append_json(out / JOURNAL, entry)
         write_bytes(out / names[index], content)
         outside += time.perf_counter() - start
-    return made, totals, outside
+    return entries, totals, outside
 
 
-def _decoding(engine: Engine, made: Sequence[dict]) -> float:
-    """Seconds that no round ran since images were decoded; those of a batch are charged the same seconds, each all."""
-    seconds = [image["stats"]["seconds"]["decode"] for image in made]
-    return seconds[-1] if engine.device.type == "cuda" else sum(set(seconds))  # there, beside the rounds of others
+def _decoding(engine: Engine, generated: Sequence[dict]) -> float:
+    """The seconds in which images were decoded and no round ran. All images of a batch have the same seconds."""
+    seconds = [image["stats"]["seconds"]["decode"] for image in generated]
+    return seconds[-1] if engine.device.type == "cuda" else sum(set(seconds))  # a GPU runs rounds meanwhile
 
 
 def _write_overviews(
@@ -218,28 +219,32 @@ def _write_overviews(
     heatmap: bool,
     before: Sequence[tuple[str, Image.Image]],
 ) -> None:
-    """The grid of the first images, after those `before`, and, if asked for, what their tokens cost."""
-    shown = record["images"][:GRID_LIMIT]
-    num = len(before) + len(shown)
+    """Writes the grid of the first images, after the images `before`, and the heat map of token costs if asked for."""
+    entries = record["images"][:GRID_LIMIT]
+    num = len(before) + len(entries)
     columns = next((n for n in (10, 8) if num % n == 0), min(10, num))
-    pictures = []
-    for image in shown:
-        with Image.open(out / names[image["index"]]) as picture:
-            pictures.append(picture.convert("RGB"))
-    captions = [engine.name_of(requests[image["index"]]) for image in shown]
-    heads, earlier = zip(*before) if before else ((), ())
-    write_png(out / GRID, grid([*earlier, *pictures], [*heads, *captions], columns))
+    images = []
+    for entry in entries:
+        with Image.open(out / names[entry["index"]]) as image:
+            images.append(image.convert("RGB"))
+    captions = [engine.name_of(requests[entry["index"]]) for entry in entries]
+    all_images = [image for _, image in before] + images
+    all_captions = [caption for caption, _ in before] + captions
+    write_png(out / GRID, grid(all_images, all_captions, columns))
     if heatmap:
-        token_cost = [image.get("token_cost", image.get("heat")) for image in shown]
+        token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]
         accepted = method_of(requests[0]).token_cost == "accepted"
-        write_png(out / HEATMAP, token_cost_grid(pictures, token_cost, captions, columns, accepted))
+        write_png(out / HEATMAP, token_cost_grid(images, token_cost, captions, columns, accepted))
 
 
 def _add(total: list | None, counts: list) -> list:
-    """Elementwise sums of [judged, accepted]; counts of other lengths, from other settings, are padded."""
+    """Elementwise sums of [verified, accepted]; shorter counts, from other settings, are padded."""
     if total is None:
         return counts
-    return [[a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)] for pair in zip(total, counts)]
+    sums = []
+    for pair in zip(total, counts):
+        sums.append([a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)])
+    return sums
 
 
 # `cspd sample`: images into a folder.
@@ -252,7 +257,7 @@ def run_sample(args: argparse.Namespace) -> None:
     engine = load_engine(args, min(args.max_batch, num))  # the window is chosen for as many as really run at once
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     settings = run_settings(args, engine.check(requests[0]))
-    with if_stopped(lambda: images_there(args.out, num)):
+    with if_stopped(lambda: images_told(args.out, num)):
         how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "speed": True}
         record = sample_to_folder(engine, requests, args.out, settings, **how)
     tell(engine, requests[0], record, args.out, args.heatmap)
@@ -341,7 +346,7 @@ def run_edit(args: argparse.Namespace) -> None:
         )
     settings = run_settings(args, first) | {"paste": args.paste, "place": args.place, "keep": args.keep}
     for name, path in pictures.items():
-        settings[name] = {"file": str(path.resolve()), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        settings[name] = {"file": str(path.resolve()), "sha256": file_fingerprint(path)}
 
     shown = known.fitted(size)
     before = [("before", to_pil(shown.image)), ("kept", _kept(shown.image, first.known.mask))]
@@ -350,7 +355,7 @@ def run_edit(args: argparse.Namespace) -> None:
         return shown.pasted(output.image, output.request.known.mask)
 
     finish = pasted if args.paste else attrgetter("image")
-    with if_stopped(lambda: images_there(args.out, args.num)):
+    with if_stopped(lambda: images_told(args.out, args.num)):
         how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish, "speed": True}
         record = sample_to_folder(engine, requests, args.out, settings, **how)
     made = first.known.num_made

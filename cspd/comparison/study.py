@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
@@ -26,11 +25,11 @@ from tqdm import tqdm
 from cspd.device import peak_bytes, reset_peak
 from cspd.engine import Engine, OnProgress
 from cspd.evaluation.images import Subject, asking_for, in_turn
-from cspd.files import MAYBE, NUMBER, misfit, parse_json, read_item, tell_damaged, write_item
+from cspd.files import read_item, write_item
 from cspd.method import guarantee_of, method_names, option_order, parse_method, plain_of, with_method
 from cspd.option import BUNDLED, check_integer
 from cspd.request import Output, Request, to_pil
-from cspd.runs import ADDED, DECIDED, LAZY, MEASURED, Store, kept_choices
+from cspd.runs import DECIDED, LAZY, MEASURED, Store, earlier_choices, missing_files
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, shortened
 
 # What a study's file says (YAML), and names of configurations like cspd:gamma=8: entries, settings by name.
@@ -186,18 +185,13 @@ def row_name(name: object, settings: dict) -> str:
     return ":".join([str(name), *(f"{key}={value}" for key, value in shown.items())])
 
 
-# What a configuration made in a turn: images, seconds and costs, and the file that keeps them.
+# The images that a configuration generated in a turn, with seconds and costs, and their file.
 
 COSTS = ("head_calls_per_token", "head_calls", "backbone_calls", "draft_backbone_calls", "step_compression", "bound")
-REST = {  # of a chunk, as JSON
-    "seconds": NUMBER,
-    "peak_bytes": int,
-    "costs": [dict.fromkeys(COSTS, NUMBER) | ADDED | {"step_compression": MAYBE, "judged": int, "accepted": int}],
-}
 
 
 class Chunk(NamedTuple):
-    """What a configuration made in a turn: images uint8 [n, H, W, 3], seconds, and what each image cost."""
+    """The result of a configuration's turn: images uint8 [n, H, W, 3], seconds, and the costs of each image."""
 
     images: np.ndarray
     seconds: float
@@ -206,32 +200,29 @@ class Chunk(NamedTuple):
 
 
 def cost_of(output: Output) -> dict:
-    """What a chunk keeps of an output's statistics."""
-    judged, accepted = map(sum, output.stats.by_lag)
+    """The part of an output's statistics that a chunk has."""
+    verified, accepted = map(sum, output.stats.by_lag)
     costs = {name: getattr(output.stats, name) for name in (*COSTS, LAZY, *MEASURED)}
-    return costs | {"judged": judged, "accepted": accepted}
+    return costs | {"judged": verified, "accepted": accepted}
 
 
 def write_chunk(path: Path, chunk: Chunk, made_of: dict) -> None:
-    """`arr_0` are the images, as ADM's evaluator reads them; `chunk` is the JSON of the rest."""
+    """Writes the images as `arr_0`, as ADM's evaluator reads them, and the rest as JSON in `chunk`."""
     rest = json.dumps(chunk._asdict() | {"images": None})
     write_item(path, {"arr_0": chunk.images, "chunk": np.frombuffer(rest.encode(), np.uint8)}, made_of)
 
 
 def read_chunk(path: Path, made_of: dict, side: int) -> Chunk | None:
-    """A chunk of these requests' images; None where there is none, or another."""
+    """The chunk of these requests, or None if it is absent, damaged or another."""
     num = len(made_of["requests"])
     arrays = read_item(path, made_of, {"arr_0": (np.uint8, (num, side, side, 3))})
-    try:
-        rest = parse_json(arrays["chunk"].tobytes().decode()) if arrays else None
-    except (KeyError, ValueError):  # not a chunk's JSON
+    if arrays is None:
         return None
-    if misfit(rest, REST) or len(rest["costs"]) != num:
-        return None
+    rest = json.loads(arrays["chunk"].tobytes())
     return Chunk(arrays["arr_0"], rest["seconds"], rest["peak_bytes"], rest["costs"])
 
 
-# What a comparison compares: configurations, and plain sampling that each is compared with.
+# The configurations of a comparison, and the baseline sampling that each is compared with.
 
 CHAIN = ("num_sampling_steps", "first_timestep")  # settings of plain sampling that make it an approximation too
 ANY = Request(label=0)  # of models of classes
@@ -508,9 +499,9 @@ class Turns:
     wide: dict[Engine, Engine] = field(default_factory=dict)
 
     def make(self, num: int, chosen: Sequence[int] | None = None) -> list[list[Chunk]]:
-        """The chunks of all rows, or the `chosen`, in order, up to `num` images, where a rung ends.
+        """The chunks of all rows, or the `chosen`, in order, up to `num` images, the end of a rung.
 
-        Those that are there are read. Rows that have failed are left out.
+        Existing chunks are read. Rows that have failed are left out.
 
         Raises:
             FloatingPointError, torch.OutOfMemoryError: a row gave no image, and none may fail.
@@ -518,10 +509,14 @@ class Turns:
         chosen = range(len(self.rows)) if chosen is None else chosen
         ends = itertools.accumulate(map(len, self.parts[0]))
         turns = [i for i, end in enumerate(ends) if end <= num]
-        places = [(chosen[(i + k) % len(chosen)], i) for i in turns for k in range(len(chosen))]
-        todo = [place for place in places if place not in self.made and not self._find(*place)]
-        tell_damaged([_file(r, i) for r, i in todo if (self.folder / _file(r, i)).exists()])
-        for r, i in todo:
+        order = {}
+        for i in turns:
+            for k in range(len(chosen)):  # another row begins each turn
+                r = chosen[(i + k) % len(chosen)]
+                if (r, i) not in self.made:
+                    order[_file(r, i)] = r, i
+        for file in missing_files(self.folder, order, lambda file: self._find(*order[file])):
+            r, i = order[file]
             if r not in (self.failed or ()):
                 self.bar.set_postfix_str(self.rows[r].name)
                 with _failing(r, self.failed):
@@ -529,7 +524,7 @@ class Turns:
         return [[self.made[r, i] for i in turns] for r in chosen if r not in (self.failed or ())]
 
     def _find(self, r: int, i: int) -> bool:
-        """Whether an earlier run has made a row's chunk of a turn."""
+        """Reads the chunk of a row's turn, if an earlier run has generated it."""
         side = self.rows[r].engine.runners[self.plans[r].family].image_size
         chunk = read_chunk(self.folder / _file(r, i), self._made_of(r, i), side)
         if chunk is None:
@@ -661,7 +656,7 @@ def _plans(
     plans = []
     for r, row in enumerate(rows):
         bar.set_postfix_str(f"{row.name}: preparing")
-        choices = kept_choices(row.request.settings, earlier_windows.get(row.name))
+        choices = earlier_choices(row.request.settings, earlier_windows.get(row.name))
         plans.append(row.engine.check(row.request.but(**choices)))
         with _failing(r, failed):
             plans[r] = row.engine.resolve(plans[r])
@@ -692,10 +687,7 @@ def _turns(rungs: Sequence[int], size: int, timed: int | None) -> list[slice]:
 
 def comparison_store(out: Path) -> Store:
     """The folder of a comparison."""
-    decided = {f"{name}?": (kind, NoneType) for name, kind in DECIDED.items()}
-    shape = {"settings": dict, "windows": {str: decided}}
-    names = rf"{CHUNKS}/\d+-\d+\.npz|{'|'.join(map(re.escape, (*WRITTEN, TUNE)))}"
-    return Store(out, RECORD, SCHEMA, shape, names, compared=("settings",))
+    return Store(out, RECORD, SCHEMA, {"settings": dict, "windows": {str: dict}}, compared=("settings",))
 
 
 def _file(row: int, turn: int) -> str:
