@@ -159,8 +159,19 @@ def _is_whole(path: Path, entry: dict | None) -> bool:
     """Whether a file has the digest of its entry. An entry of an older version, without one, gets the file's."""
     if entry is None or not path.is_file():
         return False
+    if "sha256" not in entry and not _is_readable(path):
+        return False
     digest = file_fingerprint(path)
     return entry.setdefault("sha256", digest) == digest
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception:  # a damaged image makes its reader raise almost anything
+        return False
+    return True
 
 
 def _sample(
