@@ -9,6 +9,7 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -134,16 +135,23 @@ def make_folder(path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises OSError, or ValueError if it is not JSON."""
+    """The content of a JSON file. Raises OSError, or ValueError as `parse_json`."""
     return parse_json(path.read_text(errors="replace"))
 
 
 def parse_json(text: str) -> Any:
-    """The content of JSON text. Raises ValueError if it is not JSON."""
+    """The content of JSON text. Raises ValueError if it is not JSON, or has NaN or an infinity, which JSON lacks."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"it has the number {text}")
+    return number
 
 
 def misfit(value: object, shape: object, path: str = "") -> str | None:
