@@ -21,7 +21,7 @@ from cspd.comparison.study import (
     WRITTEN,
     Chunk,
     Configuration,
-    Turns,
+    InterleavedRuns,
     baselines,
     settings_of,
     taking_turns,
@@ -547,7 +547,12 @@ def tune(
 
 
 def _search(
-    turns: Turns, labels: Sequence[int], numbers: Sequence[int], seed: int, limits: Mapping[str, float], judge: dict
+    turns: InterleavedRuns,
+    labels: Sequence[int],
+    numbers: Sequence[int],
+    seed: int,
+    limits: Mapping[str, float],
+    judge: dict,
 ) -> tuple[list[dict], dict, list[np.ndarray]]:
     """What every rung measured, and the report of the last one with the images of its rows."""
     going = [r for r in range(ALWAYS, len(turns.rows)) if turns.plans[r].window != 0]  # 0: it is plain sampling
@@ -568,7 +573,7 @@ def _search(
 
 
 def _rung(
-    turns: Turns, chosen: Sequence[int], number: int, labels: Sequence[int], seed: int, judge: dict
+    turns: InterleavedRuns, chosen: Sequence[int], number: int, labels: Sequence[int], seed: int, judge: dict
 ) -> tuple[dict, list[np.ndarray]]:
     """The report on `number` images by each of the chosen rows that does not fail, with their losses."""
     chunks = turns.make(number, chosen)
