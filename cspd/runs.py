@@ -198,6 +198,8 @@ class Store:
             record = read_json(path)
         except FileNotFoundError:
             return None
+        except NotADirectoryError:
+            raise ValueError(f"{self.folder} is a file, or below one: {REMEDY}") from None
         except (ValueError, OSError) as error:
             raise ValueError(f"{path} cannot be read ({error}): {remedy}") from None
         if not isinstance(record, dict) or record.get("schema") != self.schema:
