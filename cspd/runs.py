@@ -485,7 +485,8 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
     modules = {"vae": getattr(runner, "vae", None), **runner.models}
     for role, stored in _files(settings).items():
         file = Path(stored["file"])
-        name, weights = file.name, (file,)
+        name = file.name
+        weights: tuple[Path, ...] = (file,)
         if "folder" in stored:  # a model of transformers
             name, weights = file.parent.name, tuple(weight_files(file.parent))
         found.append(
@@ -546,7 +547,10 @@ def commit_of(file: Path) -> str | None:
     """
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
-    return _git(file.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    commit = _git(file.parent, "rev-parse", "HEAD")
+    # not `git describe --dirty`: it locks the index, and a run that is killed would leave the lock
+    changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if changes else commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
