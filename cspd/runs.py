@@ -482,8 +482,8 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
         settings: from `cspd.cli.options.run_settings`. runner: the engine's, of the models' family.
     """
     found = []
-    modules = {"vae": getattr(runner, "vae", None), **runner.models}
     for role, stored in _files(settings).items():
+        modules = {"vae": getattr(runner, "vae", None), **runner.models}
         file = Path(stored["file"])
         name = file.name
         weights: tuple[Path, ...] = (file,)
@@ -515,7 +515,11 @@ def without_folders(settings: Mapping[str, Any]) -> dict:
 
 def _files(settings: Mapping[str, Any]) -> dict[str, dict]:
     """The files among a run's settings, by their role."""
-    return {role: value for role, value in settings.items() if isinstance(value, dict) and "file" in value}
+    return {
+        role: value
+        for role, value in settings.items()
+        if isinstance(value, dict) and isinstance(value.get("file"), str)
+    }
 
 
 def file_fingerprint(path: Path) -> str:
