@@ -428,21 +428,21 @@ def speed_line(summary: Mapping, at_once: int) -> str | None:
     if speedup >= WORTH:
         return faster
     images = "1 image" if at_once == 1 else f"{at_once} images"
-    told = f"no speed-up with {images} at once on this device"
+    line = f"no speed-up with {images} at once on this device"
     if speedup < 1 / WORTH:
-        told = f"{faster}: {told}"
+        line = f"{faster}: {line}"
     other = summary["alternative"]
     if other is None:
-        return told
+        return line
     method = f"`--method {other['method']}`"
     if other["difference"] is None:
-        return f"{told}; {method} may give one, once it is fitted for these settings (cspd calibrate)"
+        return f"{line}; {method} may give one, once it is fitted for these settings (cspd calibrate)"
     difference = f"at a difference of {other['difference']:.2g} s.d. per token"
     if other["speedup"] is None:
-        return f"{told}; {method} may give one, {difference}"
+        return f"{line}; {method} may give one, {difference}"
     if other["speedup"] < WORTH:
-        return f"{told}, nor by {method}"
-    return f"{told}; {method} is {other['speedup']:.1f}x, {difference}"
+        return f"{line}, nor by {method}"
+    return f"{line}; {method} is {other['speedup']:.1f}x, {difference}"
 
 
 # The origin of a report: date, command, versions, machine, and the models' files.

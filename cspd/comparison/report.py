@@ -38,83 +38,89 @@ class Column(NamedTuple):
 
 COLUMNS = [
     Column("name", "configuration", "", "The study's name for it, or its method and settings as --methods takes them."),
-    Column("guarantee", "guarantee", "", "What is known about the distribution of its images, see below."),
+    Column("guarantee", "guarantee", "", "The relation of its images' distribution to baseline sampling's, see below."),
     Column("images_per_second", "images/s", ".2f", "Median over the turns (least..most), decoding included."),
     Column("speed_up", "speed-up", ".2f", "Against {baseline}, turn by turn: median (least..most)."),
     Column(
         "first_timestep",
         "first timestep",
         "d",
-        "The noisiest of the 1000 timesteps that its chains visit, where it is given; MAR's own chains begin at 999.",
+        "The noisiest of the 1000 timesteps that its chains visit, if given; MAR's own chains begin at 999.",
     ),
     Column(
         "head_calls_per_token",
         "head calls/token",
         ".1f",
-        "Sequential calls of the diffusion head for one token; of a cached head those that evaluate its blocks.",
+        "Sequential calls of the diffusion head for one token; for a cached head, calls that evaluate its blocks.",
     ),
     Column(
-        "window", "window", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."
+        "window",
+        "window",
+        "d",
+        "Denoising steps drafted ahead (0: baseline sampling); for Jacobi, codes verified at once.",
     ),
-    Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
+    Column("backbone_calls", "backbone calls", ".1f", "Forward passes of the target's transformer for one image."),
     Column(
-        "lazy_backbone_calls", "lazy calls", ".1f", "Those of them that compute a part of it, by a cached backbone."
+        "lazy_backbone_calls",
+        "lazy calls",
+        ".1f",
+        "Forward passes among them that compute only a part, with a cached backbone.",
     ),
-    Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
-    Column("step_compression", "codes per forward", ".2f", "VQ codes committed in one forward of the target."),
-    Column("alpha", "alpha", ".3f", "Accepted share of what was drafted."),
+    Column("draft_backbone_calls", "draft calls", ".1f", "Forward passes of the draft model for one image."),
+    Column("step_compression", "codes per forward", ".2f", "VQ codes committed per forward pass of the target."),
+    Column("alpha", "alpha", ".3f", "Acceptance rate: accepted / verified drafts."),
     Column(
-        "accuracy", "class acc.", ".3f", "Share of the images that the classifier assigns to their class{interval}."
+        "accuracy", "class acc.", ".3f", "Fraction of the images that the classifier assigns to their class{interval}."
     ),
     Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference{interval}; lower is better."),
     Column("inception_score", "IS", ".2f", "Inception score, by the same classifier{interval}; higher is better."),
-    Column("clip_score", "CLIP", ".2f", "CLIP score of the images and their texts{interval}; higher is better."),
+    Column("clip_score", "CLIP", ".2f", "CLIP score of the images and their prompts{interval}; higher is better."),
     Column(
         "clip_difference",
         "CLIP change",
         "+.2f",
-        "Mean difference of the CLIP scores from plain sampling's of the same texts and seeds{interval}.",
+        "Mean difference of the CLIP scores from baseline sampling's of the same prompts and seeds{interval}.",
     ),
     Column(
         "bound",
         "TV bound",
         ".3f",
-        "Upper bound of the total variation from the target's distribution{interval}; 1 promises nothing.",
+        "Upper bound of the total variation from the target's distribution{interval}; 1 guarantees nothing.",
     ),
     Column(
         "difference",
         "difference",
         ".3f",
-        "Root mean square difference of held-out tokens from those that the full chain makes of the same condition and"
-        " noise, in standard deviations of a token.",
+        "Root mean square difference of held-out tokens from the full chain's with the same condition and noise, in"
+        " standard deviations of a token.",
     ),
     Column(
         "divergence",
         "divergence",
         ".3f",
-        "KL divergence of its chains from the full ones of the same conditions, nats per token, on held-out tokens.",
+        "KL divergence of its chains from the full ones with the same conditions, nats per token, on held-out tokens.",
     ),
     Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
     Column(
         "pixel_difference",
         "pixel difference",
         ".1f",
-        "Root mean square difference of pixels, of 0 to 255, from plain sampling of the same seeds. A small one: nearly"
-        " the same images. A large one says nothing: an exact method may draw other images of the same distribution.",
+        "Root mean square difference of pixels, of 0 to 255, from baseline sampling of the same seeds. If small, the"
+        " images are nearly the same. A large one says nothing: an exact method may sample other images.",
     ),
     Column(
         "peak_bytes",
         "peak MiB",
         ".0f",
-        "Peak memory while it ran, of the GPU or else of this process; the models of all configurations are loaded.",
+        "Peak memory while it ran, of the GPU or else of this process, with the models of all configurations.",
     ),
     Column(
         "p_value",
         "p",
         ".3f",
-        "Two-sample test of the images' features against plain sampling of the same seeds, see below.",
+        "Two-sample test of the images' features against baseline sampling of the same seeds, see below.",
     ),
-    Column("p_unpaired", "p unpaired", ".3f", "The same test against plain sampling of other seeds."),
+    Column("p_unpaired", "p unpaired", ".3f", "The same test against baseline sampling of other seeds."),
 ]
 INTERVALS = (
     "accuracy",
@@ -187,17 +193,17 @@ def notes(report: dict, short: bool = False) -> list[str]:
     lines = [f"speed-up: against {report['baseline']!r}, median of {turns} of {size}"]
     if has("p_value"):
         lines.append(
-            "p: two-sample test of the images' features against plain sampling (ar) with the same settings, paired by"
-            f" class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
+            "p: two-sample test of the images' features against baseline sampling (ar) with the same settings, paired"
+            f" by class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
             " images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
         )
     if any(row["p_value"] is not None and row["method"] == "ar" for row in rows):
-        lines.append("p of an ar with other denoising steps: against plain sampling by the first row's chain")
+        lines.append("p of an ar with other denoising steps: against baseline sampling with the first row's chain")
     if has("p_unpaired"):
         lines.append(
-            "p unpaired: the same test against plain sampling of other seeds. It does not find what is too small to be"
-            " seen among images of any seeds, as p does where those of one seed are nearly equal. Rows of nearly equal"
-            " images share their luck: compare theirs with that of plain sampling itself"
+            "p unpaired: the same test against baseline sampling of other seeds. It misses small differences, which p"
+            " finds if the images of one seed are nearly equal. Rows of nearly equal images share their luck: compare"
+            " their p with that of baseline sampling itself"
         )
     if not short and any(has(f"{key}_ci95") for key in INTERVALS):
         lines.append(
