@@ -1,4 +1,4 @@
-"""Files: written whole, read strictly, arrays with a digest, and what is measured once and kept."""
+"""Files: written completely or not at all, JSON, arrays with a digest, and caches of measurements."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import json
 import math
 import os
 import platform
-import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -29,16 +27,14 @@ from torch import Tensor, nn
 from cspd.terminal import telling
 from mar.tensors import CheckpointError
 
-# Files that are written whole or not at all: a run that is cut off leaves the old one or the new one.
+# Files that are written completely or not at all: an interrupted run leaves the old file or the new one.
 
-TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")  # of the name of a file that is being written
 NUMBER = (int, float)
-MAYBE = (int, float, NoneType)
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """An OSError of writing says what to do."""
+    """Adds the remedy to an OSError of writing."""
     try:
         yield
     except OSError as error:
@@ -49,11 +45,11 @@ def explained(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def publishing(path: Path) -> Iterator[Path]:
-    """A temporary file, empty, of this call alone. It becomes `path` once it is whole, and is gone if writing it fails.
+    """An empty temporary file that becomes `path` when the block ends, or is removed if the block fails.
 
-    A process that is killed leaves it. In the folder of a run the next one removes it (`cspd.runs`).
+    A killed process leaves it; in the folder of a run, the next run removes it (`cspd.runs`).
 
-    Raises OSError where it cannot be written; the message says what to do.
+    Raises OSError if it cannot be written; the message says what to do.
     """
     if _is_special(path):
         raise OSError(f"{path} is no ordinary file, and would be replaced by one: give the name of a file")
@@ -70,14 +66,14 @@ def publishing(path: Path) -> Iterator[Path]:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether something is there that is no file, such as /dev/null or a folder."""
+    """Whether a path exists and is not an ordinary file, such as /dev/null or a folder."""
     with contextlib.suppress(OSError):  # of a name that cannot be: writing says so
         return path.exists() and not path.is_file()
     return False
 
 
 def _new_file_beside(path: Path) -> Path:
-    """An empty file by the first of `temporary_names` that is free: what is there already may be anybody's."""
+    """Creates an empty file with the first free one of `temporary_names`; an existing file may be anybody's."""
     names = temporary_names(path.name)
     while True:
         temporary = path.with_name(next(names))
@@ -87,7 +83,7 @@ def _new_file_beside(path: Path) -> Path:
 
 
 def temporary_names(name: str) -> Iterator[str]:
-    """The names that a file may have while it is written, without end; see `TEMPORARY`."""
+    """The names that a file may have while it is written, an endless sequence."""
     yield f"{name}.tmp"
     for number in itertools.count(1):
         yield f"{name}.{number}.tmp"
@@ -116,7 +112,7 @@ def append_json(path: Path, entry: Mapping) -> None:
 
 
 def check_file(path: Path, option: str) -> None:
-    """Raises ValueError or OSError where no file can be written: hours of work are not to end in that."""
+    """Raises ValueError or OSError if no file can be written, before hours of work."""
     if _is_special(path):
         folder, other = f"is a folder: give {option} a file in it", f"is no ordinary file: give another {option}"
         raise ValueError(f"{path} {folder if path.is_dir() else other}")
@@ -127,7 +123,7 @@ def check_file(path: Path, option: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder where there is none. Raises OSError where that fails; the message says what to do."""
+    """Creates a folder if necessary. Raises OSError, with the remedy, if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
