@@ -30,28 +30,28 @@ from cspd.terminal import is_too_long, shortened, telling
 from mar.checkpoint import load_mar, load_vae, suggestion
 from mar.tensors import CheckpointError, count_numbers
 
-# Checkpoints on the Hugging Face hub by their names there, through its own client: what it keeps is not fetched again.
+# Checkpoints on the Hugging Face Hub by their names, through its client, which caches files.
 #
-# Nothing of theirs is run: files are read as any others are (`mar.tensors`). With HF_HUB_OFFLINE=1, and where the hub
-# cannot be reached, only what is kept is looked at.
+# No code of a repository is run: its files are read like any others (`mar.tensors`). With HF_HUB_OFFLINE=1, or if the
+# hub cannot be reached, only cached files are found.
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is a name on the hub, "org/name" or "org/name/file", and no place here."""
+    """Whether a text is a name on the hub, "org/name" or "org/name/file", and not a local path."""
     return NAME.fullmatch(text) is not None and not Path(text.partition("/")[0]).exists()
 
 
 @functools.cache
 def fetched(name: str, targets: Collection[str], companions: Collection[str]) -> Path:
-    """The file of a target on the hub, in the hub's cache on this machine, beside it what lies beside it there.
+    """The local file of a target on the hub, in the hub's cache, with the companions from the same folder.
 
     Args:
         name: "org/name", or with a file or folder in it. targets, companions: patterns of files' names.
 
     Raises:
-        CheckpointError: there is no such target, or several are there.
+        CheckpointError: there is no such target, or there are several.
     """
     owner, repository, *rest = name.split("/", 2)
     repo, inside = f"{owner}/{repository}", PurePosixPath(*rest)
@@ -59,13 +59,20 @@ def fetched(name: str, targets: Collection[str], companions: Collection[str]) ->
     found = [file for file in files if file == inside]
     if not found:
         found = [file for file in files if file.parent == inside and _matches(file, targets)]
-    if len(found) != 1:
-        several = f"several checkpoints are there: give one: {', '.join(f'{repo}/{file}' for file in found)}"
+    if not found:
         fetch = f"a model of transformers is fetched first: hf download {repo} --local-dir {repository}"
-        none = f"no such place here, and on the hub it has none of {', '.join(targets)}; {fetch}"
-        raise CheckpointError(f"{name}: {several if found else none}")
-    beside = [file for file in files if file.parent == found[0].parent and _matches(file, companions)]
-    return _folder(repo, [str(file) for file in (*found, *beside)]) / found[0]
+        raise CheckpointError(
+            f"{name}: no such place here, and on the hub it has none of {', '.join(targets)}; {fetch}"
+        )
+    if len(found) > 1:
+        names = ", ".join(f"{repo}/{file}" for file in found)
+        raise CheckpointError(f"{name}: several checkpoints are there: give one: {names}")
+    target = found[0]
+    wanted = [str(target)]
+    for file in files:
+        if file.parent == target.parent and _matches(file, companions):
+            wanted.append(str(file))
+    return _folder(repo, wanted) / target
 
 
 def _matches(file: PurePosixPath, patterns: Collection[str]) -> bool:
@@ -73,7 +80,7 @@ def _matches(file: PurePosixPath, patterns: Collection[str]) -> bool:
 
 
 def _listed(repo: str) -> list[str]:
-    """The files of a repository; where the hub cannot be asked, those that are kept here."""
+    """The files of a repository; the cached ones if the hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -82,14 +89,14 @@ def _listed(repo: str) -> list[str]:
             return HfApi().list_repo_files(repo)
     except RepositoryNotFoundError:
         raise CheckpointError(f"{repo}: no such place here, and no such repository on the hub") from None
-    except Exception as error:  # no network, or told to do without it: its client has an error for each
+    except Exception as error:  # no network, or offline by choice: the client has an error for each
         folder = _folder(repo, None, error)
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Within it the hub's client does not log each of its attempts: what comes of them is told in one line."""
+    """Keeps the hub's client from logging each of its attempts: one line reports the result."""
     from huggingface_hub.utils import logging
 
     before = logging.get_verbosity()
@@ -101,9 +108,9 @@ def _unlogged() -> Iterator[None]:
 
 
 def _folder(repo: str, files: list[str] | None, why: Exception | None = None) -> Path:
-    """The folder of a repository in the hub's cache, with these files; None: with those that are there.
+    """The folder of a repository in the hub's cache, with these files; None: with the cached ones.
 
-    Raises CheckpointError, which says `why` it is these, or else what went wrong.
+    Raises CheckpointError with the reason `why` the hub could not be asked, or that of a failed download.
     """
     from huggingface_hub import snapshot_download
 
@@ -115,9 +122,9 @@ def _folder(repo: str, files: list[str] | None, why: Exception | None = None) ->
         raise CheckpointError(f"{repo}: no such place here, and it cannot be had from the hub: {reason}") from why
 
 
-# From a checkpoint's name or place to its files.
+# From a checkpoint's name or path to its files.
 
-# file names looked for beside each other; * stands for any text
+# patterns of files' names in one folder
 _MAR_FILES = {
     "target": ("target.safetensors", "checkpoint-last.pth"),
     "draft": ("draft.safetensors",),
@@ -134,22 +141,17 @@ _TEXT_FILES = _VQ_FILES | {
     "tokenizer": ("tokenizer.safetensors", "vq_ds16_t2i.pt"),
 }
 _TARGETS = tuple(dict.fromkeys(_MAR_FILES["target"] + _VQ_FILES["target"] + _TEXT_FILES["target"]))
-_TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl", "text_encoder")  # folders looked for beside a target
-# what is fetched with a target from the hub
-_COMPANIONS = (
-    DESCRIPTION,
-    *(
-        pattern
-        for files in (_MAR_FILES, _VQ_FILES, _TEXT_FILES)
-        for part, patterns in files.items()
-        if part != "target"
-        for pattern in patterns
-    ),
-)
+_TEXT_ENCODERS = ("flan-t5-xl", "t5-ckpt/flan-t5-xl", "text_encoder")  # folders next to a target
+# fetched with a target from the hub
+_COMPANIONS: tuple[str, ...] = (DESCRIPTION,)
+for _files in (_MAR_FILES, _VQ_FILES, _TEXT_FILES):
+    for _part, _patterns in _files.items():
+        if _part != "target":
+            _COMPANIONS += _patterns
 
 
 def path_of(place: str | Path, what: str) -> Path:
-    """A place as a path; `what` is its name in errors. Raises TypeError if it is none, ValueError if none can be."""
+    """A value as a path; `what` is its name in errors. Raises TypeError or ValueError if it is not a path."""
     if not isinstance(place, (str, os.PathLike)):
         raise TypeError(f"{what} must be a name or a path, not {place!r}")
     if not os.fspath(place):
@@ -161,7 +163,7 @@ def path_of(place: str | Path, what: str) -> Path:
 
 
 def is_remote(checkpoint: str | Path) -> bool:
-    """Whether it is a name on the hub, and no place here."""
+    """Whether it is a name on the hub, and not a local path."""
     return isinstance(checkpoint, str) and is_name(checkpoint)
 
 
@@ -195,15 +197,15 @@ def _target_file(checkpoint: str | Path) -> Path:
 
 
 def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
-    """The files of a bundled name, a folder, or a target's file, by what they are for; None where absent.
+    """The files of a bundled name, a folder, or a target's file, by their role; None if absent.
 
-    "target", "draft" and "vae" of MAR; "target", "draft", "eagle", "tokenizer" and the folder "text_encoder" of VQ
-    models, which are known by a tokenizer beside them or by their official name. A model of `transformers` has its
-    config.json as target, and Chameleon's decoder as tokenizer and a drafter where those are in the folder; its others
-    are one model.
+    The roles are "target", "draft" and "vae" for MAR; "target", "draft", "eagle", "tokenizer" and the folder
+    "text_encoder" for VQ models, which are recognised by a tokenizer in the same folder or by their official name. A
+    model of `transformers` has its config.json as target, and Chameleon's decoder as tokenizer and a drafter if they
+    are in the folder.
 
     Raises:
-        CheckpointError: there is no target to be found, or there are several. TypeError, ValueError: it is no path.
+        CheckpointError: there is no target, or there are several. TypeError, ValueError: the argument is not a path.
     """
     target = _target_file(checkpoint)
     files: dict[str, Path | None] = {"target": target}
@@ -213,7 +215,7 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
         return files | {"draft": None, "eagle": drafter, "tokenizer": decoder, "text_encoder": None}
     own = patterns_of(target)
     for name, patterns in own.items():
-        if name != "target":  # beside it, whatever name or file it was found by
+        if name != "target":
             files[name] = next(iter(_find(target.parent, patterns)), None)
     if own is not _MAR_FILES:
         folders = [target.parent / name for name in _TEXT_ENCODERS]
@@ -222,7 +224,7 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
 
 
 def patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
-    """What the files beside a target are called."""
+    """The patterns of the files next to a target, by their role."""
     if target.match("t2i_*"):
         return _TEXT_FILES
     has_tokenizer = bool(_find(target.parent, _VQ_FILES["tokenizer"]))
@@ -231,11 +233,11 @@ def patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
 
 
 def family_of(checkpoint: str | Path) -> str:
-    """Whose models a bundled name, a folder or a target's file has: "MAR" or "VQ". Raises CheckpointError."""
+    """The family of a bundled name, a folder or a target's file: "MAR" or "VQ". Raises CheckpointError."""
     return (VQModels if "tokenizer" in checkpoint_files(checkpoint) else MARModels).family
 
 
-# From folders of models of `transformers` to what a VQ engine takes.
+# From folders of `transformers` models to the models of a VQ engine.
 
 SMALLER = "use a smaller model or another device"
 HALF = ", or precision='bf16' (--precision bf16), which halves the weights"
@@ -252,12 +254,12 @@ def hf_models(
 ) -> VQModels:
     """The models of a folder, loaded straight to a device.
 
-    The weights keep their own type, which is what they compute in; under "bf16" they become bfloat16.
+    The weights keep their own type, and compute in it; under "bf16" they become bfloat16.
 
     Args:
         place: the folder. draft: that of a smaller model of the same codes. eagle: the file of an EAGLE drafter. vae:
-            that of what makes pixels, where `transformers` has nothing that does, if it does not lie in the folder.
-        max_batch: slots that there must be room for.
+            the file of the decoder, if `transformers` lacks one and the folder does too.
+        max_batch: the number of slots that must fit into memory.
 
     Raises:
         CheckpointError: as in `cspd.discrete.hf`. ValueError: too little memory, a library is missing, or
@@ -289,7 +291,7 @@ def _hf_folder(place: Path) -> Path:
 
 
 def _check_memory(folders: list[Folder], drafter: HFEagle | None, device: torch.device, max_batch: int) -> None:
-    """Raises ValueError where weights and caches will not fit."""
+    """Raises ValueError if weights and caches do not fit into memory."""
     target = folders[0].config
     caches = sum(cache_bytes(target, folder.config, folder.config.n_layer, folder.dtype) for folder in folders)
     weights = sum(folder.num_bytes for folder in folders)
@@ -306,7 +308,7 @@ def _check_memory(folders: list[Folder], drafter: HFEagle | None, device: torch.
 
 
 def check_of_one(checkpoints: Sequence[str | Path], *given: object) -> None:
-    """Raises ValueError where there are several checkpoints, and a size or file is given, which is of one of them."""
+    """Raises ValueError if there are several checkpoints, and a size or file is given, which belongs to one of them."""
     if len(checkpoints) > 1 and any(each is not None for each in given):
         names = ", ".join(map(str, checkpoints))
         raise ValueError(
@@ -331,22 +333,22 @@ def load(
     """An engine with the models of a checkpoint, or of one of MAR and one of VQ models.
 
     Args:
-        checkpoints: bundled names, folders with official files or as `Engine.save_pretrained` writes them, or of a
-            model of `transformers` that makes images (docs/text.md), targets' files, or names on the Hugging Face hub
-            ("org/name", "org/name/file"); "digits32" by default.
-        arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`); by default found out from the
+        checkpoints: bundled names, folders with official files or written by `Engine.save_pretrained`, or of an image
+            model of `transformers` (docs/text.md), targets' files, or names on the Hugging Face Hub ("org/name",
+            "org/name/file"); "digits32" by default.
+        arch: the target's size (`mar.checkpoint.MARS`, `cspd.discrete.registry.GPTS`); by default inferred from the
             file.
-        vae: the file of the autoencoder or tokenizer, where it does not lie beside the target.
-        draft: a smaller model's file, for methods that draft, where it does not lie beside the target.
-        eagle: the file of a VQ target's EAGLE drafter, where it does not lie beside the target.
-        text_encoder: the folder of a T5 encoder, of models of texts, where it does not lie beside the target.
+        vae: the file of the autoencoder or tokenizer, if it is not in the target's folder.
+        draft: a smaller model's file, for methods that draft, if it is not in the target's folder.
+        eagle: the file of a VQ target's EAGLE drafter, if it is not in the target's folder.
+        text_encoder: the folder of a text-to-image model's T5 encoder, if it is not in the target's folder.
         max_batch, device, precision, compiled, graphs: as in `Engine`.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model, or a folder has several targets.
         TypeError: a path is something else. ValueError: as in `Engine`, weights that do not fit into memory, an unknown
-            arch, an EAGLE drafter for a MAR, a text encoder for models of classes, or several checkpoints and one arch,
-            vae, draft, eagle or text encoder for them.
+            arch, an EAGLE drafter for a MAR, a text encoder for a class-conditional model, or several checkpoints with
+            one arch, vae, draft, eagle or text encoder.
     """
     checkpoints = checkpoints or ("digits32",)
     check_of_one(checkpoints, arch, vae, draft, eagle, text_encoder)
@@ -375,18 +377,18 @@ def load(
 
 
 def _check_hf(checkpoint: str | Path, given: Mapping[str, object]) -> None:
-    """Raises ValueError for what is given (not None) that models of `transformers` do not take."""
+    """Raises ValueError for given options (not None) that `transformers` models do not have."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(f"{checkpoint}: {name} is not for models of transformers: leave it out")
 
 
 def _room_for(files: Mapping[str, Path], device: torch.device) -> str:
-    """How much memory the weights of files take, as it follows their name; nothing where that is little.
+    """The memory that the weights of files take, for a message after their name; empty if it is little.
 
     They are read into the CPU's memory, in float32, and moved to the device.
 
-    Raises ValueError where they do not fit, before any is read.
+    Raises ValueError, before reading them, if they do not fit.
     """
     weights = [file for name, file in files.items() if name != "text_encoder"]
     needed = torch.float32.itemsize * sum(map(count_numbers, weights))
@@ -407,7 +409,7 @@ def _official_models(
     arch: str | None,
     device: torch.device,
 ) -> MARModels | VQModels:
-    """The models of files beside a target, but for those that are given, see `load`."""
+    """The models of the files in a target's folder, replaced by given ones, see `load`."""
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     if decoder == "vae" and "eagle" in given:
         raise ValueError(f"{checkpoint}: eagle=... is for VQ targets, and this is a MAR: leave it out")
@@ -424,7 +426,7 @@ def _official_models(
             models = _mar_models(there, arch)
         else:
             models = _vq_models(there, arch, eagle_must_fit="eagle" in given)
-    if not is_remote(checkpoint):  # which lies in a folder of the hub's own client
+    if not is_remote(checkpoint):  # the folder of the hub's client is not ours
         models = dataclasses.replace(models, calibrations=there["target"].parent / CALIBRATION)
     if "text_encoder" in given and getattr(models, "text_encoder", None) is None:
         raise ValueError(f"{checkpoint} makes images of classes: leave text_encoder=... (--text-encoder) out")
@@ -439,7 +441,7 @@ def _mar_models(files: Mapping[str, Path], arch: str | None) -> MARModels:
 
 
 def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool) -> VQModels:
-    """`eagle_must_fit`: an EAGLE drafter of another width is not another target's that lies beside this one."""
+    """`eagle_must_fit`: keep an EAGLE drafter of another width, which otherwise belongs to another target."""
     target = load_gpt(files["target"], arch)
     classes, num_tokens = described(files["target"].parent, target.config.num_classes)
     if num_tokens is not None:

@@ -22,13 +22,11 @@ from cspd.option import check_integer
 
 # The machine: its devices and their memory, its name in reports, and how repeated timings spread.
 
-LARGE = 2**30  # bytes of weights that are worth a word
+LARGE = 2**30  # bytes of weights that a message mentions
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The device asked for, "auto" being CUDA where there is one, with its number. Raises ValueError where it cannot be
-    had.
-    """
+    """The device with its number; "auto" is CUDA if available. Raises ValueError if the device cannot be used."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -43,20 +41,23 @@ def pick_device(device: str | torch.device) -> torch.device:
         )
     if picked.type not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if picked.type == "cuda" and picked.index is None:  # the current one, which may be another later
+    if picked.type == "cuda" and picked.index is None:  # the current device may change later
         picked = torch.device("cuda", torch.cuda.current_device())
     return picked
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Seconds until a device has done some work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     start = time.perf_counter()
     work()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def free_bytes(device: torch.device) -> int:
@@ -66,9 +67,14 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + cached
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
+        return _kibibytes(meminfo, "MemAvailable") * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _kibibytes(path: Path, name: str) -> int:
+    """A value of a file in /proc."""
+    line = next(line for line in path.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1])
 
 
 def gibibytes(number: float) -> str:
@@ -77,15 +83,15 @@ def gibibytes(number: float) -> str:
 
 
 def room_told(needed: int, device: torch.device) -> str:
-    """How much of a device's memory weights take, as it follows their name; nothing where that is little."""
+    """The memory that weights take of a device, for a message after their name; empty if it is little."""
     return f", which takes {gibibytes(needed)} of {gibibytes(free_bytes(device))} free" if needed >= LARGE else ""
 
 
 def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch.device, once: int = 0) -> None:
-    """Raises ValueError where `max_batch` slots of so many bytes, and `once` bytes for all of them, are not free.
+    """Raises ValueError unless `max_batch` slots of `per_slot` bytes, and `once` bytes for all of them, are free.
 
     Args:
-        what: follows "max_batch=N" in the message. fix: what to do where not even one slot fits.
+        what: follows "max_batch=N" in the message. fix: the remedy if not even one slot fits.
     """
     check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
     free, needed = free_bytes(device), once + per_slot * max_batch
@@ -99,48 +105,49 @@ def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch
 
 
 def describe(device: torch.device) -> dict:
-    """The machine that a device belongs to, in a few words."""
+    """The machine of a device, in a few words."""
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def _cpu_name() -> str:
-    """The processor as its maker calls it, where Linux tells; else as Python knows it."""
+    """The processor's name, from Linux or else from Python."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(names), platform.processor() or platform.machine())
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def reset_peak(device: torch.device) -> None:
-    """Peak memory counts from here."""
+    """Restarts the measurement of peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # Linux only, and not in every container
+        with contextlib.suppress(OSError):  # only on Linux, and not in every container
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory since the reset: of the device, or of this process (its whole life where the system can't reset)."""
+    """Peak memory of the device, or of this process, since the reset; since its start if the system cannot reset it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+        return _kibibytes(status, "VmHWM") * 1024
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-# The precision policy, and a stopwatch that knows about devices that run behind the program.
+# The precision policy.
 
 POLICIES = {
     "fp32": "float32 throughout: the reference",
@@ -153,7 +160,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class Precision:
     """One setting for a whole engine. The first denoising step and the autoencoder are in float32 under every policy.
 
-    What may be computed as fast as the policy allows is computed inside `fast`, by what `prepare` makes of a module.
+    Inside `fast`, modules from `prepare` compute as fast as the policy allows.
 
     Raises:
         ValueError: unknown policy.
@@ -166,11 +173,11 @@ class Precision:
         self._prepared: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     def prepare(self, module: Module) -> Module:
-        """The module as `fast` computes with it: under bf16 its matrix products have copies of their weights.
+        """The module to compute with inside `fast`: under bf16 its matrix products have bfloat16 copies of weights.
 
         The copies are made once and live as long as the module. All other parameters are shared with it, and the
-        module itself stays as it is. Children that its class names in `FLOAT32` are no copies either, nor is a module
-        that computes in the type of its weights, its `own_type`, whatever the policy.
+        module itself does not change. Children that its class names in `FLOAT32` are not copied, nor is a module with
+        an `own_type`, which computes in the type of its weights under every policy.
         """
         if self.policy != "bf16" or hasattr(module, "own_type"):
             return module
@@ -179,16 +186,16 @@ class Precision:
         return self._prepared[module]
 
     def _twin(self, module: nn.Module) -> nn.Module:
-        """A module that differs in its children, which are prepared."""
+        """A module with the same parameters and prepared children."""
         twin, exact = copy.copy(module), getattr(module, "FLOAT32", ())
-        twin._modules = {
-            name: child if child is None or name in exact else self.prepare(child)
-            for name, child in module._modules.items()
-        }
+        twin._modules = dict(module._modules)
+        for name, child in module._modules.items():
+            if child is not None and name not in exact:
+                twin._modules[name] = self.prepare(child)
         return twin
 
     def bytes_to_copy(self, module: nn.Module | None) -> int:
-        """Bytes of the copies that `prepare` has still to make of a module."""
+        """Bytes of the copies that `prepare` has yet to make of a module."""
         if self.policy != "bf16" or module is None or module in self._prepared or hasattr(module, "own_type"):
             return 0
         if isinstance(module, nn.Linear):
@@ -198,11 +205,11 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what matrix products give inside `fast`."""
+        """The type of matrix products inside `fast`."""
         return torch.bfloat16 if self.policy == "bf16" else torch.float32
 
     def type_of(self, module: nn.Module) -> torch.dtype:
-        """Of what a module's matrix products give inside `fast`."""
+        """The type of a module's matrix products inside `fast`."""
         return getattr(module, "own_type", self.dtype)
 
     @property
@@ -211,15 +218,15 @@ class Precision:
         return self.policy == "fp32"
 
     def fast(self) -> contextlib.AbstractContextManager[None]:
-        """As fast as the policy allows."""
+        """Computes as fast as the policy allows."""
         return self._products(tf32=self.policy == "tf32")
 
     def full(self) -> contextlib.AbstractContextManager[None]:
-        """True float32, also inside `fast`."""
+        """Computes in true float32, also inside `fast`."""
         return self._products(tf32=False)
 
     def _products(self, tf32: bool) -> contextlib.AbstractContextManager[None]:
-        if self.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):  # there is nothing to change
+        if self.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):  # nothing to change
             return contextlib.nullcontext()
         return self._switch(tf32)
 
@@ -230,7 +237,7 @@ class Precision:
         for flag in flags:
             flag.allow_tf32 = tf32
         try:
-            with torch.autocast(self.device.type, enabled=False):  # a caller's own
+            with torch.autocast(self.device.type, enabled=False):  # a caller may have enabled it
                 yield
         finally:
             for flag, value in zip(flags, before):
@@ -238,10 +245,10 @@ class Precision:
 
 
 def precision_of(precision: str | Precision, device: torch.device) -> Precision:
-    """The policy of this name for a device, or another engine's.
+    """The policy with this name for a device, or another engine's.
 
     Raises:
-        ValueError: unknown policy, or that of an engine on another device, whose copies of weights are there.
+        ValueError: unknown policy, or that of an engine on another device, where its copies of weights are.
     """
     if not isinstance(precision, Precision):
         return Precision(precision, device)
@@ -254,7 +261,7 @@ def precision_of(precision: str | Precision, device: torch.device) -> Precision:
 
 
 class BFloat16Linear(nn.Module):
-    """A linear layer with its weights in bfloat16, as its outputs are; inputs may be of any type."""
+    """A linear layer with weights and outputs in bfloat16; inputs may have any type."""
 
     weight: Tensor
     bias: Tensor | None
@@ -269,10 +276,9 @@ class BFloat16Linear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
-# Between the CPU and a GPU without either waiting: what is sent goes in one copy from pinned memory, what comes is
-# read late.
+# Transfers between the CPU and a GPU without waiting: sent in one copy from pinned memory, read as late as possible.
 
-ALIGNMENT = 8  # bytes: an array begins where a number of any type may begin
+ALIGNMENT = 8  # bytes, enough for any type
 
 
 def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -282,19 +288,19 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
     """
     if device.type != "cuda":
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    begin, total = {}, 0
+    parts, total = {}, 0
     for name, array in arrays.items():
-        begin[name] = total
+        parts[name] = slice(total, total + array.nbytes)
         total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    # freed at once: torch keeps pinned memory until the copy from it has run
+    # torch keeps this pinned memory until the copy from it has run
     packed = torch.empty(total, dtype=torch.uint8, pin_memory=True)
-    bytes_of_all = packed.numpy()
+    buffer = packed.numpy()
     for name, array in arrays.items():
-        bytes_of_all[begin[name] : begin[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
-    there = packed.to(device, non_blocking=True)
+        buffer[parts[name]] = array.reshape(-1).view(np.uint8)
+    on_device = packed.to(device, non_blocking=True)
     sent = {}
     for name, array in arrays.items():
-        own = there[begin[name] : begin[name] + array.nbytes]
+        own = on_device[parts[name]]
         sent[name] = own.view(torch.from_numpy(array).dtype).view(array.shape)
     return sent
 
@@ -305,7 +311,7 @@ def send_integers(values: Sequence[int] | np.ndarray, device: torch.device) -> T
 
 
 class Report:
-    """A tensor on its way to the CPU. Reading it waits for what was asked of the device before it, and no longer."""
+    """A tensor on its way to the CPU. Reading it waits only for work that the device was given before it."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._arrived = values, None
@@ -313,7 +319,9 @@ class Report:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values.device))  # which need not be the current device's
+            self._arrived.record(
+                torch.cuda.current_stream(values.device)
+            )  # of this device, which may not be the current one
 
     def array(self) -> np.ndarray:
         """The values."""

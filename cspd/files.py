@@ -1,4 +1,4 @@
-"""Files: written whole, read strictly, arrays with a digest, and what is measured once and kept."""
+"""Files: written completely or not at all, JSON, arrays with a digest, and caches of measurements."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import json
 import math
 import os
 import platform
-import re
-import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -30,18 +27,14 @@ from torch import Tensor, nn
 from cspd.terminal import telling
 from mar.tensors import CheckpointError
 
-# Files that are written whole or not at all: a run that is cut off leaves the old one or the new one.
+# Files that are written completely or not at all: an interrupted run leaves the old file or the new one.
 
-TEMPORARY = re.compile(r"(.+?)(\.\d+)?\.tmp")  # of the name of a file that is being written
-LARGEST = 2**31  # bytes of a file that is read: a record of a million images is smaller
-LONGEST = 20  # digits of its whole numbers: seeds have 19
 NUMBER = (int, float)
-MAYBE = (int, float, NoneType)
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """An OSError of writing says what to do."""
+    """Adds the remedy to an OSError of writing."""
     try:
         yield
     except OSError as error:
@@ -52,11 +45,11 @@ def explained(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def publishing(path: Path) -> Iterator[Path]:
-    """A temporary file, empty, of this call alone. It becomes `path` once it is whole, and is gone if writing it fails.
+    """An empty temporary file that becomes `path` when the block ends, or is removed if the block fails.
 
-    A process that is killed leaves it. In the folder of a run the next one removes it (`cspd.runs`).
+    A killed process leaves it; in the folder of a run, the next run removes it (`cspd.runs`).
 
-    Raises OSError where it cannot be written; the message says what to do.
+    Raises OSError if it cannot be written; the message says what to do.
     """
     if _is_special(path):
         raise OSError(f"{path} is no ordinary file, and would be replaced by one: give the name of a file")
@@ -73,14 +66,14 @@ def publishing(path: Path) -> Iterator[Path]:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether something is there that is no file, such as /dev/null or a folder."""
+    """Whether a path exists and is not an ordinary file, such as /dev/null or a folder."""
     with contextlib.suppress(OSError):  # of a name that cannot be: writing says so
         return path.exists() and not path.is_file()
     return False
 
 
 def _new_file_beside(path: Path) -> Path:
-    """An empty file by the first of `temporary_names` that is free: what is there already may be anybody's."""
+    """Creates an empty file with the first free one of `temporary_names`; an existing file may be anybody's."""
     names = temporary_names(path.name)
     while True:
         temporary = path.with_name(next(names))
@@ -90,7 +83,7 @@ def _new_file_beside(path: Path) -> Path:
 
 
 def temporary_names(name: str) -> Iterator[str]:
-    """The names that a file may have while it is written, without end; see `TEMPORARY`."""
+    """The names that a file may have while it is written, an endless sequence."""
     yield f"{name}.tmp"
     for number in itertools.count(1):
         yield f"{name}.{number}.tmp"
@@ -119,7 +112,7 @@ def append_json(path: Path, entry: Mapping) -> None:
 
 
 def check_file(path: Path, option: str) -> None:
-    """Raises ValueError or OSError where no file can be written: hours of work are not to end in that."""
+    """Raises ValueError or OSError if no file can be written, before hours of work."""
     if _is_special(path):
         folder, other = f"is a folder: give {option} a file in it", f"is no ordinary file: give another {option}"
         raise ValueError(f"{path} {folder if path.is_dir() else other}")
@@ -130,30 +123,22 @@ def check_file(path: Path, option: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder where there is none. Raises OSError where that fails; the message says what to do."""
+    """Creates a folder if necessary. Raises OSError, with the remedy, if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
 
 
-def read_text(path: Path) -> str:
-    """What a record or a journal holds. Raises OSError; ValueError if it is larger than any."""
-    size = path.stat().st_size
-    if size > LARGEST:
-        raise ValueError(f"{path.name} has {size:,} bytes")
-    return path.read_text(errors="replace")
-
-
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError; ValueError where it is no JSON, or has what we never write."""
-    return parse_json(read_text(path))
+    """The content of a JSON file. Raises OSError, or ValueError as `parse_json`."""
+    return parse_json(path.read_text(errors="replace"))
 
 
 def parse_json(text: str) -> Any:
-    """What JSON text holds. Raises ValueError as `read_json`."""
+    """The content of JSON text. Raises ValueError if it is not JSON, or has NaN or an infinity, which JSON lacks."""
     try:
-        return json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -165,60 +150,58 @@ def _finite(text: str) -> float:
     return number
 
 
-def _whole(text: str) -> int:
-    if len(text) > LONGEST:
-        raise ValueError(f"it has a number of {len(text)} digits")
-    return int(text)
-
-
-def misfit(value: object, shape: object, place: str = "") -> str | None:
-    """Where a value that was read from JSON is not of a shape; None where it is.
+def misfit(value: object, shape: object, path: str = "") -> str | None:
+    """The path of the first part of a JSON value that does not have a shape, or None.
 
     Args:
-        shape: a type or several; [shape], a list of such values; {"key": shape}, a mapping with these keys at least
-            (that of "key?" may be absent); {str: shape}, a mapping of such values. No boolean is a number.
+        shape: a type or several; [shape], a list of such values; {"key": shape}, a mapping that has these keys ("key?"
+            may be absent); {str: shape}, a mapping of such values. A boolean is not a number.
     """
     if isinstance(shape, Mapping):
         if not isinstance(value, Mapping):
-            return place or "it"
+            return path or "it"
         if str in shape:
             shape = dict.fromkeys(value, shape[str])
-        wanted = {key.removesuffix("?"): each for key, each in shape.items() if key[-1:] != "?" or key[:-1] in value}
-        inner = (misfit(value.get(key), each, f"{place}.{key}".removeprefix(".")) for key, each in wanted.items())
+        parts = []
+        for key, inner in shape.items():
+            name = key.removesuffix("?")
+            if name == key or name in value:
+                parts.append((value.get(name), inner, f"{path}.{name}".removeprefix(".")))
     elif isinstance(shape, list):
         if not isinstance(value, list):
-            return place or "it"
-        inner = (misfit(each, shape[0], f"{place}[{i}]") for i, each in enumerate(value))
+            return path or "it"
+        parts = [(each, shape[0], f"{path}[{i}]") for i, each in enumerate(value)]
     else:
         fits = isinstance(value, shape) and not isinstance(value, bool)  # type: ignore[arg-type]
-        return None if fits else place or "it"
-    return next(filter(None, inner), None)
+        return None if fits else path or "it"
+    wrong = (misfit(*part) for part in parts)
+    return next(filter(None, wrong), None)
 
 
-# Arrays in files, each tied to what it was made of: damage and images of other settings or seeds are noticed.
+# Arrays in files, each with a digest of the arrays and of the settings that they were made from.
 
 DIGEST = "digest"
-SHOWN = 5  # files that a line names, at most
 
 
 def write_item(path: Path, arrays: Mapping[str, Any], made_of: Mapping) -> None:
-    """Writes an .npz of `arrays` and a digest of them and of `made_of`, plain values. Raises OSError."""
+    """Writes an .npz of `arrays`, and a digest of them and of `made_of`, plain values. Raises OSError."""
     arrays = {**arrays, DIGEST: np.array(digest_of(arrays, made_of))}
     with publishing(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
 
 
 def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:
-    """The arrays of an item; None if it is not there, damaged, of something else, or not `like` {name: (type, shape)}.
+    """The arrays of an item, or None if it is absent, damaged, made from other settings, or not `like` {name: (type,
+    shape)}.
 
-    Files of older versions have no digest: of them, `like` alone is known.
+    Files of older versions have no digest: they are checked by `like` only.
     """
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}  # reading to the end compares checksums
-        digest = arrays.pop(DIGEST, None)
-    except Exception:  # a damaged or hostile archive makes its readers raise almost anything
+    except Exception:  # a damaged archive makes its readers raise almost anything
         return None
+    digest = arrays.pop(DIGEST, None)
     for name, (kind, shape) in like.items():
         array = arrays.get(name)
         if array is None or array.shape != shape or not np.issubdtype(array.dtype, kind):
@@ -237,8 +220,8 @@ def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
 
 
 def _canonical(made_of: Mapping) -> str:
-    """A text that is the same where `cspd.runs.differences` finds none: 3.0 is 3, and None is as if left out."""
-    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=_given)
+    """A text that is equal for settings without `cspd.runs.differences`: 3.0 equals 3, and None a missing setting."""
+    plain = json.loads(json.dumps(made_of), parse_float=_number, object_hook=_without_none)
     return json.dumps(plain, sort_keys=True)
 
 
@@ -247,36 +230,29 @@ def _number(text: str) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _given(settings: dict) -> dict:
+def _without_none(settings: dict) -> dict:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def tell_damaged(names: Sequence[str]) -> None:
-    """Says which files are made again, if any."""
-    if names:
-        more = " ..." if len(names) > SHOWN else ""
-        count = "1 file is" if len(names) == 1 else f"{len(names)} files are"
-        shown = ", ".join(names[:SHOWN])
-        print(f"cspd: {count} damaged, incomplete or of other images, and made again: {shown}{more}", file=sys.stderr)
+# A cache of measurements: plain values in `COSTS`, found again by their key.
 
-
-# What is measured once and kept: in which folder, and by what it is found again.
-
-# where bundled checkpoints are: inside the package when installed, beside it in a source tree
+# the folders of bundled checkpoints: inside the package when installed, next to it in a source tree
 BUNDLED_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
-CALIBRATION = "calibration"  # the folder beside a checkpoint
-COSTS = "costs.json"  # in the user's cache folder, or beside a checkpoint
-ENTRY = {"key": dict, "costs": dict, DIGEST: str}  # of it, see `misfit`
+CALIBRATION = "calibration"  # the folder in that of a checkpoint
+COSTS = "costs.json"  # in the user's cache folder, or in the folder of a checkpoint
 REMEMBERED = 64  # entries in memory
 
 
 class Measured(Protocol):
-    """A dataclass of plain values that can tell whether they are right."""
+    """A dataclass of plain values, or of arrays, that can check itself."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def check(self) -> None:
-        """Raises ValueError, saying what is wrong, where they are not what a measurement can have given."""
+    def check(self, *num_steps: int) -> None:
+        """Raises ValueError, saying what is wrong, for values that no measurement can have given.
+
+        Arrays are told T, their number of denoising steps.
+        """
 
 
 Kind = TypeVar("Kind", bound=Measured)
@@ -288,12 +264,12 @@ def user_cache() -> Path:
 
 
 def is_bundled(folder: Path) -> bool:
-    """Whether a folder belongs to a bundled checkpoint. What came with it is read, and nothing else is kept there."""
+    """Whether a folder belongs to a bundled checkpoint, whose files are read and never written."""
     return any(root.resolve() in folder.resolve().parents for root in BUNDLED_ROOTS)
 
 
 def identity_of(folder: Path) -> str:
-    """A hash of the names, sizes and times of a folder's files but hidden ones, in hexadecimal."""
+    """A hash, in hexadecimal, of the names, sizes and times of the files in a folder, hidden ones excepted."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):  # a file manager leaves some
@@ -303,7 +279,7 @@ def identity_of(folder: Path) -> str:
 
 
 def of_device(device: torch.device) -> dict:
-    """What timings depend on beside what is timed."""
+    """The part of a timing's key that describes the device."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {os.cpu_count()} cores",
@@ -318,20 +294,20 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def remember(known: dict[Any, Any], key: Hashable, value: object) -> None:
-    """Adds an entry; of too many the first goes, which can be read or computed again."""
-    if len(known) >= REMEMBERED:
-        del known[next(iter(known))]
-    known[key] = value
+def remember(cached: dict[Any, Any], key: Hashable, value: object) -> None:
+    """Adds an entry to a cache in memory; if the cache is full, the oldest entry goes."""
+    if len(cached) >= REMEMBERED:
+        del cached[next(iter(cached))]
+    cached[key] = value
 
 
 def measured_once(
     kind: type[Kind], key: Mapping, measure: Callable[[], Kind], what: str, folder: Path, again: bool = False
 ) -> Kind:
-    """What was measured under a key: from a folder's `COSTS`, or measured (`again`) and kept there.
+    """The measurement with this key: from the `COSTS` of a folder, or measured (`again`) and cached there.
 
     Args:
-        kind: what `measure` gives. what: is being done, for people, where it takes its time.
+        kind: the type that `measure` returns. what: the work, in words, shown if it takes long.
     """
     found = None if again else measured_before(kind, key, [folder])
     if found is None:
@@ -342,39 +318,42 @@ def measured_once(
 
 
 def measured_before(kind: type[Kind], key: Mapping, folders: Sequence[Path]) -> Kind | None:
-    """What was measured under a key, from the first folder whose `COSTS` has it; None if none has."""
-    for entry in itertools.chain.from_iterable(_entries(folder / COSTS) for folder in folders):
-        if entry["key"] == key:
-            with contextlib.suppress(TypeError, ValueError):  # not what this version measures
-                found = kind(**entry["costs"])
-                found.check()
-                return found
+    """The measurement with this key, from the first folder whose `COSTS` has it, or None."""
+    for folder in folders:
+        for entry in _entries(folder / COSTS):
+            if entry["key"] == key:
+                with contextlib.suppress(TypeError, ValueError):  # of another version
+                    found = kind(**entry["costs"])
+                    found.check()
+                    return found
     return None
 
 
 def keep(key: Mapping, found: Measured, folder: Path) -> None:
-    """Writes what was measured under a key to a folder's `COSTS`."""
+    """Adds a measurement to the `COSTS` of a folder, in place of an older one with its key."""
     path = folder / COSTS
-    others = [entry for entry in _entries(path) if entry["key"] != key]  # as they are by now
-    with contextlib.suppress(OSError):  # read-only: measured again next time
+    others = [entry for entry in _entries(path) if entry["key"] != key]  # another process may have added some
+    entry = {"key": key, "costs": dataclasses.asdict(found)}  # type: ignore[call-overload]
+    with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, [*others, _entry(key, dataclasses.asdict(found))])  # type: ignore[call-overload]
-
-
-def _entry(key: Mapping, costs: Mapping) -> dict:
-    """What is kept of a measurement."""
-    entry = {"key": key, "costs": costs}
-    return entry | {DIGEST: digest_of({}, entry)}
+        write_json(path, [*others, entry | {DIGEST: digest_of({}, entry)}])
 
 
 def _entries(path: Path) -> list[dict]:
-    """The measurements in a file that are as they were written; none if it is absent or damaged."""
+    """The undamaged measurements in a file."""
     try:
         entries = read_json(path)
     except (OSError, ValueError):
         return []
-    whole = [entry for entry in entries if misfit(entry, ENTRY) is None] if isinstance(entries, list) else []
-    return [entry for entry in whole if entry[DIGEST] == _entry(entry["key"], entry["costs"])[DIGEST]]
+    return [entry for entry in entries if _is_whole(entry)] if isinstance(entries, list) else []
+
+
+def _is_whole(entry: object) -> bool:
+    """Whether an entry is as `keep` wrote it."""
+    if not isinstance(entry, dict) or DIGEST not in entry:
+        return False
+    content = {name: value for name, value in entry.items() if name != DIGEST}
+    return entry[DIGEST] == digest_of({}, content)
 
 
 def content_hash(model: nn.Module) -> str:
@@ -385,83 +364,71 @@ def content_hash(model: nn.Module) -> str:
 
 
 def _hash_of(tensor: Tensor) -> str:
-    """A hash of a tensor's type, shape and values; numpy does not know all types."""
+    """A hash of a tensor's type, shape and values, as bytes: numpy lacks some types."""
     values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return digest_of({"values": values}, {"type": str(tensor.dtype), "shape": list(tensor.shape)})
 
 
-# What takes long to fit and is kept: in memory and on disk, found again by all that it depends on.
+# A cache of fitted arrays: in memory and in one file each, found again by the settings that they depend on.
 
-ABOUT = "cspd"  # in a file's metadata; of several entries the order would not be the same in every file
-
-
-class Arrays(Protocol):
-    """A dataclass of arrays that can tell whether they are right."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def check(self, num_steps: int) -> None:
-        """Raises ValueError, saying what is wrong, where they are none for T = `num_steps` denoising steps."""
+ABOUT = "cspd"  # the key in a file's metadata
 
 
-KeptKind = TypeVar("Kind", bound=Arrays)
-
-
-class Kept:
-    """Arrays by their settings, which have T as "num_sampling_steps".
+class ArrayCache:
+    """Arrays by their settings, of which "num_sampling_steps" is T.
 
     Args:
-        folders: where they are looked for, in this order; new ones are kept in the first that can be written to and is
-            not of a bundled checkpoint.
+        folders: searched in this order. New arrays are written to the first that is writable and not of a bundled
+            checkpoint.
     """
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
         self.writable = [folder for folder in folders if not is_bundled(folder)]
-        self._known: dict[str, Any] = {}
+        self._remembered: dict[str, Any] = {}
 
-    def get(self, kind: type[KeptKind], settings: Mapping, make: Callable[[], KeptKind]) -> KeptKind:
-        """The arrays of some settings: remembered, read, or made and kept."""
+    def get(self, kind: type[Kind], settings: Mapping, make: Callable[[], Kind]) -> Kind:
+        """The arrays with these settings: from memory, from a file, or made and written."""
         found = self.find(kind, settings)
         if found is None:
             found = make()
             self._write(found, settings)
-            remember(self._known, _file_name(kind, settings), found)
+            remember(self._remembered, _file_name(kind, settings), found)
         return found
 
-    def find(self, kind: type[KeptKind], settings: Mapping) -> KeptKind | None:
-        """The arrays of some settings, remembered or read; None if they have not been made."""
+    def find(self, kind: type[Kind], settings: Mapping) -> Kind | None:
+        """The arrays with these settings, from memory or from a file, or None."""
         name = _file_name(kind, settings)
-        if name not in self._known:
-            read = (_read(folder, kind, settings) for folder in self.folders)
-            found = next((arrays for arrays in read if arrays is not None), None)
-            if found is None:
-                return None
-            remember(self._known, name, found)
-        return self._known[name]
+        if name in self._remembered:
+            return self._remembered[name]
+        for folder in self.folders:
+            found = _read(folder, kind, settings)
+            if found is not None:
+                remember(self._remembered, name, found)
+                return found
+        return None
 
-    def folder_of(self, kind: type[KeptKind], settings: Mapping) -> Path | None:
-        """The folder that some settings' arrays are read from; None if there are none on disk."""
+    def folder_of(self, kind: type[Kind], settings: Mapping) -> Path | None:
+        """The folder that has the arrays with these settings, or None."""
         return next((folder for folder in self.folders if _read(folder, kind, settings) is not None), None)
 
-    def _write(self, made: Arrays, settings: Mapping) -> None:
-        """Writes to the first folder that can be written to. Warns if there is none."""
-        name = _file_name(type(made), settings)
+    def _write(self, made: Measured, settings: Mapping) -> None:
+        """Writes to the first writable folder. Warns if there is none."""
         about = json.dumps(_about(vars(made), settings))
         for folder in self.writable:
             with contextlib.suppress(OSError, SafetensorError):
                 folder.mkdir(parents=True, exist_ok=True)
-                with publishing(folder / name) as temporary:
+                with publishing(folder / _file_name(type(made), settings)) as temporary:
                     save_file(vars(made), temporary, metadata={ABOUT: about})
                     temporary.chmod(0o644)
                 return
-        places = ", ".join(map(str, self.writable)) or "none given"
+        folders = ", ".join(map(str, self.writable)) or "none given"
         what = type(made).__name__.lower()
-        warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({places})", stacklevel=3)
+        warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({folders})", stacklevel=3)
 
 
-def _read(folder: Path, kind: type[KeptKind], settings: Mapping) -> KeptKind | None:
-    """The arrays that a folder keeps of some settings; None if they are absent, damaged or of something else."""
+def _read(folder: Path, kind: type[Kind], settings: Mapping) -> Kind | None:
+    """The arrays with these settings in a folder, or None if they are absent, damaged or of other settings."""
     with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
         with safe_open(folder / _file_name(kind, settings), "np") as file:
             arrays = {field.name: file.get_tensor(field.name) for field in dataclasses.fields(kind)}
@@ -474,7 +441,7 @@ def _read(folder: Path, kind: type[KeptKind], settings: Mapping) -> KeptKind | N
 
 
 def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
-    """What a file says of itself: what it was made for, and a digest of that and of all in it."""
+    """The metadata of a file: its settings, and a digest of them and of all arrays."""
     return {"settings": settings, DIGEST: digest_of(arrays, settings)}
 
 

@@ -1,4 +1,4 @@
-"""Pictures of pictures: grids, heat maps, and scatter plots of speed and quality."""
+"""Grids of images, heat maps, and scatter plots of speed and quality."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import color_sequences, rc_context
@@ -21,22 +21,23 @@ from matplotlib.transforms import Bbox
 from matplotlib.typing import ColorType
 from PIL import Image, ImageDraw, ImageFont
 
-# Pictures: grids of images with captions, and heat maps.
+# Grids of images with captions, and heat maps.
 
 MARGIN = 4
-WIDE = 1000  # pixels that a grid of small images is enlarged to, about
-LARGEST_CELL = 256  # side that none of them is enlarged beyond
-LONGEST = 4096  # pixels of a grid's longer side: larger images are reduced
-LINE = 22  # height of a heat map's legend, in pixels
-BAR = 240  # width of its colours, from the least to the most
-CAPTION = 3  # lines of one that is too long for one, at most
+WIDE = 1000  # pixels: the width of a grid of enlarged images, about
+LARGEST_CELL = 256  # pixels: the largest side of an enlarged image
+LONGEST = 4096  # pixels: the longer side of a grid, at most
+LINE = 22  # pixels: the height of a heat map's legend
+BAR = 240  # pixels: the width of its colours
+CAPTION = 3  # lines of a caption, at most
 ELLIPSIS = "..."
-LEAST_FONT = 8  # which can still be read
-UNKNOWN = (128, 128, 128)  # between viridis' darkest and lightest, for those who see no colours
+LEAST_FONT = 8  # the smallest readable size
+UNKNOWN = (128, 128, 128)  # between viridis' darkest and lightest, also for the colour-blind
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def _scaled(image: Image.Image, columns: int, rows: int) -> tuple[int, int]:
-    """The size that an image is shown at in a grid: its own, enlarged or reduced by a whole factor."""
+    """The size of an image in a grid: its own, enlarged or reduced by a whole factor."""
     width, height = image.size
     enlarged = min(WIDE // (columns * width), LARGEST_CELL // max(width, height))
     if enlarged > 1:
@@ -46,53 +47,48 @@ def _scaled(image: Image.Image, columns: int, rows: int) -> tuple[int, int]:
 
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """An image at another size: larger ones show its pixels as they are, smaller ones their means."""
+    """An image at another size: enlarged without smoothing, or reduced by means of its pixels."""
     larger = size[0] >= image.width
     return image.resize(size, Image.Resampling.NEAREST if larger else Image.Resampling.BOX)
 
 
-def _font(size: int, texts: Sequence[str], width: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """A font of this size, or of a smaller one in which all texts are so narrow, if they can still be read."""
-    font = ImageFont.load_default(size=size)
-    widest = max((font.getlength(text) for text in texts), default=0)
-    return font if widest <= width else ImageFont.load_default(size=max(LEAST_FONT, int(size * width / widest)))
+def _captioned(captions: Sequence[str], size: int, width: int) -> tuple[Font, list[str]]:
+    """A font and the captions within a width in pixels: on one line each, or else on at most `CAPTION` lines.
 
-
-def _captioned(
-    captions: Sequence[str], size: int, width: int
-) -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, list[str]]:
-    """A font of this size, or of a smaller one, and captions in it so wide at most: a line of each, or if they are too
-    long for that, as many as `CAPTION`; an ellipsis is in the place of what is too much.
+    The font has this size, or a smaller one that fits and can be read. An ellipsis ends a caption that is still too
+    long.
     """
-    font = _font(size, captions, width)
+    font = ImageFont.load_default(size=size)
+    widest = max((font.getlength(caption) for caption in captions), default=0)
+    if widest > width:
+        font = ImageFont.load_default(size=max(LEAST_FONT, int(size * width / widest)))
     if all(font.getlength(caption) <= width for caption in captions):
         return font, list(captions)
     for smaller in range(size, LEAST_FONT - 1, -1):
         font = ImageFont.load_default(size=smaller)
-        wrapped = [_wrapped(caption, font, width) for caption in captions]
-        if all(len(lines) <= CAPTION for lines in wrapped):
+        if all(len(_wrapped(caption, font, width)) <= CAPTION for caption in captions):
             break
     return font, [_fitted(caption, font, width) for caption in captions]
 
 
-def _fitted(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """A text in at most `CAPTION` lines that are so wide at most; an ellipsis ends what is cut."""
-    lines = _wrapped(text[: CAPTION * width], font, width)  # no letter is narrower than a pixel
-    kept = lines[:CAPTION]
+def _fitted(text: str, font: Font, width: int) -> str:
+    """A text in at most `CAPTION` lines within a width; an ellipsis ends a text that is too long."""
+    lines = _wrapped(text[: CAPTION * width], font, width)  # every letter is at least a pixel wide
     if len(lines) > CAPTION:
-        kept[-1] += ELLIPSIS
-    return "\n".join(_cut(line, font, width) for line in kept)
+        lines = lines[:CAPTION]
+        lines[-1] += ELLIPSIS
+    return "\n".join(_cut(line, font, width) for line in lines)
 
 
-def _cut(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """As much of a line as is so wide at most."""
+def _cut(line: str, font: Font, width: int) -> str:
+    """The beginning of a line within a width."""
     while font.getlength(line) > width and len(line) > len(ELLIPSIS):
         line = line.removesuffix(ELLIPSIS)[:-1].rstrip() + ELLIPSIS
     return line
 
 
-def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
-    """A text in lines that are so wide at most, if its words are."""
+def _wrapped(text: str, font: Font, width: int) -> list[str]:
+    """A text in lines within a width, unless a single word is wider."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -118,8 +114,8 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -
         x = MARGIN + column * column_width
         y = MARGIN + row * row_height
         canvas.paste(_resized(image, size), (x, y))
-        place = (x + width // 2, y + height)
-        draw.text(place, caption, fill="black", font=font, anchor="ma", align="center", spacing=0)
+        position = (x + width // 2, y + height)
+        draw.text(position, caption, fill="black", font=font, anchor="ma", align="center", spacing=0)
     return canvas
 
 
@@ -133,17 +129,17 @@ def seed_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence
     line = math.ceil(font.getbbox("Ag")[3]) + 2
     heads = ["\n".join(_fitted(part, font, width) for part in head.split("\n")) for head in heads]
     names = [name.replace(":", "\n") for name, _ in rows]
-    name_width = max(font.getlength(part) for name in names for part in name.split("\n"))
-    left = math.ceil(name_width) + 3 * MARGIN
-    top = line * max(_lines(head) for head in heads) + 2 * MARGIN
+    parts = "\n".join(names).split("\n")
+    left = math.ceil(max(map(font.getlength, parts))) + 3 * MARGIN
+    top = line * max(map(_lines, heads)) + 2 * MARGIN
     row_heights = [max(height, line * _lines(name)) + MARGIN for name in names]
     column_starts = [left + i * (width + MARGIN) for i in range(len(heads))]
 
     canvas = Image.new("RGB", (left + len(heads) * (width + MARGIN), top + sum(row_heights)), "white")
     draw = ImageDraw.Draw(canvas)
     for x, head in zip(column_starts, heads):
-        place = (x + width // 2, MARGIN)
-        draw.multiline_text(place, head, fill="#555", font=font, anchor="ma", align="center", spacing=2)
+        position = (x + width // 2, MARGIN)
+        draw.multiline_text(position, head, fill="#555", font=font, anchor="ma", align="center", spacing=2)
     y = top
     for name, (_, images), row_height in zip(names, rows, row_heights):
         middle = y + (row_height - MARGIN) // 2
@@ -156,14 +152,15 @@ def seed_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence
 
 
 def beside(pngs: Sequence[bytes], columns: int = 2) -> Image.Image:
-    """Pictures of one size, from their PNGs, in rows of `columns`."""
-    pictures = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
-    width, height = pictures[0].size
-    across = min(columns, len(pictures))
-    canvas = Image.new("RGB", (across * width, math.ceil(len(pictures) / across) * height), "white")
-    for i, picture in enumerate(pictures):
-        row, column = divmod(i, across)
-        canvas.paste(picture, (column * width, row * height))
+    """Images of one size, from their PNGs, in rows of `columns`."""
+    images = [Image.open(io.BytesIO(png)).convert("RGB") for png in pngs]
+    width, height = images[0].size
+    columns = min(columns, len(images))
+    rows = math.ceil(len(images) / columns)
+    canvas = Image.new("RGB", (columns * width, rows * height), "white")
+    for i, image in enumerate(images):
+        row, column = divmod(i, columns)
+        canvas.paste(image, (column * width, row * height))
     return canvas
 
 
@@ -178,96 +175,100 @@ def token_cost_grid(
     columns: int,
     accepted: bool,
 ) -> Image.Image:
-    """A grid of images, each beside the costs of its tokens as colours, with a legend below.
+    """A grid of images, each next to the costs of its tokens as colours, with a legend below.
 
     Args:
-        token_cost: [L] of each image, raster order, see `Output`; None, for an image or for NaN, is left grey.
-        accepted: 1 means accepted, 0 resampled; else heat counts head calls.
+        token_cost: of each image, [L] in raster order, see `Output`; None, for an image or a token, is grey.
+        accepted: the costs are 1 for accepted and 0 for resampled tokens; otherwise they count head calls.
     """
-    known = np.array([value for cells in token_cost if cells for value in cells], dtype=float)  # None becomes NaN
+    costs = [np.array([np.nan] if values is None else values, dtype=float) for values in token_cost]
+    everything = np.concatenate(costs)
     low, high = 0.0, 1.0
-    if not accepted and np.isfinite(known).any():
-        low, high = np.nanmin(known), np.nanmax(known)
+    if not accepted and np.isfinite(everything).any():
+        low, high = np.nanmin(everything), np.nanmax(everything)
 
-    def pair(image: Image.Image, values: Sequence[float] | None) -> Image.Image:
-        costs = np.array([np.nan] if values is None else values, dtype=float)
-        side = math.isqrt(len(costs))
-        shares = (costs.reshape(side, side) - low) / max(high - low, 1e-9)
-        both = Image.new("RGB", (2 * image.width, image.height))
-        both.paste(image)
-        both.paste(coloured(shares).resize(image.size, Image.Resampling.NEAREST), (image.width, 0))
-        return both
+    pairs = []
+    for image, values in zip(images, costs):
+        side = math.isqrt(len(values))
+        fractions = (values.reshape(side, side) - low) / max(high - low, 1e-9)
+        pair = Image.new("RGB", (2 * image.width, image.height))
+        pair.paste(image)
+        pair.paste(coloured(fractions).resize(image.size, Image.Resampling.NEAREST), (image.width, 0))
+        pairs.append(pair)
 
-    pictures = grid([pair(image, values) for image, values in zip(images, token_cost)], captions, columns)
     if accepted:
-        return _above(pictures, _squares([(0.0, "rejected"), (1.0, "accepted"), (np.nan, "not drafted")]))
-    return _above(pictures, _colour_bar(low, high, "head calls per token"))
+        legend = _squares([(0.0, "rejected"), (1.0, "accepted"), (np.nan, "not drafted")])
+    else:
+        legend = _colour_bar(low, high, "head calls per token")
+    return _above(grid(pairs, captions, columns), legend)
 
 
-def coloured(shares: np.ndarray) -> Image.Image:
-    """A picture of shares [H, W] of the way from the least to the most, in colours that all eyes tell apart."""
+def coloured(fractions: np.ndarray) -> Image.Image:
+    """An image of values [H, W] in 0..1, in colours that the colour-blind can distinguish; NaN is grey."""
     from matplotlib import colormaps  # half a second, and only heat maps need it
 
-    colours = colormaps["viridis"](shares, bytes=True)[..., :3]
-    colours[np.isnan(shares)] = UNKNOWN
+    colours = colormaps["viridis"](fractions, bytes=True)[..., :3]
+    colours[np.isnan(fractions)] = UNKNOWN
     return Image.fromarray(colours)
 
 
-def _above(picture: Image.Image, legend: Image.Image) -> Image.Image:
-    """A picture above its legend."""
-    canvas = Image.new("RGB", (max(picture.width, legend.width), picture.height + legend.height), "white")
-    canvas.paste(picture)
-    canvas.paste(legend, (0, picture.height))
+def _above(image: Image.Image, legend: Image.Image) -> Image.Image:
+    """An image above its legend."""
+    canvas = Image.new("RGB", (max(image.width, legend.width), image.height + legend.height), "white")
+    canvas.paste(image)
+    canvas.paste(legend, (0, image.height))
     return canvas
 
 
-def _legend_font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def _legend_font() -> Font:
     return ImageFont.load_default(size=LINE - 2 * MARGIN)
 
 
 def _squares(entries: Sequence[tuple[float, str]]) -> Image.Image:
-    """A line of squares in the colours of shares, each with what it means."""
+    """A line of squares in the colours of values, each followed by its meaning."""
     font = _legend_font()
     widths = [LINE + 4 * MARGIN + math.ceil(font.getlength(text)) for _, text in entries]
     canvas = Image.new("RGB", (MARGIN + sum(widths), LINE + 2 * MARGIN), "white")
     draw = ImageDraw.Draw(canvas)
     x = MARGIN
-    for (share, text), width in zip(entries, widths):
-        canvas.paste(coloured(np.array([[share]])).resize((LINE, LINE)), (x, MARGIN))
+    for (value, text), width in zip(entries, widths):
+        square = coloured(np.array([[value]])).resize((LINE, LINE))
+        canvas.paste(square, (x, MARGIN))
         draw.text((x + LINE + MARGIN, MARGIN + LINE // 2), text, fill="black", font=font, anchor="lm")
         x += width
     return canvas
 
 
 def _colour_bar(low: float, high: float, unit: str) -> Image.Image:
-    """All colours between the least and the most, and what is counted."""
+    """All colours from the lowest to the highest value, between these numbers."""
     font = _legend_font()
-    ends = f"{low:.0f}", f"{high:.0f} {unit}"
-    left = 2 * MARGIN + math.ceil(font.getlength(ends[0]))
-    right = 2 * MARGIN + math.ceil(font.getlength(ends[1]))
+    low_text, high_text = f"{low:.0f}", f"{high:.0f} {unit}"
+    left = 2 * MARGIN + math.ceil(font.getlength(low_text))
+    right = 2 * MARGIN + math.ceil(font.getlength(high_text))
     canvas = Image.new("RGB", (left + BAR + right, LINE + 2 * MARGIN), "white")
     draw = ImageDraw.Draw(canvas)
-    canvas.paste(coloured(np.linspace(0, 1, BAR)[None]).resize((BAR, LINE)), (left, MARGIN))
+    colours = coloured(np.linspace(0, 1, BAR)[None]).resize((BAR, LINE))
+    canvas.paste(colours, (left, MARGIN))
     middle = MARGIN + LINE // 2
-    draw.text((left - MARGIN, middle), ends[0], fill="black", font=font, anchor="rm")
-    draw.text((left + BAR + MARGIN, middle), ends[1], fill="black", font=font, anchor="lm")
+    draw.text((left - MARGIN, middle), low_text, fill="black", font=font, anchor="rm")
+    draw.text((left + BAR + MARGIN, middle), high_text, fill="black", font=font, anchor="lm")
     return canvas
 
 
 # Plots of quality against speed.
 
 MARKS = {"exact": "o", "measured": "D", "bounded": "s", "heuristic": "^"}  # a point's, by its guarantee
-SIZE = (5.2, 4.0)  # inches: on a phone, which is as wide as half of that, letters are half as large and still legible
+SIZE = (5.2, 4.0)  # inches: readable on a phone, which shows it at half the size
 RESOLUTION = 200  # dots per inch
 SMALL = 8.5  # points of the smallest letters
-# where a point's label may be, in points from it; the first that is free is taken
+# positions of a point's label, in points from it; the first free one is taken
 PLACES = [(across, up) for up in (7, -7, 19, -19, 31, -31) for across in (7, -7)] + [(7, 0)]
 
 
 class Point(NamedTuple):
-    """A measured point: what it is called, the line it is on, how sure it is, and its guarantee, a key of `MARKS`.
+    """A measured point: its label, the line it is on, its intervals, and its guarantee, a key of `MARKS`.
 
-    How sure: a range of the speed, and an interval of the quality. Those `on_front` are joined by a dotted line.
+    A dotted line joins points that are `on_front`.
     """
 
     label: str
@@ -282,14 +283,14 @@ class Point(NamedTuple):
 
 @contextlib.contextmanager
 def _any_text() -> Iterator[None]:
-    """Names are drawn as they are: a dollar begins no formula, and a letter that the font lacks is a box."""
+    """Draws names unchanged: a dollar begins no formula, and a letter that the font lacks is a box."""
     with rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield
 
 
 class Panel(NamedTuple):
-    """A plot: what is across and up, with their units, and the points. A speed-up of 1 is plain sampling's."""
+    """A plot: the names of its axes, with their units, and its points. Baseline sampling has a speed-up of 1."""
 
     speed: str
     quality: str
@@ -300,7 +301,7 @@ class Panel(NamedTuple):
 def speed_quality(panels: Sequence[Panel], image_format: str = "png") -> list[bytes]:
     """Scatters of quality against speed, a colour for every line of all panels and a mark for every guarantee.
 
-    The axis of a FID is turned round, so that up is better everywhere.
+    The axis of a FID is inverted, so that up is better everywhere.
 
     Args:
         image_format: one that matplotlib writes: "png", "svg", "pdf".
@@ -308,22 +309,24 @@ def speed_quality(panels: Sequence[Panel], image_format: str = "png") -> list[by
     Returns:
         The content of a file for each panel.
     """
-    names = dict.fromkeys(point.line for panel in panels for point in panel.points)
-    palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # none too pale to read
+    names: dict[str, None] = {}
+    for panel in panels:
+        names |= dict.fromkeys(point.line for point in panel.points)
+    palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # dark enough to read
     colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
     return [_plotted(panel, colours, image_format) for panel in panels]
 
 
 def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) -> bytes:
     figure = Figure(figsize=SIZE, dpi=RESOLUTION, layout="constrained")
-    FigureCanvasAgg(figure)  # knows how wide a text is
+    FigureCanvasAgg(figure)  # measures texts
     axes = figure.subplots()
     lines = _draw_points(axes, panel.points, colours)
     axes.set(xlabel=panel.speed, ylabel=panel.quality)
     axes.margins(0.15)
     if panel.quality.startswith("FID"):
         axes.invert_yaxis()
-    elif max(point.quality for point in panel.points) <= 1:  # a share
+    elif max(point.quality for point in panel.points) <= 1:  # a fraction
         axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
     axes.spines[["top", "right"]].set_visible(False)
     entries = _legend(panel.points, lines)
@@ -337,18 +340,19 @@ def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) 
 
 
 def _legend(points: Sequence[Point], lines: Mapping[str, Artist]) -> list[tuple[Artist, str]]:
-    """The lines that no point's label names, and the marks where there are several."""
+    """The lines that no point's label names, and the marks if there are several."""
     unnamed = {point.line for point in points if point.label != point.line}
     entries = [(line, name) for name, line in lines.items() if name in unnamed]
     given = {point.guarantee for point in points}
     if len(given) > 1:
-        marks = [(name, mark) for name, mark in MARKS.items() if name in given]
-        entries += [(Line2D([], [], marker=mark, color="grey", ls=""), name) for name, mark in marks]
+        for name, mark in MARKS.items():
+            if name in given:
+                entries.append((Line2D([], [], marker=mark, color="grey", ls=""), name))
     return entries
 
 
 def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> dict[str, Artist]:
-    """Each line through its points, faint bars for how sure they are, and a mark at plain sampling's speed.
+    """Draws the points with faint bars for their intervals, lines through them, and one at baseline sampling's speed.
 
     Returns the lines by name.
     """
@@ -358,24 +362,37 @@ def _draw_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, Colo
         if line:
             (drawn[name],) = axes.plot(*zip(*line), "-", label=name, color=colour, alpha=0.8)
     for point in points:
-        low, high = point.speed_range or (point.speed, point.speed)
-        speed_bar = [[max(0, point.speed - low)], [max(0, high - point.speed)]]
-        least, most = point.quality_range or (point.quality, point.quality)
-        quality_bar = [[max(0, point.quality - least)], [max(0, most - point.quality)]]
-        style: dict[str, Any] = {"color": colours[point.line], "alpha": 0.35, "lw": 1.2, "zorder": 1}
-        axes.errorbar(point.speed, point.quality, xerr=speed_bar, yerr=quality_bar, **style)
-        axes.plot(point.speed, point.quality, MARKS[point.guarantee], color=colours[point.line], alpha=0.8)
+        colour = colours[point.line]
+        axes.errorbar(
+            point.speed,
+            point.quality,
+            xerr=_bar(point.speed, point.speed_range),
+            yerr=_bar(point.quality, point.quality_range),
+            color=colour,
+            alpha=0.35,
+            lw=1.2,
+            zorder=1,
+        )
+        axes.plot(point.speed, point.quality, MARKS[point.guarantee], color=colour, alpha=0.8)
     front = sorted((point.speed, point.quality) for point in points if point.on_front)
     axes.plot([speed for speed, _ in front], [quality for _, quality in front], ":", color="grey", zorder=0)
     axes.axvline(1, color="lightgrey", zorder=0)
     return drawn
 
 
+def _bar(value: float, interval: Sequence[float] | None) -> list[list[float]]:
+    """The lengths of an error bar below and above a value."""
+    low, high = interval or (value, value)
+    return [[max(0, value - low)], [max(0, high - value)]]
+
+
 def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
-    """Writes each point's label at the first place between the axes where it covers nothing."""
+    """Writes each point's label at the first position between the axes where it covers nothing."""
     frame = axes.get_window_extent()
-    places = [axes.transData.transform((point.speed, point.quality)) for point in points]
-    taken = [Bbox.from_bounds(x - 8, y - 8, 16, 16) for x, y in places]
+    taken = []
+    for point in points:
+        x, y = axes.transData.transform((point.speed, point.quality))
+        taken.append(Bbox.from_bounds(x - 8, y - 8, 16, 16))
     legend = axes.get_legend()
     if legend is not None:
         taken.append(legend.get_window_extent())
@@ -392,7 +409,7 @@ def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, Col
                 va="center",
                 path_effects=[withStroke(linewidth=2, foreground="white")],
             )
-            text.set_in_layout(False)  # the frame stays as it is
+            text.set_in_layout(False)  # the frame keeps its size
             box = text.get_window_extent()
             is_inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
             is_free = is_inside and not any(box.overlaps(other) for other in taken)

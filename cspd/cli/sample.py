@@ -1,11 +1,10 @@
-"""The commands that make images, `cspd sample`, `cspd edit` and `cspd serve`, and the folder that images go to."""
+"""The commands that generate images, `cspd sample`, `cspd edit` and `cspd serve`, and the folder of the images."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import hashlib
-import io
 import ipaddress
 import itertools
 import math
@@ -14,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,27 +26,38 @@ from cspd.checkpoints import check_of_one, checkpoint_files
 from cspd.cli.options import bundled_here, check_method, load_engine, read_prompts, request_of, run_settings
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS, RECORD
-from cspd.files import MAYBE, append_json, misfit, parse_json, read_text, tell_damaged, write_bytes
+from cspd.files import append_json, parse_json, write_bytes
 from cspd.method import as_it_is, method_of
 from cspd.plots import grid, token_cost_grid
 from cspd.request import Known, Output, Request, Resized, cropping, placed, png_of, to_pil
-from cspd.runs import LAZY, STATS, Store, differences, kept_choices, measured_lines, speed_line, summary_of, write_png
+from cspd.runs import (
+    LAZY,
+    Store,
+    differences,
+    earlier_choices,
+    file_fingerprint,
+    files_told,
+    measured_lines,
+    missing_files,
+    speed_line,
+    summary_of,
+    write_png,
+)
 from cspd.speed import against_plain
 from cspd.terminal import API_KEY, if_stopped
 
-# Sampling into a folder: PNGs, a labelled grid and a JSON record; a run that was cut off goes on where it was.
+# Sampling into a folder: PNGs, a labelled grid and a JSON record. An interrupted run resumes.
 
 SCHEMA = "cspd.samples/1"
 JOURNAL = "samples.journal"  # a line of JSON for each image since the record was written
-NAMES = rf"\d+_(label(\d+|none)|text[a-z0-9-]*)_seed\d+\.png|{'|'.join(map(re.escape, (*OVERVIEWS, JOURNAL)))}"
-IMAGE = {"index": int, "request": dict, "stats": STATS, "token_cost?": [MAYBE], "heat?": [MAYBE]}
+SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
 GRID_LIMIT = 400  # images in the grid, at most
-LONGEST_NAME = 60  # characters of a text in a file's name
+LONGEST_NAME = 60  # characters of a prompt in a file's name
 
 
-def images_there(out: Path, num: int) -> str:
-    """How many of `num` images are in a folder, for who stops a run."""
-    return f"{len(list(out.glob('*_seed*.png')))} of {num} images are in {out}/"
+def images_told(out: Path, num: int) -> str:
+    """How many of `num` images are in a folder, printed when the run is interrupted."""
+    return files_told(out, "*_seed*.png", num, "images")
 
 
 def sample_to_folder(
@@ -65,105 +75,103 @@ def sample_to_folder(
 ) -> dict:
     """Generates `requests` into `out` and returns the record, which samples.json has with the names of all files.
 
-    Images that an earlier run with the same settings and requests left there are kept and not made again, if they are
-    as they were written.
+    Existing images of an earlier run with the same settings and requests are not generated again, if they are
+    undamaged.
 
     Args:
-        requests: of one method and its settings, each with its label or text, and seed.
-        settings: what the images depend on beside the requests (checkpoint, precision); kept in the record.
-        heatmap: also write heatmap.png; images kept from a run without it are blank there.
-        before: captions and pictures that grid.png shows before the images. finish: an output's picture, [3, H, W].
-        speed: once all is written, also time how fast plain sampling would have been, see `cspd.speed`.
+        requests: of one method and its settings, each with its label or prompt, and seed.
+        settings: what the images depend on besides the requests (checkpoint, precision); written to the record.
+        heatmap: also write heatmap.png; existing images of a run without it are blank there.
+        before: captions and images that grid.png shows first. finish: an output's image, [3, H, W].
+        speed: once all is written, also time how fast baseline sampling would have been, see `cspd.speed`.
 
     Raises:
-        ValueError: a bad request, or what `Store.claim` raises.
+        ValueError: a bad request, or as `Store.claim`.
     """
     requests = [engine.check(request) for request in requests]
-    names = [f"{i:05d}_{_told(request)}_seed{request.seed}.png" for i, request in enumerate(requests)]
+    names = [f"{i:05d}_{_subject(request)}_seed{request.seed}.png" for i, request in enumerate(requests)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     overviews = OVERVIEWS if heatmap else (GRID,)
-    with Store(out, RECORD, SCHEMA, {"settings": dict, "images": [IMAGE]}, NAMES, ("settings", "requests")) as store:
+    with Store(out, RECORD, SCHEMA, SHAPE, ("settings", "requests")) as store:
         earlier = store.claim(record, [*names, *overviews, JOURNAL], overwrite)
-        images = _images_of(store, earlier, len(requests)) if earlier else []
-        requests = _resolved(engine, requests, store, images)
-        kept = [image for image in images if _is_there(out / names[image["index"]], image)]
-        done = {image["index"] for image in kept}
-        lost = [names[image["index"]] for image in images if image["index"] not in done]
-        tell_damaged([name for name in lost if (out / name).exists()])
-        record["images"] = kept
+        existing = _existing(store, earlier, names) if earlier else {}
+        requests = _resolved(engine, requests, names, store, existing)
+        missing = set(missing_files(out, names, lambda name: _is_whole(out / name, existing.get(name))))
+        todo = [index for index, name in enumerate(names) if name in missing]
+        record["images"] = [existing[name] for name in names if name not in missing]
         store.begin(record)
         (out / JOURNAL).unlink(missing_ok=True)  # the record has its images
 
         start = time.perf_counter()
         captured = engine.graphs.seconds
-        made, totals, outside = _sample(engine, requests, out, names, done, progress, heatmap, finish)
+        generated, totals, outside = _sample(engine, requests, out, names, todo, progress, heatmap, finish)
         seconds = time.perf_counter() - start
-        record["images"] = images = sorted([*kept, *made], key=lambda image: image["index"])
-        record["summary"] = summary_of([image["stats"] for image in images], len(made), seconds)
+        images = sorted([*record["images"], *generated], key=lambda image: image["index"])
+        record["images"] = images
+        record["summary"] = summary_of([image["stats"] for image in images], len(generated), seconds)
         record["summary"]["window"] = requests[0].window
         record["summary"]["judged_and_accepted"] = totals  # of the images of this run
         store.save(record)
         (out / JOURNAL).unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, requests, heatmap, before)
-        if speed and made:  # nothing is lost if it is stopped here
-            seconds -= engine.graphs.seconds - captured  # once for all runs of these shapes, by plain sampling too
-            rounds = seconds - outside - _decoding(engine, made)
-            record["summary"] |= against_plain(engine, requests[0], len(made), seconds, rounds)
+        if speed and generated:  # nothing is lost if it is interrupted here
+            seconds -= engine.graphs.seconds - captured  # once for all runs of these shapes, baseline ones too
+            rounds = seconds - outside - _decoding(engine, generated)
+            record["summary"] |= against_plain(engine, requests[0], len(generated), seconds, rounds)
             store.save(record)
     return record
 
 
-def _told(request: Request) -> str:
-    """What an image is of, in its file's name."""
+def _subject(request: Request) -> str:
+    """The class or prompt of an image, in its file's name."""
     if request.prompt is None:
         return f"label{'none' if request.label is None else request.label}"
     words = re.findall("[a-z0-9]+", request.prompt.lower())
     return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
 
 
-def _images_of(store: Store, record: dict, num: int) -> list[dict]:
-    """What an earlier run says of its images, by their index: in its record, and in its journal since then.
+def _existing(store: Store, record: dict, names: Sequence[str]) -> dict[str, dict]:
+    """The entries of an earlier run's images, by their files' names: of its record, and of its journal since then.
 
-    A line of the journal that was being written when the run was killed is no JSON. Its image is made again.
+    A killed run may leave half a line in the journal. Its image is generated again.
     """
-    lines = []
-    with contextlib.suppress(FileNotFoundError):
-        lines = read_text(store.folder / JOURNAL).splitlines()
-    images = {image["index"]: image for image in record["images"]}
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            image = parse_json(line)
-            if misfit(image, IMAGE) is None:
-                images[image["index"]] = image
-    absurd = [index for index in images if not 0 <= index < num]
-    if absurd:
-        raise ValueError(f"{store.folder / RECORD} is damaged (an image has the index {absurd[0]}): give another --out")
-    return [images[index] for index in sorted(images)]
+    entries = record["images"]
+    journal = store.folder / JOURNAL
+    if journal.exists():
+        for line in journal.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                entries.append(parse_json(line))
+    return {names[entry["index"]]: entry for entry in entries}
 
 
-def _resolved(engine: Engine, requests: Sequence[Request], store: Store, images: Sequence[dict]) -> list[Request]:
-    """The requests as they run. Raises ValueError where the images that are there are of others."""
-    for image in images:  # the first that differs is named: mostly all differ alike
-        store.refuse(differences(image["request"], requests[image["index"]].to_dict()))
-    settings = images[0]["request"] if images else None
-    return [engine.resolve(r.but(**kept_choices(r.settings, settings))) for r in requests]
+def _resolved(
+    engine: Engine, requests: Sequence[Request], names: Sequence[str], store: Store, existing: Mapping[str, dict]
+) -> list[Request]:
+    """The requests as they run. Raises ValueError if an existing image has another request."""
+    for name, request in zip(names, requests):
+        if name in existing:
+            store.refuse(differences(existing[name]["request"], request.to_dict()))
+    first = next(iter(existing.values()), {})
+    return [engine.resolve(each.but(**earlier_choices(each.settings, first.get("request")))) for each in requests]
 
 
-def _is_there(path: Path, image: dict) -> bool:
-    """Whether a file is what was written, by its hash; `image` gets one if an older version left it without."""
-    try:
-        content = path.read_bytes()
-        if "sha256" not in image:
-            with Image.open(io.BytesIO(content)) as picture:
-                picture.load()
-    except Exception:  # a damaged picture makes its reader raise almost anything
+def _is_whole(path: Path, entry: dict | None) -> bool:
+    """Whether a file has the digest of its entry. An entry of an older version, without one, gets the file's."""
+    if entry is None or not path.is_file():
         return False
-    found = _hash(content)
-    return image.setdefault("sha256", found) == found
+    if "sha256" not in entry and not _is_readable(path):
+        return False
+    digest = file_fingerprint(path)
+    return entry.setdefault("sha256", digest) == digest
 
 
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _is_readable(path: Path) -> bool:
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception:  # a damaged image makes its reader raise almost anything
+        return False
+    return True
 
 
 def _sample(
@@ -171,42 +179,46 @@ def _sample(
     requests: Sequence[Request],
     out: Path,
     names: Sequence[str],
-    done: Collection[int],
+    todo: Sequence[int],
     progress: bool,
     heatmap: bool,
     finish: Callable[[Output], Tensor],
 ) -> tuple[list[dict], dict, float]:
-    """Makes the images that are not `done`.
+    """Generates the images with the indices `todo`.
 
-    Returns what the record says of them, counts of all of them, and the seconds that were not the engine's.
-
-    The journal has an image before its file is there: a file that no record knows would be made again.
+    Returns their entries in the record, counts of all of them, and the seconds spent outside the engine.
     """
-    todo = [i for i in range(len(requests)) if i not in done]
-    made = []
+    entries = []
     totals: dict[str, list] = {}
     outside = 0.0
     for k, output in engine.stream([requests[i] for i in todo], progress):
         start = time.perf_counter()
         index = todo[k]
         stats = output.stats.to_dict()
-        for name in ("by_lag", "by_step", "by_rank"):  # long, and kept as sums
+        for name in ("by_lag", "by_step", "by_rank"):  # long: only their sums are written
             totals[name] = _add(totals.get(name), stats.pop(name))
         content = png_of(to_pil(finish(output)))
-        entry = {"index": index, "file": names[index], "sha256": _hash(content), "request": output.request.to_dict()}
+        entry = {
+            "index": index,
+            "file": names[index],
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "request": output.request.to_dict(),
+        }
         if heatmap:
             entry["token_cost"] = [None if math.isnan(value) else value for value in output.token_cost.tolist()]
-        made.append(entry | {"stats": stats})
-        append_json(out / JOURNAL, made[-1])
+        entry["stats"] = stats
+        entries.append(entry)
+        # the journal comes first: a file without an entry would be generated again
+        append_json(out / JOURNAL, entry)
         write_bytes(out / names[index], content)
         outside += time.perf_counter() - start
-    return made, totals, outside
+    return entries, totals, outside
 
 
-def _decoding(engine: Engine, made: Sequence[dict]) -> float:
-    """Seconds that no round ran since images were decoded; those of a batch are charged the same seconds, each all."""
-    seconds = [image["stats"]["seconds"]["decode"] for image in made]
-    return seconds[-1] if engine.device.type == "cuda" else sum(set(seconds))  # there, beside the rounds of others
+def _decoding(engine: Engine, generated: Sequence[dict]) -> float:
+    """The seconds in which images were decoded and no round ran. All images of a batch have the same seconds."""
+    seconds = [image["stats"]["seconds"]["decode"] for image in generated]
+    return seconds[-1] if engine.device.type == "cuda" else sum(set(seconds))  # a GPU runs rounds meanwhile
 
 
 def _write_overviews(
@@ -218,28 +230,32 @@ def _write_overviews(
     heatmap: bool,
     before: Sequence[tuple[str, Image.Image]],
 ) -> None:
-    """The grid of the first images, after those `before`, and, if asked for, what their tokens cost."""
-    shown = record["images"][:GRID_LIMIT]
-    num = len(before) + len(shown)
+    """Writes the grid of the first images, after the images `before`, and the heat map of token costs if asked for."""
+    entries = record["images"][:GRID_LIMIT]
+    num = len(before) + len(entries)
     columns = next((n for n in (10, 8) if num % n == 0), min(10, num))
-    pictures = []
-    for image in shown:
-        with Image.open(out / names[image["index"]]) as picture:
-            pictures.append(picture.convert("RGB"))
-    captions = [engine.name_of(requests[image["index"]]) for image in shown]
-    heads, earlier = zip(*before) if before else ((), ())
-    write_png(out / GRID, grid([*earlier, *pictures], [*heads, *captions], columns))
+    images = []
+    for entry in entries:
+        with Image.open(out / names[entry["index"]]) as image:
+            images.append(image.convert("RGB"))
+    captions = [engine.name_of(requests[entry["index"]]) for entry in entries]
+    all_images = [image for _, image in before] + images
+    all_captions = [caption for caption, _ in before] + captions
+    write_png(out / GRID, grid(all_images, all_captions, columns))
     if heatmap:
-        token_cost = [image.get("token_cost", image.get("heat")) for image in shown]
+        token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]
         accepted = method_of(requests[0]).token_cost == "accepted"
-        write_png(out / HEATMAP, token_cost_grid(pictures, token_cost, captions, columns, accepted))
+        write_png(out / HEATMAP, token_cost_grid(images, token_cost, captions, columns, accepted))
 
 
 def _add(total: list | None, counts: list) -> list:
-    """Elementwise sums of [judged, accepted]; counts of other lengths, from other settings, are padded."""
+    """Elementwise sums of [verified, accepted]; shorter counts, from other settings, are padded."""
     if total is None:
         return counts
-    return [[a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)] for pair in zip(total, counts)]
+    sums = []
+    for pair in zip(total, counts):
+        sums.append([a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)])
+    return sums
 
 
 # `cspd sample`: images into a folder.
@@ -249,36 +265,38 @@ def run_sample(args: argparse.Namespace) -> None:
     asked = _asked(args)
     num = args.num or len(asked)
     check_method(args)
-    engine = load_engine(args, min(args.max_batch, num))  # the window is chosen for as many as really run at once
+    engine = load_engine(args, min(args.max_batch, num))  # the window is chosen for the images that really run at once
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     settings = run_settings(args, engine.check(requests[0]))
-    with if_stopped(lambda: images_there(args.out, num)):
-        how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "speed": True}
-        record = sample_to_folder(engine, requests, args.out, settings, **how)
+    with if_stopped(lambda: images_told(args.out, num)):
+        record = sample_to_folder(
+            engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap, speed=True
+        )
     tell(engine, requests[0], record, args.out, args.heatmap)
 
 
 def _asked(args: argparse.Namespace) -> list[dict]:
-    """What requests are to be of: labels or texts, which take turns. Raises ValueError, OSError."""
+    """The classes or prompts of requests, which cycle. Raises ValueError, OSError."""
     negative = {"negative_prompt": args.negative_prompt}
     if args.prompt is None and args.prompts is None:
         return [{"label": label, **negative} for label in args.labels]
-    texts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
-    return [{"label": None, "prompt": text, **negative} for text in texts]
+    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    return [{"label": None, "prompt": prompt, **negative} for prompt in prompts]
 
 
 def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: bool) -> None:
-    """Says what the images in a folder cost, made by requests like this one, and what is there."""
+    """Prints the costs of the images in a folder, generated by requests like this one, and the folder's files."""
     summary, num = record["summary"], record["requests"]
-    if summary["images_made"]:
+    generated = summary["images_made"]
+    if generated:
         speed = f"{summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s"
-        print(f"{summary['images_made']} image{'s' if summary['images_made'] > 1 else ''} in {speed}")
+        print(f"{generated} image{'s' if generated > 1 else ''} in {speed}")
     else:
         print(f"all {num} images were there already")
     _tell_cost(summary)
-    asked = engine.check(request)
-    if summary["window"] is not None and method_of(asked).resolve is not as_it_is:
-        why = engine.runners[str(asked.family)].tuning.why(asked, engine.num_slots)
+    checked = engine.check(request)
+    if summary["window"] is not None and method_of(checked).resolve is not as_it_is:
+        why = engine.runners[str(checked.family)].tuning.why(checked, engine.num_slots)
         print(f"window {summary['window']}: {why}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
@@ -286,21 +304,23 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
     for title, value, meaning in measured_lines(summary):
         print(f"{title} {value} {meaning}")
     if heatmap:
-        print(f"wrote {out / 'heatmap.png'} (what each token cost)")
+        print(f"wrote {out / HEATMAP} (what each token cost)")
     pngs = f"{num} PNG{'s' if num > 1 else ''}"
-    print(f"wrote {out / 'grid.png'} (all images), {out / RECORD} (settings, statistics), {pngs}")
-    if told := speed_line(summary, engine.num_slots):
-        print(told)
+    print(f"wrote {out / GRID} (all images), {out / RECORD} (settings, statistics), {pngs}")
+    line = speed_line(summary, engine.num_slots)
+    if line:
+        print(line)
 
 
 def _tell_cost(summary: dict) -> None:
-    """Says what an image took, and of VQ models by how much its codes may differ from the target's."""
+    """Prints the costs of an image, and for VQ models the bound of its distance from the target's distribution."""
     seconds = summary["seconds_by_phase"]
     total = sum(seconds.values()) or 1
     time = "time: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
     backbone_calls = summary["backbone_calls_per_image"]
     if "step_compression" not in summary:
-        lazy = f" ({summary[f'{LAZY}_per_image']:.0f} lazy)" if summary[f"{LAZY}_per_image"] else ""
+        lazy_calls = summary[f"{LAZY}_per_image"]
+        lazy = f" ({lazy_calls:.0f} lazy)" if lazy_calls else ""
         iterations = f"{summary['iterations_per_image']:.0f} iterations, {backbone_calls:.0f} backbone calls{lazy}"
         head_calls = f"{summary['head_calls_per_image']:.0f} sequential head calls"
         print(f"per image: {iterations}, {head_calls} ({summary['head_calls_per_token']:.1f} per token); {time}")
@@ -312,19 +332,18 @@ def _tell_cost(summary: dict) -> None:
         print(f"total variation from the target, of an image's codes: at most {bound:.3f}{spread} (docs/bounds.md)")
 
 
-# `cspd edit`: a part of a picture is kept, and the rest is made to go with it.
+# `cspd edit`: a part of an image is given, and the rest is generated to match it.
 
-GREY = 0.5  # in grid.png, what is made anew
+GREY = 0.5  # the generated part of the given image in grid.png
 
 
 def run_edit(args: argparse.Namespace) -> None:
     check_method(args)
-    pictures = {name: getattr(args, name) for name in ("image", "mask") if getattr(args, name)}
-    given = _given(args) if args.place is None else None  # a file that cannot be read is known before loading
+    given = _given(args) if args.place is None else None  # before loading: an image may be unreadable
     engine = load_engine(args, min(args.max_batch, args.num))
     asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
-    family = engine.check(asked).family
-    size = engine.runners[family].image_size
+    runner = engine.runners[engine.check(asked).family]
+    size = runner.image_size
     known = given or placed(args.image, args.place, size)
     resized = cropping(known.image, size)
     if resized:
@@ -332,7 +351,7 @@ def run_edit(args: argparse.Namespace) -> None:
 
     requests = [asked.but(seed=args.seed + i, known=known) for i in range(args.num)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Resized)  # it was said
+        warnings.simplefilter("ignore", Resized)  # printed above
         first = engine.check(requests[0])
     if first.known is None:
         raise ValueError(
@@ -340,8 +359,10 @@ def run_edit(args: argparse.Namespace) -> None:
             " `cspd sample` makes whole images"
         )
     settings = run_settings(args, first) | {"paste": args.paste, "place": args.place, "keep": args.keep}
-    for name, path in pictures.items():
-        settings[name] = {"file": str(path.resolve()), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    for name in ("image", "mask"):
+        path = getattr(args, name)
+        if path:
+            settings[name] = {"file": str(path.resolve()), "sha256": file_fingerprint(path)}
 
     shown = known.fitted(size)
     before = [("before", to_pil(shown.image)), ("kept", _kept(shown.image, first.known.mask))]
@@ -349,28 +370,36 @@ def run_edit(args: argparse.Namespace) -> None:
     def pasted(output: Output) -> torch.Tensor:
         return shown.pasted(output.image, output.request.known.mask)
 
-    finish = pasted if args.paste else attrgetter("image")
-    with if_stopped(lambda: images_there(args.out, args.num)):
-        how = {"overwrite": args.overwrite, "heatmap": args.heatmap, "before": before, "finish": finish, "speed": True}
-        record = sample_to_folder(engine, requests, args.out, settings, **how)
-    made = first.known.num_made
-    print(f"{made} of {engine.runners[family].seq_len} tokens of the first picture were made anew")
+    with if_stopped(lambda: images_told(args.out, args.num)):
+        record = sample_to_folder(
+            engine,
+            requests,
+            args.out,
+            settings,
+            overwrite=args.overwrite,
+            heatmap=args.heatmap,
+            before=before,
+            finish=pasted if args.paste else attrgetter("image"),
+            speed=True,
+        )
+    print(f"{first.known.num_made} of {runner.seq_len} tokens of the first picture were made anew")
     tell(engine, requests[0], record, args.out, args.heatmap)
 
 
 def _given(args: argparse.Namespace) -> Known:
-    """The picture, and what of it is made anew."""
+    """The given image, and the mask of the part to generate."""
     return Known.of(args.image, args.mask if args.keep is None else 1 - args.keep)
 
 
-def _kept(image: torch.Tensor, made: torch.Tensor) -> Image.Image:
-    """A picture [3, H, W], grey where tokens, bool [L], are made anew."""
-    side = round(len(made) ** 0.5)
-    of_pixels = functional.interpolate(made.view(1, 1, side, side).float(), image.shape[1:])[0]
-    return to_pil(image.lerp(torch.full_like(image, GREY), of_pixels))
+def _kept(image: torch.Tensor, generated: torch.Tensor) -> Image.Image:
+    """An image [3, H, W], grey at generated tokens, bool [L]."""
+    side = round(len(generated) ** 0.5)
+    tokens = generated.view(1, 1, side, side).float()
+    pixels = functional.interpolate(tokens, image.shape[1:])[0]
+    return to_pil(image.lerp(torch.full_like(image, GREY), pixels))
 
 
-# `cspd serve`: a page in the browser, whose visitors share the engines.
+# `cspd serve`: a web page whose users share the engines.
 
 
 def run_serve(args: argparse.Namespace) -> None:
@@ -380,22 +409,27 @@ def run_serve(args: argparse.Namespace) -> None:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
     names = list(dict.fromkeys(args.checkpoint or bundled_here()))
     for name in names:
-        checkpoint_files(name)  # raises now, and not when others are loaded
+        checkpoint_files(name)  # raises before others are loaded
     check_of_one(names, args.arch, args.vae, args.draft_checkpoint, args.eagle, args.text_encoder)
 
     with listening(args.host, args.port) as listener:
-        engines = {name: load_engine(_of(args, name), args.max_batch) for name in names}
+        engines = {}
+        for name in names:
+            own = argparse.Namespace(**vars(args) | {"checkpoint": name})
+            engines[name] = load_engine(own, args.max_batch)
         warnings.simplefilter("ignore", Resized)  # the page shows it
         host, port = listener.getsockname()[:2]
-        address = ipaddress.ip_address(host)
-        access = {
-            "hosts": [args.host, host, *args.allowed_hosts],
-            "origins": args.allowed_hosts,
-            "any_address": not address.is_loopback,
-            "key": args.api_key,
-        }
-        app = make_app(engines, args.max_requests, args.max_per_visitor, **access)
-        if not address.is_loopback and args.api_key is None:
+        is_local = ipaddress.ip_address(host).is_loopback
+        app = make_app(
+            engines,
+            args.max_requests,
+            args.max_per_visitor,
+            hosts=[args.host, host, *args.allowed_hosts],
+            origins=args.allowed_hosts,
+            any_address=not is_local,
+            key=args.api_key,
+        )
+        if not is_local and args.api_key is None:
             warning = f"anybody who can reach {host}, port {port}, can use this page: give --api-key, or set {API_KEY}"
             print(f"cspd: warning: {warning}", file=sys.stderr)
         shown = f"[{host}]" if ":" in host else host
@@ -404,13 +438,8 @@ def run_serve(args: argparse.Namespace) -> None:
         Server(app).run(sockets=[listener])
 
 
-def _of(args: argparse.Namespace, checkpoint: str) -> argparse.Namespace:
-    """The options, of one checkpoint."""
-    return argparse.Namespace(**vars(args) | {"checkpoint": checkpoint})
-
-
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError where that cannot be."""
+    """A listening socket. Raises OSError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

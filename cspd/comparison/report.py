@@ -1,4 +1,4 @@
-"""What a comparison shows: tables, the page, the points on the front, and the verdict."""
+"""The report of a comparison: tables, the page, plots of speed and quality, and the verdict of a search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cspd.runs import model_line
 
 
 class Column(NamedTuple):
-    """A column: its key in a row, its title, the format of its numbers, and what they mean."""
+    """A column: its key in a row, its title, the format of its numbers, and their meaning."""
 
     key: str
     title: str
@@ -38,83 +38,89 @@ class Column(NamedTuple):
 
 COLUMNS = [
     Column("name", "configuration", "", "The study's name for it, or its method and settings as --methods takes them."),
-    Column("guarantee", "guarantee", "", "What is known about the distribution of its images, see below."),
+    Column("guarantee", "guarantee", "", "The relation of its images' distribution to baseline sampling's, see below."),
     Column("images_per_second", "images/s", ".2f", "Median over the turns (least..most), decoding included."),
     Column("speed_up", "speed-up", ".2f", "Against {baseline}, turn by turn: median (least..most)."),
     Column(
         "first_timestep",
         "first timestep",
         "d",
-        "The noisiest of the 1000 timesteps that its chains visit, where it is given; MAR's own chains begin at 999.",
+        "The noisiest of the 1000 timesteps that its chains visit, if given; MAR's own chains begin at 999.",
     ),
     Column(
         "head_calls_per_token",
         "head calls/token",
         ".1f",
-        "Sequential calls of the diffusion head for one token; of a cached head those that evaluate its blocks.",
+        "Sequential calls of the diffusion head for one token; for a cached head, calls that evaluate its blocks.",
     ),
     Column(
-        "window", "window", "d", "Denoising steps drafted ahead (0: plain sampling); of Jacobi, codes judged at once."
+        "window",
+        "window",
+        "d",
+        "Denoising steps drafted ahead (0: baseline sampling); for Jacobi, codes verified at once.",
     ),
-    Column("backbone_calls", "backbone calls", ".1f", "Forwards of the target's transformer for one image."),
+    Column("backbone_calls", "backbone calls", ".1f", "Forward passes of the target's transformer for one image."),
     Column(
-        "lazy_backbone_calls", "lazy calls", ".1f", "Those of them that compute a part of it, by a cached backbone."
+        "lazy_backbone_calls",
+        "lazy calls",
+        ".1f",
+        "Forward passes among them that compute only a part, with a cached backbone.",
     ),
-    Column("draft_backbone_calls", "draft calls", ".1f", "Forwards of the draft model for one image."),
-    Column("step_compression", "codes per forward", ".2f", "VQ codes committed in one forward of the target."),
-    Column("alpha", "alpha", ".3f", "Accepted share of what was drafted."),
+    Column("draft_backbone_calls", "draft calls", ".1f", "Forward passes of the draft model for one image."),
+    Column("step_compression", "codes per forward", ".2f", "VQ codes committed per forward pass of the target."),
+    Column("alpha", "alpha", ".3f", "Acceptance rate: accepted / verified drafts."),
     Column(
-        "accuracy", "class acc.", ".3f", "Share of the images that the classifier assigns to their class{interval}."
+        "accuracy", "class acc.", ".3f", "Fraction of the images that the classifier assigns to their class{interval}."
     ),
     Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference{interval}; lower is better."),
     Column("inception_score", "IS", ".2f", "Inception score, by the same classifier{interval}; higher is better."),
-    Column("clip_score", "CLIP", ".2f", "CLIP score of the images and their texts{interval}; higher is better."),
+    Column("clip_score", "CLIP", ".2f", "CLIP score of the images and their prompts{interval}; higher is better."),
     Column(
         "clip_difference",
         "CLIP change",
         "+.2f",
-        "Mean difference of the CLIP scores from plain sampling's of the same texts and seeds{interval}.",
+        "Mean difference of the CLIP scores from baseline sampling's of the same prompts and seeds{interval}.",
     ),
     Column(
         "bound",
         "TV bound",
         ".3f",
-        "Upper bound of the total variation from the target's distribution{interval}; 1 promises nothing.",
+        "Upper bound of the total variation from the target's distribution{interval}; 1 guarantees nothing.",
     ),
     Column(
         "difference",
         "difference",
         ".3f",
-        "Root mean square difference of held-out tokens from those that the full chain makes of the same condition and"
-        " noise, in standard deviations of a token.",
+        "Root mean square difference of held-out tokens from the full chain's with the same condition and noise, in"
+        " standard deviations of a token.",
     ),
     Column(
         "divergence",
         "divergence",
         ".3f",
-        "KL divergence of its chains from the full ones of the same conditions, nats per token, on held-out tokens.",
+        "KL divergence of its chains from the full ones with the same conditions, nats per token, on held-out tokens.",
     ),
     Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
     Column(
         "pixel_difference",
         "pixel difference",
         ".1f",
-        "Root mean square difference of pixels, of 0 to 255, from plain sampling of the same seeds. A small one: nearly"
-        " the same images. A large one says nothing: an exact method may draw other images of the same distribution.",
+        "Root mean square difference of pixels, of 0 to 255, from baseline sampling of the same seeds. If small, the"
+        " images are nearly the same. A large one says nothing: an exact method may sample other images.",
     ),
     Column(
         "peak_bytes",
         "peak MiB",
         ".0f",
-        "Peak memory while it ran, of the GPU or else of this process; the models of all configurations are loaded.",
+        "Peak memory while it ran, of the GPU or else of this process, with the models of all configurations.",
     ),
     Column(
         "p_value",
         "p",
         ".3f",
-        "Two-sample test of the images' features against plain sampling of the same seeds, see below.",
+        "Two-sample test of the images' features against baseline sampling of the same seeds, see below.",
     ),
-    Column("p_unpaired", "p unpaired", ".3f", "The same test against plain sampling of other seeds."),
+    Column("p_unpaired", "p unpaired", ".3f", "The same test against baseline sampling of other seeds."),
 ]
 INTERVALS = (
     "accuracy",
@@ -131,13 +137,13 @@ GAP = 2  # between columns there
 
 
 def value_of(row: dict, key: str) -> float | str | None:
-    """A row's value; of what has a spread, the median."""
+    """A row's value, or the median of its values."""
     value = row[key]
     return value["median"] if isinstance(value, dict) else value
 
 
 def columns(report: dict) -> list[Column]:
-    """The columns of which some row has a value, with titles and meanings filled in."""
+    """The columns that some row has a value for, with titles and meanings filled in."""
     shown = []
     for column in COLUMNS:
         if any(row[column.key] is not None for row in report["rows"]):
@@ -151,7 +157,7 @@ def _title(column: Column, report: dict) -> str:
 
 
 def cell(row: dict, column: Column, short: bool = False) -> str:
-    """A row's value as it is written; empty where there is none. `short`: no spread except the speed-up's."""
+    """A row's value as text, empty if it has none. `short`: without a spread, except the speed-up's."""
     value = row[column.key]
     if value is None:
         return ""
@@ -176,36 +182,40 @@ def _spread(value: dict[str, float], form: str, alone: bool) -> str:
 
 
 def notes(report: dict, short: bool = False) -> list[str]:
-    """What a reader must know to read the table, a sentence or two each; `short` as in `cell`."""
+    """The explanations that a reader of the table needs, a sentence or two each; `short` as in `cell`."""
     rows, images = report["rows"], report["images"]
+
+    def has(key: str) -> bool:
+        return any(row[key] is not None for row in rows)
+
     turns = _counted(len(rows[0]["seconds"]), "turn")
     size = _counted(min(images, report["max_batch"]), "image")
-    told = [f"speed-up: against {report['baseline']!r}, median of {turns} of {size}"]
-    if any(row["p_value"] is not None for row in rows):
-        told.append(
-            "p: two-sample test of the images' features against plain sampling (ar) with the same settings, paired by"
-            f" class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
+    lines = [f"speed-up: against {report['baseline']!r}, median of {turns} of {size}"]
+    if has("p_value"):
+        lines.append(
+            "p: two-sample test of the images' features against baseline sampling (ar) with the same settings, paired"
+            f" by class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
             " images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
         )
     if any(row["p_value"] is not None and row["method"] == "ar" for row in rows):
-        told.append("p of an ar with other denoising steps: against plain sampling by the first row's chain")
-    if any(row["p_unpaired"] is not None for row in rows):
-        told.append(
-            "p unpaired: the same test against plain sampling of other seeds. It does not find what is too small to be"
-            " seen among images of any seeds, as p does where those of one seed are nearly equal. Rows of nearly equal"
-            " images share their luck: compare theirs with that of plain sampling itself"
+        lines.append("p of an ar with other denoising steps: against baseline sampling with the first row's chain")
+    if has("p_unpaired"):
+        lines.append(
+            "p unpaired: the same test against baseline sampling of other seeds. It misses small differences, which p"
+            " finds if the images of one seed are nearly equal. Rows of nearly equal images share their luck: compare"
+            " their p with that of baseline sampling itself"
         )
-    if not short and any(row[f"{key}_ci95"] is not None for row in rows for key in INTERVALS):
-        told.append(
+    if not short and any(has(f"{key}_ci95") for key in INTERVALS):
+        lines.append(
             "[least, most]: a 95 % interval; of the class accuracy Wilson's, of FID and IS by the jackknife (none for"
             " FID by Inception)"
         )
-    if any(row["fid"] is not None for row in rows):
-        told.append(
+    if has("fid"):
+        lines.append(
             f"FID-{images}: of {images} images, not of the customary 50,000. Few images raise it: compare it within"
             " this table only"
         )
-    return told + _missing(report)
+    return lines + _missing(report)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -213,7 +223,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _missing(report: dict) -> list[str]:
-    """Why columns are missing, one note for each reason."""
+    """The reasons for missing columns, one note each."""
     titles_by_reason: dict[str, list[str]] = {}
     titles = {column.key: _title(column, report) for column in COLUMNS}
     for key, reason in report["missing"].items():
@@ -223,28 +233,31 @@ def _missing(report: dict) -> list[str]:
 
 
 def own_seeds(report: dict) -> bool:
-    """Whether some row has other seeds than the rest."""
+    """Whether some row has its own seeds."""
     return any("seed" in row["settings"] for row in report["rows"])
 
 
 def text_table(report: dict) -> str:
-    """The table and its notes for a terminal; titles are in two lines. What is too wide goes on below."""
+    """The table and its notes for a terminal; titles have two lines. Columns that are too wide continue below."""
     name, *others = columns(report)
     parts = [[name]]
     for column in others:
-        if sum(_width(report, each) + GAP for each in parts[-1]) + _width(report, column) > WIDTH:
+        width = sum(_width(report, each) + GAP for each in parts[-1])
+        if width + _width(report, column) > WIDTH:
             parts.append([name])
         parts[-1].append(column)
-    told = [textwrap.fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes(report, short=True)]
-    return "\n".join(["\n\n".join(_plain(report, part) for part in parts), *told])
+    tables = [_plain(report, part) for part in parts]
+    filled = [textwrap.fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes(report, short=True)]
+    return "\n".join(["\n\n".join(tables), *filled])
 
 
 def _plain(report: dict, shown: list[Column]) -> str:
-    return tabulate(zip(*(_lines(report, column) for column in shown)), tablefmt="plain", **_layout(shown))
+    lines = zip(*(_lines(report, column) for column in shown))
+    return tabulate(lines, tablefmt="plain", **_layout(shown))
 
 
 def _lines(report: dict, column: Column) -> list[str]:
-    """A column in a terminal, its title in two lines."""
+    """A column in a terminal, with two lines for its title."""
     above, _, below = column.title.rpartition(" ")
     return [above, below, *(cell(row, column, short=True) for row in report["rows"])]
 
@@ -259,23 +272,23 @@ def markdown(report: dict) -> str:
     titles = [column.title for column in shown]
     lines = [[_escaped(cell(row, column)) for column in shown] for row in report["rows"]]
     table = tabulate(lines, titles, tablefmt="pipe", **_layout(shown))
-    told = [f"* {_escaped(note)}" for note in notes(report)]
-    return "\n".join([table, "", *told]) + "\n"
+    explained = [f"* {_escaped(note)}" for note in notes(report)]
+    return "\n".join([table, "", *explained]) + "\n"
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line: a name may hold anything."""
+    """Text that Markdown shows unchanged, on one line: a name may have any characters."""
     return re.sub(r"([\\`*_\[\]<>&|~$])", r"\\\1", " ".join(text.splitlines()))
 
 
 def _layout(shown: list[Column]) -> dict:
-    """tabulate's options: names and guarantees at the left, numbers at the right and as they are written."""
+    """tabulate's options: names and guarantees at the left, numbers at the right and unchanged."""
     sides = ["left" if column.key in ("name", "guarantee") else "right" for column in shown]
     return {"colalign": sides, "disable_numparse": True}
 
 
 def csv_table(report: dict) -> str:
-    """All columns with all digits; what has a spread has three, an interval two. Empty: not measured."""
+    """All columns with all digits: three for a spread, two for an interval. Empty: not measured."""
     lines = [_flat(row) for row in report["rows"]]
     fields = dict.fromkeys(key for line in lines for key in line)
     buffer = io.StringIO()
@@ -286,18 +299,20 @@ def csv_table(report: dict) -> str:
 
 
 def _no_formula(text: str) -> str:
-    """Text that a spreadsheet shows and does not run: one that begins like a formula gets a quote before it."""
+    """Text that a spreadsheet does not run: a quote precedes the beginning of a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _flat(row: dict) -> dict[str, object]:
-    """A row whose values all fit a cell of a CSV file."""
-    flat = {}
+    """A row whose values each fit a cell of a CSV file."""
+    flat: dict[str, object] = {}
     for key, value in row.items():
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
-            flat |= {key: value["median"], f"{key}_least": value["min"], f"{key}_most": value["max"]}
+            flat[key] = value["median"]
+            flat[f"{key}_least"] = value["min"]
+            flat[f"{key}_most"] = value["max"]
         elif key.endswith("_ci95"):
-            flat |= dict(zip((f"{key}_least", f"{key}_most"), value or (None, None)))
+            flat[f"{key}_least"], flat[f"{key}_most"] = value or (None, None)
         elif isinstance(value, (dict, list)):
             flat[key] = json.dumps(value)
         else:
@@ -305,10 +320,10 @@ def _flat(row: dict) -> dict[str, object]:
     return flat
 
 
-WORSE = {"fid": 1, "inception_score": -1, "accuracy": -1}  # which way each gets worse
+WORSE = {"fid": 1, "inception_score": -1, "accuracy": -1}  # the direction in which each gets worse
 
 
-# What `cspd tune` tells: the Pareto front as a table, the choice, and what is short of the limits where none is.
+# The report of `cspd tune`: the Pareto front as a table, and the choice or the nearest candidate.
 
 NAMES = {"fid": "FID", "inception_score": "IS", "accuracy": "recognised", "divergence": "divergence"}
 SHOWN = ("name", "images_per_second", "speed_up", "fid", "inception_score", "accuracy", "difference", "guarantee")
@@ -327,7 +342,7 @@ def _limit(name: str, limit: float) -> str:
 
 
 def against_plain(row: dict, name: str) -> str:
-    """How a row's value differs from plain sampling's, with half of a 95 % interval; empty where that is not known."""
+    """The difference of a row's value from baseline sampling's, with half of a 95 % interval; empty if unknown."""
     loss = row["losses"][name]
     if loss is None:
         return ""
@@ -337,64 +352,66 @@ def against_plain(row: dict, name: str) -> str:
 
 
 def front_table(report: dict) -> str:
-    """The front for a terminal, the fastest last, between plain sampling and the same by other seeds."""
-    rows = report["rows"]
-    front = [row for row in rows[2:] if row["front"]]
-    shown = [rows[0], *sorted(front, key=lambda row: value_of(row, "images_per_second")), rows[1]]
-    known = {column.key: column for column in columns(report | {"rows": shown})}
-    keys = [key for key in SHOWN if key in known]
-    titles = [known[key].title for key in keys]
-    lines = [[cell(row, known[key], short=True) for key in keys] for row in shown]
-    if "fid" in keys:
-        place = keys.index("fid") + 1
-        titles.insert(place, AGAINST)
+    """The front for a terminal, the fastest last, between baseline sampling and the same with other seeds."""
+    baseline, other_seeds, *candidates = report["rows"]
+    front = [row for row in candidates if row["front"]]
+    front.sort(key=lambda row: value_of(row, "images_per_second"))
+    shown = [baseline, *front, other_seeds]
+    filled = {column.key: column for column in columns(report | {"rows": shown})}
+    titles, lines = [], [[] for _ in shown]
+    for key in SHOWN:
+        if key not in filled:
+            continue
+        titles.append(filled[key].title)
         for row, line in zip(shown, lines):
-            line.insert(place, "" if row is rows[0] else against_plain(row, "fid"))
+            line.append(cell(row, filled[key], short=True))
+        if key == "fid":
+            titles.append(AGAINST)
+            for row, line in zip(shown, lines):
+                line.append("" if row is baseline else against_plain(row, "fid"))
     aligned = ["left"] + ["right"] * (len(titles) - 1)
     return tabulate(lines, titles, tablefmt="plain", colalign=aligned, disable_numparse=True)
 
 
 def choice_told(report: dict) -> str:
-    """The chosen row in a sentence, and how sure it is that it keeps the limits."""
+    """The chosen row in a sentence, with the limits that it may exceed by chance."""
     tuned = report["tune"]
     row = next(row for row in report["rows"] if row["name"] == tuned["chosen"])
-    told = f"{_fast(row)} as ar, the fastest with {wanted(tuned['limits'])}"
-    unsure = [name for name, limit in tuned["limits"].items() if _reaches(row, name) > limit]
-    if unsure:
-        named = ", ".join(f"{NAMES[name]} {against_plain(row, name)}" for name in unsure)
-        more = f"more images than {report['images']} would tell (--num, and it goes on)"
-        return f"{told}; by chance it may be beyond that ({named}): {more}"
-    return told
-
-
-def _reaches(row: dict, name: str) -> float:
-    """The worse end of a loss's 95 % interval."""
-    return row["losses"][name]["loss"] + NORMAL * row["losses"][name]["error"]
+    sentence = f"{_fast(row)} as ar, the fastest with {wanted(tuned['limits'])}"
+    unsure = []
+    for name, limit in tuned["limits"].items():
+        loss = row["losses"][name]
+        if loss["loss"] + NORMAL * loss["error"] > limit:
+            unsure.append(f"{NAMES[name]} {against_plain(row, name)}")
+    if not unsure:
+        return sentence
+    more = f"more images than {report['images']} would tell (--num, and it goes on)"
+    return f"{sentence}; by chance it may be beyond that ({', '.join(unsure)}): {more}"
 
 
 def shortfall(report: dict) -> str:
-    """Why no row is chosen: the nearest one, and how far it is from the limits."""
+    """The nearest row to the limits, in a sentence, if no row is chosen."""
     tuned = report["tune"]
-    told = f"nothing that is faster than ar is within the limits ({wanted(tuned['limits'])})"
+    sentence = f"nothing that is faster than ar is within the limits ({wanted(tuned['limits'])})"
     row = next((row for row in report["rows"] if row["name"] == tuned["nearest"]), None)
     if row is None:
-        return f"{told}: no candidate was left; take ar"
+        return f"{sentence}: no candidate was left; take ar"
     far = ", ".join(f"{NAMES[name]} {against_plain(row, name) or 'unknown'}" for name in tuned["limits"])
-    return f"{told}: the nearest is {_fast(row)}, {far}: allow more, or take ar"
+    return f"{sentence}: the nearest is {_fast(row)}, {far}: allow more, or take ar"
 
 
 def _fast(row: dict) -> str:
     return f"{row['name']}, {value_of(row, 'speed_up'):.2f} times as fast"
 
 
-# What `cspd compare` and `cspd tune` write: tables, pictures, and one HTML file that holds all of it.
+# The files of `cspd compare` and `cspd tune`: tables, images, and one HTML file that has everything.
 
-PAGE_COLUMNS = 10  # images of a row that are shown, at most
+PAGE_COLUMNS = 10  # images of a row, at most
 MOST_WIDTH = 112  # of an image on the page, in pixels of a browser
 
 
 class Picture(NamedTuple):
-    """A picture of the page: what it shows, and the PNG file's content."""
+    """An image of the page: its title, and the PNG file's content."""
 
     title: str
     png: bytes
@@ -413,32 +430,33 @@ class Strip(NamedTuple):
 
 
 def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
-    """Writes all forms of the report into `out`; the files' names. `images`: of each row, uint8 [N, H, W, 3].
+    """Writes the report in all forms and returns the files' names. `images`: of each row, uint8 [N, H, W, 3].
 
-    The folder is claimed: what it holds under these names is of an earlier report.
+    The folder is claimed: its files with these names belong to an earlier report.
     """
     panels = _panels(report)
-    plots = [
-        Picture(f"{panel.quality} against {panel.speed}", png) for panel, png in zip(panels, speed_quality(panels))
-    ]
-    heads, rows = _shown(report, images)
-    is_small = rows[0][1][0].width < MOST_WIDTH
-    strips = []
-    for name, pictures in rows:
-        titles = [", ".join([name, *head]) for head in heads]
-        strips.append(Strip(name, [Picture(title, png_of(picture)) for title, picture in zip(titles, pictures)]))
+    plots = []
+    for panel, png in zip(panels, speed_quality(panels)):
+        plots.append(Picture(f"{panel.quality} against {panel.speed}", png))
+    heads = _heads(report)
+    first_images = [[Image.fromarray(image) for image in row_images[: len(heads)]] for row_images in images]
+    strips, named = [], []
+    for row, row_images in zip(report["rows"], first_images):
+        pictures = []
+        for head, image in zip(heads, row_images):
+            pictures.append(Picture(", ".join([row["name"], *head]), png_of(image)))
+        strips.append(Strip(row["name"], pictures))
+        named.append((_with_speed(row), row_images))
 
+    is_small = first_images[0][0].width < MOST_WIDTH
     files = {"report.html": _encoded(html_page(report, plots, strips, is_small))}
     if plots:
         files["speed_quality.png"] = png_of(beside([plot.png for plot in plots]))
     else:
-        (out / "speed_quality.png").unlink(missing_ok=True)  # of another reference
-    named = [(_with_speed(row), pictures) for row, (_, pictures) in zip(report["rows"], rows)]
-    files |= {
-        "comparison.png": png_of(seed_grid(named, ["\n".join(head) for head in heads])),
-        "comparison.md": _encoded(markdown(report)),
-        "comparison.csv": _encoded(csv_table(report)),
-    }
+        (out / "speed_quality.png").unlink(missing_ok=True)  # of an earlier reference
+    files["comparison.png"] = png_of(seed_grid(named, ["\n".join(head) for head in heads]))
+    files["comparison.md"] = _encoded(markdown(report))
+    files["comparison.csv"] = _encoded(csv_table(report))
     for name, content in files.items():
         write_bytes(out / name, content)
     write_json(out / "comparison.json", report)
@@ -452,35 +470,35 @@ def _with_speed(row: dict) -> str:
 
 
 def _encoded(text: str) -> bytes:
-    """As UTF-8. The names of files may be none."""
+    """Text as UTF-8, even if a file's name is not."""
     return text.encode(errors="backslashreplace")
 
 
-def _shown(report: dict, images: Sequence[np.ndarray]) -> tuple[list[list[str]], list[tuple[str, list[Image.Image]]]]:
-    """What the first images are of, in parts, one column per seed, and those of each row with its name."""
+def _heads(report: dict) -> list[list[str]]:
+    """The class or prompt of each of the first images, and its seed unless rows have their own."""
     subjects = report["labels"]
     of = "" if are_texts(subjects) else "class "
     heads = []
     for i, subject in enumerate(in_turn(subjects, min(report["images"], PAGE_COLUMNS))):
         seed = [] if own_seeds(report) else [f"seed {report['first_seed'] + i}"]
         heads.append([f"{of}{subject}", *seed])
-    rows = []
-    for row, made in zip(report["rows"], images):
-        rows.append((row["name"], [Image.fromarray(image) for image in made[: len(heads)]]))
-    return heads, rows
+    return heads
 
 
 def _panels(report: dict) -> list[Panel]:
-    """Quality against speed-up and, for VQ models, against codes per forward, which no machine changes."""
-    qualities = {"accuracy": "share recognised by the classifier", "fid": f"FID-{report['images']}, lower is better"}
-    qualities["clip_score"] = "CLIP score"
+    """Quality against speed-up and, for VQ models, against codes per forward, which do not depend on the machine."""
+    qualities = {
+        "accuracy": "share recognised by the classifier",
+        "fid": f"FID-{report['images']}, lower is better",
+        "clip_score": "CLIP score",
+    }
     speeds = {"speed_up": f"speed-up over {report['baseline']}", "step_compression": "codes per forward of the target"}
     base_seconds = report["rows"][0]["seconds"]
     panels = []
     for quality, quality_title in qualities.items():
         for speed, speed_title in speeds.items():
-            measured = [row for row in report["rows"] if row[quality] is not None and row[speed] is not None]
-            points = [_point(row, speed, quality, base_seconds) for row in measured]
+            rows = [row for row in report["rows"] if row[quality] is not None and row[speed] is not None]
+            points = [_point(row, speed, quality, base_seconds) for row in rows]
             if points:
                 panels.append(Panel(speed_title, quality_title, points))
     return panels
@@ -492,23 +510,29 @@ def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Po
     if speed == "speed_up":
         ratios = [base / own for base, own in zip(base_seconds, row["seconds"])]
         speed_range = tuple(np.percentile(ratios, [25, 75]).tolist())
-    interval = row[f"{quality}_ci95"]
-    on_front = quality == "fid" and row.get("front", False)
-    place = value_of(row, speed), row[quality], line, speed_range
-    return Point(label, *place, interval, row["guarantee"], on_front)
+    return Point(
+        label,
+        value_of(row, speed),
+        row[quality],
+        line,
+        speed_range,
+        quality_range=row[f"{quality}_ci95"],
+        guarantee=row["guarantee"],
+        on_front=quality == "fid" and row.get("front", False),
+    )
 
 
 def _label(row: dict) -> tuple[str, str]:
-    """A point's label, and its line: of "lantern++:optimal=true:k=10" the last setting, and the rest; else the name."""
+    """A point's label and its line: for "lantern++:optimal=true:k=10" the last setting and the rest; else the name."""
     line, colon, last = row["name"].rpartition(":")
-    swept = colon and line.split(":")[0] == row["method"] and not last.startswith("seed=")
-    return (last, line) if swept else (row["name"], row["name"])
+    is_swept = colon and line.split(":")[0] == row["method"] and not last.startswith("seed=")
+    return (last, line) if is_swept else (row["name"], row["name"])
 
 
 def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Strip] = (), is_small: bool = False) -> str:
-    """One file that needs no other: table, pictures, settings, what ran, and how to read it (report.html.j2).
+    """A page in one file: table, images, settings, what ran, and how to read it (report.html.j2).
 
-    `is_small`: images are enlarged, and their pixels are to be seen.
+    `is_small`: images are enlarged, with visible pixels.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

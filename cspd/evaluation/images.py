@@ -1,4 +1,4 @@
-"""Folders and lists of images, and what they are of: classes or prompts."""
+"""Folders and lists of images, and their classes or prompts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tqdm import tqdm
 from cspd.files import check_file, misfit, publishing, read_json
 from cspd.request import Request, to_uint8
 
-# Images to be measured, 8 bits a channel: from memory and from a folder.
+# Images to be measured, 8 bits a channel, in memory or in a folder.
 
-GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # what our commands write beside images
+GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # written by our commands next to images
 SUFFIXES = (".png", ".jpg", ".jpeg")
-DIGITS = 20  # of a number in a file's name, at most: seeds have 19
-FORMATS = ("PNG", "JPEG")  # Pillow goes by the content, and would run Ghostscript for some
+DIGITS = 20  # of a number in a file's name; seeds have at most 19
+FORMATS = ("PNG", "JPEG")  # without them, Pillow would run Ghostscript for some files
 
 
 class ImageList(Dataset):
@@ -42,7 +42,7 @@ class ImageList(Dataset):
 
 
 class Watched(Dataset):
-    """Another data set, and a bar of how much of it was read."""
+    """A data set that moves a progress bar when it is read."""
 
     def __init__(self, images: Dataset, bar: tqdm) -> None:
         self.images, self.bar = images, bar
@@ -51,8 +51,8 @@ class Watched(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Tensor:
-        new = index + 1 - self.bar.n  # the first image is read twice, for its size
-        self.bar.update(max(0, new))
+        # the first image is read twice, for its size
+        self.bar.update(max(0, index + 1 - self.bar.n))
         return self.images[index]
 
 
@@ -61,36 +61,39 @@ def image_files(folder: Path) -> list[Path]:
 
     They are in the order of their names, and of the numbers in them: 2.png comes before 10.png.
 
-    Raises ValueError where there are none.
+    Raises ValueError if there are no such files.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    found = sorted((path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES), key=_by_number)
-    files = [path for path in found if path.name not in OVERVIEWS and not path.name.startswith(".")]
+    files = []
+    for path in folder.iterdir():
+        is_image = path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+        if is_image and path.name not in OVERVIEWS:
+            files.append(path)
     if not files:
         raise ValueError(f"{folder}: there are no images in it (PNG or JPEG, not in subfolders)")
-    return files
+    return sorted(files, key=_by_number)
 
 
 class ImageFolder(Dataset):
     """A data set of uint8 [3, H, W] over a folder's `image_files`.
 
-    Every file's header is read at once, which takes a second for 10,000; see `read_image` for what is read on access.
+    The headers of all files are read at once, which takes a second for 10,000; the pixels on access, by `read_image`.
 
     Attributes:
         files: their paths. shape: (3, H, W) of each image.
 
     Raises:
-        ValueError: no images there, files that are none, or images of several sizes; the message names the first.
+        ValueError: no images, files that are not images, or images of several sizes; the message names the first.
     """
 
     def __init__(self, folder: Path) -> None:
         self.files = image_files(folder)
-        width, height = size = _size(self.files[0])
+        width, height = _size(self.files[0])
         for path in self.files:
-            own = _size(path)
-            if own != size:
-                sizes = f"{width}x{height} and {own[0]}x{own[1]}"
+            own_width, own_height = _size(path)
+            if (own_width, own_height) != (width, height):
+                sizes = f"{width}x{height} and {own_width}x{own_height}"
                 raise ValueError(f"{path}: images of {sizes} pixels in one folder: give one of equal sizes")
         self.shape = 3, height, width
 
@@ -102,27 +105,27 @@ class ImageFolder(Dataset):
 
     @property
     def labels(self) -> list[int] | None:
-        """Classes, from names as `cspd sample` gives; None where a file has no such name."""
+        """The classes in names as of `cspd sample`, or None if a file has another name."""
         found = [re.search(r"_label(\d+)_", path.name) for path in self.files]
         return [int(match[1]) for match in found] if all(found) else None
 
 
 def _by_number(path: Path) -> tuple[str, str]:
-    """What sorts files by name, and by the numbers in their names."""
+    """A key to sort files by name, and by the numbers in their names."""
     return re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), path.name), path.name
 
 
 def beginning(path: Path) -> str:
-    """How a file begins, for messages: an error page or a Git LFS pointer in its place shows itself so."""
+    """The first bytes of a file, for messages: they reveal an error page or a Git LFS pointer."""
     with path.open("rb") as file:
         return repr(file.read(40))
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """A PNG or JPEG, its pixels not read yet. Raises ValueError, which names the file, for all that goes wrong."""
+    """A PNG or JPEG, its pixels not read yet. Raises ValueError, which names the file, for any failure."""
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would wait
             raise OSError("not a file, or a link that leads nowhere")
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -144,11 +147,11 @@ def _size(path: Path) -> tuple[int, int]:
 def read_image(path: Path) -> Tensor:
     """uint8 [3, H, W] of a PNG or JPEG, as torch-fidelity reads it.
 
-    Grey images, palettes and CMYK become RGB as Pillow converts them, and so do 16 bits of a coloured image, which
-    lose the lower eight. Of grey ones 65535 becomes 255, the rest in proportion.
+    Pillow converts grey images, palettes and CMYK to RGB; a coloured image of 16 bits loses the lower eight. In a grey
+    one of 16 bits, 65535 becomes 255, other values in proportion.
 
     Raises:
-        ValueError: a file that is damaged, or whose colours depend on a viewer: with transparent pixels, or turned.
+        ValueError: a damaged file, or one that viewers show differently: with transparent pixels, or rotated by EXIF.
     """
     with _opened(path) as image:
         if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255:
@@ -162,9 +165,7 @@ def read_image(path: Path) -> Tensor:
 
 
 def to_pixels(images: np.ndarray) -> np.ndarray:
-    """uint8 [N, H, W, 3] of an array of images, where it is clear what its numbers mean.
-
-    That is whole numbers in 0..255, of any dtype, and floats in 0..1.
+    """uint8 [N, H, W, 3] of an array of images: integers in 0..255, of any dtype, or floats in 0..1.
 
     Raises:
         ValueError: another shape, no images, or other numbers.
@@ -187,7 +188,7 @@ def to_pixels(images: np.ndarray) -> np.ndarray:
 
 
 def check_npz(path: Path) -> None:
-    """Makes the folder that `export_npz` writes to; raises ValueError or OSError where no file can be written there."""
+    """Creates the folder for `export_npz`; raises ValueError or OSError if no file can be written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -211,28 +212,28 @@ def export_npz(images: Dataset, path: Path) -> None:
                 file.write(pixels.tobytes())
 
 
-# What images are of, as runs and reports keep it: a class by its number, or a text.
+# The subject of an image in runs and reports: a class by its number, or a prompt.
 
 Subject = int | str
 
 
 def asking_for(request: Request, subject: Subject) -> Request:
-    """The request, for an image of another class or text."""
+    """The request with another class or prompt."""
     return request.but(prompt=subject) if isinstance(subject, str) else request.but(label=subject)
 
 
 def subject_of(request: Request) -> Subject:
-    """What a checked request is for an image of."""
+    """The class or prompt of a checked request."""
     return request.label if request.prompt is None else request.prompt
 
 
 def in_turn(subjects: Sequence[Subject], num: int) -> list[Subject]:
-    """The subjects of `num` images, over and over."""
+    """The subjects of `num` images, which cycle."""
     return list(islice(cycle(subjects), num))
 
 
 def are_texts(subjects: Sequence[Subject] | None) -> bool:
-    """Whether they are texts; None, where they are not known, are not."""
+    """Whether subjects are known and prompts."""
     return bool(subjects) and isinstance(subjects[0], str)
 
 
@@ -240,7 +241,7 @@ RECORD = "samples.json"
 
 
 def prompts_of(folder: ImageFolder) -> list[str] | None:
-    """The texts of a folder's images, as the record of the run that made them has them; None where it has not."""
+    """The prompts of a folder's images, from the record of their run, or None if it lacks one."""
     try:
         record = read_json(folder.files[0].parent / RECORD)
     except (OSError, ValueError):

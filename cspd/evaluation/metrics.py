@@ -1,4 +1,4 @@
-"""What images are judged by: FID and the others, CLIP, classifiers, references, intervals and tests."""
+"""Metrics of images: FID and others, CLIP, classifiers, references, intervals and tests."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from cspd.terminal import choice, telling
 from mar.checkpoint import fill
 from mar.tensors import CheckpointError, read_tensors
 
-# 95 % intervals of what few images measure; none goes beyond what its quantity can be.
+# 95 % intervals of values measured on few images, cut to the range of each value.
 
-NORMAL = NormalDist().inv_cdf(0.975)  # standard errors in half of a 95 % interval
+NORMAL = NormalDist().inv_cdf(0.975)  # half of a 95 % interval, in standard errors
 RANGES = {
     "fid": (0.0, math.inf),
     "inception_score": (1.0, math.inf),
@@ -63,43 +63,45 @@ RANGES = {
 
 
 def around(name: str, value: float, error: float) -> list[float]:
-    """[least, most] of a value of a name in `RANGES`, by its standard error."""
+    """The interval [low, high] of a value with a name in `RANGES`, from its standard error."""
     low, high = RANGES[name]
     return [min(max(end, low), high) for end in (value - NORMAL * error, value + NORMAL * error)]
 
 
-def wilson(share: float, num: int) -> list[float]:
-    """[least, most] of the probability that a share of `num` trials estimates.
+def wilson(fraction: float, num: int) -> list[float]:
+    """The interval [low, high] of a probability, from the fraction of `num` trials that succeeded.
 
-    Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927): all probabilities from which
-    the share is at most `NORMAL` of their own standard errors away. 8 of 8 is no certainty by it.
+    Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927): all probabilities whose
+    distance from the fraction is at most `NORMAL` of their own standard errors. Unlike the normal interval, it does
+    not make 8 of 8 a certainty.
     """
     weight = NORMAL**2 / num
-    centre = (share + weight / 2) / (1 + weight)
-    half = math.sqrt(share * (1 - share) * weight + (weight / 2) ** 2) / (1 + weight)
-    return [min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))]  # in spite of rounding
+    centre = (fraction + weight / 2) / (1 + weight)
+    half = math.sqrt(fraction * (1 - fraction) * weight + (weight / 2) ** 2) / (1 + weight)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return [min(fraction, low), max(fraction, high)]  # despite rounding
 
 
 def half_of(interval: Sequence[float]) -> float:
-    """Half of an interval's length."""
+    """Half of the length of an interval."""
     low, high = interval
     return (high - low) / 2
 
 
-# Whether two samplers differ: a permutation test that needs no assumption on what they draw.
+# A test of whether two samplers differ, without assumptions on their distributions.
 
-LEAST_PAIRS = 8  # fewer can be swapped in too few ways
+LEAST_PAIRS = 8  # fewer have too few permutations
 
 
 def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) -> float:
     """p-value of the hypothesis that paired samples x, y [N, D] have one distribution.
 
-    A permutation test on the energy distance (Szekely & Rizzo 2013). Row i of x and y come from the same seed, so the
-    two of a pair are swapped or not; p is uniform if swapping them changes nothing. A small p says that the
-    distributions differ; a large one of few samples says little.
+    A permutation test on the energy distance (Szekely & Rizzo 2013). Row i of x and of y have the same seed, so each
+    pair is swapped or not; p is uniform if swapping changes nothing. A small p says that the distributions differ; a
+    large p of few samples says little.
 
     Raises:
-        ValueError: the samples' numbers or sizes differ, there are fewer than 8 pairs, or a value is not finite.
+        ValueError: the samples' shapes differ, there are fewer than 8 pairs, or a value is not finite.
     """
     num = len(x)
     if x.shape != y.shape or num < LEAST_PAIRS:
@@ -112,23 +114,23 @@ def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) ->
 
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (permutations + 1, num), generator=generator) * 2.0 - 1
-    signs[0] = 1  # the samples as they are
+    signs[0] = 1  # the samples without swaps
     labels = torch.cat([signs, -signs], dim=1).double()  # +1 for x, -1 for y
 
     # the energy distance is a quadratic form in the labels
     statistic = -((labels @ distances) * labels).sum(1)
-    rounding = 1e-12 * distances.sum()  # samples that are the same have p = 1 in any unit
+    rounding = 1e-12 * distances.sum()  # equal samples have p = 1 in any unit
     as_large = (statistic >= statistic[0] - rounding).sum()
     return (as_large / (permutations + 1)).item()
 
 
-# CLIP score: how well images show what their texts say, by a CLIP model of transformers, from a local folder.
+# CLIP score: how well images match their prompts, by a CLIP model of transformers, from a local folder.
 #
-# Hessel et al., CLIPScore (2021), as torchmetrics and most papers scale it: 100 max(cos, 0) of an image's and its
-# text's features, the mean over images.
+# Hessel et al., CLIPScore (2021), scaled as in torchmetrics and most papers: the mean over images of 100 max(cos, 0),
+# where cos is between the features of an image and its prompt.
 
 SOURCE = "openai/clip-vit-large-patch14 on the Hugging Face hub has them, see docs/text.md"
-FILES = {  # what a folder must have, any of each
+FILES = {  # a folder must have one of each
     "configuration": ("config.json",),
     "processor": ("preprocessor_config.json", "processor_config.json"),
     "tokenizer": ("tokenizer.json", "vocab.json"),
@@ -142,10 +144,10 @@ class Clip:
     """A CLIP model and its processor, in float32.
 
     Args:
-        folder: their files, as the hub has them.
+        folder: of their files, as on the Hugging Face Hub.
 
     Raises:
-        CheckpointError: the folder lacks a file, or has another model's. ValueError: transformers is missing.
+        CheckpointError: the folder lacks a file, or has another model. ValueError: transformers is missing.
     """
 
     def __init__(self, folder: Path, device: torch.device | str = "auto") -> None:
@@ -174,9 +176,9 @@ class Clip:
 
     @torch.inference_mode()
     def scores(self, images: Dataset, texts: Sequence[str]) -> Tensor:
-        """100 max(cos, 0), float32 [N] on the CPU, of images uint8 [3, H, W] and a text of each.
+        """100 max(cos, 0), float32 [N] on the CPU, of images uint8 [3, H, W] and a text for each.
 
-        A text of more tokens than CLIP takes (77) is cut off there, before its end's token.
+        A text is truncated to CLIP's maximum of tokens (77).
         """
         found = []
         for start in range(0, len(texts), BATCH):
@@ -196,7 +198,7 @@ class Clip:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises as `Clip` where a folder's files are not there, or of something else."""
+    """Raises as `Clip` if a folder lacks files, or has those of another model."""
     check_files(folder, FILES, "CLIP", SOURCE)
     file = folder / "config.json"
     try:
@@ -210,9 +212,9 @@ def _check_files(folder: Path) -> None:
 
 
 def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None:
-    """Raises what `Clip` raises, and reads a text and an image by it, before there are any.
+    """Tries a CLIP model on a text and an image, before sampling. Raises as `Clip`.
 
-    Raises ValueError where the images will be of classes, not `of_texts`.
+    Raises ValueError if the images will be class-conditional, not `of_texts`.
     """
     if not of_texts:
         raise ValueError(f"--clip {folder} judges images of texts: give --prompts, or leave it out")
@@ -220,12 +222,12 @@ def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float | None]:
-    """The mean over images, and its standard error by their spread; None of one image."""
+    """The mean over images, and its standard error, None for one image."""
     error = values.double().std().item() / len(values) ** 0.5 if len(values) > 1 else None
     return values.double().mean().item(), error
 
 
-# Small classifiers of the bundled models' images: they judge samples, and give features to compare them by.
+# Small classifiers for the bundled models' images: they recognise classes, and give features to compare images by.
 
 FEATURES, CLASSES = 128, 10
 
@@ -235,8 +237,8 @@ class ClassifierConfig:
     """Sizes of a classifier.
 
     Attributes:
-        size: pixels per side of its images. widths: channels of each stage, which halves the resolution.
-        convolutions: of a stage. classes: how many.
+        size: pixels per side of its images. widths: channels of each stage; a stage halves the resolution.
+        convolutions: in a stage. classes: their number.
     """
 
     size: int = 32
@@ -253,11 +255,11 @@ CLASSIFIERS = {
 
 @dataclass(frozen=True)
 class Space:
-    """A space of features that bundled models' images are judged in: those of a classifier that knows their classes.
+    """A space of features for bundled models' images: those of a classifier of their classes.
 
     Attributes:
-        sizes: of the classifier; they have the images' size and the number of classes.
-        checkpoints: the bundled ones whose images it judges. The folder of the first has its files.
+        sizes: of the classifier, with the images' size and the number of classes.
+        checkpoints: the bundled ones that generate its images. The folder of the first has its files.
     """
 
     sizes: ClassifierConfig
@@ -265,12 +267,12 @@ class Space:
 
     @property
     def weights(self) -> Path:
-        """The classifier's file. Raises FileNotFoundError where an installation has left it out."""
+        """The classifier's file. Raises FileNotFoundError if the installation lacks it."""
         return bundled_folder(self.checkpoints[0]) / "classifier.safetensors"
 
     @property
     def reference(self) -> Path:
-        """The file of what images are compared with by default, see `cspd.evaluation.metrics`."""
+        """The file of the default reference."""
         return bundled_folder(self.checkpoints[0]) / "reference.npz"
 
 
@@ -281,9 +283,13 @@ SPACES = {  # by name
 
 
 def space_of(target: Path) -> str | None:
-    """The name of the space that judges the images of a target's file; None if the target is not a bundled one."""
-    own = {name for name, folder in bundled().items() if folder.resolve() == target.parent.resolve()}
-    return next((name for name, space in SPACES.items() if own & {*space.checkpoints}), None)
+    """The name of the space for the images of a target's file, or None if it is not of a bundled checkpoint."""
+    folder = target.parent.resolve()
+    checkpoints = bundled()
+    for name, space in SPACES.items():
+        if any(name in checkpoints and checkpoints[name].resolve() == folder for name in space.checkpoints):
+            return name
+    return None
 
 
 def _layer(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
@@ -321,7 +327,7 @@ class Classifier(nn.Module):
 
 
 def load_classifier(space: str) -> Classifier:
-    """The classifier of a space, on the CPU in float32. Raises FileNotFoundError, CheckpointError."""
+    """The classifier of a space, on the CPU in float32. Raises FileNotFoundError or CheckpointError."""
     return read_classifier(SPACES[space].weights, SPACES[space].sizes)
 
 
@@ -333,16 +339,16 @@ def read_classifier(path: Path, sizes: ClassifierConfig) -> Classifier:
 
 
 def accuracy(classifier: Classifier, images: Tensor, labels: Tensor) -> float:
-    """Share of images [B, 3, size, size] in 0..1 that are recognised as their labels [B]."""
+    """The fraction of images [B, 3, size, size] in 0..1 that are recognised as their labels [B]."""
     with torch.inference_mode():
         predicted = torch.cat([classifier(part * 2 - 1).argmax(1) for part in images.split(500)])
     return (predicted == labels).float().mean().item()
 
 
-# The spaces' feature extractors, by their names in torch-fidelity.
+# The feature extractors of spaces, by their names in torch-fidelity.
 
-INCEPTION = "inception"  # the space of Inception-v3, as torch-fidelity has it
-PREFIX = "cspd-"  # of the names of ours
+INCEPTION = "inception"  # the space of torch-fidelity's Inception-v3
+PREFIX = "cspd-"  # of our extractors' names
 
 
 class ClassifierExtractor(FeatureExtractorBase):
@@ -378,7 +384,7 @@ class ClassifierExtractor(FeatureExtractorBase):
 
 
 def extractor_of(space: str) -> str:
-    """The name that torch-fidelity knows a space's extractor by. Raises ValueError where there is no such space."""
+    """The name of a space's extractor in torch-fidelity. Raises ValueError for an unknown space."""
     if space == INCEPTION:
         return "inception-v3-compat"
     if space not in SPACES:
@@ -389,22 +395,21 @@ def extractor_of(space: str) -> str:
     return name
 
 
-# What images are compared with: statistics of features, images, or both.
+# The reference that images are compared with: statistics of features, images, or both.
 
 PARTS = ("mu", "sigma", "arr_0")
 LARGEST = np.finfo(np.float32).max  # squares of it are finite
-ROUNDING = 1e-3  # how far from symmetric and positive a covariance may be, relative to its size, by rounding
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What images are compared with.
+    """The reference that images are compared with.
 
     Attributes:
         name: of the file or folder.
-        fingerprint: its sha256; a folder's is of all names and contents.
-        statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be taken from the images.
-        images: for KID, precision and recall; None: there are only statistics.
+        fingerprint: its sha256; for a folder, of all names and contents.
+        statistics: "mu" [D] and "sigma" [D, D] of features, float64; None: to be computed from the images.
+        images: for KID, precision and recall; None: the reference has statistics only.
     """
 
     name: str
@@ -414,7 +419,7 @@ class Reference:
 
 
 def reference_for(space: str, given: Path | None) -> Reference | None:
-    """What is given, or what came with a space, if anything did. Raises as `load_reference`."""
+    """The given reference, or the default of a space if it has one. Raises as `load_reference`."""
     if given is None and space in SPACES:
         given = SPACES[space].reference
     return None if given is None else load_reference(given)
@@ -423,19 +428,18 @@ def reference_for(space: str, given: Path | None) -> Reference | None:
 def load_reference(path: Path) -> Reference:
     """A reference from an .npz as ADM's (mu and sigma, images in arr_0, or both) or a folder of images.
 
-    All of it is checked: the images of a folder are read once, those of an .npz see `to_pixels`, for the statistics see
-    `to_statistics`.
+    Everything is checked: the images of a folder are read once, for an .npz see `to_pixels` and `to_statistics`.
 
     Raises:
-        ValueError: it holds neither statistics nor images, or such as cannot be compared with.
-        FileNotFoundError: there is no such file or folder.
+        ValueError: the reference has neither statistics nor images, or damaged ones.
+        FileNotFoundError: no such file or folder.
     """
     path = Path(path)
     if path.is_dir():
         folder = ImageFolder(path)
         digest = hashlib.sha256()
         for index, file in enumerate(tqdm(folder.files, desc="reading the reference", unit=" image", delay=2)):
-            folder[index]  # raises what it would raise after hours of sampling
+            folder[index]  # a damaged image must fail now, not after hours of sampling
             digest.update(file.name.encode())
             digest.update(hashlib.sha256(file.read_bytes()).digest())
         return Reference(path.name, digest.hexdigest(), images=folder)
@@ -454,7 +458,7 @@ def load_reference(path: Path) -> Reference:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file that make up a reference, by name."""
+    """The arrays of a reference's file, by name."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder: give an .npz as ADM's, or a folder of images")
     if not zipfile.is_zipfile(path):
@@ -470,7 +474,7 @@ def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
     """The mean [D] and covariance [D, D] of features as float64, by "mu" and "sigma".
 
     Raises:
-        ValueError: other shapes or dtypes, NaN, infinite or huge values, or no covariance: FID would be nonsense.
+        ValueError: other shapes or dtypes, or values that are NaN, infinite or huge.
     """
     if mu.ndim != 1 or mu.size == 0 or sigma.shape != 2 * mu.shape:
         raise ValueError(f"mu and sigma are {list(mu.shape)} and {list(sigma.shape)}, not [D] and [D, D]")
@@ -481,23 +485,15 @@ def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
         statistics[name] = values.astype(np.float64)
         if not (np.abs(statistics[name]) <= LARGEST).all():
             raise ValueError(f"{name} has values that are NaN, infinite or beyond {LARGEST:.1g}")
-    sigma = statistics["sigma"]
-    asymmetry = np.abs(sigma - sigma.T).max()
-    if asymmetry > ROUNDING * np.abs(sigma).max():
-        raise ValueError(f"sigma is not symmetric (by {asymmetry:.3g}), so it is no covariance")
-    variances = np.linalg.eigvalsh(sigma)  # statistics of fewer images than features have zeros
-    negative = -variances.clip(max=0).sum()
-    if negative > ROUNDING * variances.sum():
-        raise ValueError(f"sigma has negative variances (down to {variances[0]:.3g}), so it is no covariance")
     return statistics
 
 
-# Quality of images: FID, Inception score, KID, precision and recall, all by torch-fidelity, in several feature spaces.
+# The quality of images: FID, Inception score, KID, precision and recall, by torch-fidelity, in several feature spaces.
 #
-# "inception" is Inception-v3 as torch-fidelity ships it, for ImageNet. The others, such as "digits", are those of the
-# bundled models' classifiers, `SPACES`.
+# "inception" is torch-fidelity's Inception-v3, for ImageNet. The others, such as "digits", are those of the bundled
+# models' classifiers, `SPACES`.
 
-# the fewest images that a number needs: two in each of torch-fidelity's ten splits, a covariance, a neighbourhood
+# the fewest images for a metric: two in each of torch-fidelity's ten splits, a covariance, a neighbourhood
 LEAST = {"inception_score": 20, "fid": 2, "kid": 2, "precision": 4, "recall": 4}
 KEYS = {
     "fid": KEY_METRIC_FID,
@@ -507,44 +503,44 @@ KEYS = {
     "precision": KEY_METRIC_PRECISION,
     "recall": KEY_METRIC_RECALL,
 }
-REASON = 160  # characters of PyTorch's reasons, which go on for pages
+REASON = 160  # characters of PyTorch's reasons, which fill pages
 KID_SUBSET = 1000  # torch-fidelity's default; if there are fewer images, all are taken
 
 
 def _options(images: Dataset | Path, space: str, weights: Path | None, device: torch.device | str) -> dict:
-    """torch-fidelity's options: the images, the feature extractor, and that features are extracted only once."""
+    """torch-fidelity's options for images, the feature extractor, and a cache of features."""
     return {
         "input1": images if isinstance(images, Dataset) else ImageFolder(Path(images)),
         "input1_cache_name": "images",
         "feature_extractor": extractor_of(space),
         "feature_extractor_weights_path": None if weights is None else str(weights),
         "cuda": pick_device(device).type == "cuda",
-        "save_cpu_ram": True,  # no worker processes, and distances in parts: those of 50,000 images would take 20 GB
+        "save_cpu_ram": True,  # no worker processes; distances of 50,000 images in parts, which would take 20 GB
         "verbose": False,
     }
 
 
 def _current(device: torch.device | str) -> contextlib.AbstractContextManager:
-    """Makes a GPU the current one: torch-fidelity uses no other."""
+    """Makes a GPU the current one, which torch-fidelity uses."""
     device = pick_device(device)
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _check_real(tensors: dict[str, Tensor]) -> None:
-    """Raises TypeError for integers and complex numbers, which PyTorch would convert without a word."""
+    """Raises TypeError for integers and complex numbers, which PyTorch would convert silently."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() and not name.endswith("num_batches_tracked"):
             raise TypeError(f"{name} is {tensor.dtype}")
 
 
 def _extract(options: dict) -> tuple[Tensor, Tensor]:
-    """Features [N, D] and logits [N, C] of the images; kept in `cache_root`, if given, for `calculate_metrics`."""
+    """Features [N, D] and logits [N, C] of the images; written to `cache_root`, if given, for `calculate_metrics`."""
     name, weights = options["feature_extractor"], options["feature_extractor_weights_path"]
     provided = FEATURE_EXTRACTORS_REGISTRY[name]
     layers = [provided.get_default_feature_layer_for_metric(metric) for metric in ("fid", "isc")]
     others = {key: value for key, value in options.items() if key != "feature_extractor"}
     try:
-        if weights is not None:  # torch-fidelity loads without weights_only, which would run code in the file
+        if weights is not None:  # safely: torch-fidelity loads without weights_only, which runs code in the file
             _check_real(read_tensors(Path(weights)))
         extractor = create_feature_extractor(name, layers, **others)
     except CheckpointError as error:
@@ -578,7 +574,7 @@ def extract(
 
 
 def features(images: Dataset | Path, **how: object) -> Tensor:
-    """The first of what `extract` gives."""
+    """The features of `extract`."""
     return extract(images, **how)[0]
 
 
@@ -591,7 +587,7 @@ def check(
     reference: Reference | None = None,
     device: torch.device | str = "auto",
 ) -> None:
-    """Raises what `measure` would raise for images of these sizes, by default square, before there are any."""
+    """Raises the errors of `measure` for images of this size, by default square, before sampling."""
     blank = ImageList([torch.zeros(3, height, width or height)])
     extracted = features(blank, space=space, weights=weights, device=device)
     if reference is not None:
@@ -599,7 +595,7 @@ def check(
 
 
 def _check_reference(reference: Reference, images: Dataset, features: Tensor, space: str) -> None:
-    """Raises ValueError where a reference has images of another size, or statistics of another number of features."""
+    """Raises ValueError if a reference has images of another size, or statistics of another number of features."""
     if reference.images is not None:
         sizes = [f"{image.shape[2]}x{image.shape[1]}" for image in (reference.images[0], images[0])]
         if sizes[0] != sizes[1]:
@@ -617,7 +613,7 @@ def _check_reference(reference: Reference, images: Dataset, features: Tensor, sp
 
 
 def _missing(space: str, num: int, reference: Reference | None, labels: Sequence[int] | None) -> dict[str, str]:
-    """The reason for each metric that cannot be had, by name."""
+    """The reason for each missing metric, by name."""
     missing = {name: f"{num} images: {least} are needed" for name, least in LEAST.items() if num < least}
     if reference is None:
         missing |= dict.fromkeys(("fid", "kid", "precision", "recall"), "there is no reference")
@@ -651,7 +647,7 @@ def measure(
     device: torch.device | str = "auto",
     extracted: tuple[Tensor, Tensor] | None = None,
 ) -> dict:
-    """Measures images, as torch-fidelity does by default (10 splits, KID of 100 subsets of 1,000 at most, k = 3).
+    """Measures images with torch-fidelity's defaults (10 splits, KID of 100 subsets of at most 1,000, k = 3).
 
     Args:
         images: a data set of uint8 [3, H, W], such as `ImageList`, or a folder of PNGs.
@@ -662,19 +658,19 @@ def measure(
         extracted: what `extract` returned for these images; KID, precision and recall extract features once more.
 
     Returns:
-        "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (share
-        recognised as their labels), each a float, or None where it cannot be had; "accuracy_ci95", an interval of it;
-        "missing", reasons by name.
+        "num"; "fid", "inception_score", "inception_score_std", "kid", "precision", "recall" and "accuracy" (fraction
+        recognised as their labels), each a float or None; "accuracy_ci95", its interval; "missing", the reasons for
+        None, by name.
 
     Raises:
-        ValueError: images or statistics that do not fit the space, or weights that cannot be had.
+        ValueError: images or statistics that do not fit the space, or missing weights.
     """
     options = _options(images, space, weights, device)
     images = options["input1"]
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images and {len(labels)} labels: give one a label each")
     missing = _missing(space, len(images), reference, labels)
-    # these read the images of both sides; the others need only features, logits and statistics
+    # these need the images of both sides, the others only features, logits and statistics
     by_images = {
         "kid": "kid" not in missing,
         "prc": "precision" not in missing,
@@ -704,15 +700,15 @@ def measure(
 
 
 def unmeasured(num: int, reason: str) -> dict:
-    """What `measure` returns where nothing is measured of so many images, for a reason."""
+    """The result of `measure` if nothing is measured, for a reason."""
     values = dict.fromkeys([*KEYS, "accuracy", "accuracy_ci95"])
     return {"num": num, **values, "missing": dict.fromkeys([*KEYS, "accuracy"], reason)}
 
 
 def of_features(features: Tensor, logits: Tensor, names: Sequence[str], reference: Reference | None) -> dict:
-    """The metrics in `names` that features and logits are enough for.
+    """The metrics in `names` that need only features and logits.
 
-    "fid", against a reference's statistics, and "inception_score", which comes with "inception_score_std".
+    These are "fid", against a reference's statistics, and "inception_score", with "inception_score_std".
     """
     measured = {}
     if "inception_score" in names:

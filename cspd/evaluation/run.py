@@ -1,4 +1,4 @@
-"""Makes many images in shards, by any number of processes, and goes on where it was cut off."""
+"""Generates many images in shards, by any number of processes, and resumes where it was interrupted."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tqdm import tqdm
 
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, Subject, asking_for, in_turn, subject_of
-from cspd.files import MAYBE, misfit, parse_json, read_item, tell_damaged, write_item
+from cspd.files import read_item, write_item
 from cspd.request import Output, Request, to_uint8
-from cspd.runs import STATS, Store, kept_choices, summary_of
+from cspd.runs import Store, earlier_choices, missing_files, summary_of
 from cspd.terminal import shortened
 
-# The processes of a run, as torchrun starts them, and what they exchange.
+# The processes of a run, started by torchrun, and their messages to each other.
 #
-# A failure in what they do together ends all of them, with one message. A process that fails in its own share of the
-# images ends alone, with its own message, and torchrun stops the others.
+# A failure in common work ends all processes, with one message. A process that fails in its own images ends alone, with
+# its own message, and torchrun stops the others.
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 REMEDY = f"torchrun sets {', '.join(VARIABLES)}; for one process unset them"
-PATIENCE = timedelta(days=7)  # for the slowest process to finish its share; one that died is noticed at once
-POLL = 0.05  # seconds between looks whether all are there
+PATIENCE = timedelta(days=7)  # for the slowest process to finish; one that died is noticed at once
+POLL = 0.05  # seconds
 
 
 class Processes:
@@ -50,7 +50,7 @@ class Processes:
     """
 
     def __init__(self) -> None:
-        """Raises ValueError where the launcher's variables are not whole numbers that fit, or some are missing."""
+        """Raises ValueError if the launcher's variables are missing or not integers in their range."""
         self.size = _number("WORLD_SIZE", 1, low=1)
         self.rank = _number("RANK", 0, high=self.size - 1)
         self.local = _number("LOCAL_RANK", 0)
@@ -63,7 +63,7 @@ class Processes:
     def __enter__(self) -> Processes:
         if self.size > 1:
             try:
-                dist.init_process_group("gloo")  # they tell each other only a few words
+                dist.init_process_group("gloo")  # messages are short
                 self._waiting = dist.new_group(timeout=PATIENCE)
             except RuntimeError as error:
                 place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -81,10 +81,10 @@ class Processes:
         return wanted
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns in this process, once all have done it.
+        """Runs `work` in all processes, waits for them, and returns the result of this one.
 
         Raises:
-            ValueError, OSError, OutOfMemoryError: as `work` here, in the first process where it failed.
+            ValueError, OSError, OutOfMemoryError: from `work`, in the first process in which it failed.
             SystemExit: it failed in another process, which reports it. OSError: another process is gone.
         """
         result, error = None, None
@@ -99,7 +99,7 @@ class Processes:
         return result
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What `work` returns in the first process, which alone does it; errors as in `together`."""
+        """Runs `work` in the first process only, and returns its result in all; errors as in `together`."""
         return self._exchange(self.together(lambda: work() if self.rank == 0 else None))[0]
 
     def _exchange(self, value: object) -> list:
@@ -114,7 +114,7 @@ class Processes:
         return values
 
     def _wait(self) -> None:
-        """Until all processes are here. Python handles signals between the looks, and none within a collective."""
+        """Waits for all processes. It polls because Python handles no signal inside a collective."""
         barrier = dist.barrier(self._waiting, async_op=True)
         while not barrier.is_completed():
             time.sleep(POLL)
@@ -131,31 +131,31 @@ def _number(name: str, default: int, low: int = 0, high: float = math.inf) -> in
     return int(text)
 
 
-# A run's images in numbered files, each whole or not there, and a manifest of all that they depend on.
+# A run's images in numbered files (shards), and a manifest of everything that they depend on.
 #
-# Which images a file holds depends on its number alone, so that any number of processes can make them, and make up for
-# those that were cut off.
+# The number of a shard determines its images, so that any number of processes can generate them and resume.
 
 SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"
 RECORD = "evaluation.json"  # the report
-SIZE = 16  # images a file: at most as many, beside those in flight, are lost with a process
-LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not kept
+SIZE = 16  # images in a shard: a killed process loses at most as many, besides the images in flight
+LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not written
 EXPLODED = 30.0  # MAR's tokens have unit variance; strong guidance may take them a third of this way
 LARGEST = torch.finfo(torch.float32).max
+SHAPE = {"images": int, "seed": int, "labels": [(int, str)], "request": dict}  # of the manifest
 
 
 class Shards(Dataset):
     """The folder of a run of `num` images; as a data set, its images, uint8 [3, H, W].
 
-    A file is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or texts, `seeds` int64 [n], and `stats`, as
+    A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or texts, `seeds` int64 [n], and `stats`, as
     JSON.
 
     Attributes:
-        manifest: what the images depend on; of use where files are written or checked.
+        manifest: what the images depend on, needed to write or check shards.
 
     Raises:
-        OSError: an image is read whose file is no longer of this `manifest`.
+        OSError: an image is read whose shard no longer belongs to this `manifest`.
     """
 
     def __init__(self, folder: Path, num: int, manifest: Mapping | None = None) -> None:
@@ -178,25 +178,21 @@ class Shards(Dataset):
         return f"{shard:05d}.npz"
 
     def indices(self, shard: int) -> range:
-        """The images of a file."""
+        """The indices of a shard's images."""
         return range(shard * SIZE, min((shard + 1) * SIZE, self.num))
 
-    def there(self) -> list[int]:
-        """The files there are, whole or damaged."""
-        found = {path.name for path in self.folder.glob("*.npz")}
-        return [shard for shard in range(self.count) if self.name(shard) in found]
-
-    def images_there(self) -> int:
-        """How many images there are in the files there are."""
-        return sum(len(self.indices(shard)) for shard in self.there())
+    def num_written(self) -> int:
+        """The number of images in existing shards."""
+        existing = {path.name for path in self.folder.glob("*.npz")}
+        return sum(len(self.indices(shard)) for shard in range(self.count) if self.name(shard) in existing)
 
     def read(self, shard: int, name: str) -> np.ndarray:
-        """One array of a file."""
+        """One array of a shard."""
         with np.load(self.folder / self.name(shard)) as file:
             return file[name]
 
     def _images(self, shard: int) -> np.ndarray:
-        """The images of a file. A process that outlived the first of an earlier run may have written it since."""
+        """The images of a shard. A process that outlived the first one of an earlier run may have replaced it."""
         if not self.manifest:
             return self.read(shard, "images")
         path = self.folder / self.name(shard)
@@ -208,39 +204,38 @@ class Shards(Dataset):
         return arrays["images"]
 
     def stats(self) -> Iterator[dict]:
-        """What each image cost, see `RoundStats.to_dict`, and its `largest_token`, see `largest_tokens`."""
+        """The statistics of each image, see `RoundStats.to_dict`, and its `largest_token`."""
         for shard in range(self.count):
             yield from json.loads(str(self.read(shard, "stats")))
 
     def subjects(self) -> list[Subject]:
-        """The class, or text, of each image."""
+        """The class or prompt of each image."""
         return [label for shard in range(self.count) for label in self.read(shard, "labels").tolist()]
 
     def largest_tokens(self) -> dict:
         """The largest magnitude of MAR's tokens, and how many images reach `EXPLODED`.
 
-        Both are None for VQ models, and where a file of an older version lacks them.
+        Both are None for VQ models, and if a shard of an older version lacks them.
         """
         sizes = [stats.get("largest_token") for stats in self.stats()]
         if None in sizes:
-            return dict.fromkeys(("largest_token", "exploded"))
+            return {"largest_token": None, "exploded": None}
         return {"largest_token": max(sizes), "exploded": sum(size >= EXPLODED for size in sizes)}
 
     def write(self, shard: int, arrays: dict[str, np.ndarray]) -> None:
-        """Writes a file of `arrays_of` all its images, in order. Raises OSError as `publishing`."""
+        """Writes a shard from the `arrays_of` all its images, in order. Raises OSError as `publishing`."""
         write_item(self.folder / self.name(shard), arrays, self._made_of(shard))
 
     def missing(self, side: int) -> list[int]:
-        """The files still to be made; damaged ones, and those of other images, are removed. `side`: in pixels."""
-        there = self.there()
-        damaged = [shard for shard in there if not self._is_whole(shard, side)]
-        for shard in damaged:
-            (self.folder / self.name(shard)).unlink(missing_ok=True)
-        tell_damaged([self.name(shard) for shard in damaged])
-        return sorted({*range(self.count)} - {*there} | {*damaged})
+        """The shards still to be generated. Damaged ones, and those of other images, are removed. `side`: in pixels."""
+        shards = {self.name(shard): shard for shard in range(self.count)}
+        missing = missing_files(self.folder, shards, lambda name: self._is_whole(shards[name], side))
+        for name in missing:
+            (self.folder / name).unlink(missing_ok=True)
+        return [shards[name] for name in missing]
 
     def _made_of(self, shard: int) -> dict:
-        """All that the images of a file depend on."""
+        """Everything that the images of a shard depend on."""
         indices = self.indices(shard)
         subjects = self.manifest["labels"]
         seeds = [self.manifest["seed"] + i for i in indices]
@@ -248,26 +243,26 @@ class Shards(Dataset):
 
     def _is_whole(self, shard: int, side: int) -> bool:
         num, made_of = len(self.indices(shard)), self._made_of(shard)
-        like = {"images": (np.uint8, (num, side, side, 3)), "stats": (np.str_, ())}
-        like |= {"labels": (np.generic, (num,)), "seeds": (np.integer, (num,))}
+        like = {
+            "images": (np.uint8, (num, side, side, 3)),
+            "stats": (np.str_, ()),
+            "labels": (np.generic, (num,)),
+            "seeds": (np.integer, (num,)),
+        }
         arrays = read_item(self.folder / self.name(shard), made_of, like)
-        if arrays is None or any(arrays[name].tolist() != made_of[name] for name in ("labels", "seeds")):
+        if arrays is None:
             return False
-        try:
-            stats = parse_json(str(arrays["stats"]))
-        except ValueError:
-            return False
-        return misfit(stats, [STATS | {"largest_token?": MAYBE}]) is None and len(stats) == num
+        # shards of older versions have no digest that covers these
+        return all(arrays[name].tolist() == made_of[name] for name in ("labels", "seeds"))
 
 
 def shards_store(folder: Path) -> Store:
     """The folder of a run that samples."""
-    shape = {"images": int, "seed": int, "labels": [(int, str)], "request": dict}
-    return Store(folder, MANIFEST, SCHEMA, shape, names=rf"\d+\.npz|{re.escape(RECORD)}|{re.escape(GRID)}")
+    return Store(folder, MANIFEST, SCHEMA, SHAPE)
 
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
-    """What a file holds of its images."""
+    """The arrays of a shard of these images."""
     return {
         "images": np.stack([to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]),
         "labels": np.array([subject_of(output.request) for output in outputs]),
@@ -277,18 +272,20 @@ def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
 
 
 def _stats_of(output: Output) -> dict:
-    stats = {name: value for name, value in output.stats.to_dict().items() if name not in LONG}
+    stats = output.stats.to_dict()
+    for name in LONG:
+        del stats[name]
     if output.tokens.is_floating_point():
         tokens = output.tokens.nan_to_num(nan=LARGEST)  # JSON has no NaN and no infinity
         stats["largest_token"] = tokens.abs().max().item()
     return stats
 
 
-# Sampling for an evaluation: many images by any number of processes, into shards; cut off anywhere, it goes on.
+# Sampling for an evaluation: many images, by any number of processes, into shards. An interrupted run resumes.
 
-WRITING = 2  # shards that may wait for the disk, before sampling does
+WRITING = 2  # shards that may wait for the disk before sampling waits too
 BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
-LAG = 60  # seconds until a file of another machine is seen, at most
+LAG = 60  # seconds until a file of another machine is visible, at most
 
 
 def sample_shards(
@@ -303,41 +300,42 @@ def sample_shards(
     overwrite: bool = False,
     progress: bool = True,
 ) -> tuple[Shards, dict, dict]:
-    """Samples `num` images into a folder, as far as they are not there; returns them, the manifest and a summary.
+    """Samples the images of a run that its folder lacks; returns the shards, the manifest and a summary.
 
-    Image i is of subjects[i % len(subjects)], a class or a text, and has seed request.seed + i, whatever the number of
+    Image i has the class or prompt subjects[i % len(subjects)] and the seed request.seed + i, whatever the number of
     processes.
 
     Args:
-        request: what all images have in common. settings: what they depend on beside it, as plain values.
-        store: of the folder, see `store_of`; it stays claimed until the store's `with` ends.
-        overwrite: remove another run that is there, once all settings are known to be good.
+        request: the settings of all images. settings: what the images depend on besides, as plain values.
+        store: the folder, see `shards_store`; it stays claimed until the store's `with` block ends.
+        overwrite: remove another run from the folder, once all settings are checked.
 
     Returns:
-        shards, manifest, and the means of the images' statistics with this run's speed; the last two are of use to the
-        first process only.
+        shards, manifest, and the means of the images' statistics with this run's speed; only the first process needs
+        the last two.
 
     Raises:
         ValueError: a bad setting, or as `Store.claim`. OSError: the folder cannot be written.
         Others as in `Processes.together`.
     """
     plan = functools.partial(_plan, engine, request, subjects, num, store, settings, overwrite)
-    manifest, missing = processes.from_first(plan)  # which alone claims the folder, before any other writes there
+    manifest, missing = processes.from_first(plan)  # the first process claims the folder before others write there
     shards = Shards(store.folder, num, manifest)
     common = Request(**manifest["request"])
-    of_each = enumerate(in_turn(subjects, num))
-    requests = [asking_for(common, subject).but(seed=request.seed + i) for i, subject in of_each]
-    made = sum(len(shards.indices(shard)) for shard in missing)
+    requests = []
+    for i, subject in enumerate(in_turn(subjects, num)):
+        requests.append(asking_for(common, subject).but(seed=request.seed + i))
+    generated = sum(len(shards.indices(shard)) for shard in missing)
     start = time.perf_counter()
-    with _Progress(shards, progress and processes.rank == 0 and made > 0) as bar:
+    with _Progress(shards, progress and processes.rank == 0 and generated > 0) as bar:
         _sample(engine, requests, shards, missing[processes.rank :: processes.size], bar)
-        processes.together(lambda: None)  # all are done
+        processes.together(lambda: None)  # waits for all
     seconds = time.perf_counter() - start
     if processes.rank > 0:
         return shards, manifest, {}
     _wait_for_files(shards)
-    speed = {"images_made": made, "processes": processes.size}
-    return shards, manifest, summary_of(list(shards.stats()), made, seconds) | speed
+    summary = summary_of(list(shards.stats()), generated, seconds)
+    return shards, manifest, summary | {"images_made": generated, "processes": processes.size}
 
 
 def _plan(
@@ -349,80 +347,88 @@ def _plan(
     settings: dict,
     overwrite: bool,
 ) -> tuple[dict, list[int]]:
-    """The manifest, which is in the folder then, and the shards to be made."""
+    """Claims the folder and writes the manifest; returns the manifest, and the shards to be generated."""
     for subject in dict.fromkeys(subjects):
         engine.check(asking_for(request, subject))
     engine.check(request.but(seed=request.seed + num - 1))
     checked = engine.check(request)
-    manifest = {"schema": SCHEMA, "images": num, "seed": request.seed, "labels": list(subjects)}
-    manifest |= {"images_a_shard": SIZE, "request": _common(checked), **settings}
+    manifest = {
+        "schema": SCHEMA,
+        "images": num,
+        "seed": request.seed,
+        "labels": list(subjects),
+        "images_a_shard": SIZE,
+        "request": _common(checked),
+        **settings,
+    }
     shards = Shards(store.folder, num, manifest)
-    earlier = store.claim(manifest, [*map(shards.name, range(shards.count)), RECORD, GRID], overwrite)
-    choices = kept_choices(checked.settings, earlier and earlier["request"])
+    names = [shards.name(shard) for shard in range(shards.count)]
+    earlier = store.claim(manifest, [*names, RECORD, GRID], overwrite)
+    choices = earlier_choices(checked.settings, earlier and earlier["request"])
     manifest["request"] = _common(engine.resolve(checked.but(**choices)))
     store.begin(manifest)
     return manifest, shards.missing(engine.runner.image_size)
 
 
 def _common(request: Request) -> dict:
-    """What all images' requests have in common."""
+    """The settings that the requests of all images share."""
     settings = request.but(prompt=None).to_dict()
     return {name: value for name, value in settings.items() if name not in ("label", "seed")}
 
 
 def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:
-    """Makes the shards `todo`, in one stream so that the engine's slots stay full; another thread writes them.
+    """Generates the shards `todo`, in one stream so that the engine's slots stay full; another thread writes them.
 
-    That thread sees no tensor: once a second thread uses torch, OpenMP lets the first one's workers sleep between
+    The other thread uses no tensor: once a second thread uses torch, OpenMP lets the first one's workers sleep between
     products, since there are more of them than cores, and rounds on a CPU take longer.
     """
     order = [index for shard in todo for index in shards.indices(shard)]
-    made: dict[int, dict[int, Output]] = defaultdict(dict)
+    finished: dict[int, dict[int, Output]] = defaultdict(dict)
     writing: deque = deque()
     with ThreadPoolExecutor(1) as writer:
         for k, output in engine.stream([requests[index] for index in order], on_progress=bar.watch):
             shard = order[k] // SIZE
-            made[shard][order[k]] = output
-            if len(made[shard]) == len(shards.indices(shard)):
-                outputs = made.pop(shard)
+            finished[shard][order[k]] = output
+            if len(finished[shard]) == len(shards.indices(shard)):
+                outputs = finished.pop(shard)
                 arrays = arrays_of([outputs[i] for i in shards.indices(shard)])
                 writing.append(writer.submit(shards.write, shard, arrays))
             if len(writing) > WRITING:
                 writing.popleft().result()  # raises its errors
-            bar.unwritten = sum(map(len, made.values()))
+            bar.unwritten = sum(map(len, finished.values()))
         for each in writing:
             each.result()
 
 
 def _wait_for_files(shards: Shards) -> None:
-    """Until this machine sees what others wrote."""
+    """Waits until this machine sees the shards of others."""
     end = time.monotonic() + LAG
-    while shards.images_there() < shards.num:
+    while shards.num_written() < shards.num:
         if time.monotonic() > end:
             raise OSError(f"{shards.folder} lacks images of other processes: is it shared by all of the machines?")
         time.sleep(1)
 
 
 class _Progress:
-    """A bar of the images of all processes: those in files, and `unwritten` ones of this process."""
+    """A bar of the images of all processes: those in shards, and `unwritten` ones of this process."""
 
     def __init__(self, shards: Shards, shown: bool) -> None:
         self.unwritten = 0
-        self._shares: dict[Request, float] = {}
+        self._fractions: dict[Request, float] = {}
         self._shards, self._stop = shards, threading.Event()
-        there = shards.images_there() if shown else 0
+        written = shards.num_written() if shown else 0
         form = {"unit": " image", "bar_format": BAR}
-        self._bar = tqdm(total=shards.num, initial=there, smoothing=0, disable=not shown, **form)
+        self._bar = tqdm(total=shards.num, initial=written, smoothing=0, disable=not shown, **form)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def watch(self, request: Request, share: float, preview: object) -> None:
-        """A request of this process is so far."""
-        self._shares[request] = share
-        if share == 1:
-            del self._shares[request]
+    def watch(self, request: Request, fraction: float, preview: object) -> None:
+        """Notes the finished fraction of a request of this process."""
+        self._fractions[request] = fraction
+        if fraction == 1:
+            del self._fractions[request]
 
     def _show(self) -> None:
-        done = self._shards.images_there() + self.unwritten + sum(list(self._shares.values()))
+        done = self._shards.num_written() + self.unwritten + sum(list(self._fractions.values()))
         self._bar.n = min(done, self._shards.num)
         self._bar.refresh()
 
