@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.device import send_integers
 from cspd.discrete.gpt import CacheView, GPTConfig, steps
 from cspd.discrete.rules import LEAST_TEMPERATURE, MIXED, Filter, filter_numbers
 from cspd.request import Request, Sequence
@@ -188,7 +187,7 @@ class Batch:
 
     Attributes:
         request: with the settings that all of them share. kind: see there.
-        known_t: int64 [B], codes committed. known_rows: int64 [B * copies], the same of each copy.
+        num_committed: int64 [B], codes committed. committed_rows: int64 [B * copies], the same of each copy.
         slot, seed: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
         scale, temperature: float32 [B], the latter 1 where it is 0 (`greedy`).
         filter: which codes are kept, None where all are.
@@ -197,8 +196,8 @@ class Batch:
 
     request: Request
     kind: Kind
-    known_t: Tensor
-    known_rows: Tensor
+    num_committed: Tensor
+    committed_rows: Tensor
     slot: Tensor
     seed: Tensor
     iteration: Tensor
@@ -289,12 +288,12 @@ def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Ba
     """The batch from what `packed` made of its sequences, on the device; known: int64 [slots], codes committed."""
     slot, seed, iteration, count = numbers[:4]
     scale, temperature, mass = numbers[4:].view(torch.float64).float()
-    known_t = known[slot]
+    num_committed = known[slot]
     return Batch(
         request,
         kind,
-        known_t,
-        known_t.repeat_interleave(kind.num_branches) if kind.num_branches > 1 else known_t,
+        num_committed,
+        num_committed.repeat_interleave(kind.num_branches) if kind.num_branches > 1 else num_committed,
         slot,
         seed,
         iteration,
@@ -303,12 +302,6 @@ def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Ba
         filter=Filter(count, mass, kind.most_kept) if kind.most_kept else None,
         rows=rows_of(slot, kind.first_slot, kind.num_branches),
     )
-
-
-def batch_of(runner: Any, sequences: list[Sequence]) -> Batch:
-    """The batch of sequences in the slots of a `VQRunner`, between rounds."""
-    kind, numbers = packed(sequences, runner.config, set(), 0)
-    return unpacked(sequences[0].request, kind, send_integers(numbers.numpy(), runner.device), runner.known)
 
 
 # The target's features before the codes of running sequences, which EAGLE's drafter takes in.
@@ -340,6 +333,6 @@ class PastFeatures:
 
     def keep(self, batch: Batch, features: Tensor, ahead: int = 0) -> None:
         """Keeps features [copies, B, n, dim] at the input `ahead` of the last committed one and those after it."""
-        place = batch.known_t.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self._device)
+        place = batch.num_committed.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self._device)
         kept = self._features()[: batch.num_branches]
         kept[:, batch.slot.unsqueeze(1), place] = features.float()

@@ -80,8 +80,8 @@ def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1)
 # How a round runs: numbers go to the device in one copy, the work is one graph where there are graphs, and what the
 # CPU must count comes back in one copy. On CUDA that is read a round late, so that the CPU waits for nothing.
 #
-# How many codes are committed is known on the device first (`VQRunner.known`); the CPU needs a bound of it only. A
-# sequence that is finished may take part in one round more, in which it has no room for codes.
+# The device knows first how many tokens are committed (`VQRunner.num_committed`); the CPU needs an upper bound only. A
+# finished sequence may take part in one more round, in which it has no room for tokens.
 
 Work = Callable[[VQRunner, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the CPU
 
@@ -149,14 +149,14 @@ def launch(
 
     def whole(numbers: Tensor) -> Tensor:
         runner.begin(None if runner.graphs.enabled else watch)
-        batch = unpacked(request, kind, numbers, runner.known)
+        batch = unpacked(request, kind, numbers, runner.num_committed)
         made = work(runner, batch)
         committed = made[:, 0].long() + 1
-        runner.known[batch.slot] = (batch.known_t + committed).clamp(max=runner.seq_len)
+        runner.num_committed[batch.slot] = (batch.num_committed + committed).clamp(max=runner.seq_len)
         return made
 
     key, sent = (sequences[0].key, kind), send_integers(numbers.numpy(), runner.device)
-    made = runner.graphs.run(key, whole, sent, state=(runner.known, *state))
+    made = runner.graphs.run(key, whole, sent, state=(runner.num_committed, *state))
     watch.start("other")
     return made
 
@@ -282,7 +282,7 @@ def _draft_and_verify(runner: VQRunner, batch: Batch) -> Tensor:
 def _verify(runner: VQRunner, batch: Batch, drafted: Drafted, features: Tensor) -> Verified:
     """What becomes of the tree, by the target's features [copies, B, N, dim] after its codes."""
     shape, codes, Q, draws = drafted
-    room = runner.seq_len - batch.known_t
+    room = runner.seq_len - batch.num_committed
     if batch.same_image:
         drawn = sample(runner.distributions(batch, features), runner.drawn(batch, shape.depth))
         return follow(shape, codes, drawn, room)
@@ -430,7 +430,7 @@ def chain(runner: VQRunner, batch: Batch) -> Drafted:
     # the last two inputs: of a round that accepted everything, the draft has not seen the last but one
     recent, start = runner.last(batch, 2)
     features = runner.features(batch, recent, start, "draft")
-    features = _pick(features, (batch.known_t - start).unsqueeze(1))
+    features = _pick(features, (batch.num_committed - start).unsqueeze(1))
     u = runner.drawn(batch, steps(gamma, runner.device)).split(1, 1)
     codes, Q = [runner.last(batch, 1)[0]], []
     for i in range(gamma):
@@ -450,7 +450,7 @@ def _eagle_root(runner: VQRunner, batch: Batch, height: int) -> Tensor:
     recent, start = runner.last(batch, height + 1)
     past = runner.past.before(batch, start.unsqueeze(1) + steps(height + 1, runner.device))
     features = runner.features(batch, recent, start, "eagle", past=past)
-    return _pick(features, (batch.known_t - start).unsqueeze(1))
+    return _pick(features, (batch.num_committed - start).unsqueeze(1))
 
 
 class Level(NamedTuple):

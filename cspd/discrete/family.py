@@ -496,7 +496,7 @@ def round_seconds(
 
 def _seconds_half_way(runner: VQRunner, sequences: list[Sequence], clock: Callable[[], float]) -> float:
     half = runner.seq_len // 2
-    runner.known.fill_(half)
+    runner.num_committed.fill_(half)
     for sequence in sequences:
         sequence.num_committed = half
     _synchronize(runner.device)

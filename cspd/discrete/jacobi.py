@@ -212,7 +212,7 @@ def judge_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
     features = runner.features(batch, codes, depth=comb.shape.depth, seen=comb.shape.seen)
     P = runner.distributions(batch, features)
     drawn = sample(P, runner.drawn(batch, comb.shape.depth))
-    verified = follow(comb.shape, codes, drawn, runner.seq_len - batch.known_t)
+    verified = follow(comb.shape, codes, drawn, runner.seq_len - batch.num_committed)
     commit(runner, batch, Drafted(comb.shape, codes, None), verified)
     _redraw(runner, batch, comb, P, drawn, verified.count)
     accepted = steps(comb.shape.height, runner.device) < verified.count.unsqueeze(1)
@@ -311,7 +311,7 @@ def _judge_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
     window = _draft(runner, batch, comb, rule, draws)
     P = _verify(runner, batch, comb, rule, window)
     on_path = _judge_path(rule, window, P, draws, near)
-    room = runner.seq_len - batch.known_t
+    room = runner.seq_len - batch.num_committed
     verdict = _judge(rule, comb, window, P, on_path, draws, room, near)
     _commit(runner, batch, comb, window, verdict, draws)
     codes = _redraw_path(rule, window, P, on_path, draws, request.continuation)
