@@ -24,8 +24,8 @@ from cspd.discrete.batch import (
     PastFeatures,
     alike,
     most_columns,
-    of_copies,
     packed,
+    per_branch,
     stepped,
     unpacked,
 )
@@ -612,16 +612,16 @@ class VQRunner:
         most = batch.kind.most
         together = isinstance(start, int) and batch.kind.together and self.conditions.before is None
         if isinstance(start, Tensor):
-            start = of_copies(batch, start)
+            start = per_branch(batch, start)
         else:
             most += start
             start = batch.committed_rows + start if start else batch.committed_rows
         if depth is None:
             depth = steps(tokens.shape[1], self.device)
         elif depth.dim() == 2:
-            depth = of_copies(batch, depth)
+            depth = per_branch(batch, depth)
         if seen is not None and seen.dim() == 3:
-            seen = of_copies(batch, seen)
+            seen = per_branch(batch, seen)
         past = None if past is None else past.transpose(0, 1).flatten(0, 1)
         self._start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
@@ -700,7 +700,7 @@ class VQRunner:
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward pass's nodes path[:, i], int64 [B, n], to the i-th column."""
         level = steps(path.shape[1], self.device)
-        node = of_copies(batch, path)
+        node = per_branch(batch, path)
         if self.config.row_end is None:
             start = self.conditions.columns(batch, batch.committed_rows).unsqueeze(1)
             source, target = start + node, start + level
