@@ -1,4 +1,4 @@
-"""What a round of VQ codes works on: the batch, the key-value cache, and features of the past."""
+"""The inputs of a VQ round: the batch, the key-value cache, and past features of the target."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cspd.device import send_integers
 from cspd.discrete.gpt import CacheView, GPTConfig, steps
 from cspd.discrete.rules import LEAST_TEMPERATURE, MIXED, Filter, filter_numbers
 from cspd.request import Request, Sequence
 
-# Keys and values of running sequences, and who looks at which.
+# Keys and values of running sequences, and the mask of a forward pass.
 
-MOST_NODES = 80  # inputs of one forward beyond what is committed: the root, and what is drafted
-WIDTH_STEP = 8  # columns are looked at in multiples of this, so that shapes repeat
+MOST_NODES = 80  # inputs of one forward pass: the root and the drafted tokens
+WIDTH_STEP = 8  # widths are multiples of this, so that shapes repeat
 
 
 def rows_of(slot: Tensor, first: int | None, num_branches: int) -> Tensor | slice:
-    """Cache rows [B * copies] of sequences, a sequence's copies side by side.
+    """Cache rows [B * branches] of sequences, a sequence's branches side by side.
 
     Args:
-        slot: int64 [B], ascending; first: of slots that are one after the other, on the CPU, else None.
-        num_branches: 2 with the null class, else 1.
+        slot: int64 [B], ascending. first: on the CPU, the first slot if slots are consecutive, else None.
+        num_branches: 2 with guidance, else 1.
     """
-    if first is not None:  # neighbouring slots: a slice, which is looked at in place where an index would copy
+    if first is not None:  # consecutive slots: a slice is a view, an index would copy
         last = first + len(slot) - 1
         return slice(2 * first, 2 * last + 2) if num_branches == 2 else slice(2 * first, 2 * last + 1, 2)
     rows = 2 * slot.unsqueeze(1) + steps(num_branches, slot.device)
@@ -36,23 +35,23 @@ def rows_of(slot: Tensor, first: int | None, num_branches: int) -> Tensor | slic
 
 
 def most_columns(config: Any) -> int:
-    """Columns that a target's sequence takes at most: its condition's, the codes', and what is drafted beyond them."""
+    """The most columns that a sequence takes: its condition, its tokens, and tokens drafted beyond the end."""
     columns = config.prefix_length - 1 + config.block_size + MOST_NODES
-    if config.row_end is not None:  # of these, and of what is beside the first path, see `cspd.discrete.runner`
+    if config.row_end is not None:  # row ends, and siblings; see `cspd.discrete.runner`
         columns += config.grid + MOST_NODES // config.grid + 2 * MOST_NODES + 2
     return stepped(columns)
 
 
 def stepped(width: int) -> int:
-    """The least multiple of WIDTH_STEP that is not below a width."""
+    """A width rounded up to a multiple of WIDTH_STEP."""
     return -(-width // WIDTH_STEP) * WIDTH_STEP
 
 
 class Cache:
     """Keys and values, [2, layers, 2 * slots, heads, columns, head_dim], allocated once.
 
-    Rows 2s and 2s + 1 are slot s under its condition and the null condition. Its inputs are in the first columns; the
-    input at position p is p columns after the last of them, and what is drafted beyond it, on any path, after that.
+    Rows 2s and 2s + 1 are the conditional and the unconditional branch of slot s. The condition's inputs are in the
+    first columns. The input at position p is p columns after the last of these; drafted tokens follow it.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Cache:
         self._before = columns * heads.view(2 * layers, 2 * num_slots, -1)  # vectors before those of a row's head
 
     def clear(self, slots: Tensor) -> None:
-        """Zeroes slots, int64 [n]: what is masked counts nothing, but NaN times nothing is NaN."""
+        """Zeroes slots, int64 [n]. Masked values have weight 0, but NaN times 0 would be NaN."""
         self.tensor.unflatten(2, (-1, 2)).index_fill_(2, slots, 0)
 
     def look(
@@ -78,15 +77,15 @@ class Cache:
         seen: Tensor | None = None,
         columns: Tensor | None = None,
     ) -> tuple[CacheView, Tensor | None]:
-        """Where keys and values of a forward go, and which columns each input looks at.
+        """The columns that a forward pass writes to, and those that each input looks at.
 
         Args:
-            rows: int64 [R] or a slice. start: int64 [R]; most: what it is at most, on the CPU; together: whether all
-                are just that. count: N, inputs of a row.
+            rows: int64 [R] or a slice. start: int64 [R]. most: an upper bound of `start` on the CPU. together: whether
+                all of `start` equal it. count: N, inputs of a row.
             seen: bool [N, M + 2] or [R, N, M + 2]; columns: as in `cspd.discrete.runner.VQRunner.features`.
 
         Returns:
-            The view, and a mask, bool [R or 1, 1, N, width]; None where all inputs look at all columns.
+            The view, and a mask, bool [R or 1, 1, N, width], or None if all inputs look at all columns.
         """
         own = steps(count, start.device) if columns is None else columns
         width = most + (count if seen is None else seen.shape[-1] - 2)
@@ -100,7 +99,7 @@ class Cache:
             places = start.unsqueeze(1) + own
         view = self.view(rows, places, width)
 
-        # which columns each input looks at; where all are together, the mask of one is that of all
+        # which columns each input looks at; if all are together, one mask serves all
         first = start[:1] if together else start
         if seen is not None:
             mask = mask_of(first if seen.dim() == 2 else start, seen, width)
@@ -112,7 +111,7 @@ class Cache:
         return view, mask.unsqueeze(1)
 
     def view(self, rows: Tensor | slice, columns: Tensor | slice, width: int) -> CacheView:
-        """What a forward of these rows sees and writes; arguments as of `CacheView`."""
+        """The part of the cache that a forward pass reads and writes; arguments as of `CacheView`."""
         return CacheView(self._keys, self._values, rows, columns, width)
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
@@ -124,7 +123,7 @@ class Cache:
 
 
 def seen_of(sees: Tensor) -> Tensor:
-    """bool [..., N, M + 2]: what sees [..., N, M] says of M columns, after all before them, and before all others."""
+    """bool [..., N, M + 2]: `sees` [..., N, M] between a column of True (all before) and one of False (all after)."""
     before, beyond = sees.new_ones(*sees.shape[:-1], 1), sees.new_zeros(*sees.shape[:-1], 1)
     return torch.cat([before, sees, beyond], -1)
 
@@ -139,22 +138,22 @@ def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
     return seen.gather(2, index.expand(-1, seen.shape[1], -1))
 
 
-# The sequences of one round, and what is known of them before it: on the CPU, and on the device.
+# The sequences of one round, described on the CPU (`Kind`) and on the device (`Batch`).
 
-LEAST_BUCKET = 64  # codes committed, in a graph of fixed shape
+LEAST_BUCKET = 64  # committed tokens, the smallest bound of a graph of fixed shape
 BUCKETS = 4  # from one power of two to the next
-MOST_INPUTS = 4096  # of all sequences, that they begin with and a forward takes in at once, which bounds its memory
+MOST_INPUTS = 4096  # prefilled by one forward pass, over all its sequences, which bounds its memory
 
 
 class Kind(NamedTuple):
-    """What shapes a round beside the settings that its requests share; plain numbers, equal for equal shapes.
+    """The shape of a round, apart from the settings that its requests share; equal for equal shapes.
 
     Attributes:
-        size: B, sequences. first_slot: of slots that are one after the other, else None.
-        num_branches: 2 where the batch is guided: everything is evaluated under the class and under the null class.
-        greedy: whether their temperature is 0, of all or of none.
-        least, most: bounds of the codes that are committed.
-        most_kept: the most codes that a sequence's top-k and top-p keep; 0 where all keep all.
+        size: B, sequences. first_slot: the first slot if slots are consecutive, else None.
+        num_branches: 2 if the batch is guided, which adds the unconditional branch; else 1.
+        greedy: whether the temperature of all sequences is 0; otherwise none is 0.
+        least, most: bounds of the numbers of committed tokens.
+        most_kept: the largest count of top-k; 0 if no sequence filters.
     """
 
     size: int
@@ -167,17 +166,17 @@ class Kind(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """Whether all have as many codes committed."""
+        """Whether all sequences have equally many committed tokens."""
         return self.least == self.most
 
     def bucketed(self) -> Kind:
-        """For a graph: as few different ones as will do, in which nothing follows from how many are committed."""
-        first = 0 if self.first_slot == 0 else None  # as where all slots are taken, or one request comes at a time
+        """For a graph: few distinct kinds, so that one graph serves many numbers of committed tokens."""
+        first = 0 if self.first_slot == 0 else None  # if all slots are taken, or requests come one at a time
         return self._replace(first_slot=first, least=0, most=bucket(self.most))
 
 
 def bucket(most: int) -> int:
-    """A width for up to so many codes: multiples of LEAST_BUCKET, then BUCKETS from a power of two to the next."""
+    """`most` rounded up to a multiple of LEAST_BUCKET, then to one of BUCKETS steps between powers of two."""
     step = max(LEAST_BUCKET, 2 ** (most.bit_length() - 1) // BUCKETS if most else 0)
     return max(step, -(-most // step) * step)
 
@@ -187,18 +186,18 @@ class Batch:
     """The sequences of one round, B of them, in the order of their slots.
 
     Attributes:
-        request: with the settings that all of them share. kind: see there.
-        known_t: int64 [B], codes committed. known_rows: int64 [B * copies], the same of each copy.
+        request: has the settings that all sequences share. kind: see `Kind`.
+        num_committed: int64 [B], committed tokens. committed_rows: int64 [B * branches], the same of each branch.
         slot, seed: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
         scale, temperature: float32 [B], the latter 1 where it is 0 (`greedy`).
-        filter: which codes are kept, None where all are.
-        rows: cache rows [B * copies], see `rows_of`.
+        filter: top-k and top-p, or None if no sequence filters.
+        rows: cache rows [B * branches], see `rows_of`.
     """
 
     request: Request
     kind: Kind
-    known_t: Tensor
-    known_rows: Tensor
+    num_committed: Tensor
+    committed_rows: Tensor
     slot: Tensor
     seed: Tensor
     iteration: Tensor
@@ -220,12 +219,12 @@ class Batch:
 
     @property
     def same_image(self) -> bool:
-        """Whether drafts are accepted where they are what the target draws with the request's own draws."""
+        """Whether drafts are accepted only if they equal the target's sample by the request's own draws."""
         return self.request.coupling == "same-image"
 
 
 def by_slot(sequences: list[Sequence]) -> list[Sequence]:
-    """In the order of their slots, which is that of a batch."""
+    """Sequences in the order of their slots, which is that of a batch."""
     return sorted(sequences, key=lambda sequence: sequence.slot)
 
 
@@ -238,7 +237,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     Returns:
         (their kind, int64 [7, B] on the CPU: whole numbers, and the bits of float64).
     """
-    known = [sequence.num_committed for sequence in sequences]
+    committed = [sequence.num_committed for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
     settings = [sequence.request.settings for sequence in sequences]
     cfg, temperature, top_k, top_p = ([own[name] for own in settings] for name in MIXED)
@@ -257,8 +256,8 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
         first_slot=slots[0] if slots[-1] - slots[0] < len(slots) else None,
         num_branches=2 if sequences[0].request.guided else 1,
         greedy=temperature[0] == 0,
-        least=min(known),
-        most=min(max(known) + most_ahead, config.block_size),
+        least=min(committed),
+        most=min(max(committed) + most_ahead, config.block_size),
         most_kept=most_kept,
     )
     return kind, torch.cat([torch.tensor(whole), bits])
@@ -280,21 +279,21 @@ def alike(sequences: list[Sequence], inputs_of: Callable[[Sequence], int]) -> It
             yield own[first : first + at_once]
 
 
-def of_copies(batch: Batch, tensor: Tensor) -> Tensor:
-    """Rows of a tensor [B, ...] for each copy of a sequence, side by side: [B * copies, ...]."""
+def per_branch(batch: Batch, tensor: Tensor) -> Tensor:
+    """Rows of a tensor [B, ...] for each branch of a sequence, side by side: [B * branches, ...]."""
     return tensor.repeat_interleave(batch.num_branches, 0) if batch.num_branches > 1 else tensor
 
 
-def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Batch:
-    """The batch from what `packed` made of its sequences, on the device; known: int64 [slots], codes committed."""
+def unpacked(request: Request, kind: Kind, numbers: Tensor, all_committed: Tensor) -> Batch:
+    """The batch on the device from the result of `packed`. all_committed: int64 [slots], committed tokens."""
     slot, seed, iteration, count = numbers[:4]
     scale, temperature, mass = numbers[4:].view(torch.float64).float()
-    known_t = known[slot]
+    num_committed = all_committed[slot]
     return Batch(
         request,
         kind,
-        known_t,
-        known_t.repeat_interleave(kind.num_branches) if kind.num_branches > 1 else known_t,
+        num_committed,
+        num_committed.repeat_interleave(kind.num_branches) if kind.num_branches > 1 else num_committed,
         slot,
         seed,
         iteration,
@@ -305,13 +304,7 @@ def unpacked(request: Request, kind: Kind, numbers: Tensor, known: Tensor) -> Ba
     )
 
 
-def batch_of(runner: Any, sequences: list[Sequence]) -> Batch:
-    """The batch of sequences in the slots of a `VQRunner`, between rounds."""
-    kind, numbers = packed(sequences, runner.config, set(), 0)
-    return unpacked(sequences[0].request, kind, send_integers(numbers.numpy(), runner.device), runner.known)
-
-
-# The target's features before the codes of running sequences, which EAGLE's drafter takes in.
+# The target's features before the tokens of running sequences, which EAGLE's drafter takes in.
 
 
 class PastFeatures:
@@ -335,11 +328,11 @@ class PastFeatures:
             self._tensor.index_fill_(1, slots, 0)
 
     def before(self, batch: Batch, position: Tensor) -> Tensor:
-        """The features before positions [B, N]: [copies, B, N, dim]."""
+        """The features before positions [B, N]: [branches, B, N, dim]."""
         return self._features()[: batch.num_branches, batch.slot.unsqueeze(1), position]
 
     def keep(self, batch: Batch, features: Tensor, ahead: int = 0) -> None:
-        """Keeps features [copies, B, n, dim] at the input `ahead` of the last committed one and those after it."""
-        place = batch.known_t.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self._device)
+        """Keeps features [branches, B, n, dim] at the input `ahead` of the last committed one and those after it."""
+        place = batch.num_committed.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self._device)
         kept = self._features()[: batch.num_branches]
         kept[:, batch.slot.unsqueeze(1), place] = features.float()

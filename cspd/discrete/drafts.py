@@ -1,4 +1,4 @@
-"""Rounds of VQ codes: plain, or draft and verify; and all drafts."""
+"""Rounds of VQ models: baseline sampling, or draft and verify; and all drafts."""
 
 from __future__ import annotations
 
@@ -33,30 +33,32 @@ from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
 from cspd.request import Request, RoundStats, Sequence, Stopwatch
 
-# What a draft of VQ codes is: a function that proposes a tree of codes for the target to judge.
-#
-# A draft is a function `(runner, batch) -> Drafted`. Its siblings are either drawn without replacement from a
-# distribution Q that it gives, or chosen (Q is None), and then judged as point masses. Any rule can judge any draft.
+# A draft is a function `(runner, batch) -> Drafted` that proposes a tree of tokens for the target to verify. Siblings
+# are either sampled without replacement from a distribution Q, which it returns, or chosen (Q is None) and then
+# verified as point masses. Any rule can verify any draft.
 
 
 class Drafted(NamedTuple):
-    """Codes to judge: the tree's shape, codes int64 [B, N] with the root first (-1: none), Q as in `tree.walk`, and the
-    tree's draws where the draft has taken them already.
+    """A draft to verify.
+
+    Attributes:
+        shape: of the tree. tokens: int64 [B, N], the root first; -1 marks a missing token. Q: as in `trees.walk`.
+        draws: the tree's random numbers, if the draft has drawn them already.
     """
 
     shape: Shape
-    codes: Tensor
+    tokens: Tensor
     Q: Tensor | None
     draws: Draws | None = None
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A way to draft.
+    """A registered draft.
 
     Attributes:
-        propose: drafts for a batch. needs: the model it needs beside the target, a key of `VQRunner.models`, or None.
-        highest: codes one after the other that it can draft, the largest `gamma`.
+        propose: drafts for a batch. needs: the model it needs besides the target, a key of `VQRunner.models`, or None.
+        highest: the largest `gamma`: how many tokens in sequence it can draft.
     """
 
     propose: Callable[[VQRunner, Batch], Drafted]
@@ -68,7 +70,7 @@ DRAFTS: dict[str, Draft] = {}  # by name
 
 
 def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1) -> Callable[[Callable], Callable]:
-    """Names a function as a draft that a request can ask for; attributes as in `Draft`."""
+    """Registers a function as a draft that requests can name. Arguments as the attributes of `Draft`."""
 
     def named(propose: Callable[[VQRunner, Batch], Drafted]) -> Callable[[VQRunner, Batch], Drafted]:
         DRAFTS[name] = Draft(propose, needs, highest)
@@ -77,47 +79,49 @@ def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1)
     return named
 
 
-# How a round runs: numbers go to the device in one copy, the work is one graph where there are graphs, and what the
-# CPU must count comes back in one copy. On CUDA that is read a round late, so that the CPU waits for nothing.
+# How a round runs: its numbers go to the device in one copy, the work is one CUDA graph if graphs are enabled, and the
+# counts for the CPU come back in one copy. On CUDA they are read one round late, so that the CPU never waits.
 #
-# How many codes are committed is known on the device first (`VQRunner.known`); the CPU needs a bound of it only. A
-# sequence that is finished may take part in one round more, in which it has no room for codes.
+# The device knows first how many tokens are committed (`VQRunner.num_committed`); the CPU needs an upper bound only. A
+# finished sequence may take part in one more round, in which it has no room for tokens.
 
-Work = Callable[[VQRunner, Batch], Tensor]  # from a batch to its `outcome`; it reads no tensor on the CPU
+Work = Callable[[VQRunner, Batch], Tensor]  # from a batch to its `outcome`, without reading a tensor on the CPU
 
 
 class Unread(NamedTuple):
-    """A round that the CPU has not counted yet: its sequences, its `outcome`, and what it commits at most."""
+    """A round that the CPU has not counted yet: its sequences, its `outcome`, and the most tokens it may commit."""
 
     sequences: list[Sequence]
     outcome: Report
     most: int
 
 
-def outcome(runner: VQRunner, count: Tensor, bound: Tensor, judged: Tensor, accepted: Tensor) -> Tensor:
-    """What the CPU is told of a round [B, 3 + 2 height], also of the draft model's forwards, which a graph repeats.
+def outcome(runner: VQRunner, count: Tensor, bound: Tensor, tried: Tensor, accepted: Tensor) -> Tensor:
+    """The numbers [B, 3 + 2 height] that the CPU counts for a round.
+
+    They include the number of the draft model's forward passes, since a replayed graph runs no Python that counts them.
 
     Args:
-        count: int64 [B], drafted codes accepted; one more is committed. bound: [B], the rule's local bounds.
-        judged, accepted: bool [B, height], by how far ahead a code was drafted.
+        count: int64 [B], drafted tokens accepted; one more is committed. bound: [B], the rule's local bounds.
+        tried, accepted: bool [B, height], whether the token drafted at each depth was verified, and accepted.
     """
     draft_calls = steps(runner.draft_calls + 1, runner.device)[-1].expand_as(count)
     one = [column.unsqueeze(1) for column in (count, draft_calls, bound)]
-    return torch.cat([*one, judged, accepted], 1)
+    return torch.cat([*one, tried, accepted], 1)
 
 
 def run(
     runner: VQRunner, sequences: list[Sequence], watch: Stopwatch, work: Work, state: Several[Tensor] = ()
 ) -> list[Sequence]:
-    """One round of a method that drafts; returns the sequences that are known to be finished.
+    """Runs one round of a method that drafts; returns the sequences that are counted as finished.
 
     Args:
-        watch: times the forwards. state: tensors that would not be the same after a second run of the work.
+        watch: times the forward passes. state: tensors that the work both reads and changes.
     """
     key = sequences[0].key
     before: Unread | None = runner.unread.pop(key, None)
     numbers = launch(runner, sequences, watch, work, state, before)
-    most = numbers.shape[1] // 2  # a code for each one drafted ahead, and one more
+    most = numbers.shape[1] // 2  # 3 + 2 height columns: height + 1 tokens
     now: Unread | None = Unread(by_slot(sequences), Report(numbers), most)
     if runner.late:
         runner.unread[key], now = now, before
@@ -134,10 +138,10 @@ def launch(
     state: Several[Tensor] = (),
     before: Unread | None = None,
 ) -> Tensor:
-    """What the work of a round makes, which moves the sequences on, on the device.
+    """Launches the work of a round and advances the sequences on the device; returns the `outcome`, still there.
 
     Args:
-        before: the round that is not counted yet; the others as in `run`.
+        before: the round that is not counted yet, if any; the other arguments as in `run`.
     """
     sequences = by_slot(sequences)
     request = sequences[0].request
@@ -145,24 +149,24 @@ def launch(
     kind, numbers = packed(sequences, runner.config, ahead, before.most if before else 0)
     if runner.graphs.enabled:
         kind = kind.bucketed()
-        watch.start("backbone")  # of what is replayed, phases are not told apart
+        watch.start("backbone")  # phases of a replayed graph cannot be timed apart
 
     def whole(numbers: Tensor) -> Tensor:
         runner.begin(None if runner.graphs.enabled else watch)
-        batch = unpacked(request, kind, numbers, runner.known)
+        batch = unpacked(request, kind, numbers, runner.num_committed)
         made = work(runner, batch)
         committed = made[:, 0].long() + 1
-        runner.known[batch.slot] = (batch.known_t + committed).clamp(max=runner.seq_len)
+        runner.num_committed[batch.slot] = (batch.num_committed + committed).clamp(max=runner.seq_len)
         return made
 
     key, sent = (sequences[0].key, kind), send_integers(numbers.numpy(), runner.device)
-    made = runner.graphs.run(key, whole, sent, state=(runner.known, *state))
+    made = runner.graphs.run(key, whole, sent, state=(runner.num_committed, *state))
     watch.start("other")
     return made
 
 
 def _count(runner: VQRunner, unread: Unread) -> None:
-    """Counts a round of each sequence that was not finished before."""
+    """Counts a round for each sequence that was not finished before it."""
     for sequence, (num_accepted, draft_calls, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
         room = runner.seq_len - sequence.num_committed
         if room:
@@ -171,7 +175,7 @@ def _count(runner: VQRunner, unread: Unread) -> None:
 
 
 def count_round(sequence: Sequence, committed: int) -> None:
-    """Moves a sequence on by a round of one target forward that committed so many codes."""
+    """Advances a sequence by one round: one target forward pass that committed `committed` tokens."""
     sequence.iteration += 1
     sequence.num_committed += committed
     stats = sequence.stats
@@ -181,26 +185,26 @@ def count_round(sequence: Sequence, committed: int) -> None:
 
 
 def _count_drafted(stats: RoundStats, draft_calls: int, bound: float, ahead: list[float]) -> None:
-    """Adds a round's draft: the draft model's forwards, the rule's local bounds, and the codes judged.
+    """Adds a round's draft: the draft model's forward passes, the rule's local bounds, and the verified tokens.
 
-    `ahead`: whether a code was judged, at each distance ahead, and then whether it was accepted: 0 or 1.
+    `ahead`: 0 or 1 for each depth, whether a token was verified there; then the same for accepted.
     """
     stats.draft_backbone_calls += draft_calls
     stats.bound += bound
     height = len(ahead) // 2
-    judged, accepted = stats.by_lag
-    stats.by_lag = [_added(judged, ahead[:height]), _added(accepted, ahead[height:])]
+    tried, accepted = stats.by_lag
+    stats.by_lag = [_added(tried, ahead[:height]), _added(accepted, ahead[height:])]
 
 
 def _added(before: list[int], now: list[float]) -> list[int]:
     return [total + int(one) for total, one in zip_longest(before, now, fillvalue=0)]
 
 
-# Plain sampling of VQ codes: one target forward, one code a round. Guarantee: exact.
+# Baseline sampling: one target forward pass, one token a round. Guarantee: exact.
 
 
 def run_plain_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Draws the next code of every sequence and returns those that are finished; nothing is copied to the CPU."""
+    """Samples the next token of every sequence and returns the finished sequences; copies nothing to the CPU."""
     launch(runner, sequences, watch, _sample)
     for sequence in sequences:
         count_round(sequence, committed=1)
@@ -208,100 +212,95 @@ def run_plain_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatc
 
 
 def _sample(runner: VQRunner, batch: Batch) -> Tensor:
-    """Draws and commits the next codes: one target forward. No draft was accepted: [B, 1]."""
+    """Samples and commits the next tokens. Returns the number of accepted drafts, 0: [B, 1]."""
     here = steps(1, runner.device)
     features = runner.features(batch, runner.last(batch, 1)[0])
     P = runner.distributions(batch, features)
-    codes = sample(P, runner.drawn(batch, here))
-    no_draft = torch.zeros_like(codes, dtype=torch.float32)
-    runner.commit(batch, codes, no_draft)
+    tokens = sample(P, runner.drawn(batch, here))
+    no_draft = torch.zeros_like(tokens, dtype=torch.float32)
+    runner.commit(batch, tokens, no_draft)
     return no_draft
 
 
-# The random numbers of a round that judges a tree.
-
-
 def draw_tree(runner: VQRunner, batch: Batch, shape: Shape) -> Draws:
-    """The uniform draws of a tree, by one pass of the generator."""
-    num, num_places = shape.num_nodes, 1 + shape.height
-    purpose, index, fresh = _streams(num, num_places, runner.device)
-    place = steps(num_places, runner.device)
+    """The uniform draws of a round that verifies a tree, by one call of the generator."""
+    num, num_positions = shape.num_nodes, 1 + shape.height
+    purpose, index, fresh = _streams(num, num_positions, runner.device)
+    position = steps(num_positions, runner.device)
     of_nodes = (shape.depth - 1).clamp(min=0)
-    of_places = place.expand(*shape.depth.shape[:-1], -1)
-    ahead = torch.cat([of_nodes, of_nodes, of_places], -1)
-    codes, nodes, rejected = runner.uniform(batch, purpose, ahead, index, fresh).split((num, num, num_places), 1)
-    return Draws(codes, nodes, runner.drawn(batch, place), rejected)
+    of_positions = position.expand(*shape.depth.shape[:-1], -1)
+    ahead = torch.cat([of_nodes, of_nodes, of_positions], -1)
+    tokens, nodes, rejected = runner.uniform(batch, purpose, ahead, index, fresh).split((num, num, num_positions), 1)
+    return Draws(tokens, nodes, runner.drawn(batch, position), rejected)
 
 
 @functools.lru_cache(maxsize=64)
-def _streams(num_nodes: int, num_places: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Purpose and index of each draw of `draw_tree`, and whether it is the round's alone.
+def _streams(num_nodes: int, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Purpose, index and `fresh` (see `VQRunner.uniform`) of each draw of `draw_tree`.
 
-    A drafted code is committed in the round that drafts it, or dropped: its draw may be used again.
+    A drafted token is committed in the round that drafts it, or dropped, so its draw may be the same in other rounds.
     """
-    purpose = [Purpose.CODE] * num_nodes + [Purpose.TOKEN_ACCEPT] * num_nodes + [Purpose.CODE_RESIDUAL] * num_places
-    index = [*range(num_nodes), *range(num_nodes), *[0] * num_places]
-    fresh = [0] * num_nodes + [1] * (num_nodes + num_places)
+    purpose = [Purpose.CODE] * num_nodes + [Purpose.TOKEN_ACCEPT] * num_nodes + [Purpose.CODE_RESIDUAL] * num_positions
+    index = [*range(num_nodes), *range(num_nodes), *[0] * num_positions]
+    fresh = [0] * num_nodes + [1] * (num_nodes + num_positions)
     check_indices(max(index), MAX_INDEX)
     return tuple(torch.tensor(numbers, device=device) for numbers in (purpose, index, fresh))
 
 
-# Speculative sampling of VQ codes: a round drafts codes, has the target verify them, and commits some.
+# Speculative sampling (Leviathan et al., arXiv 2211.17192): a round drafts tokens, verifies them, and commits some.
 #
-# 1. Draft: a chain of codes by a smaller model, or a tree by EAGLE's drafter (`cspd.discrete.drafts`).
-# 2. Verify: one forward of the target gives P after every drafted code; the rule judges them from the root.
-# 3. Commit: the accepted path is kept, and one code more is sampled after it.
+# 1. Draft: a chain of tokens by a smaller model, or a tree by EAGLE's drafter.
+# 2. Verify: one forward pass of the target gives P after every drafted token; the rule verifies them from the root.
+# 3. Commit: the accepted path, and one more token, which is sampled after it.
 #
-# With same-image coupling the target draws after every node, by the request's own draws, and the path of codes that it
-# draws itself is kept: the images are those of `ar`.
+# With same-image coupling the target samples a token after every node, by the request's own draws, and only drafted
+# tokens that equal its samples are accepted: the images are those of `ar`.
 #
-# Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft, see docs/bounds.md.
+# Guarantee: that of the rule (`cspd.discrete.rules`), whatever the draft; see docs/bounds.md.
 
 
 def run_drafted_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Drafts codes for every sequence, has the target judge them all in one forward, commits what is accepted and one
-    code more, and returns the sequences that are finished.
-    """
+    """Runs one round of drafting, verifying and committing; returns the finished sequences."""
     return run(runner, sequences, watch, _draft_and_verify)
 
 
 def _draft_and_verify(runner: VQRunner, batch: Batch) -> Tensor:
-    """The round but for what the CPU counts: its `outcome`."""
+    """The round on the device; returns its `outcome`."""
     draft = DRAFTS[batch.request.draft]
     drafted = draft.propose(runner, batch)
-    features = runner.features(batch, drafted.codes, depth=drafted.shape.depth, seen=drafted.shape.seen)
+    features = runner.features(batch, drafted.tokens, depth=drafted.shape.depth, seen=drafted.shape.seen)
     verified = _verify(runner, batch, drafted, features)
     commit(runner, batch, drafted, verified)
     if draft.needs == "eagle":
         each = steps(len(batch), runner.device).unsqueeze(1)
         runner.past.keep(batch, features[:, each, verified.path])
     accepted = steps(drafted.shape.height, runner.device) < verified.count.unsqueeze(1)
-    return outcome(runner, verified.count, verified.bound, verified.judged, accepted)
+    return outcome(runner, verified.count, verified.bound, verified.tried, accepted)
 
 
 def _verify(runner: VQRunner, batch: Batch, drafted: Drafted, features: Tensor) -> Verified:
-    """What becomes of the tree, by the target's features [copies, B, N, dim] after its codes."""
-    shape, codes, Q, draws = drafted
-    room = runner.seq_len - batch.known_t
+    """Verifies a tree by the target's features [branches, B, N, dim] after its tokens."""
+    shape, tokens, Q, draws = drafted
+    room = runner.seq_len - batch.num_committed
     if batch.same_image:
         drawn = sample(runner.distributions(batch, features), runner.drawn(batch, shape.depth))
-        return follow(shape, codes, drawn, room)
+        return follow(shape, tokens, drawn, room)
     rule = rule_of(batch.request)
     near = near_codes(runner.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
     P = runner.distributions(batch, features, soft=rule.pools)
-    return walk(rule, shape, codes, P, Q, draws or draw_tree(runner, batch, shape), room, near)
+    return walk(rule, shape, tokens, P, Q, draws or draw_tree(runner, batch, shape), room, near)
 
 
 def commit(runner: VQRunner, batch: Batch, drafted: Drafted, verified: Verified) -> None:
-    """Commits the accepted codes and the last."""
-    shape, codes = drafted.shape, drafted.codes
+    """Commits the accepted tokens and the one sampled after them."""
+    shape, tokens = drafted.shape, drafted.tokens
     level = steps(shape.height + 1, runner.device)
-    place = verified.count.unsqueeze(1)
-    after = codes.gather(1, verified.path.roll(-1, 1))
-    committed = torch.where(level == place, verified.last.unsqueeze(1), after)
-    runner.commit(batch, committed, token_cost=(level < place).float())
+    position = verified.count.unsqueeze(1)
+    after = tokens.gather(1, verified.path.roll(-1, 1))
+    committed = torch.where(level == position, verified.last.unsqueeze(1), after)
+    runner.commit(batch, committed, token_cost=(level < position).float())
     if not shape.chain:
-        runner.compact(batch, torch.where(level <= place, verified.path, level))
+        runner.compact(batch, torch.where(level <= position, verified.path, level))
 
 
 DRAFT = Option("draft", DRAFTS, "what drafts the tokens")
@@ -312,7 +311,7 @@ NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
 
 
 def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError where the draft cannot draft so far, or a model that is needed is not there."""
+    """Raises ValueError if `gamma` is above the draft's maximum, a model is missing, or the rule is invalid."""
     highest = DRAFTS[request.draft].highest
     check_integer("gamma", request.gamma, 1, highest, f"it is how far {request.draft!r} drafts ahead")
     check_model(request.draft, runner)
@@ -320,17 +319,17 @@ def check(request: Request, runner: VQRunner) -> None:
 
 
 def check_model(name: str, runner: VQRunner) -> None:
-    """Raises ValueError where the model that a draft needs is not there."""
+    """Raises ValueError if the model that a draft needs was not loaded."""
     needs = DRAFTS[name].needs
     if needs and runner.models[needs] is None:
         raise ValueError(
             f"draft={name!r} needs {_WITH_ARTICLE[needs]} and this engine has none: give it to load(..., {needs}=file),"
-            f" with {_FLAGS[needs]} on the command line, or put its file beside the target's"
+            f" with {_FLAGS[needs]} on the command line, or put its file into the target's directory"
         )
 
 
 def check_rule(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError on a bad rule; finds the neighbours it looks at now, and not while others wait in a round."""
+    """Raises ValueError if the rule is invalid. Computes its neighbour table now, so that no round waits for it."""
     rule = rule_of(request)
     if rule.pools:
         if runner.models["tokenizer"] is None:
@@ -348,11 +347,11 @@ def drafting(
     coupling: str = "maximal",
     **parameters: object,
 ) -> Method:
-    """A method that drafts and verifies: a published pair of a draft and a rule, any other of which can be asked for.
+    """A method that drafts and verifies, as published: these are defaults, requests may name any draft and rule.
 
     Args:
-        draft, gamma: of `DRAFTS`, and how far it drafts by default. rule, parameters: see `rule_options`.
-        coupling: what it accepts by default, by the exact rule.
+        draft, gamma: a name of `DRAFTS`, and how far it drafts. rule, parameters: see `rule_options`.
+        coupling: of the exact rule, see `COUPLING`.
     """
     return Method(
         name=name,
@@ -375,10 +374,8 @@ def drafting(
     )
 
 
-# What is drafted for the target to judge: a chain by a smaller model, or a tree by EAGLE's drafter.
-#
-# Codes are drawn from the draft's own guided and filtered distribution, siblings without replacement; EAGLE-2's, and
-# all at temperature 0, are chosen, and judged as point masses.
+# The drafts. Tokens are sampled from the draft model's own guided and filtered distribution, siblings without
+# replacement. Those of EAGLE-2, and all at temperature 0, are chosen instead, and verified as point masses.
 #
 # Sources:
 #     chain: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192.
@@ -386,7 +383,7 @@ def drafting(
 #     eagle-dynamic: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", arXiv
 #                    2406.16858.
 
-# EAGLE-1's tree of 25 codes: the path of ranks (rank, rank, ...) has so many children
+# EAGLE-1's tree of 25 tokens: the number of children of each node, named by the ranks on the path to it
 EAGLE_TREE = {
     (): 4,
     (0,): 3,
@@ -401,7 +398,7 @@ EAGLE_TREE = {
     (0, 0, 0, 0): 2,
 }
 BRANCHES = 10  # EAGLE-2: nodes expanded at a depth, and children tried of each
-NODES = 60  # EAGLE-2: codes kept of all, unless a request has a window of its own
+NODES = 60  # EAGLE-2: candidates that survive reranking, unless the request sets `window`
 LEAST_LOG = -1e4
 
 
@@ -411,56 +408,60 @@ def _chain_shape(length: int, device: torch.device) -> Shape:
 
 
 def _pick(features: Tensor, index: Tensor) -> Tensor:
-    """features[:, b, index[b, n]] [copies, B, n, dim] of features [copies, B, N, dim]."""
+    """features[:, b, index[b, n]] [branches, B, n, dim] of features [branches, B, N, dim]."""
     each = steps(len(index), index.device).unsqueeze(1)
     return features[:, each, index]
 
 
 def _expected(batch: Batch, q: Tensor, u: Tensor) -> Tensor:
-    """How likely the target is to commit each code [B, N, V], by the draft's distributions q [B, N, V] and the draw
-    u [B, 1] by which same-image coupling will.
+    """The predicted probability that the target commits each token: [B, N, V].
+
+    Args:
+        q: [B, N, V], the draft's distributions. u: [B, 1], the draw by which the target samples with same-image
+            coupling.
     """
     return nearby(q, u) if batch.same_image and not batch.greedy else q
 
 
 @draft("chain", needs="draft")
 def chain(runner: VQRunner, batch: Batch) -> Drafted:
-    """gamma codes, one after the other, by the draft model."""
+    """A chain of `gamma` tokens sampled by the draft model."""
     gamma = batch.request.gamma
     # the last two inputs: of a round that accepted everything, the draft has not seen the last but one
     recent, start = runner.last(batch, 2)
     features = runner.features(batch, recent, start, "draft")
-    features = _pick(features, (batch.known_t - start).unsqueeze(1))
+    features = _pick(features, (batch.num_committed - start).unsqueeze(1))
     u = runner.drawn(batch, steps(gamma, runner.device)).split(1, 1)
-    codes, Q = [runner.last(batch, 1)[0]], []
+    tokens, Q = [runner.last(batch, 1)[0]], []
     for i in range(gamma):
         if i > 0:
-            features = runner.features(batch, codes[-1], i, "draft")
+            features = runner.features(batch, tokens[-1], i, "draft")
         q = runner.distributions(batch, features, "draft")
         Q.append(q)
         if batch.same_image:
-            codes.append(likeliest(_expected(batch, q, u[i]), 1).squeeze(-1))
+            tokens.append(likeliest(_expected(batch, q, u[i]), 1).squeeze(-1))
         else:
-            codes.append(sample(q, u[i]))
-    return Drafted(_chain_shape(gamma, runner.device), torch.cat(codes, 1), torch.cat(Q, 1))
+            tokens.append(sample(q, u[i]))
+    return Drafted(_chain_shape(gamma, runner.device), torch.cat(tokens, 1), torch.cat(Q, 1))
 
 
 def _eagle_root(runner: VQRunner, batch: Batch, height: int) -> Tensor:
-    """EAGLE's feature at the root [copies, B, 1, dim]; what was committed since its last round is taken in anew."""
+    """EAGLE's feature at the root [branches, B, 1, dim]. Also passes it the tokens committed in the last round."""
     recent, start = runner.last(batch, height + 1)
     past = runner.past.before(batch, start.unsqueeze(1) + steps(height + 1, runner.device))
     features = runner.features(batch, recent, start, "eagle", past=past)
-    return _pick(features, (batch.known_t - start).unsqueeze(1))
+    return _pick(features, (batch.num_committed - start).unsqueeze(1))
 
 
 class Level(NamedTuple):
-    """The n nodes of a static tree that have children, at one depth; of their children, [n, K] with gaps, the place is
-    where they are when that is written flat.
+    """The n nodes of a static tree that have children, at one depth.
 
     Attributes:
-        nodes, depth: int64 [n]. seen: bool [n, N + 2], see `tree.Shape.seen`.
-        children: int64 [n, K], their nodes, 0 in a gap. present: int64 [m], the places of all children.
-        inner: int64 [n'], of those that have children too. parents: int64 [n'], which of the n is the parent of those.
+        nodes, depth: int64 [n]. seen: bool [n, N + 2], see `trees.Shape.seen`.
+        children: int64 [n, K], the nodes of their children, 0 if a node has fewer than K.
+        present: int64 [m], indices of the existing children in the flattened `children`.
+        inner: int64 [n'], indices there of the children that have children too. parents: int64 [n'], for each of
+            these, the index of its parent among the n.
     """
 
     nodes: Tensor
@@ -474,7 +475,7 @@ class Level(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[Level], Tensor]:
-    """EAGLE-1's tree down to a height, its levels, and where its inner nodes are in these, int64 [M]."""
+    """EAGLE-1's tree down to a height, its levels, and the indices of its inner nodes in all levels, int64 [M]."""
     paths = [()]
     for parent, count in EAGLE_TREE.items():
         if len(parent) < height:
@@ -499,12 +500,12 @@ def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[Level],
 
 
 def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
-    """The level of these nodes, which have `width` children at most."""
+    """The level of these nodes, which have at most `width` children each."""
     rows = (shape.inner == nodes.unsqueeze(1)).int().argmax(1)
     children = shape.children[rows, :width]
-    place = children.flatten()
-    present = place >= 0
-    inner = torch.where(present & torch.isin(place, shape.inner))[0]
+    position = children.flatten()
+    present = position >= 0
+    inner = torch.where(present & torch.isin(position, shape.inner))[0]
     return Level(
         nodes,
         shape.depth[nodes],
@@ -518,26 +519,26 @@ def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
 
 @draft("eagle-static", needs="eagle", highest=1 + max(map(len, EAGLE_TREE)))
 def eagle_static(runner: VQRunner, batch: Batch) -> Drafted:
-    """EAGLE-1: always the same tree, siblings drawn without replacement; gamma is its height, at most 5."""
+    """EAGLE-1: a fixed tree with siblings sampled without replacement; `gamma` is its height, at most 5."""
     shape, levels, inner = _static_tree(batch.request.gamma, runner.device)
     chosen = batch.greedy or batch.same_image
     draws = None if chosen else draw_tree(runner, batch, shape)
     u = runner.drawn(batch, steps(shape.height, runner.device)).split(1, 1)
     features = _eagle_root(runner, batch, shape.height)
-    codes, Q = [runner.last(batch, 1)[0]], []
+    tokens, Q = [runner.last(batch, 1)[0]], []
     for depth, level in enumerate(levels):
         q = runner.distributions(batch, features, "eagle", soft=batch.greedy)
         Q.append(q)
         if chosen:
             drafted = likeliest(_expected(batch, q, u[depth]), level.children.shape[1])
         else:
-            drafted = draw_siblings(q, draws.codes[:, level.children])
+            drafted = draw_siblings(q, draws.tokens[:, level.children])
         drafted = drafted.flatten(1)
-        codes.append(drafted[:, level.present])
+        tokens.append(drafted[:, level.present])
         if depth + 1 == len(levels):
             break
 
-        # those that have children themselves, each seeing its ancestors and itself
+        # the features after children that have children themselves; each looks at its ancestors and itself
         below = levels[depth + 1]
         features = runner.features(
             batch,
@@ -548,18 +549,18 @@ def eagle_static(runner: VQRunner, batch: Batch) -> Drafted:
             columns=below.nodes,
             past=features[:, :, level.parents],
         )
-    return Drafted(shape, torch.cat(codes, 1), None if chosen else torch.cat(Q, 1)[:, inner], draws)
+    return Drafted(shape, torch.cat(tokens, 1), None if chosen else torch.cat(Q, 1)[:, inner], draws)
 
 
 class Candidates(NamedTuple):
-    """Nodes of EAGLE-2's tree before it is pruned. They are numbered from 1, depth after depth; 0 is the root.
+    """Nodes of EAGLE-2's tree before reranking. They are numbered from 1, depth by depth; 0 is the root.
 
     Attributes:
-        codes: int64 [B, n]. parent: int64 [B, n], its number. depth: int64 [n].
+        tokens: int64 [B, n]. parent: int64 [B, n], the number of its parent. depth: int64 [n].
         confidence: float64 [B, n], log of the product of the draft's probabilities along the path to a node.
     """
 
-    codes: Tensor
+    tokens: Tensor
     parent: Tensor
     depth: Tensor
     confidence: Tensor
@@ -567,23 +568,25 @@ class Candidates(NamedTuple):
 
 @draft("eagle-dynamic", needs="eagle", highest=8)
 def eagle_dynamic(runner: VQRunner, batch: Batch) -> Drafted:
-    """EAGLE-2: the likeliest nodes of every depth are expanded, the likeliest of all are kept; gamma is the height."""
+    """EAGLE-2: expands the likeliest nodes of every depth, then keeps the likeliest of all; `gamma` is the height."""
     height = batch.request.gamma
     nodes = batch.request.window or NODES
     branches = min(BRANCHES, nodes, runner.config.vocab_size)
     candidates = _expand(runner, batch, height, branches)
-    parent, codes = _rerank(candidates, nodes)
+    parent, tokens = _rerank(candidates, nodes)
     shape = grown(parent, height, 1 + branches * (height - 1), branches)
     root = runner.last(batch, 1)[0]
-    return Drafted(shape, torch.cat([root, codes], 1), None)
+    return Drafted(shape, torch.cat([root, tokens], 1), None)
 
 
 def _expand(runner: VQRunner, batch: Batch, height: int, branches: int) -> Candidates:
     """EAGLE-2's expansion phase: at every depth the most confident nodes get `branches` children each."""
     size, device = len(batch), runner.device
     each = steps(size, device).unsqueeze(1)
-    width = 1 + (height - 1) * branches  # cache columns from the root on: its own, and of what is expanded
-    column = steps(width + 2, device)  # the first stands for all before the root, see `seen_of`; the second is its own
+    width = 1 + (height - 1) * branches  # cache columns from the root on: the root's, and one for each expanded node
+    column = steps(
+        width + 2, device
+    )  # the first represents all before the root, see `seen_of`; the second is the root's
     seen = (column <= 1).expand(size, 1, width + 2)
     number = torch.zeros(size, 1, dtype=torch.int64, device=device)  # of the nodes expanded at this depth
     confidence = torch.zeros(size, 1, dtype=torch.float64, device=device)
@@ -593,52 +596,52 @@ def _expand(runner: VQRunner, batch: Batch, height: int, branches: int) -> Candi
     for depth in range(1, height + 1):
         # children, each as confident as its path: the product of the draft's probabilities
         q = _expected(batch, runner.distributions(batch, features, "eagle", soft=True), u[depth - 1])
-        q, codes = q.topk(branches)  # [B, n, branches]
+        q, tokens = q.topk(branches)  # [B, n, branches]
         log_q = q.double().log().clamp(min=LEAST_LOG).nan_to_num(nan=LEAST_LOG)  # NaN would come before its parent
         confidence = (confidence.unsqueeze(-1) + log_q).flatten(1)
-        parent = number.unsqueeze(-1).expand_as(codes).flatten(1)
-        codes = codes.flatten(1)
-        levels.append((codes, parent, confidence))
+        parent = number.unsqueeze(-1).expand_as(tokens).flatten(1)
+        tokens = tokens.flatten(1)
+        levels.append((tokens, parent, confidence))
         if depth == height:
             break
 
         # the most confident ones are expanded next, each seeing its ancestors and itself
         confidence, best = confidence.topk(branches)
         number = first + best
-        first += codes.shape[1]
+        first += tokens.shape[1]
         above = best // branches  # among the nodes expanded last
         start = 1 + (depth - 1) * branches
         seen = seen[each, above] | (column == column[1 + start : 1 + start + branches].unsqueeze(1))
         features = runner.features(
             batch,
-            codes.gather(1, best),
+            tokens.gather(1, best),
             model="eagle",
             depth=_depths(depth, branches, device)[-branches:],
             seen=seen,
             columns=column[start : start + branches],
             past=_pick(features, above),
         )
-    codes, parent, confidence = (torch.cat(parts, -1) for parts in zip(*levels))
-    return Candidates(codes, parent, _depths(height, branches, device), confidence)
+    tokens, parent, confidence = (torch.cat(parts, -1) for parts in zip(*levels))
+    return Candidates(tokens, parent, _depths(height, branches, device), confidence)
 
 
 @functools.lru_cache(maxsize=64)
 def _depths(height: int, branches: int, device: torch.device) -> Tensor:
-    """Of the candidates of so many depths: `branches` at the first, so many for each node expanded at the others."""
+    """The depth of each candidate: `branches` at depth 1, then `branches` for each of `branches` nodes a depth."""
     counts = torch.tensor([branches] + [branches * branches] * (height - 1), device=device)
     return torch.arange(1, height + 1, device=device).repeat_interleave(counts)
 
 
 def _rerank(candidates: Candidates, most: int) -> tuple[Tensor, Tensor]:
-    """EAGLE-2's reranking phase: parents int64 [B, 1 + n] and codes [B, n] of the `most` most confident nodes."""
-    codes, parent, depth, confidence = candidates
-    # a child is never more confident than its parent; equals are told apart so that a parent is kept first
+    """EAGLE-2's reranking phase: parents int64 [B, 1 + n] and tokens [B, n] of the `most` most confident nodes."""
+    tokens, parent, depth, confidence = candidates
+    # a child is never more confident than its parent; at equal confidence the parent must come first
     score = confidence - 1e-9 * depth
-    best = score.topk(min(most, codes.shape[1])).indices
-    kept = best.sort().values
+    best = score.topk(min(most, tokens.shape[1])).indices
+    selected = best.sort().values
 
-    # kept nodes move up to close the gaps: a parent's new place is where its number stands among the kept ones'
-    root = kept.new_zeros(len(kept), 1)
-    numbers = torch.cat([root, kept + 1], 1)
-    parent = torch.searchsorted(numbers, parent.gather(1, kept))
-    return torch.cat([root - 1, parent], 1), codes.gather(1, kept)
+    # selected nodes are renumbered without gaps: a parent's new number is its index among the selected numbers
+    root = selected.new_zeros(len(selected), 1)
+    numbers = torch.cat([root, selected + 1], 1)
+    parent = torch.searchsorted(numbers, parent.gather(1, selected))
+    return torch.cat([root - 1, parent], 1), tokens.gather(1, selected)

@@ -1,4 +1,4 @@
-"""The family of VQ models: the models, what is measured for them, and the list of their methods."""
+"""The family of VQ models: the models, the measurements that choose their drafts, and the list of their methods."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cspd.option import Option
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import Advance, counting, no_advance
 
-# The sampling settings at which codes of rounds are counted: few, so that a slider that is moved counts none anew.
+# Tokens per round are counted at few sampling settings, so that moving a slider seldom needs a new count.
 
 STEPS = {"cfg": 0.5, "temperature": 0.1, "top_p": 0.05}
 OFF = {"cfg": 1.0, "temperature": 0.0, "top_p": 1.0}
@@ -39,10 +39,10 @@ SETTINGS = (*STEPS, "top_k")
 
 
 def on_grid(request: Request) -> Request:
-    """A resolved request with the nearest settings of the grid: guidance in steps of 0.5, temperature of 0.1, top-p of
-    0.05, top-k in powers of two. What is off, or on, stays so.
+    """A resolved request with the nearest settings of a grid.
 
-    A count is the mean of a few images, which is known to 5 %, and decides how long images take, never what they are.
+    Guidance is in steps of 0.5, temperature of 0.1, top-p of 0.05, top-k in powers of two. A setting that is off, or
+    on, stays so. A count is the mean of a few images, with an error of 5 %, and decides only how long images take.
     """
     settings: dict[str, float] = {}
     for name, step in STEPS.items():
@@ -53,7 +53,7 @@ def on_grid(request: Request) -> Request:
 
 
 def _nearest(value: float, step: float, off: float) -> float:
-    """The nearest multiple of a step above 0; `off` for that value alone."""
+    """The nearest positive multiple of a step. Only the value `off` itself gives `off`."""
     if value == off:
         return value
     nearest = max(1, round(value / step)) * step
@@ -62,7 +62,7 @@ def _nearest(value: float, step: float, off: float) -> float:
     return round(nearest, 9)
 
 
-# Whether as many sequences as are to be in flight fit into memory; estimated before anything is allocated.
+# Estimates of memory, made before anything is allocated.
 
 WORKING = 10  # tensors [N, V] that a round may hold at once
 
@@ -79,16 +79,16 @@ def bytes_per_slot(target: GPT, others: Iterable[GPT | Eagle | None], precision:
 
 
 def cache_bytes(target: Any, config: Any, layers: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot's keys and values in a model's layers, also of the null condition; target: its config."""
+    """Bytes of a slot's keys and values in a model's layers, for both guidance branches; target: its config."""
     return 4 * dtype.itemsize * layers * most_columns(target) * config.key_heads * config.head_dim
 
 
 def working_bytes(config: Any) -> int:
-    """Bytes of the distributions that a round holds of a slot at most."""
+    """The most bytes that a slot's distributions take during a round."""
     return 4 * MOST_NODES * config.vocab_size * WORKING
 
 
-# The published pairs of a draft and a rule of VQ codes, by their names.
+# The methods: published pairs of a draft and a rule.
 
 AR = Method(
     name="ar",
@@ -206,11 +206,11 @@ GSD = jacobi(
 )
 
 
-# The default method of VQ codes: drafts as much as makes images soonest on this device, or nothing. Guarantee: exact.
+# The default method: it takes the draft configuration that is fastest on this device, or drafts nothing. Guarantee:
+# exact.
 #
-# Its rounds are those of others, with same-image coupling (`cspd.discrete.drafts`): plain sampling, where the window
-# is 0, Jacobi windows or EAGLE-2's trees. So a seed's image is that of `ar`, on every machine, but for rounding. What
-# is left open is decided by `cspd.discrete.family`.
+# Its rounds are those of other methods with same-image coupling: baseline sampling (if `window` is 0), Jacobi windows
+# or EAGLE-2's trees. So on every machine a seed gives the image of `ar`, up to rounding.
 
 ROUNDS = {"jacobi": run_jacobi_round, "eagle-dynamic": run_drafted_round}
 OPEN = " (default: the fastest on this device)"
@@ -236,20 +236,20 @@ DECIDED = tuple(option.name for option in (WINDOW, DRAFT, GAMMA))
 
 
 def run_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """A round of plain sampling, or of what drafts; returns the sequences that are finished."""
+    """A round of baseline sampling, or of the request's draft; returns the finished sequences."""
     request = sequences[0].request
     own = run_plain_round if request.window == 0 else ROUNDS[request.draft]
     return own(runner, sequences, watch)
 
 
 def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError where the drafter that is asked for is not there."""
+    """Raises ValueError if the request names a drafter that was not loaded."""
     if request.draft == "eagle-dynamic":
         check_model(request.draft, runner)
 
 
 def resolve(request: Request, runner: VQRunner) -> Request:
-    """The request with the way to draft that is fastest for it on this device, where it leaves that open."""
+    """The request with the settings that it leaves open set to the fastest draft configuration on this device."""
     return request.but(**runner.tuning.choice(request, runner.num_slots).way)
 
 
@@ -268,62 +268,62 @@ SPECULATIVE = Method(
 )
 
 
-# What VQ models draft where nobody says: the fastest way, by what a round takes here and how many codes it commits.
+# The choice of a draft configuration: the one with the fewest seconds per round for the tokens that a round commits.
 #
-# What a round takes depends on the machine, on the shapes of the models and of the batch, and on how much is drafted;
-# how many codes it commits, on the weights and the sampling settings. Both are measured on first use, with random and
-# with real codes, and kept in the user's cache folder; of the bundled models, codes at their usual settings come with
-# them. All ways make the images of `ar`: the choice decides how long they take and nothing else.
+# The seconds depend on the machine, on the shapes of the models and of the batch, and on the configuration; the tokens
+# on the weights and the sampling settings. Both are measured on first use, with random and with real tokens, and stored
+# in the user's cache directory. The bundled models come with counts at their usual settings. All configurations
+# generate the images of `ar`: the choice decides only how long they take.
 
 SCHEMA = "cspd.vq-costs/1"
-MOST_CODES = 6.0  # that a round may commit on the average: 4.3 was the most that was ever measured
+MOST_CODES = 6.0  # the largest plausible mean of tokens per round: the largest ever measured is 4.3
 LARGEST = 1e9
-REPEATS = 12  # of a round that is timed
-LONG = 0.1  # seconds of a round, of which once is enough
-IMAGES = 4  # whose rounds are counted
-TEXT_STEP = 32  # tokens of a text, between lengths that are timed apart
+REPEATS = 12  # how often a round is timed
+LONG = 0.1  # seconds; a longer round is timed once
+IMAGES = 4  # generated to count tokens per round
+TEXT_STEP = 32  # prompts are timed at lengths that are multiples of this
 
 JACOBI: list[DraftConfig] = [{"draft": "jacobi", "window": window} for window in (4, 8, 16, 32, 64)]
 TREES: list[DraftConfig] = [
     {"draft": "eagle-dynamic", "gamma": gamma, "window": window}
-    for gamma, window in ((2, 6), (3, 12), (4, 24), (6, 60))  # the last one is EAGLE-2's own
+    for gamma, window in ((2, 6), (3, 12), (4, 24), (6, 60))  # the last one is that of the EAGLE-2 paper
 ]
 
 
-def name_of(way: DraftConfig) -> str:
-    """As it is written after a method's name: "draft=jacobi:window=16"."""
-    return ":".join(f"{name}={value}" for name, value in way.items())
+def name_of(config: DraftConfig) -> str:
+    """The configuration as it is written after a method's name: "draft=jacobi:window=16"."""
+    return ":".join(f"{name}={value}" for name, value in config.items())
 
 
-def ways(request: Request, has_drafter: bool) -> list[DraftConfig]:
-    """What a request that leaves something open may do, as far as it says; plain sampling first, if that."""
+def draft_configs(request: Request, has_drafter: bool) -> list[DraftConfig]:
+    """The draft configurations that agree with the settings of a request; baseline sampling, if allowed, is first."""
     given = {name: value for name in DECIDED if (value := getattr(request, name)) is not None}
     if given.get("window") == 0:
         return [{}]
     drafting = [*JACOBI, *(TREES if has_drafter else [])]
     if not given:
         return [PLAIN, *drafting]
-    fitting = {name_of(way | given): way | given for way in map(dict, drafting) if _goes_with(way, given)}
+    fitting = {name_of(config | given): config | given for config in map(dict, drafting) if _fits(config, given)}
     return list(fitting.values())
 
 
-def _goes_with(way: DraftConfig, given: Mapping[str, object]) -> bool:
-    return given.get("draft", way["draft"]) == way["draft"]
+def _fits(config: DraftConfig, given: Mapping[str, object]) -> bool:
+    return given.get("draft", config["draft"]) == config["draft"]
 
 
-def farthest(way: DraftConfig) -> float:
-    """The most codes that a round might commit on the average."""
-    return min(MOST_CODES, 1.0 + way.get("gamma", way["window"]))
+def farthest(config: DraftConfig) -> float:
+    """The largest plausible mean of tokens per round."""
+    return min(MOST_CODES, 1.0 + config.get("gamma", config["window"]))
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Of ways, by their names: seconds of a round, or codes that it commits."""
+    """A measurement of draft configurations, by name: seconds per round, or tokens per round."""
 
     values: dict[str, float]
 
     def check(self) -> None:
-        """Raises ValueError where they are not what was measured."""
+        """Raises ValueError unless the values are positive numbers, as a damaged file may have others."""
         values = self.values.values() if isinstance(self.values, dict) else [None]
         if not all(isinstance(value, float) and 0 < value < LARGEST for value in values):
             raise ValueError(f"values are no numbers in 0..{LARGEST:g}")
@@ -335,21 +335,21 @@ def fastest(
     count: Callable[[list[DraftConfig]], Mapping[str, float]],
     num_slots: int,
 ) -> Choice:
-    """The way that is fastest, or plain sampling if that is one of the ways and the others gain too little; and why.
+    """Chooses the fastest configuration, or baseline sampling if it is a candidate and the others gain too little.
 
     Args:
-        seconds: of a round of each way, by name. count: tells how many codes a round commits by some ways, by name; it
-            is asked only of those that may be worth it.
+        seconds: per round, by configuration name. count: measures the tokens per round of some configurations, by name.
+            It takes long, so it is called only for those that would win at the largest plausible count.
     """
     at_once = f"with {num_slots} image{'s' if num_slots > 1 else ''} at once"
-    drafting = {name: way for name, way in by_name.items() if way is not PLAIN}
+    drafting = {name: config for name, config in by_name.items() if config is not PLAIN}
     plain = seconds.get(name_of(PLAIN))
     if plain is None:
         codes = count(list(drafting.values()))
         best = min(codes, key=lambda name: seconds[name] / codes[name])
-        return Choice(by_name[best], f"{at_once} {best} is predicted to be the fastest way to draft")
-    most = {name: plain * farthest(way) / seconds[name] for name, way in drafting.items()}
-    promising = [way for name, way in drafting.items() if is_enough(most[name])]
+        return Choice(by_name[best], f"{at_once} {best} is predicted to be the fastest draft configuration")
+    most = {name: plain * farthest(config) / seconds[name] for name, config in drafting.items()}
+    promising = [config for name, config in drafting.items() if is_enough(most[name])]
     if not promising:
         best = max(most, key=most.__getitem__)
         return judged(by_name[best], most[best], f"{at_once} {best}", at_best=True)
@@ -359,11 +359,11 @@ def fastest(
 
 
 class Tuning(Chooser):
-    """Chooses, by measurements that are each made on first use.
+    """Chooses draft configurations by measurements that are made on first use.
 
     Args:
         target, eagle, text_encoder: the models. device, precision, compiled, graphs: how they run.
-        calibrations: a folder where counts of codes are looked for before the user's cache folder.
+        calibrations: a directory with counts of tokens per round, read before the user's cache directory.
     """
 
     def __init__(
@@ -387,22 +387,22 @@ class Tuning(Chooser):
         return *super()._kind(request, num_slots), self._text_length(request)
 
     def _text_length(self, request: Request) -> int:
-        """Tokens of a request's longer text, in steps; 0 of a class."""
+        """The length of a request's longer prompt, rounded up to TEXT_STEP; 0 for a class."""
         texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]
         most = self.target.config.prefix_length
         lengths = [len(self.text_encoder.features(text, most, self.device)) for text in texts]
         return -(-max(lengths, default=0) // TEXT_STEP) * TEXT_STEP
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
-        """The way that is fastest on this device, and why."""
-        by_name = {name_of(way): way for way in ways(request, self.eagle is not None)}
+        """The fastest configuration on this device, and the reason."""
+        by_name = {name_of(config): config for config in draft_configs(request, self.eagle is not None)}
         if len(by_name) == 1:
             return Choice(*by_name.values(), "as asked for")
         seconds = self.seconds(request, num_slots, by_name)
-        return fastest(seconds, by_name, functools.partial(self.codes, request), num_slots)
+        return fastest(seconds, by_name, functools.partial(self.tokens_per_round, request), num_slots)
 
     def seconds(self, request: Request, num_slots: int, by_name: Mapping[str, DraftConfig]) -> dict[str, float]:
-        """Of a round of so many sequences by each way, half-way through an image."""
+        """Seconds per round of each configuration, with `num_slots` sequences half-way through an image."""
         key = {
             "schema": SCHEMA,
             **of_device(self.device),
@@ -419,49 +419,49 @@ class Tuning(Chooser):
         }
 
         def measure() -> Rounds:
-            requests = {name: request.but(**way) for name, way in by_name.items()}
+            requests = {name: request.but(**config) for name, config in by_name.items()}
             times = round_seconds(self._runner(num_slots), requests, long=LONG)
             return Rounds({name: min(own) for name, own in times.items()})
 
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
 
-    def codes(self, request: Request, some: list[DraftConfig]) -> dict[str, float]:
-        """Codes that a round commits on the average by some ways, of whole images by settings near a request's."""
+    def tokens_per_round(self, request: Request, some: list[DraftConfig]) -> dict[str, float]:
+        """The mean of tokens per round of some configurations, for whole images at settings near a request's."""
         request = on_grid(request)
-        keys = {name_of(way): self._key(request, way) for way in some}
+        keys = {name_of(config): self._key(request, config) for config in some}
         folders = [folder for folder in (self._calibrations, user_cache()) if folder]
         known = {name: measured_before(Rounds, key, folders) for name, key in keys.items()}
-        missing = [way for way in some if known[name_of(way)] is None]
+        missing = [config for config in some if known[name_of(config)] is None]
         settings = ", ".join(f"{name}={getattr(request, name):g}" for name in SETTINGS)
-        told = f"counting the codes that a round of this model commits, for the first time with {settings}"
+        message = f"counting the tokens per round of this model, for the first time with {settings}"
         work = IMAGES * self.target.config.block_size * len(missing)
-        with counting(f"{told} (kept in {user_cache()})", work) as advance:
-            for way in missing:
-                name = name_of(way)
-                found = Rounds({"codes": codes_a_round(self._runner(IMAGES), request.but(**way), advance)})
+        with counting(f"{message} (stored in {user_cache()})", work) as advance:
+            for config in missing:
+                name = name_of(config)
+                found = Rounds({"codes": tokens_per_round(self._runner(IMAGES), request.but(**config), advance)})
                 keep(keys[name], found, user_cache())
                 known[name] = found
         return {name: found.values["codes"] for name, found in known.items() if found is not None}
 
-    def _key(self, request: Request, way: DraftConfig) -> dict:
-        """All that codes of rounds depend on. What else a device changes is rounding."""
-        models = ["target", *sorted(SPECULATIVE.uses(request.but(**way)))]
+    def _key(self, request: Request, config: DraftConfig) -> dict:
+        """All that tokens per round depend on, except for rounding, which differs between devices."""
+        models = ["target", *sorted(SPECULATIVE.uses(request.but(**config)))]
         return {
             "schema": SCHEMA,
             "precision": self.precision.policy,
             "weights": [self._hash(model) for model in models],
             **{name: getattr(request, name) for name in SETTINGS},
-            "codes of": name_of(way),
+            "codes of": name_of(config),
         }
 
     def _runner(self, num_slots: int) -> VQRunner:
-        """A model runner of its own, beside whatever runs. Raises ValueError where it does not fit into memory."""
+        """A separate model runner for measurements. Raises ValueError if it does not fit into memory."""
         needed = num_slots * bytes_per_slot(self.target, [self.eagle], self.precision)
         free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
                 f"choosing how far to draft takes {num_slots} slots more, about {needed / 2**30:.1f} GiB, and there are"
-                f" {free / 2**30:.1f} GiB free on {self.device}: give window=0 (plain sampling) or a smaller max_batch"
+                f" {free / 2**30:.1f} GiB free on {self.device}: give window=0 (as ar) or a smaller max_batch"
             )
         graphs = Graphs(self.device, self.graphs)
         how = {"eagle": self.eagle, "text_encoder": self.text_encoder, "compiled": self.compiled, "graphs": graphs}
@@ -481,10 +481,10 @@ def round_seconds(
     clock: Callable[[], float] = time.perf_counter,
     long: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of rounds of all slots by each of some resolved requests, half-way through an image, in turn.
+    """Seconds of rounds of resolved requests, interleaved, with all slots half-way through an image.
 
     Args:
-        clock: tells seconds. long: of a round that takes so many, one is enough: noise matters where times are short.
+        clock: returns seconds. long: a round that takes this many is timed once, since noise matters for short times.
     """
     times: dict[str, list[float]] = {name: [] for name in requests}
     for _ in range(1 + repeats):  # the first warms up
@@ -496,7 +496,7 @@ def round_seconds(
 
 def _seconds_half_way(runner: VQRunner, sequences: list[Sequence], clock: Callable[[], float]) -> float:
     half = runner.seq_len // 2
-    runner.known.fill_(half)
+    runner.num_committed.fill_(half)
     for sequence in sequences:
         sequence.num_committed = half
     _synchronize(runner.device)
@@ -507,29 +507,32 @@ def _seconds_half_way(runner: VQRunner, sequences: list[Sequence], clock: Callab
 
 
 @torch.inference_mode()
-def codes_a_round(runner: VQRunner, request: Request, advance: Advance = no_advance) -> float:
-    """Codes that a round commits, the mean of whole images in all slots, of different seeds and classes.
+def tokens_per_round(runner: VQRunner, request: Request, advance: Advance = no_advance) -> float:
+    """Mean tokens per round of whole images in all slots, with different seeds and classes.
 
-    `advance` is told how many more are committed.
+    `advance` is called with the number of newly committed tokens.
     """
     sequences = _begun(runner, request)
     running = list(sequences)
-    num_known = 0
+    num_committed = 0
     while running:
         finished = set(run_round(runner, running, Stopwatch(runner.device)))
-        before, num_known = num_known, sum(min(runner.seq_len, sequence.num_committed) for sequence in sequences)
-        advance(num_known - before)
+        before, num_committed = (
+            num_committed,
+            sum(min(runner.seq_len, sequence.num_committed) for sequence in sequences),
+        )
+        advance(num_committed - before)
         running = [sequence for sequence in running if sequence not in finished]
     return statistics.mean(runner.seq_len / sequence.stats.backbone_calls for sequence in sequences)
 
 
 def _begun(runner: VQRunner, request: Request) -> list[Sequence]:
-    """A sequence of a resolved request in every slot, about to run."""
+    """Starts a sequence of a resolved request in every slot."""
     runner.clear()
     sequences = []
     for slot in range(runner.num_slots):
         own = request.but(seed=slot, known=None)
-        if runner.num_classes:  # a text is the same in all of them
+        if runner.num_classes:  # a prompt is the same in all slots
             own = own.but(label=slot % runner.num_classes)
         sequences.append(Sequence(own, slot=slot, key=SPECULATIVE.round_key(own), uses=SPECULATIVE.uses(own)))
     runner.admit(sequences)
@@ -541,18 +544,18 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# The models that sample images by a GPT over VQ codes, and whether they fit each other.
+# The models of an engine, and whether they are compatible.
 
 SHARED = "block_size", "vocab_size", "num_classes", "prefix_length", "caption_dim", "text_places", "row_end"
 
 
 def check_draft(ours: GPTConfig | HFConfig, theirs: GPTConfig | HFConfig) -> None:
-    """Raises ValueError where a target's draft is of other codes or conditions, by their configurations."""
+    """Raises ValueError if draft model and target have different tokens or conditions, by their configurations."""
     for name in SHARED:
         if getattr(ours, name) != getattr(theirs, name):
             raise ValueError(
-                f"draft and target do not fit: {name} is {getattr(theirs, name)} and {getattr(ours, name)}; take a"
-                " draft of the same codes"
+                f"draft model and target are incompatible: {name} is {getattr(theirs, name)} and {getattr(ours, name)};"
+                " use a draft model for the same tokens"
             )
 
 
@@ -597,10 +600,10 @@ class VQModels:
         if compiled and not isinstance(self.target, GPT):
             raise ValueError("compiled=True, or --compile, is for LlamaGen's and MAR's layers: leave it out")
         fix = "use a smaller model or another device"
-        num_branches = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
+        weights = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
         per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
-        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, num_branches + encoder)
+        check_fits(per_slot, num_slots, " with its key-value caches", fix, device, weights + encoder)
         with_graphs = graphs is not None and graphs.enabled
         how = device, precision, compiled, with_graphs
         tuning = Tuning(self.target, self.eagle, *how, self.text_encoder, cache or self.calibrations)
@@ -620,7 +623,7 @@ class VQModels:
         )
 
     def check(self) -> None:
-        """Raises ValueError where draft, drafter, tokenizer or text encoder do not fit the target."""
+        """Raises ValueError if draft, drafter, tokenizer or text encoder are incompatible with the target."""
         config = self.target.config
         if self.draft is not None:
             check_draft(config, self.draft.config)
@@ -629,23 +632,23 @@ class VQModels:
                 ours, theirs = getattr(config, name), getattr(self.eagle.config, name)
                 if ours != theirs:
                     raise ValueError(
-                        f"EAGLE drafter and target do not fit: {name} is {theirs} and {ours}; take the drafter that was"
-                        " trained on this target"
+                        f"EAGLE drafter and target are incompatible: {name} is {theirs} and {ours};"
+                        " use the drafter that was trained on this target"
                     )
         if self.tokenizer is not None and self.tokenizer.config.codebook_size != config.vocab_size:
             raise ValueError(
-                f"tokenizer and target do not fit: they have {self.tokenizer.config.codebook_size} and"
-                f" {config.vocab_size} codes; take the one the target was trained on"
+                f"tokenizer and target are incompatible: they have {self.tokenizer.config.codebook_size} and"
+                f" {config.vocab_size} codes; use the one that the target was trained on"
             )
         if self.text_encoder is not None and self.text_encoder.width != config.caption_dim:
             raise ValueError(
-                f"text encoder and target do not fit: features have {self.text_encoder.width} and {config.caption_dim}"
-                f" channels; take the encoder the target was trained on"
+                f"text encoder and target are incompatible: features have {self.text_encoder.width} and"
+                f" {config.caption_dim} channels; use the encoder that the target was trained on"
             )
 
 
 def _named_by(request: Request) -> str | None:
-    """`sd` if a draft is named: it takes any."""
+    """The method `sd` if a request names a draft: it takes any."""
     return "sd" if isinstance(request.draft, str) and request.draft in DRAFTS else None
 
 

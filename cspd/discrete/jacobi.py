@@ -1,4 +1,4 @@
-"""Jacobi decoding: the target drafts a window of codes for itself."""
+"""Jacobi decoding: the target drafts a window of tokens for itself."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from cspd.discrete.rules import (
     without,
 )
 from cspd.discrete.runner import VQRunner
-from cspd.discrete.trees import Judged, Shape, follow, judge_siblings
+from cspd.discrete.trees import Shape, SiblingVerdicts, follow, verify_siblings
 from cspd.method import Method
 from cspd.noise import MAX_INDEX, Purpose, check_indices
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
 
-# Jacobi windows: their shape, a comb; what is in them, and what becomes of it; the random numbers of a round.
+# Jacobi windows: their shape (a comb), their contents, the outcome of verifying them, and a round's random numbers.
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Comb:
     """The nodes of a window: the root, the first path, then the siblings.
 
     Attributes:
-        path: F, codes on the first path. depth: D, how many of them have siblings.
+        path: F, tokens on the first path. depth: D, how many of them have siblings.
         siblings: int64 [D, K - 1], their nodes.
-        shape: as a tree.
-        streams: purpose, places ahead and index of a round's uniform draws, int64 [n] each, in the order of `Draws`;
-            counts: how many are of each kind.
+        shape: the comb as a tree.
+        streams: the purpose, distance ahead and index of a round's uniform draws, int64 [n] each, in the order of
+            `Draws`. counts: the number of draws of each kind.
     """
 
     path: int
@@ -78,7 +78,7 @@ def _streams(path: int, siblings: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor]
     depth, beside = siblings.shape
     device = siblings.device
     check_indices(path + depth * beside, MAX_INDEX)  # of the last node
-    # up to F + 1 codes are committed, and the window behind them has F more
+    # up to F + 1 tokens are committed, and the window behind them has F more
     ahead = torch.arange(2 * path + 1, device=device)
     first = torch.zeros_like(ahead)
     level = torch.arange(depth, device=device).repeat_interleave(beside)
@@ -94,29 +94,32 @@ def _streams(path: int, siblings: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor]
     counts = [len(index) for _, _, index in kinds]
     purpose = torch.tensor([kind for kind, _, _ in kinds], device=device)
     purpose = purpose.repeat_interleave(torch.tensor(counts, device=device))
-    places = torch.cat([place for _, place, _ in kinds])
+    positions = torch.cat([position for _, position, _ in kinds])
     index = torch.cat([index for _, _, index in kinds])
-    return (purpose, places, index), counts
+    return (purpose, positions, index), counts
 
 
 class Window(NamedTuple):
-    """What is drafted: codes int64 [B, F] of the first path, their distributions Q [B, F, V], and siblings int64
-    [B, D, K - 1], -1 where there is none.
+    """A drafted window.
+
+    Attributes:
+        tokens: int64 [B, F], the first path. Q: [B, F, V], the distributions that these follow.
+        siblings: int64 [B, D, K - 1], -1 for a missing one.
     """
 
-    codes: Tensor
+    tokens: Tensor
     Q: Tensor
     siblings: Tensor
 
 
 class Verdict(NamedTuple):
-    """What became of a window.
+    """The outcome of verifying a window.
 
     Attributes:
-        prefix: int64 [B], codes of the first path that are accepted. sibling: int64 [B], the code accepted after them
-            from beside the path, -1: none. accepted: int64 [B], how many that makes.
-        node: int64 [B], the last accepted one. rest: [B, V], the distribution of the code after it.
-        judged: bool [B, F], whether the rule judged a place. bound: [B], the sum of its local bounds.
+        prefix: int64 [B], the number of accepted tokens of the first path. sibling: int64 [B], the sibling accepted
+            after them, or -1. accepted: int64 [B], the number of both.
+        node: int64 [B], the last accepted one. rest: [B, V], the distribution of the token after it.
+        tried: bool [B, F], whether the rule verified a position. bound: [B], the sum of its local bounds.
     """
 
     prefix: Tensor
@@ -124,34 +127,34 @@ class Verdict(NamedTuple):
     accepted: Tensor
     node: Tensor
     rest: Tensor
-    judged: Tensor
+    tried: Tensor
     bound: Tensor
 
 
-def kept_windows(runner: VQRunner, path: int) -> tuple[Tensor, Tensor]:
-    """Codes int64 [slots, F] and Q [slots, F, V] that windows keep from round to round.
+def cached_windows(runner: VQRunner, path: int) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [slots, F] and Q [slots, F, V] of the windows, which last from round to round.
 
-    They are parts of the largest window's, made on first use, which stay: graphs read them where they are.
+    They are views of tensors for the largest window, allocated once on first use: graphs read them at fixed addresses.
     """
     if runner.windows is None:
         size = runner.num_slots, MOST_NODES - 1
-        codes = torch.zeros(size, dtype=torch.int64, device=runner.device)
-        runner.windows = codes, torch.zeros(*size, runner.config.vocab_size, device=runner.device)
-    codes, Q = runner.windows
-    return codes[:, :path], Q[:, :path]
+        tokens = torch.zeros(size, dtype=torch.int64, device=runner.device)
+        runner.windows = tokens, torch.zeros(*size, runner.config.vocab_size, device=runner.device)
+    tokens, Q = runner.windows
+    return tokens[:, :path], Q[:, :path]
 
 
 class Draws(NamedTuple):
-    """A round's random numbers: uniform draws, if nothing else is said.
+    """A round's random numbers, uniform draws except `fill`.
 
     Attributes:
-        codes: [B, 2F + 1], of the code so many places ahead of the committed ones, drawn or drawn again.
-        fill: int64 [B, 2F + 1], a code at random for each of these places.
-        siblings: [B, D, K - 1], of their codes.
-        path, beside: [B, F] and [B, D, K - 1], by which codes of the path, and siblings, are accepted.
+        tokens: [B, 2F + 1], to sample or resample the tokens at 0, 1, ... positions after the committed ones.
+        fill: int64 [B, 2F + 1], a random token for each of these positions.
+        siblings: [B, D, K - 1], to sample siblings.
+        path, beside: [B, F] and [B, D, K - 1], to accept tokens of the path, and siblings.
     """
 
-    codes: Tensor
+    tokens: Tensor
     fill: Tensor
     siblings: Tensor
     path: Tensor
@@ -159,30 +162,30 @@ class Draws(NamedTuple):
 
 
 def draw(runner: VQRunner, batch: Batch, comb: Comb) -> Draws:
-    """The random numbers of a round, by one pass of the generator."""
+    """The random numbers of a round, by one call of the generator."""
     draws = runner.uniform(batch, *comb.streams)
-    codes, fill, siblings, path, beside = draws.split(comb.counts, 1)
+    tokens, fill, siblings, path, beside = draws.split(comb.counts, 1)
     fill = (fill * runner.config.vocab_size).long()
     siblings, beside = (u.unflatten(1, comb.siblings.shape) for u in (siblings, beside))
-    return Draws(codes, fill, siblings, path, beside)
+    return Draws(tokens, fill, siblings, path, beside)
 
 
-def slide(runner: VQRunner, batch: Batch, codes: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
-    """Moves every window behind its committed codes: `codes` [B, F] and their P move up, random codes follow."""
-    path, vocabulary = codes.shape[1], P.shape[-1]
-    kept_codes, kept_Q = kept_windows(runner, path)
+def slide(runner: VQRunner, batch: Batch, tokens: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
+    """Moves every window behind its committed tokens: `tokens` [B, F] and their P move up, random tokens follow."""
+    path, vocabulary = tokens.shape[1], P.shape[-1]
+    cached_tokens, cached_Q = cached_windows(runner, path)
     first = accepted.unsqueeze(1) + 1
-    place = first + steps(path, runner.device)  # in the old window
-    following = torch.cat([codes, draws.fill[:, path:]], 1)
-    kept_codes[batch.slot] = following.gather(1, place)
+    position = first + steps(path, runner.device)  # in the old window
+    following = torch.cat([tokens, draws.fill[:, path:]], 1)
+    cached_tokens[batch.slot] = following.gather(1, position)
 
-    source = place.clamp(max=path - 1).unsqueeze(-1)
+    source = position.clamp(max=path - 1).unsqueeze(-1)
     Q = P.gather(1, source.expand(-1, -1, vocabulary))
-    inside = (place < path).unsqueeze(-1)
-    kept_Q[batch.slot] = torch.where(inside, Q, 1 / vocabulary)
+    inside = (position < path).unsqueeze(-1)
+    cached_Q[batch.slot] = torch.where(inside, Q, 1 / vocabulary)
 
 
-# Jacobi decoding with the request's own draws: each code is a function of those before it, and the window iterates
+# Jacobi decoding with the request's own draws: each token is a function of those before it, and the window iterates
 # towards its fixed point, which is the image of `ar`.
 #
 # Sources:
@@ -191,73 +194,79 @@ def slide(runner: VQRunner, batch: Batch, codes: Tensor, P: Tensor, accepted: Te
 #
 # A round:
 #
-# 1. Draft. The window's codes come from the round before, and so do K - 1 siblings beside each of the first D.
-# 2. Verify. One forward of the target over all of them, and one draw after each node, at its position's own number.
-# 3. Commit the codes that are what is drawn after those before them, and the code that is drawn after the last.
-# 4. Redraw. What was drawn along the first path is the next window: codes that had settled stay as they are.
+# 1. Draft. The window's tokens come from the round before, and so do K - 1 siblings beside each of the first D.
+# 2. Verify. One forward pass of the target over all of them, and one sample after each node by its position's own draw.
+# 3. Commit the tokens that equal the samples after their predecessors, and the sample after the last of these.
+# 4. Redraw. The samples along the first path are the next window: tokens that had converged stay as they are.
 
 
-def kept_nodes(runner: VQRunner) -> Tensor:
-    """int64 [slots, N], the drafted nodes that windows keep from round to round, made on first use."""
+def cached_nodes(runner: VQRunner) -> Tensor:
+    """The drafted nodes of the windows, int64 [slots, N], which last from round to round. Allocated on first use."""
     if runner.nodes is None:
         runner.nodes = torch.zeros(runner.num_slots, MOST_NODES, dtype=torch.int64, device=runner.device)
     return runner.nodes
 
 
-def judge_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
+def run_same_image(runner: VQRunner, batch: Batch) -> Tensor:
     """The round but for what the CPU counts: its `outcome`."""
     request = batch.request
     comb = comb_of(request.window, request.pd_k or 1, request.pd_d or 0, runner.device)
-    codes = _draft_same_image(runner, batch, comb)
-    features = runner.features(batch, codes, depth=comb.shape.depth, seen=comb.shape.seen)
+    tokens = _draft_same_image(runner, batch, comb)
+    features = runner.features(batch, tokens, depth=comb.shape.depth, seen=comb.shape.seen)
     P = runner.distributions(batch, features)
     drawn = sample(P, runner.drawn(batch, comb.shape.depth))
-    verified = follow(comb.shape, codes, drawn, runner.seq_len - batch.known_t)
-    commit(runner, batch, Drafted(comb.shape, codes, None), verified)
+    verified = follow(comb.shape, tokens, drawn, runner.seq_len - batch.num_committed)
+    commit(runner, batch, Drafted(comb.shape, tokens, None), verified)
     _redraw(runner, batch, comb, P, drawn, verified.count)
     accepted = steps(comb.shape.height, runner.device) < verified.count.unsqueeze(1)
-    return outcome(runner, verified.count, verified.bound, verified.judged, accepted)
+    return outcome(runner, verified.count, verified.bound, verified.tried, accepted)
 
 
 def _draft_same_image(runner: VQRunner, batch: Batch, comb: Comb) -> Tensor:
-    """Codes int64 [B, N] of the root and of the nodes that the round before left; a new request's are guesses."""
-    kept = kept_nodes(runner)[batch.slot, : comb.shape.num_nodes - 1]
+    """Tokens int64 [B, N] of the root and of the nodes from the round before, or guesses for a new request."""
+    nodes = cached_nodes(runner)[batch.slot, : comb.shape.num_nodes - 1]
     guesses = _guesses(runner, batch, steps(comb.path, runner.device))
     guesses = functional.pad(guesses, (0, comb.siblings.numel()), value=-1)  # no two siblings are alike
-    drafted = torch.where((batch.iteration == 0).unsqueeze(1), guesses, kept)
+    drafted = torch.where((batch.iteration == 0).unsqueeze(1), guesses, nodes)
     return torch.cat([runner.last(batch, 1)[0], drafted], 1)
 
 
 def _guesses(runner: VQRunner, batch: Batch, ahead: Tensor) -> Tensor:
-    """Codes as a uniform distribution would give them at the draws of places so far ahead."""
+    """Tokens that the request's own draws, for the positions `ahead`, would sample from a uniform distribution."""
     return (runner.drawn(batch, ahead) * runner.config.vocab_size).long()
 
 
 def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor, count: Tensor) -> None:
-    """Keeps the nodes of the next round: codes along the first path, moved up behind what is committed, and beside
-    them those that the target's distributions there, P [B, N, V], make likely.
+    """Stores the nodes of the next round.
+
+    The first path is the target's samples behind the committed tokens. Siblings are the tokens that the target's
+    distributions P [B, N, V] at the same positions make likely.
     """
     path = comb.path
-    place = (
-        count.unsqueeze(1) + 1 + steps(path, runner.device)
-    )  # in the old window, where the last is that of P after it
-    inside = place <= path
-    place_inside = place.clamp(max=path)
-    codes = torch.where(inside, drawn.gather(1, place_inside), _guesses(runner, batch, place))
-    nodes = codes
+    # positions in the old window; P has one more, after its last token
+    position = count.unsqueeze(1) + 1 + steps(path, runner.device)
+    inside = position <= path
+    position_inside = position.clamp(max=path)
+    tokens = torch.where(inside, drawn.gather(1, position_inside), _guesses(runner, batch, position))
+    nodes = tokens
     if comb.depth:
-        each = steps(len(codes), runner.device).unsqueeze(1)
-        Q = P[each, place_inside[:, : comb.depth]]
-        u = runner.drawn(batch, place[:, : comb.depth])
-        left = without(nearby(Q, u), codes[:, : comb.depth])
-        siblings = likeliest(left, comb.siblings.shape[1])
-        possible = left.gather(-1, siblings.clamp(min=0)) > 0  # or else it may be the path's own code
-        siblings = torch.where(possible, siblings, -1)
-        nodes = torch.cat([codes, siblings.flatten(1)], 1)
-    kept_nodes(runner)[batch.slot, : nodes.shape[1]] = nodes
+        each = steps(len(tokens), runner.device).unsqueeze(1)
+        Q = P[each, position_inside[:, : comb.depth]]
+        u = runner.drawn(batch, position[:, : comb.depth])
+        left = without(nearby(Q, u), tokens[:, : comb.depth])
+        siblings = _likeliest_siblings(left, comb)
+        nodes = torch.cat([tokens, siblings.flatten(1)], 1)
+    cached_nodes(runner)[batch.slot, : nodes.shape[1]] = nodes
 
 
-# Speculative Jacobi decoding: the target drafts for itself, a window of codes at a time.
+def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
+    """The likeliest siblings int64 [B, D, K - 1] by what the path's own tokens leave, [B, D, V]; -1 if it is 0."""
+    siblings = likeliest(left, comb.siblings.shape[1])
+    possible = left.gather(-1, siblings.clamp(min=0)) > 0  # otherwise it may be the path's own token
+    return torch.where(possible, siblings, -1)
+
+
+# Speculative Jacobi decoding: the target drafts for itself, a window of tokens at a time.
 #
 # Sources:
 #     SJD: Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi
@@ -269,20 +278,18 @@ def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor
 #
 # A round:
 #
-# 1. Draft. The window's codes, and the distributions Q that they follow, come from the round before. Proactive
-#    drafting
-#    (section 4.1) puts K - 1 siblings beside each of the first D codes.
-# 2. Verify. One forward of the target over all of them gives P.
-# 3. Judge. The longest accepted prefix of the window is kept (section 3.3). Where a code is rejected, its siblings are
-#    judged against what is left of P (appendix A.3).
-# 4. Commit the accepted codes and one more, sampled from P or from what the rejections left of it.
-# 5. Redraw the codes behind them. SJD draws all of them from P (section 3.3). Adaptive continuation (section 4.2),
-#    which
-#    MC-SJD calls maximal coupling, keeps those that the exact rule accepts, and draws the others from what a rejection
-#    leaves of P. Either way they follow P, which is the next round's Q.
-# 6. Slide the window behind the committed codes. New places get codes at random.
+# 1. Draft. The window's tokens, and the distributions Q that they follow, come from the round before. Proactive
+#    drafting (section 4.1) adds K - 1 siblings to each of the first D tokens.
+# 2. Verify. One forward pass of the target over all of them gives P.
+# 3. Decide. The longest accepted prefix of the window is committed (section 3.3). If a token is rejected, its siblings
+#    are verified against what is left of P (appendix A.3).
+# 4. Commit the accepted tokens and one more, sampled from P or from what the rejections left of it.
+# 5. Redraw the tokens behind them. SJD draws all of them from P (section 3.3). Adaptive continuation (section 4.2),
+#    which MC-SJD calls maximal coupling, retains those that the exact rule accepts, and draws the others from what a
+#    rejection leaves of P. Either way they follow P, which is the next round's Q.
+# 6. Slide the window behind the committed tokens. New positions get random tokens.
 #
-# This is the round of `coupling="maximal"`; `cspd.discrete.jacobi` has that of same-image coupling.
+# This is the round of `coupling="maximal"`; that of same-image coupling is above.
 #
 # The window is a comb: siblings are children of the first path and have none of their own, since the paper's full
 # K-ary tree (84 nodes at K = 4, D = 3) does not fit into a window of 64. Guarantee: that of the rule, see
@@ -290,17 +297,18 @@ def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor
 
 
 def run_jacobi_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
-    """Judges every window by one forward of the target, commits the accepted prefix and one code more (two after a
-    sibling), drafts the rest anew, and returns the sequences that are finished.
+    """Runs one round: verifies every window, commits its accepted prefix and one more token, and redraws the rest.
+
+    Returns the finished sequences.
     """
     request = sequences[0].request
     if request.coupling == "same-image":
-        return run(runner, sequences, watch, judge_and_redraw, state=(kept_nodes(runner),))
+        return run(runner, sequences, watch, run_same_image, state=(cached_nodes(runner),))
     comb = comb_of(request.window, request.pd_k, request.pd_d, runner.device)
-    return run(runner, sequences, watch, _judge_and_redraw, state=kept_windows(runner, comb.path))
+    return run(runner, sequences, watch, _verify_and_redraw, state=cached_windows(runner, comb.path))
 
 
-def _judge_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
+def _verify_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
     """The round but for what the CPU counts: its `outcome`."""
     request = batch.request
     rule = rule_of(request)
@@ -310,90 +318,88 @@ def _judge_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
 
     window = _draft(runner, batch, comb, rule, draws)
     P = _verify(runner, batch, comb, rule, window)
-    on_path = _judge_path(rule, window, P, draws, near)
-    room = runner.seq_len - batch.known_t
-    verdict = _judge(rule, comb, window, P, on_path, draws, room, near)
+    on_path = _verify_path(rule, window, P, draws, near)
+    room = runner.seq_len - batch.num_committed
+    verdict = _verdict(rule, comb, window, P, on_path, draws, room, near)
     _commit(runner, batch, comb, window, verdict, draws)
-    codes = _redraw_path(rule, window, P, on_path, draws, request.continuation)
-    slide(runner, batch, codes, P, verdict.accepted, draws)
+    tokens = _redraw_path(rule, window, P, on_path, draws, request.continuation)
+    slide(runner, batch, tokens, P, verdict.accepted, draws)
 
     accepted = steps(comb.path, runner.device) < verdict.accepted.unsqueeze(1)
-    return outcome(runner, verdict.accepted, verdict.bound, verdict.judged, accepted)
+    return outcome(runner, verdict.accepted, verdict.bound, verdict.tried, accepted)
 
 
 def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
-    """The window that the round before left, and siblings beside it; a new request's is filled with random codes."""
+    """The window that the round before left, and siblings beside it; a new request's is filled with random tokens."""
     vocabulary = runner.config.vocab_size
-    codes, Q = (kept[batch.slot] for kept in kept_windows(runner, comb.path))
+    tokens, Q = (cached[batch.slot] for cached in cached_windows(runner, comb.path))
     is_new = (batch.iteration == 0).unsqueeze(1)
-    codes = torch.where(is_new, draws.fill[:, : comb.path], codes)
+    tokens = torch.where(is_new, draws.fill[:, : comb.path], tokens)
     Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)
 
-    # proactive drafting (section 4.1): K candidates without replacement, of which the path's code is the first
+    # proactive drafting (section 4.1): K candidates without replacement, of which the path's token is the first
     if not comb.depth:
-        return Window(codes, Q, codes.new_empty(len(codes), 0, 0))
+        return Window(tokens, Q, tokens.new_empty(len(tokens), 0, 0))
     shallow = slice(comb.depth)
-    left = without(Q[:, shallow], codes[:, shallow])
+    left = without(Q[:, shallow], tokens[:, shallow])
     if not rule.greedy:
-        return Window(codes, Q, draw_siblings(left, draws.siblings))
-    siblings = likeliest(left, comb.siblings.shape[1])
-    possible = left.gather(-1, siblings.clamp(min=0)) > 0
-    return Window(codes, Q, torch.where(possible, siblings, -1))
+        return Window(tokens, Q, draw_siblings(left, draws.siblings))
+    return Window(tokens, Q, _likeliest_siblings(left, comb))
 
 
 def _verify(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, window: Window) -> Tensor:
-    """P [B, N, V], the target's distribution after each node: one forward (line 2)."""
+    """P [B, N, V], the target's distribution after each node: one forward pass (line 2)."""
     root = runner.last(batch, 1)[0]
-    nodes = torch.cat([root, window.codes, window.siblings.flatten(1)], 1)
+    nodes = torch.cat([root, window.tokens, window.siblings.flatten(1)], 1)
     features = runner.features(batch, nodes, depth=comb.shape.depth, seen=comb.shape.seen)
     return runner.distributions(batch, features, soft=rule.greedy)
 
 
-def _judge_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tensor | None = None) -> Judged:
-    """Judges every code of the first path on its own, with p_i = P after the old codes before it (lines 5 to 8)."""
-    path = window.codes.shape[1]
+def _verify_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tensor | None = None) -> SiblingVerdicts:
+    """Verifies every token of the first path on its own, with p_i = P after the old tokens before it (lines 5 to 8)."""
+    path = window.tokens.shape[1]
     depth = steps(path + 1, P.device)[1:]
-    codes, uniforms = window.codes.unsqueeze(-1), draws.path.unsqueeze(-1)
-    return judge_siblings(rule, P[:, :path], window.Q, codes, uniforms, depth, near)
+    tokens, uniforms = window.tokens.unsqueeze(-1), draws.path.unsqueeze(-1)
+    return verify_siblings(rule, P[:, :path], window.Q, tokens, uniforms, depth, near)
 
 
-def _judge(
+def _verdict(
     rule: Rule,
     comb: Comb,
     window: Window,
     P: Tensor,
-    on_path: Judged,
+    on_path: SiblingVerdicts,
     draws: Draws,
     room: Tensor,
     near: Tensor | None,
 ) -> Verdict:
     """The longest accepted prefix of the first path, and what becomes of the siblings behind it.
 
-    `room`: int64 [B], codes that are still to come: no more are judged.
+    `room`: int64 [B], tokens that are still to come: no more are verified.
     """
     # the longest accepted prefix (section 3.3)
     levels = steps(comb.path, P.device)
     accepted = (on_path.index == 0) & (levels < room.unsqueeze(1))
     prefix = accepted.int().cumprod(1).sum(1)
     rejected = prefix < room.clamp(max=comb.path)
-    judged = levels < (prefix + rejected).unsqueeze(1)
-    bound = on_path.bound(judged).sum(1)
+    tried = levels < (prefix + rejected).unsqueeze(1)
+    bound = on_path.bound(tried).sum(1)
 
-    # beside the rejected code
+    # beside the rejected token
     residual = P[:, : comb.path] if rule.greedy else on_path.residual
-    sibling, node, beside = _judge_beside(rule, comb, window, residual, prefix, rejected, draws, near)
+    sibling, node, beside = _verify_beside(rule, comb, window, residual, prefix, rejected, draws, near)
     found = sibling >= 0
 
-    # the code after the accepted ones
+    # the token after the accepted ones
     each = steps(len(P), P.device)
     node = torch.where(found, node, prefix)
     all_rejected = (rejected & ~found).unsqueeze(1)
     rest = torch.where(all_rejected, beside.residual, rule.target(P[each, node]))
     bound = bound + beside.bound(rejected)
-    return Verdict(prefix, sibling, prefix + found, node, rest, judged, bound)
+    return Verdict(prefix, sibling, prefix + found, node, rest, tried, bound)
 
 
-def _judge_beside(
+def _verify_beside(
     rule: Rule,
     comb: Comb,
     window: Window,
@@ -402,62 +408,64 @@ def _judge_beside(
     rejected: Tensor,
     draws: Draws,
     near: Tensor | None,
-) -> tuple[Tensor, Tensor, Judged]:
-    """Judges the siblings of rejected codes: the accepted one's code, -1 for none, and node, int64 [B].
+) -> tuple[Tensor, Tensor, SiblingVerdicts]:
+    """Verifies the siblings of rejected tokens. Returns the accepted sibling's token, or -1, and node, int64 [B].
 
-    `residual`: [B, F, V], what the rejection of a code leaves of P (appendix A.3, eq. 8 with k = 1).
+    `residual`: [B, F, V], what the rejection of a token leaves of P (appendix A.3, eq. 8 with k = 1).
     """
     each = steps(len(prefix), prefix.device)
     level = prefix.clamp(max=comb.path - 1)
     residual = residual[each, level]
     if not comb.depth:
         none = torch.full_like(prefix, -1)
-        return none, none, Judged(none, rule.target(residual), none.unsqueeze(1) >= 0, bounds=None)
+        return none, none, SiblingVerdicts(none, rule.target(residual), none.unsqueeze(1) >= 0, bounds=None)
 
     row = prefix.clamp(max=comb.depth - 1)
     has_siblings = rejected & (prefix < comb.depth)
     siblings = window.siblings[each, row]
     candidates = torch.where(has_siblings.unsqueeze(1), siblings, -1)
-    left = without(window.Q[each, level], window.codes[each, level])  # eq. 7 with k = 2
-    judged = judge_siblings(rule, residual, left, candidates, draws.beside[each, row], level + 1, near)
+    left = without(window.Q[each, level], window.tokens[each, level])  # eq. 7 with k = 2
+    tried = verify_siblings(rule, residual, left, candidates, draws.beside[each, row], level + 1, near)
 
-    chosen = judged.index.clamp(min=0)
-    code = torch.where(judged.index >= 0, candidates[each, chosen], -1)
-    return code, comb.siblings[row, chosen], judged
+    chosen = tried.index.clamp(min=0)
+    token = torch.where(tried.index >= 0, candidates[each, chosen], -1)
+    return token, comb.siblings[row, chosen], tried
 
 
 def _commit(runner: VQRunner, batch: Batch, comb: Comb, window: Window, verdict: Verdict, draws: Draws) -> None:
-    """Commits the accepted prefix, the sibling after it if one was accepted, and one code more."""
+    """Commits the accepted prefix, the sibling after it if one was accepted, and one token more."""
     prefix, sibling, accepted, node, rest, _, _ = (part.unsqueeze(1) for part in verdict)
-    last = sample(rest, draws.codes.gather(1, accepted))
+    last = sample(rest, draws.tokens.gather(1, accepted))
 
     level = steps(comb.path + 1, runner.device)
-    codes = functional.pad(window.codes, (0, 1))
-    codes = torch.where((sibling >= 0) & (level == prefix), sibling, codes)
-    codes = torch.where(level == accepted, last, codes)
-    runner.commit(batch, codes, token_cost=(level < accepted).float())
+    tokens = functional.pad(window.tokens, (0, 1))
+    tokens = torch.where((sibling >= 0) & (level == prefix), sibling, tokens)
+    tokens = torch.where(level == accepted, last, tokens)
+    runner.commit(batch, tokens, token_cost=(level < accepted).float())
 
-    if comb.depth:  # a sibling's keys and values go where those of the rejected code are
+    if comb.depth:  # a sibling's keys and values go where those of the rejected token are
         nodes = level[: comb.depth + 1]
         moved = (sibling >= 0) & (nodes == prefix + 1)
         runner.compact(batch, torch.where(moved, node, nodes))
 
 
-def _redraw_path(rule: Rule, window: Window, P: Tensor, on_path: Judged, draws: Draws, continuation: bool) -> Tensor:
-    """Codes int64 [B, F] that follow P, for the next round's window.
+def _redraw_path(
+    rule: Rule, window: Window, P: Tensor, on_path: SiblingVerdicts, draws: Draws, continuation: bool
+) -> Tensor:
+    """Tokens int64 [B, F] that follow P, for the next round's window.
 
     SJD draws them all (section 3.3). Adaptive continuation keeps those that are accepted, and draws the others from
     what the rejection leaves of P (section 4.2, lines 8 to 11).
     """
-    path = window.codes.shape[1]
-    u = draws.codes[:, :path]
-    # always by the exact rule: codes that a relaxed one keeps do not follow P, which the next round takes for their Q
+    path = window.tokens.shape[1]
+    u = draws.tokens[:, :path]
+    # always by the exact rule: tokens that a relaxed one keeps do not follow P, which the next round takes for their Q
     exact = Rule(greedy=rule.greedy)
     if not continuation:
         return sample(exact.target(P[:, :path]), u)
     if rule.name != "exact":
-        on_path = _judge_path(exact, window, P, draws)
-    return torch.where(on_path.index == 0, window.codes, sample(on_path.residual, u))
+        on_path = _verify_path(exact, window, P, draws)
+    return torch.where(on_path.index == 0, window.tokens, sample(on_path.residual, u))
 
 
 OPTIONS = (

@@ -16,9 +16,9 @@ from cspd.discrete.gpt import VQModel, steps
 from cspd.option import VQ_OPTIONS, Option, check_integer
 from cspd.request import Request
 
-# Distributions of VQ codes: from logits, the same for target and draft, and draws from them.
+# Distributions over the V codes of the codebook: computed from logits, for target and draft alike, and sampled from.
 #
-# Probabilities are [..., V] in float32 or wider, with any leading dimensions. Uniform draws come in as arguments.
+# Probabilities are [..., V] in float32 or wider, with any leading dimensions. Uniform draws are arguments.
 
 TINY = torch.finfo(torch.float32).tiny
 LEAST_TEMPERATURE = 1e-5  # LlamaGen's
@@ -26,7 +26,7 @@ SPREAD = 0.1  # of `nearby`: how far a draft's distribution function is from the
 
 
 def guide(logits: Tensor, scale: Tensor) -> Tensor:
-    """null + s (conditional - null) of logits [2, B, ..., V], the null class second, s [B]; without null, as it is."""
+    """Guided logits u + s (c - u) [B, ..., V] of logits (c, u) [2, B, ..., V] and s [B]; of logits [1, ...], these."""
     if len(logits) == 1:
         return logits[0]
     conditional, null = logits
@@ -35,11 +35,11 @@ def guide(logits: Tensor, scale: Tensor) -> Tensor:
 
 
 class Filter(NamedTuple):
-    """Which codes are kept, of each sequence. Codes as likely as the last kept one are kept too.
+    """Top-k and top-p of each sequence. Codes as likely as the least likely one that passes, pass too.
 
     Attributes:
-        count: int64 [B], the likeliest so many. mass: [B], then the fewest that reach it; 2 keeps all.
-        most: the largest count, on the CPU.
+        count: int64 [B], k of top-k. mass: [B], p of top-p among these; 2 lets all pass. most: the largest count, on
+            the CPU.
     """
 
     count: Tensor
@@ -48,9 +48,9 @@ class Filter(NamedTuple):
 
 
 def filter_numbers(top_k: list[int], top_p: list[float], vocabulary: int) -> tuple[list[int], list[float], int]:
-    """The numbers of a `Filter` by top-k, 0 for all, and top-p, 1 for all; `most` is 0 where all keep all."""
+    """The numbers of a `Filter` by top-k, 0 for all, and top-p, 1 for all; `most` is 0 if no sequence filters."""
     counts = [min(k, vocabulary) or vocabulary for k in top_k]
-    masses = [p if p < 1 else 2.0 for p in top_p]  # where p is 1 rounding must not cut the tail
+    masses = [p if p < 1 else 2.0 for p in top_p]  # at p = 1 rounding must not cut the tail
     filters = any(top_k) or min(top_p) < 1
     return counts, masses, max(counts) if filters else 0
 
@@ -70,7 +70,7 @@ def probabilities(logits: Tensor, temperature: Tensor, kept: Filter | None = Non
 
 
 def _least_kept(logits: Tensor, kept: Filter, per_sequence: list[int]) -> Tensor:
-    """The least logit that is kept [B, ..., 1]."""
+    """The least logit that passes the filter [B, ..., 1]."""
     ordered = logits.topk(kept.most).values
 
     # top-k
@@ -97,9 +97,8 @@ def point(x: Tensor, like: Tensor) -> Tensor:
 def sample(P: Tensor, u: Tensor) -> Tensor:
     """Codes int64 [...] from weights P [..., V] and uniform draws u [...], by the inverse distribution function.
 
-    It takes one uniform draw a code, where Gumbel-max would take V. Sums are in float64, and those at codes of weight 0
-    do not count: no such code is ever returned, whatever u and the rounding. Where all weights are 0, or one is NaN,
-    there is no code: -1.
+    One uniform draw per token suffices; Gumbel-max would need V. Sums are in float64 and cannot rise at codes of weight
+    0, so such a code is never returned, whatever u and the rounding. If all weights are 0, or one is NaN, returns -1.
     """
     code, total = _drawn(P.double(), _below_one(u))
     return torch.where(total > 0, code, -1)
@@ -112,7 +111,7 @@ def _below_one(u: Tensor) -> Tensor:
 def _drawn(P: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [...] from float64 weights [..., V] and draws [...], and the weights' sum: above 0 if there is a code."""
     sums = P.cumsum(-1)
-    if _adds_in_parallel(P.device):  # where nothing is added, such sums may still rise or fall
+    if _adds_in_parallel(P.device):  # parallel sums may change even where 0 is added
         sums = sums.masked_fill(P <= 0, 0).cummax(-1).values
     total = sums[..., -1]
     level = u * total
@@ -121,14 +120,14 @@ def _drawn(P: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _adds_in_parallel(device: torch.device) -> bool:
-    """Whether sums along a row are not those of a loop over it."""
+    """Whether cumulative sums are computed in parallel, and so round differently from a loop."""
     return device.type == "cuda"
 
 
 def without(Q: Tensor, x: Tensor) -> Tensor:
     """Q for the sibling after codes x [...]: [..., V], x zeroed, renormalised; 0 if nothing is left.
 
-    Where there is no code, -1, nothing of Q is left or it is damaged, and it does not matter which one is zeroed.
+    x is -1 only if nothing of Q is left or Q is damaged; then it does not matter which code is zeroed.
     """
     left = Q.scatter(-1, x.clamp(min=0).unsqueeze(-1), 0)
     total = left.sum(-1, keepdim=True)
@@ -136,8 +135,9 @@ def without(Q: Tensor, x: Tensor) -> Tensor:
 
 
 def where_rows(mask: Tensor, rows: Tensor, others: Tensor | float) -> Tensor:
-    """torch.where(mask, rows, others) of rows [..., V], mask [..., 1], where it is mostly true. A CPU may look whether
-    that is all of the rows; on a GPU that would be waiting for it.
+    """torch.where(mask, rows, others) of rows [..., V] and mask [..., 1], fast if the mask is true everywhere.
+
+    Only a CPU tests that: on a GPU the test would be a synchronisation.
     """
     if mask.device.type == "cpu" and mask.all():
         return rows
@@ -178,7 +178,7 @@ def likeliest(Q: Tensor, count: int) -> Tensor:
     return functional.pad(found, (0, count - found.shape[-1]), value=-1)
 
 
-# What rules for drafted VQ codes compute: f, the probability of acceptance, G, what is sampled else, and the bound.
+# The parts of a rule: f, the acceptance probability; G, the distribution after a rejection; and the bound.
 #
 # Pure functions on probabilities [..., V], P of the target and Q of the draft, float32 or float64; any leading
 # dimensions (sequences, positions, tree nodes).
@@ -194,7 +194,7 @@ def likeliest(Q: Tensor, count: int) -> Tensor:
 #     gsd: So et al., "Grouped Speculative Decoding for Autoregressive Image Generation", arXiv 2508.07747, and its
 #         authors' code.
 
-MOST_JUDGED_AT_ONCE = 2**22  # numbers gathered at a time
+MOST_JUDGED_AT_ONCE = 2**22  # probabilities gathered at a time, which bounds memory
 LAST = torch.iinfo(torch.int64).max
 
 
@@ -254,14 +254,15 @@ def grouped(P: Tensor, Q: Tensor, group: int, gap: float) -> Tensor:
 
 
 def grouped_code(P: Tensor, Q: Tensor, x: Tensor, group: int, gap: float) -> Tensor:
-    """`grouped` of codes x [..., 1] only: f [..., 1]. In float32 no row is put in order."""
+    """`grouped` of codes x [..., 1] only: f [..., 1]. In float32 it takes a top-k instead of sorting rows."""
     if P.dtype == torch.float64:
         return grouped(P, Q, group, gap).gather(-1, x)
-    # a number for each code, in that order: P in float64, the last bits of which are free for the index
-    place = P.double().view(torch.int64) + steps(P.shape[-1], P.device)
-    own, most = place.gather(-1, x), P.shape[-1]
-    before = place.masked_fill(place >= own, -1).topk(min(group // 2, most))
-    after = place.masked_fill(place <= own, LAST).topk(min((group - 1) // 2, most), largest=False)
+    # An integer for each code that sorts as (P, index) does. The bits of a float64 >= 0, read as an integer, sort as
+    # the float does, and the lowest 29 bits of a float32 turned into float64 are 0: the index is added there.
+    order_key = P.double().view(torch.int64) + steps(P.shape[-1], P.device)
+    own, most = order_key.gather(-1, x), P.shape[-1]
+    before = order_key.masked_fill(order_key >= own, -1).topk(min(group // 2, most))
+    after = order_key.masked_fill(order_key <= own, LAST).topk(min((group - 1) // 2, most), largest=False)
     codes = torch.cat([x, before.indices, after.indices], -1)
     is_there = torch.cat([own >= 0, before.values >= 0, after.values < LAST], -1)
 
@@ -378,10 +379,10 @@ def linear(depth: Tensor | int, delta: float, length: int, ell: int = 8) -> Tens
     return delta * length * (ell - depth) / total
 
 
-# Rules for drafted VQ codes: accept x with probability f(x), else sample from G (`cspd.discrete.rules`).
+# A rule accepts a drafted code x with probability f(x), and otherwise samples from G.
 #
-# A rule is a name and its parameters. Any rule judges any draft: candidates that were drawn from Q, and candidates
-# that were chosen, which are point masses, Q = 1 at that code.
+# It is a name and its parameters. Any rule verifies any draft: candidates that were sampled from Q, and candidates that
+# were chosen, for which Q is the point mass at that code.
 
 SCHEDULES = ("exponential", "linear")
 METRICS = ("l2", "cosine", "raw")
@@ -517,17 +518,17 @@ class Rule:
 
     @property
     def pools(self) -> bool:
-        """Whether it looks at neighbours."""
+        """Whether its f depends on neighbours in the codebook."""
         return self.name in ("lantern", "lantern++")
 
     @property
     def groups(self) -> bool:
-        """Whether it looks at the codes of similar probability."""
+        """Whether its f depends on codes of similar probability."""
         return self.name == "gsd"
 
     @property
     def follows_f(self) -> bool:
-        """Whether what it resamples from, G, follows from f at all codes."""
+        """Whether its G needs f at all codes."""
         return self.optimal and not self.published
 
     @property
@@ -545,7 +546,7 @@ class Rule:
         return exponential(depth, self.delta, self.length, self.nu)
 
     def target(self, P: Tensor) -> Tensor:
-        """What is to be sampled from: P, or the point mass at its argmax."""
+        """The distribution to sample from: P, or at temperature 0 the point mass at its argmax."""
         return likeliest_point(P) if self.greedy else P
 
     def accept(
@@ -646,8 +647,13 @@ def _rule(name: str, length: int | None, greedy: bool, *parameters: tuple[str, o
     return Rule(name, length=length, greedy=greedy, **dict(parameters))
 
 
+def is_jacobi(request: Request) -> bool:
+    """Whether a request's method is Jacobi decoding: only these have the option `pd_k`."""
+    return request.pd_k is not None
+
+
 def rule_of(request: Request) -> Rule:
-    """The rule a request asks for, its schedule over as many depths as are drafted, of a window at most WINDOW_CAP.
+    """The rule of a request. Its schedule spans the drafted depths; of a Jacobi window at most WINDOW_CAP.
 
     Raises:
         ValueError: a parameter is missing or out of range, or two contradict each other.
@@ -655,11 +661,15 @@ def rule_of(request: Request) -> Rule:
     given = {option.name: getattr(request, option.name) for option in PARAMETERS[request.rule]}
     if given.get("published"):
         if given["optimal"]:
-            raise ValueError("optimal=True and published=True ask for two ways to resample: give one of them")
+            raise ValueError(
+                "optimal=True and published=True are mutually exclusive: they select different residual distributions."
+                " Pass only one"
+            )
         given["metric"] = given["metric"] or "raw"
     parameters = [(name, value) for name, value in given.items() if value is not None]
     length = request.gamma
-    if request.pd_k is not None:  # of a window: the first path, as far as a schedule goes
+    if is_jacobi(request):
+        # the schedule spans the first path of the window, up to its cap
         path = request.window - (request.pd_k - 1) * request.pd_d
         length = min(path, WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP)
     return _rule(request.rule, length, request.temperature == 0, *parameters)
@@ -697,14 +707,14 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
     return tuple(options)
 
 
-# Which VQ codes are near each other, for rules that pool the probability of near codes.
+# Neighbours in the codebook, for rules that pool the probability of near codes.
 
 MOST_COMPARED_AT_ONCE = 2**22  # distances at a time
 _TABLES: weakref.WeakKeyDictionary[VQModel, dict[str, Tensor]] = weakref.WeakKeyDictionary()  # by metric
 
 
 def near_codes(tokenizer: VQModel, metric: str, k: int) -> Tensor:
-    """`neighbours` of the tokenizer's codes, at least k of each if there are so many; found once."""
+    """`neighbours` of the tokenizer's codes, at least k of each if the codebook has them; computed once."""
     tables = _TABLES.setdefault(tokenizer, {})
     wanted = min(k, tokenizer.config.codebook_size - 1)
     if metric not in tables or tables[metric].shape[1] < wanted:
@@ -729,20 +739,20 @@ def neighbours(codebook: Tensor, k: int, metric: str = "l2") -> Tensor:
     for part in vectors.split(max(1, MOST_COMPARED_AT_ONCE // len(vectors))):
         # no matrix product: its rounding would reorder close neighbours
         distance = torch.cdist(part, vectors, compute_mode="donot_use_mm_for_euclid_dist")
-        distance.diagonal(start).fill_(math.inf)  # a code is no neighbour of its own
+        distance.diagonal(start).fill_(math.inf)  # a code is not its own neighbour
         near.append(_nearest(distance.float(), k))
         start += len(part)
     return torch.cat(near)
 
 
 def _nearest(distance: Tensor, k: int) -> Tensor:
-    """Where the k least of distance [n, V] are: int64 [n, k], least first, lower index at ties."""
+    """Indices of the k least of distance [n, V]: int64 [n, k], least first, lower index at ties."""
     farthest = distance.topk(k, largest=False).values[:, -1:]
     nearer = distance < farthest
-    # topk keeps any of those that tie for the last places: keep the lowest
+    # topk chooses arbitrarily among ties for the last places: choose the lowest indices
     tied = distance == farthest
-    places = k - nearer.sum(1, keepdim=True)
-    kept = nearer | (tied & (tied.cumsum(1) <= places))
-    index = kept.nonzero()[:, 1].view(-1, k)  # ascending in each row, which the stable sort keeps at ties
+    num_tied = k - nearer.sum(1, keepdim=True)
+    nearest = nearer | (tied & (tied.cumsum(1) <= num_tied))
+    index = nearest.nonzero()[:, 1].view(-1, k)  # ascending in each row, which the stable sort keeps at ties
     order = distance.gather(1, index).argsort(dim=1, stable=True)
     return index.gather(1, order)
