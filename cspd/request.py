@@ -181,8 +181,8 @@ class Inpainting:
         """
         if not self.is_picture and self.image.shape != shape:
             raise ValueError(
-                f"the given tokens are {list(self.image.shape)}, and this model's tokens are {list(shape)}: give tokens"
-                " of this model"
+                f"the given tokens are {list(self.image.shape)}, and this model's are {list(shape)}: give"
+                " tokens of this model"
             )
         length, mask = shape[0], self.mask
         if not isinstance(mask, Tensor):
