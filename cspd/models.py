@@ -1,4 +1,4 @@
-"""Models as the engine knows them: the protocol, names of classes, bundled folders, and how models are saved."""
+"""Models as the engine sees them: the protocol, names of classes, saved and bundled folders."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from cspd.terminal import choice, shortened
 from mar.checkpoint import named_size
 from mar.tensors import CheckpointError
 
-# The names of a model's classes: a request may name its class, and what is shown names it too.
+# The names of a model's classes, for requests and for everything that is shown.
 
 
 class ClassNames:
     """Names of the classes 0, 1, ... of a model.
 
     Args:
-        texts: of each class its names with commas between them, the one to show first; perhaps a colon and what it is
-            ("crane: large long-necked wading bird").
+        texts: for each class its names, separated by commas, the name to show first; a colon and a description may
+            follow ("crane: large long-necked wading bird").
     """
 
     def __init__(self, texts: Several[str]) -> None:
         self.texts = tuple(texts)
         self._names = [[name.strip() for name in text.partition(": ")[0].split(",")] for text in self.texts]
-        self._shown: dict[str, list[int]] = defaultdict(list)  # classes, by the names that are shown
-        self._known: dict[str, list[int]] = defaultdict(list)  # classes, by all their names
-        for label, (shown, *others) in enumerate(self._names):
-            self._shown[_plain(shown)].append(label)
-            for name in {_plain(each) for each in (shown, *others)}:
-                self._known[name].append(label)
+        self._by_shown_name: dict[str, list[int]] = defaultdict(list)
+        self._by_any_name: dict[str, list[int]] = defaultdict(list)
+        for label, names in enumerate(self._names):
+            self._by_shown_name[_plain(names[0])].append(label)
+            for name in set(map(_plain, names)):
+                self._by_any_name[name].append(label)
 
     def name_of(self, label: int | str | None) -> str:
-        """The name to show of a class, its number where it has none; None is no class."""
+        """The name to show for a class, or its number if it has no name; "no class" for None."""
         if not isinstance(label, int):
             return label or "no class"
         return self._names[label][0] if label < len(self._names) else str(label)
 
     def number_of(self, name: str) -> int:
-        """The class of a name, whose case does not matter, nor whether it has spaces, hyphens or underscores.
+        """The class with this name. Case is ignored; spaces, hyphens and underscores are equal.
 
-        A name that is shown of one class alone is that class's, whoever else has it too.
+        If only one class has it as the name to show, other classes with the name are ignored.
 
         Raises:
-            ValueError: no class has the name, or several have.
+            ValueError: no class has the name, or several have it.
         """
-        found = self._shown.get(_plain(name), []) or self._known.get(_plain(name), [])
+        found = self._by_shown_name.get(_plain(name)) or self._by_any_name.get(_plain(name), [])
         if len(found) == 1:
             return found[0]
         given = f"label={shortened(name)}"
@@ -67,8 +67,8 @@ class ClassNames:
             raise ValueError(f"{given} is the name of several classes: give the number of one: {several}")
         if not self.texts:
             raise ValueError(f"{given}: the classes of these models have no names: give a number")
-        known = [name for names in self._names for name in names]
-        raise ValueError(f"{given} is the name of no class: {choice(name, known)}")
+        all_names = [name for names in self._names for name in names]
+        raise ValueError(f"{given} is the name of no class: {choice(name, all_names)}")
 
 
 def _plain(name: str) -> str:
@@ -77,7 +77,7 @@ def _plain(name: str) -> str:
 
 @functools.cache
 def imagenet() -> ClassNames:
-    """Of ImageNet's 1,000 classes in their usual order: WordNet's names and definitions, as timm has them."""
+    """ImageNet's 1,000 classes in their usual order: WordNet's names and definitions, from timm."""
     from timm.data import ImageNetInfo  # takes a quarter of a second to read
 
     return ClassNames(ImageNetInfo().label_descriptions(detailed=True))
@@ -87,7 +87,7 @@ NO_NAMES = ClassNames(())
 
 
 class Models(Protocol):
-    """The models of a family: a dataclass of modules, and of their classes' names. `MARModels`, `VQModels`."""
+    """The models of a family: a dataclass of modules and of class names, such as `MARModels` and `VQModels`."""
 
     family: ClassVar[str]
 
@@ -96,7 +96,7 @@ class Models(Protocol):
         """The names of the classes."""
 
     def check(self) -> None:
-        """Raises ValueError where the models do not fit each other."""
+        """Raises ValueError if the models are incompatible with each other."""
 
     def runner(
         self,
@@ -109,33 +109,33 @@ class Models(Protocol):
         graphs: Graphs | None = None,
         cache: Path | None = None,
     ) -> ModelRunner:
-        """A runner of these models, which fit and are on the device already. Raises ValueError on too little memory."""
+        """A runner of these models, which are checked and on the device. Raises ValueError if memory is too small."""
 
 
 def modules_of(models: Models) -> dict[str, nn.Module]:
-    """The modules of a family's models, by name, without those that are not there."""
-    parts = {field.name: getattr(models, field.name) for field in dataclasses.fields(models)}  # type: ignore[arg-type]
-    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    """The modules of a family's models by name, without missing ones."""
+    return {name: part for name, part in vars(models).items() if isinstance(part, nn.Module)}
 
 
-# A folder of models as `cspd.load` reads it: safetensors, and a description of what weights do not show.
+# A folder of models as `cspd.load` reads it: safetensors, and a description of what cannot be seen in the weights.
 
 DESCRIPTION = "cspd.json"
 SHAPE = {"classes?": [str], "num_tokens?": int}
 
 
 def save_models(models: Models, folder: str | os.PathLike) -> None:
-    """Writes models to a folder that is new or empty.
+    """Writes models to a new or empty folder.
 
     Raises:
-        ValueError: it is not empty, or a model has a size that has no name, by which it could be found again. OSError.
+        ValueError: the folder is not empty, or a model has a size without a name, so that it could not be loaded.
+        OSError: the folder cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give a new folder")
     modules = modules_of(models)
     if hasattr(modules["target"], "own_type"):
-        raise ValueError("these are models of transformers, whose folder cspd.load reads: copy that")
+        raise ValueError("these are models of transformers: copy their folder, which cspd.load reads")
     for name, module in modules.items():
         if named_size(module) is None:
             raise ValueError(
@@ -149,20 +149,17 @@ def save_models(models: Models, folder: str | os.PathLike) -> None:
     write_json(folder / DESCRIPTION, description)
     for name, module in modules.items():
         with publishing(folder / f"{name}.safetensors") as temporary:
-            save_file({key: _own(tensor) for key, tensor in module.state_dict().items()}, temporary)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()
+            weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
+            save_file(weights, temporary)
 
 
 def described(folder: Path, num_classes: int) -> tuple[ClassNames, int | None]:
-    """The classes' names and the number of tokens that a folder's description gives, None where weights show it.
+    """The class names in a folder's description, and the number of tokens, or None if the weights give it.
 
-    Without a description a thousand classes are ImageNet's, and others have no names.
+    Without a description, a thousand classes are ImageNet's and other classes have no names.
 
     Raises:
-        CheckpointError: it is no description, or has another number of classes.
+        CheckpointError: the description cannot be read, or has another number of classes.
     """
     path = folder / DESCRIPTION
     if not path.is_file():
@@ -171,11 +168,13 @@ def described(folder: Path, num_classes: int) -> tuple[ClassNames, int | None]:
         content = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}): remove it, or save the models again") from error
+    remedy = "correct it, or save the models again"
     wrong = misfit(content, SHAPE)
-    texts = [] if wrong else content.get("classes", [])
-    if wrong or len(texts) not in (0, num_classes):
-        problem = f"{wrong} is not as it should be" if wrong else f"{len(texts)} names for {num_classes} classes"
-        raise CheckpointError(f"{path}: {problem}: correct it, or save the models again")
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong} is not as it should be: {remedy}")
+    texts = content.get("classes", [])
+    if len(texts) not in (0, num_classes):
+        raise CheckpointError(f"{path}: {len(texts)} names for {num_classes} classes: {remedy}")
     return ClassNames(texts), content.get("num_tokens")
 
 
@@ -186,14 +185,16 @@ def placed(models: Any, device: torch.device) -> Any:
 
 
 def bundled() -> dict[str, Path]:
-    """The bundled checkpoints by name; none where an installation has left them out."""
-    root = next((root for root in BUNDLED_ROOTS if root.is_dir()), None)
-    return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()} if root else {}
+    """The bundled checkpoints by name; empty if the installation has none."""
+    for root in BUNDLED_ROOTS:
+        if root.is_dir():
+            return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
+    return {}
 
 
 def bundled_folder(name: str) -> Path:
-    """The folder of a bundled checkpoint. Raises FileNotFoundError where an installation has none of this name."""
+    """The folder of a bundled checkpoint. Raises FileNotFoundError if the installation has none of this name."""
     folder = bundled().get(name)
     if folder is None:
-        raise FileNotFoundError(f"{name}: this installation has no such bundled checkpoint: install cspd again")
+        raise FileNotFoundError(f"{name}: this installation has no bundled checkpoint of this name: install cspd again")
     return folder

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, the given part of an image, running sequences, outputs."""
+"""Requests, the given part of an image, running sequences, and outputs with their statistics."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from torch.nn import functional
 from cspd.option import as_setting, check_seed, option_names, plain
 from cspd.terminal import choice, shortened
 
-# What is known of an image before it is made: the part of a picture, or of its tokens, that is kept.
+# Inpainting: the part of an image, or of its tokens, that is given before sampling begins.
 
-MASK = "what is white (True) in it is made anew, what is black is kept"
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")  # that are read: for some, Pillow runs other programs
-KINDS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}  # of arrays, as what they are read
-remembered = functools.lru_cache(maxsize=16)  # of pictures, which many requests have
+MASK = "white (True) marks the area to regenerate, black the area to keep"
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")  # for some other formats Pillow runs external programs
+KINDS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}  # by the kind of an array: its dtype here
+remembered = functools.lru_cache(maxsize=16)  # many requests share an image
 
 
 class Resized(UserWarning):
-    """A picture is not of the model's size."""
+    """An image is cropped or resized to the model's size."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Known:
-    """The part of an image that is known from the start. The rest is made to go with it.
+class Inpainting:
+    """The given part of an image. A model generates the rest, conditioned on this part.
 
-    Two are equal if their contents are.
+    Two objects are equal if their contents are.
 
     Attributes:
-        image: a picture, float32 [3, H, W] in 0..1; or tokens in raster order, float32 [L, d] of MAR, int64 [L] of VQ
-            models.
-        mask: which of it is made anew: bool [H, W] of a picture's pixels, or [L] of tokens; or the share of all tokens
-            that is, 0..1: each request's own seed draws which.
-        source: the digest of what a request was given, where this was made of it.
+        image: pixels, float32 [3, H, W] in 0..1; or tokens in raster order, MAR float32 [L, d], VQ int64 [L].
+        mask: True for the part to generate: bool [H, W] over pixels, or [L] over tokens. A float is the fraction of
+            tokens to generate, 0..1; the seed of the request picks these tokens.
+        source: the digest of the `Inpainting` of the request, if this one was derived from it.
     """
 
     image: Tensor
@@ -57,33 +56,36 @@ class Known:
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError on what `Known.of` would have made something else of: rounds take it as it is."""
+        """Raises ValueError on types that only `Inpainting.of` converts."""
         image, mask = self.image, self.mask
-        fits = isinstance(image, Tensor) and image.dtype == (torch.int64 if image.dim() == 1 else torch.float32)
-        fits_too = isinstance(mask, float) or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
-        if not fits or not fits_too:
-            raise ValueError("Known(image, mask) takes tensors of the right kinds only: call Known.of(image, mask)")
+        image_fits = isinstance(image, Tensor) and image.dtype == (torch.int64 if image.dim() == 1 else torch.float32)
+        mask_fits = isinstance(mask, float) or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
+        if not (image_fits and mask_fits):
+            raise ValueError("Inpainting(...) converts no types: call Inpainting.of(image, mask)")
 
     @classmethod
-    def of(cls, image: Any, mask: Any) -> Known:
-        """What a request is given.
+    def of(cls, image: Any, mask: Any) -> Inpainting:
+        """An `Inpainting` of the image and mask that a user gives.
 
         Args:
-            image: a file, a PIL image, float32 [3, H, W] in 0..1, or tokens as above, such as `Output.tokens`.
-            mask: of the image's size, a file or a PIL image (from half grey on it is white), or a tensor or array, bool
-                or of numbers in 0..1; of tokens [L]; or a share.
+            image: a path, a PIL image, floats [3, H, W] in 0..1, or tokens such as `Output.tokens`.
+            mask: True or white marks the part to generate. For an image: a path or a PIL image of its size (pixels of
+                128 and above are white), or a tensor or array [H, W] of bools or numbers in 0..1. For tokens: [L].
+                Or a float, the fraction of tokens to generate.
 
         Raises:
-            ValueError: a picture that cannot be read, a mask of another size, or something else. OSError: no such file.
+            ValueError: the image or mask has a wrong type, cannot be read, or their sizes differ.
+            OSError: a file does not exist.
         """
         if image is None or mask is None:
-            given, other = ("mask", "image") if image is None else ("image", "mask")
-            raise ValueError(f"{given} needs {other} too: image is what is changed, mask says where: {MASK}")
+            given, missing = ("mask", "image") if image is None else ("image", "mask")
+            raise ValueError(f"{given} needs {missing} too: in the mask, {MASK}")
         image, mask = _image_of(image), _mask_of(mask)
-        size = image.shape[:1] if image.dim() < 3 else image.shape[1:]
+        size = image.shape[1:] if image.dim() == 3 else image.shape[:1]
         if isinstance(mask, Tensor) and mask.shape != size:
-            ours, theirs = (" by ".join(map(str, reversed(shape))) for shape in (size, mask.shape))
-            raise ValueError(f"the mask has another size ({theirs}) than the image ({ours}): give one of the same size")
+            raise ValueError(
+                f"the mask has another size ({_by(mask.shape)}) than the image ({_by(size)}): give a mask of its size"
+            )
         return cls(image, mask)
 
     @functools.cached_property
@@ -97,102 +99,119 @@ class Known:
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Known) and self.digest == other.digest
+        return isinstance(other, Inpainting) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        of = "x".join(map(str, self.image.shape))
-        made = f"{self.mask:g}" if not isinstance(self.mask, Tensor) else f"{self.mask.float().mean():.3g}"
-        return f"<Known: {made} of {of} made anew, {self.name[:8]}>"
+        shape = "x".join(map(str, self.image.shape))
+        fraction = self.mask.float().mean() if isinstance(self.mask, Tensor) else self.mask
+        return f"<Inpainting: {fraction:.3g} of {shape} to generate, {self.name[:8]}>"
 
     @property
     def name(self) -> str:
-        """By which records know it: the digest of what the request was given."""
+        """Its name in records: the digest of the `Inpainting` of the request."""
         return self.source or self.digest
 
     @property
     def is_picture(self) -> bool:
-        """Whether it is of pixels, and not of tokens yet."""
+        """Whether `image` holds pixels, not tokens."""
         return self.image.dim() == 3
 
     @functools.cached_property
-    def made(self) -> np.ndarray:
-        """Which tokens are made anew, bool [L], once it is of tokens."""
-        assert isinstance(self.mask, Tensor) and not self.is_picture  # as of every checked request
+    def generated(self) -> np.ndarray:
+        """Which tokens are generated, bool [L], for an `Inpainting` of tokens."""
+        assert isinstance(self.mask, Tensor) and not self.is_picture  # every checked request has tokens
         return self.mask.numpy()
 
     @functools.cached_property
-    def num_made(self) -> int:
-        """How many tokens are made anew, once it is of tokens."""
-        return int(self.made.sum())
+    def num_generated(self) -> int:
+        """The number of generated tokens, for an `Inpainting` of tokens."""
+        return int(self.generated.sum())
 
-    def fitted(self, size: int) -> Known:
-        """The picture at `size` by `size` pixels: the square in its middle, as in training, resized.
+    @remembered
+    def fitted(self, size: int) -> Inpainting:
+        """The image cropped to the square in its middle, as in training, and resized to `size` by `size` pixels.
 
-        The mask follows it: a pixel is made anew where any is that it was made of.
+        A pixel of the new mask is True if any pixel that it covers was.
         """
-        return _fitted(self, size)
+        if cropping(self.image, size) is None:
+            return self
+        mask = self.mask
+        if isinstance(mask, Tensor):
+            mask = _largest(_in_the_middle(mask), size)[0].bool()
+        return Inpainting(_resized(_in_the_middle(self.image), (size, size)), mask, self.name)
 
     def to_encode(self, size: int) -> Tensor:
-        """The picture as encoders take it, [1, 3, size, size] in -1..1. Warns where that crops or resizes it."""
+        """The image as encoders take it, [1, 3, size, size] in -1..1. Warns if the image is cropped or resized."""
         change = cropping(self.image, size)
         if change is not None:
             warnings.warn(change, Resized, stacklevel=1)
         return 2 * self.fitted(size).image.unsqueeze(0) - 1
 
-    def pasted(self, image: Tensor, made: Tensor) -> Tensor:
-        """The picture, float32 [3, H, W], with an output's image where that was made; they blend over a token's width.
+    def pasted(self, image: Tensor, generated: Tensor) -> Tensor:
+        """This image with the generated part of an output's image in it, float32 [3, H, W].
+
+        The two images blend over the width of a token.
 
         Args:
-            image: of the output, of this picture's size. made: the mask of the output's tokens, bool [L].
+            image: the output's image, of this image's size.
+            generated: which tokens of the output were generated, bool [L].
         """
-        side = round(len(made) ** 0.5)
-        of_tokens = made.view(1, 1, side, side).float()
-        share = functional.interpolate(of_tokens, self.image.shape[1:], mode="bilinear")[0]
+        side = round(len(generated) ** 0.5)
+        by_token = generated.view(1, 1, side, side).float()
+        weight = functional.interpolate(by_token, self.image.shape[1:], mode="bilinear")[0]
         if isinstance(self.mask, Tensor):
-            share = torch.maximum(share, self.mask.float())
-        return torch.lerp(self.image, image, share)
+            weight = torch.maximum(weight, self.mask.float())
+        return torch.lerp(self.image, image, weight)
 
-    def as_tokens(self, shape: tuple[int, ...], encode: Callable[[Known], Tensor], order: Tensor) -> Known | None:
-        """The same of a model's tokens; None where none is kept: then nothing is known.
+    def as_tokens(
+        self, shape: tuple[int, ...], encode: Callable[[Inpainting], Tensor], order: Tensor
+    ) -> Inpainting | None:
+        """This `Inpainting` in tokens of a model, or None if all tokens are generated.
 
         Args:
-            shape: of the tokens, [L, d] or [L], on a square grid. encode: makes them of a picture. order: a random
-                order of them, int64 [L], whose first are kept where the mask is a share.
+            shape: shape of the model's tokens, [L, d] or [L], on a square grid.
+            encode: encodes the image to tokens.
+            order: a random order of the tokens, int64 [L]. If the mask is a fraction, the first tokens are given.
 
         Raises:
-            ValueError: all tokens are kept, or tokens were given that are not of this shape.
+            ValueError: the mask keeps all tokens, or the given tokens have another shape.
         """
         if not self.is_picture and self.image.shape != shape:
-            has, wants = (list(each) for each in (self.image.shape, shape))
-            raise ValueError(f"the tokens that are given are {has}, and this model's are {wants}: give its own")
+            raise ValueError(
+                f"the given tokens are {list(self.image.shape)}, and this model's are {list(shape)}: give"
+                " tokens of this model"
+            )
         length, mask = shape[0], self.mask
         if not isinstance(mask, Tensor):
-            num_kept = length - round(length * mask)
+            num_given = length - round(length * mask)
             mask = torch.ones(length, dtype=torch.bool)
-            mask[order[:num_kept]] = False
+            mask[order[:num_given]] = False
         elif self.is_picture:
+            # A token covers a patch of pixels: it is generated if any of them is.
             mask = _largest(_in_the_middle(mask), round(length**0.5)).flatten().bool()
         if not mask.any():
-            raise ValueError(f"the mask keeps every token, so that nothing is to be made: {MASK}")
+            raise ValueError(f"the mask keeps every token, so there is nothing to generate: {MASK}")
         if mask.all():
             return None
         tokens = encode(self) if self.is_picture else self.image
-        return Known(tokens, mask, self.name)
+        return Inpainting(tokens, mask, self.name)
 
 
-def placed(image: Any, box: tuple[int, int, int, int], size: int) -> Known:
-    """A picture resized into a box of a canvas of `size` by `size` pixels; all around it is made anew.
+def placed(image: Any, box: tuple[int, int, int, int], size: int) -> Inpainting:
+    """Outpainting: an image resized into a box of a canvas; the area around the box is generated.
 
-    The canvas goes on as the picture's border is: tokens there are made, but the encoder looks at it.
+    The border of the image is repeated around the box: those tokens are generated, but the encoder sees their pixels.
 
     Args:
-        image: as in `Known.of`. box: left, top, width, height, in pixels.
+        image: as in `Inpainting.of`.
+        box: left, top, width and height in pixels.
+        size: of the canvas, in pixels a side.
 
     Raises:
-        ValueError: the box is not inside the canvas, or as in `Known.of`.
+        ValueError: the box is not inside the canvas, or as in `Inpainting.of`.
     """
     left, top, width, height = box
     if min(left, top) < 0 or min(width, height) < 1 or left + width > size or top + height > size:
@@ -201,11 +220,11 @@ def placed(image: Any, box: tuple[int, int, int, int], size: int) -> Known:
     margins = (left, size - left - width, top, size - top - height)
     canvas = functional.pad(inside[None], margins, mode="replicate")[0]
     mask = functional.pad(torch.zeros(height, width, dtype=torch.bool), margins, value=True)
-    return Known(canvas, mask)
+    return Inpainting(canvas, mask)
 
 
 def cropping(image: Tensor, size: int) -> str | None:
-    """What `Known.fitted` does to a picture [3, H, W], in words; None where it is of that size."""
+    """A description of how `Inpainting.fitted` changes an image [3, H, W]; None if it has that size already."""
     height, width = image.shape[1:]
     if (height, width) == (size, size):
         return None
@@ -213,14 +232,9 @@ def cropping(image: Tensor, size: int) -> str | None:
     return f"the image has {width} by {height} pixels: {cropped}resized to {size} by {size}"
 
 
-@remembered
-def _fitted(known: Known, size: int) -> Known:
-    image, mask = known.image, known.mask
-    if cropping(image, size) is None:
-        return known
-    if isinstance(mask, Tensor):
-        mask = _largest(_in_the_middle(mask), size)[0].bool()
-    return Known(_resized(_in_the_middle(image), (size, size)), mask, known.name)
+def _by(size: tuple[int, ...]) -> str:
+    """A size [H, W] as "W by H"."""
+    return " by ".join(map(str, reversed(size)))
 
 
 def _in_the_middle(image: Tensor) -> Tensor:
@@ -232,18 +246,18 @@ def _in_the_middle(image: Tensor) -> Tensor:
 
 
 def _largest(mask: Tensor, side: int) -> Tensor:
-    """A mask [H, W] at another size, float32 [1, side, side]: 1 where it is anywhere in what a pixel covers."""
+    """A mask [H, W] at another size, float32 [1, side, side]: 1 if any pixel of the covered area is True."""
     return functional.adaptive_max_pool2d(mask[None].float(), side)
 
 
 def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     """An image [3, H, W] at another (height, width)."""
-    made = functional.interpolate(image[None], size, mode="bicubic", antialias=True)
-    return made[0].clamp(0, 1)
+    resized = functional.interpolate(image[None], size, mode="bicubic", antialias=True)
+    return resized[0].clamp(0, 1)
 
 
 def _opened(source: object, what: str, mode: str) -> np.ndarray | None:
-    """The pixels of a file or a PIL image, uint8 [H, W] or [H, W, 3]; None of anything else."""
+    """The pixels of a file or a PIL image, uint8 [H, W] or [H, W, 3]; None for other sources."""
     if isinstance(source, Image.Image):
         return np.array(source.convert(mode))
     if not isinstance(source, (str, os.PathLike)):
@@ -258,26 +272,26 @@ def _opened(source: object, what: str, mode: str) -> np.ndarray | None:
 
 
 def _image_of(source: Any) -> Tensor:
-    """What `Known.of` takes as `image`, as a tensor on the CPU."""
+    """The `image` of `Inpainting.of` as a tensor on the CPU."""
     pixels = _opened(source, "image", "RGB")
     if pixels is not None:
         return torch.from_numpy(pixels).permute(2, 0, 1).float().div(255)
     image = _tensor(source, "image")
     if image is not None and image.dim() == 1 and image.dtype == torch.int64:
         return image
-    if image is not None and image.is_floating_point():
+    if image is not None and image.is_floating_point() and image.numel():
         image = image.float()
-        is_picture = image.dim() == 3 and len(image) == 3
-        if image.numel() and image.isfinite().all():
-            if image.dim() == 2 or (is_picture and image.min() >= 0 and image.max() <= 1):
-                return image
+        is_picture = image.dim() == 3 and len(image) == 3 and image.min() >= 0 and image.max() <= 1
+        is_tokens = image.dim() == 2
+        if (is_picture or is_tokens) and image.isfinite().all():
+            return image
     raise ValueError(
-        f"image={_shown(source)} does not fit: give a file's name, a PIL image, floats [3, H, W] in 0..1, or tokens"
+        f"image={_shown(source)} does not fit: give a path, a PIL image, floats [3, H, W] in 0..1, or tokens"
     )
 
 
 def _mask_of(source: Any) -> Tensor | float:
-    """What `Known.of` takes as `mask`: bool, on the CPU, or a share."""
+    """The `mask` of `Inpainting.of` as a bool tensor on the CPU, or as a fraction."""
     pixels = _opened(source, "mask", "L")
     if pixels is not None:
         return torch.from_numpy(pixels >= 128)
@@ -290,55 +304,56 @@ def _mask_of(source: Any) -> Tensor | float:
             if ((mask >= 0) & (mask <= 1)).all():
                 return mask >= 0.5 if mask.is_floating_point() else mask.bool()
     raise ValueError(
-        f"mask={_shown(source)} does not fit: give a file's name, a PIL image, a tensor of the image's size, or a share"
+        f"mask={_shown(source)} does not fit: give a path, a PIL image, a tensor of the image's size, or a share"
     )
 
 
 def _tensor(source: Any, what: str) -> Tensor | None:
-    """A tensor or array as one on the CPU that is nobody else's: bool, int64 or float64; None of anything else.
+    """A copy of a tensor or array, on the CPU, as bool, int64 or float64; None for other sources.
 
-    Raises ValueError if it is a tensor that is sparse, or has no values.
+    Raises ValueError if it is a sparse, nested or meta tensor.
     """
     if isinstance(source, np.ndarray) and source.dtype.kind in KINDS:
         return torch.from_numpy(source.astype(KINDS[source.dtype.kind]))
     if not isinstance(source, Tensor) or source.is_complex() or source.is_quantized:
         return None
     if source.is_meta:
-        raise ValueError(f"{what} is a tensor on the meta device, which has no values: give one that has")
+        raise ValueError(f"{what} is a tensor on the meta device, which has no values: give a tensor on another device")
     if source.is_nested or source.layout != torch.strided:
-        raise ValueError(f"{what} is a sparse or nested tensor: give a dense one, such as {what}.to_dense()")
+        raise ValueError(f"{what} is a sparse or nested tensor: give a dense tensor, such as {what}.to_dense()")
     kind = torch.float64 if source.is_floating_point() else torch.int64
     return source.detach().cpu().to(torch.bool if source.dtype == torch.bool else kind, copy=True)
 
 
 def _shown(source: Any) -> str:
-    """A value as an error shows it."""
+    """A value for an error message."""
     if isinstance(source, (Tensor, np.ndarray)):
         return f"<{source.dtype} {list(source.shape)}>"
     return shortened(source)
 
 
-# From tokens to pixels: what the model runners of both families do with their decoders, and images of 8 bits.
+# From tokens to pixels, and images of 8 bits.
 
-DECODE_BATCH = 8  # images through a decoder at once, which bounds its memory
+DECODE_BATCH = 8  # images that a decoder takes at once: bounds its memory
 
 
 def decoded(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Images [B, 3, H, W] in about -1..1 by a decoder of tokens [B, ...], a few at a time."""
+    """Decodes tokens [B, ...] to images [B, 3, H, W], `DECODE_BATCH` at a time."""
     return torch.cat([decode(part) for part in tokens.split(DECODE_BATCH)])
 
 
 def to_unit(images: Tensor) -> Tensor:
-    """Images in 0..1 of those in about -1..1. Infinite pixels become NaN: clamped they would pass for white."""
+    """Images in 0..1 from images in about -1..1. Infinite pixels become NaN; clamped, they would look white."""
     images = images.add(1).div(2)
-    return images.clamp(0, 1).add(images - images)  # 0 where they are finite, or else NaN: few kernels
+    nothing = images - images  # 0 for a finite pixel, else NaN: one kernel, where `torch.where` takes several
+    return images.clamp(0, 1).add(nothing)
 
 
 def to_uint8(image: Tensor) -> Tensor:
-    """uint8 of floats in 0..1, of any shape such as [3, H, W]; uint8 stays as it is.
+    """Floats in 0..1 as uint8, in any shape; uint8 is returned as it is.
 
     Raises:
-        ValueError: other values, or NaN: as 8 bits they would wrap around.
+        ValueError: a value is NaN or outside 0..1.
     """
     if image.dtype == torch.uint8:
         return image
@@ -349,44 +364,43 @@ def to_uint8(image: Tensor) -> Tensor:
 
 
 def to_pil(image: Tensor) -> Image.Image:
-    """A PIL image of [3, H, W], rounded as by `to_uint8`."""
+    """A PIL image from [3, H, W], rounded as in `to_uint8`."""
     return Image.fromarray(to_uint8(image).permute(1, 2, 0).numpy())
 
 
 def png_of(picture: Image.Image) -> bytes:
-    """The content of its PNG file."""
+    """The bytes of a PNG file."""
     buffer = io.BytesIO()
     picture.save(buffer, format="png")
     return buffer.getvalue()
 
 
-# What goes into the engine and what comes out: requests, running sequences, outputs and their statistics.
+# Requests, running sequences, outputs and their statistics.
 
 PHASES = ("backbone", "head", "draft", "decode", "other")
-Label = int | str | None  # a class by number or name, or no class
+Label = int | str | None  # a class by number or name; None: unconditional
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Request:
-    """One image to make.
+    """A request for one image.
+
+    Settings are given as arguments and read as attributes: `Request(3, cfg=2.0).cfg`; a setting that was not given is
+    None. Numbers of numpy and torch and fractions become Python numbers. The engine checks the values.
 
     Attributes:
-        label: class, 0 .. number of classes - 1, or its name; None: no class, as the model makes images without one.
-        prompt: the text to make an image of, in place of a class, by models of texts. negative_prompt: the text that
-            guidance leads away from, in place of the model's null caption.
-        seed: of everything random in this image, 0 .. 2^63 - 1.
-        method: its name, see `cspd methods`; by default `speculative`.
-        family: "MAR" or "VQ", whose models make it; by default the engine's first that have the method.
-        settings: by name, those that were given: `num_iter`, `cfg`, `temperature`, the method's own options (see
-            docs/api.md). What is left out or None takes the target's published value or the method's default.
-        known: the part of an image that is there already, see `Known`; given as `image` and `mask`.
-
-    Numbers may be numpy's, torch's or fractions: they are kept as Python's own. An engine checks values.
-
-    Settings are given as arguments and read as attributes: `Request(3, cfg=2.0).cfg`; one that was left out is None.
+        label: class, 0 .. number of classes - 1, or its name; None: an unconditional image.
+        prompt: the prompt of a text-to-image model, in place of a label.
+        negative_prompt: the text that guidance steers away from, in place of the model's null caption.
+        seed: the seed of all random numbers of this image, 0 .. 2^63 - 1.
+        method: name of the method, see `cspd methods`; default: `speculative`.
+        family: "MAR" or "VQ"; default: the first family of the engine that has the method.
+        settings: the given settings by name: `num_iter`, `cfg`, `temperature` and the method's options (docs/api.md).
+            The others take the model's or the method's default.
+        known: the given part of the image, see `Inpainting`; usually given as `image` and `mask`.
 
     Raises:
-        TypeError: a setting that nobody has. ValueError: one that is a tensor without a plain value; or as `Known.of`.
+        TypeError: unknown setting. ValueError: a setting is a tensor of several values, or as in `Inpainting.of`.
     """
 
     label: Label = None
@@ -394,7 +408,7 @@ class Request:
     method: str | None = None
     family: str | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
-    known: Known | None = None
+    known: Inpainting | None = None
     prompt: str | None = None
     negative_prompt: str | None = None
 
@@ -408,33 +422,37 @@ class Request:
         settings: Mapping[str, object] | None = None,
         image: Any = None,
         mask: Any = None,
-        known: Known | None = None,
+        known: Inpainting | None = None,
         prompt: str | None = None,
         negative_prompt: str | None = None,
         **more: object,
     ) -> None:
         if image is not None or mask is not None:
-            known = Known.of(known.image if image is None and known else image, mask)
+            known = Inpainting.of(known.image if image is None and known else image, mask)
         given = {**(settings or {}), **more}
         names = option_names()
         for name in given:
             if name not in names:
                 raise TypeError(f"a request has no setting {shortened(name)}: {choice(name, sorted(names))}")
-        own = {"label": label, "seed": seed, "method": method, "family": family}
-        for name, value in own.items():
-            object.__setattr__(self, name, plain(value))
-        settled = {name: as_setting(name, given[name]) for name in sorted(given) if given[name] is not None}
-        object.__setattr__(self, "settings", settled)
-        if known is not None and not isinstance(known, Known):
-            raise TypeError(f"known={shortened(known)} is no cspd.request.Known: give image=... and mask=...")
-        object.__setattr__(self, "known", known)
-        object.__setattr__(self, "prompt", prompt)
-        object.__setattr__(self, "negative_prompt", negative_prompt)
+        if known is not None and not isinstance(known, Inpainting):
+            raise TypeError(f"known={shortened(known)} is not a cspd.request.Inpainting: give image=... and mask=...")
+        fields = {
+            "label": plain(label),
+            "seed": plain(seed),
+            "method": plain(method),
+            "family": plain(family),
+            "settings": {name: as_setting(name, given[name]) for name in sorted(given) if given[name] is not None},
+            "known": known,
+            "prompt": prompt,
+            "negative_prompt": negative_prompt,
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in option_names():
             return self.settings.get(name)
-        raise AttributeError(f"a request has no {name!r}")
+        raise AttributeError(f"a request has no attribute {name!r}")
 
     def __hash__(self) -> int:
         return hash((*self._named().values(), self.known, *self.settings.items()))
@@ -446,26 +464,26 @@ class Request:
         return f"Request({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def but(self, **changes: Any) -> Request:
-        """The same request but for some settings; None leaves one open."""
+        """The request with changed settings; None takes the default."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict:
-        """All settings as plain values, None where they are open."""
+        """All settings as plain values; None for those that were not given."""
         settings = {name: self.settings.get(name) for name in sorted(option_names())}
         return self._named() | settings | {"known": self.known and self.known.name}
 
     def _named(self) -> dict:
-        """What it asks for beside its settings and what is known of the image."""
-        of = {"label": self.label, "prompt": self.prompt, "negative_prompt": self.negative_prompt}
-        return of | {"seed": self.seed, "method": self.method, "family": self.family}
+        """All fields but the settings and the given part of the image."""
+        names = ("label", "prompt", "negative_prompt", "seed", "method", "family")
+        return {name: getattr(self, name) for name in names}
 
-    def num_made(self, seq_len: int) -> int:
-        """How many of an image's tokens a resolved request makes: all that are not known from the start."""
-        return seq_len if self.known is None else self.known.num_made
+    def num_generated(self, seq_len: int) -> int:
+        """The number of tokens that a resolved request generates: all but the given ones."""
+        return seq_len if self.known is None else self.known.num_generated
 
     @property
     def guided(self) -> bool:
-        """Whether the null class is evaluated too."""
+        """Whether the unconditional branch is evaluated too."""
         return self.cfg != 1
 
 
@@ -476,48 +494,53 @@ def requests_of(
     method: str | None,
     settings: Mapping[str, Any],
 ) -> list[Request]:
-    """A request of each label, or of each prompt where there are any, of seeds one after the other.
+    """A request for each label, or for each prompt if prompts are given, with consecutive seeds.
 
     Raises ValueError if the seed is not an integer in 0..2**63 - 1.
     """
     seed = plain(seed)
     check_seed(seed)
     several: Any = plain(labels) if prompts is None else prompts
-    if isinstance(several, (str, bytes, Tensor)) or not isinstance(several, Iterable):  # checking says what is wrong
+    if isinstance(several, (str, bytes, Tensor)) or not isinstance(several, Iterable):  # the check reports a bad one
         several = [several]
     requests = []
     for i, each in enumerate(several):
-        of = {"label": each} if prompts is None else {"label": labels, "prompt": each}
-        requests.append(Request(**of, seed=seed + i, method=method, **settings))
+        condition = {"label": each} if prompts is None else {"label": labels, "prompt": each}
+        requests.append(Request(**condition, seed=seed + i, method=method, **settings))
     return requests
 
 
 @dataclass
 class RoundStats:
-    """What a request cost. Counts are of the calls it took part in, alone or with others.
+    """The cost of a request. A call on a batch counts once for every request in the batch.
 
     Attributes:
-        guarantee: of the request, a key of `cspd.method.GUARANTEES`.
-        iterations: autoregressive iterations; rounds of draft and verification count as one.
-        backbone_calls: the target's backbone forwards, conditional and null class in one. lazy_backbone_calls: those of
-            them that computed a part of it, by a cached backbone.
-        head_calls: sequential calls of the target's head, of a cached head those that evaluate its blocks;
-            head_calls_per_token: of one token's chain, their mean.
-        head_evaluations: rows of this request it was evaluated on, null class included.
-        draft_backbone_calls, draft_head_calls: the same of the draft model.
-        by_lag, by_step, by_rank: drafts judged, and accepted, by how far ahead they were (from 1) and, if states of a
-            chain, by denoising step or, if tokens, by rank in the generation order.
-        committed: how many rounds committed 1 VQ code, 2, ... bound: the rule's local bounds, summed: over requests its
-            mean bounds the total variation of an image's codes from the target's. 0 where nothing does (heuristic).
-        difference, divergence: of a denoiser that is measured, how its tokens compare with the full chain's on held-out
-            ones, from the same z and noise: r.m.s. difference in standard deviations of a token's channels, and KL
-            divergence of the sampler's path from the chain, nats per token (None at temperature 0: infinite). None of
-            others. What another backbone or order changes is not in them.
-        audit, audit_error: the same divergence of this image's own tokens, estimated where asked for, and the standard
-            error of that; nats per token; None where not finite.
-        resample_tries: residual candidates looked at; fallbacks: how often none was kept and the last had to do.
-        seconds: wall time of the rounds it took part in, by phase; each sequence is charged the full time of the round.
-            "decode" is the time of the images that finished with it; on a GPU that overlaps other rounds.
+        guarantee: guarantee of the request, a key of `cspd.method.GUARANTEES`.
+        iterations: autoregressive iterations; a round of draft and verification is one.
+        backbone_calls: forward passes of the target's backbone; both guidance branches are one pass.
+        lazy_backbone_calls: those of `backbone_calls` in which a cached backbone computed only a part.
+        head_calls: sequential calls of the target's head; for a cached head, the calls that evaluate its blocks.
+        head_calls_per_token: mean number of calls in the chain of one token.
+        head_evaluations: rows of this request that the head was evaluated on, both guidance branches counted.
+        draft_backbone_calls, draft_head_calls: the same counts for the draft model.
+        by_lag: numbers of verified and of accepted drafts by draft position (1 = next after the anchor).
+        by_step: for drafted chain states, the same by denoising step.
+        by_rank: for drafted tokens, the same by index in the generation order.
+        committed: number of rounds by the number of VQ tokens that they committed.
+        bound: sum of the rule's local bounds. Its mean over requests is an upper bound on the total variation distance
+            between this method's and the target's distribution of an image's tokens. Also 0 for heuristic methods,
+            which have no bound.
+        difference: for a measured denoiser, the r.m.s. difference between its tokens and those of the full chain, on
+            held-out tokens with the same z and noise, in standard deviations of a token's channels; otherwise None.
+            The effect of another backbone or order is not included.
+        divergence: for a measured denoiser, the KL divergence of the sampler's path from the full chain, on the same
+            tokens, in nats per token; None at temperature 0, where it is infinite.
+        audit, audit_error: an estimate of `divergence` on this image's own tokens and its standard error, if the
+            request asks for it; None if not finite.
+        resample_tries: residual candidates that were tested. fallbacks: how often all candidates were rejected, so that
+            the last one was taken.
+        seconds: wall time of the rounds by phase; every sequence of a round is charged its full time. "decode" is the
+            time of the images that finished together; on a GPU it overlaps other rounds.
     """
 
     guarantee: str = "exact"
@@ -544,14 +567,17 @@ class RoundStats:
 
     @property
     def alpha(self) -> float | None:
-        """Share of the judged drafts that were accepted; None where nothing was judged."""
-        judged, accepted = map(sum, self.by_lag)
-        return accepted / judged if judged else None
+        """Acceptance rate: accepted / verified drafts; None if no draft was verified."""
+        verified, accepted = map(sum, self.by_lag)
+        return accepted / verified if verified else None
 
     @property
     def step_compression(self) -> float | None:
-        """VQ codes per forward of the target; None of MAR."""
-        return sum(n * count for n, count in self.committed.items()) / self.backbone_calls if self.committed else None
+        """VQ tokens per forward pass of the target; None for MAR."""
+        if not self.committed:
+            return None
+        num_tokens = sum(size * rounds for size, rounds in self.committed.items())
+        return num_tokens / self.backbone_calls
 
     def to_dict(self) -> dict:
         return asdict(self) | {"alpha": self.alpha, "step_compression": self.step_compression}
@@ -559,17 +585,20 @@ class RoundStats:
 
 @dataclass(eq=False)
 class Sequence:
-    """A running request: its slot and how far it is.
+    """A running request: its slot and its progress.
 
-    `num_committed` tokens have their final value, those that were known from the start too. The chains of
-    `num_under_way` more have begun and not ended between rounds, in any order; `num_started` counts both, which are the
-    first ones of the sequence's order. `reached` has `num_started` after each iteration.
-
-    Sequences of equal `key` can share a round, whatever else differs. `uses` names the models that its method needs
-    beside the target, see `cspd.method.Method`. `complete_stats` is called before they are handed out: what it reads
-    from the device is there by then. `refresh` writes heat to the slot that would be there at the end only, for who
-    looks before. `asked` is the request as it was given; what becomes of it goes to the `inbox` of who gave it
-    (`cspd.engine`).
+    Attributes:
+        method: the `cspd.method.Method` of the request. asked: the request as the user gave it.
+        key: sequences with equal keys can share a round, even if their progress differs.
+        uses: the models that the method needs in addition to the target, see `cspd.method.Method`.
+        inbox: receives the result of the request, see `cspd.engine`.
+        num_committed: tokens that have their final value, given tokens included.
+        num_under_way: tokens whose denoising chains have begun but not ended. `num_started` counts them and the
+            committed ones; together these are the first tokens of the generation order.
+        reached: `num_started` after each iteration.
+        complete_stats: fills in `stats`; called once the device has finished the sequence.
+        refresh: writes the current per-token costs to the slot for previews; otherwise they are written when the
+            sequence finishes.
     """
 
     request: Request
@@ -592,36 +621,35 @@ class Sequence:
 
     @property
     def num_started(self) -> int:
-        """How many tokens are committed or under way."""
+        """The number of tokens that are committed or under way."""
         return self.num_committed + self.num_under_way
 
     @property
-    def share_made(self) -> float:
-        """The share of the tokens it generates that is committed, 0..1."""
-        num_made = self.request.num_made(self.seq_len)
-        return max(0, num_made - self.seq_len + self.num_committed) / num_made
+    def fraction_done(self) -> float:
+        """The committed fraction of the generated tokens, 0..1."""
+        num_generated = self.request.num_generated(self.seq_len)
+        num_given = self.seq_len - num_generated
+        return max(0, self.num_committed - num_given) / num_generated
 
     def iteration_of(self, rank: int) -> int:
-        """The iteration, from 1, that committed the token of a rank, from 0, in the generation order."""
+        """The iteration, from 1, that committed token `rank`, from 0, of the generation order."""
         return bisect.bisect_right(self.reached, rank) + 1
 
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request.
+    """The result of a request. A notebook shows its image.
 
     Attributes:
-        request: as it ran, defaults filled in.
-        tokens: on the CPU, raster order: MAR's float32 [L, d], VQ codes int64 [L] (-1 where there was none to draw).
-        image: float32 [3, H, W] in 0..1 on the CPU; None in an engine without autoencoder, and where there is an error.
-        token_cost: float32 [L] on the CPU, raster order: sequential head calls of each token; of `cspd` and VQ models 1
-            where a drafted token was accepted, 0 where the target drew it, NaN where nothing was drafted by design, and
-            of tokens that were known from the start.
-        stats: what it cost.
-        error: None; or of a request whose tokens or image are not finite, which request it is, and where that began.
-        class_name: of the request's label, its number where classes have no names; or the prompt.
-
-    A notebook shows the picture.
+        request: the request with the defaults filled in.
+        tokens: on the CPU, in raster order: MAR float32 [L, d], VQ int64 [L] (-1: no valid token could be sampled).
+        image: float32 [3, H, W] in 0..1 on the CPU; None if the engine has no decoder, or if there is an error.
+        token_cost: float32 [L] on the CPU, raster order. MAR: sequential head calls per token. `cspd` and VQ methods: 1
+            for an accepted draft, 0 for a token sampled by the target, NaN where nothing is drafted by design. NaN for
+            given tokens.
+        stats: the cost of the request.
+        error: where the first value that is not finite arose; None if all tokens and pixels are finite.
+        class_name: name of the class, or its number if the classes have no names; or the prompt.
     """
 
     request: Request
@@ -639,13 +667,13 @@ class Output:
         return self.token_cost
 
     def pil(self) -> Image.Image:
-        """The image as Pillow's. Raises ValueError where there is none."""
+        """The image as a PIL image. Raises ValueError if there is no image."""
         if self.image is None:
             raise ValueError(f"there is no image: {self.error or 'the engine has no autoencoder or tokenizer'}")
         return to_pil(self.image)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the image to a file, whose name says the format (.png). Raises ValueError, OSError."""
+        """Writes the image to a file; its extension sets the format. Raises ValueError, OSError."""
         self.pil().save(path)
 
     def _repr_png_(self) -> bytes | None:
@@ -662,8 +690,10 @@ class Output:
 
 
 class Stopwatch:
-    """Seconds by phase, beginning in phase "other". On CUDA it records events, on the stream that was current when it
-    was made: they are read once it is stopped and the stream is past, so that nobody waits.
+    """Measures seconds by phase, from the phase "other" on.
+
+    On CUDA it records events on the stream that was current at its creation. They can be read without waiting once the
+    stopwatch is stopped and the stream is past its last event.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -672,7 +702,7 @@ class Stopwatch:
         self._marks = [("other", self._now())]
 
     def _now(self) -> Any:
-        """Seconds of a clock, or on CUDA an event."""
+        """The time in seconds; on CUDA, an event."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -680,7 +710,7 @@ class Stopwatch:
         return event
 
     def start(self, phase: str) -> None:
-        """Ends the phase before and begins `phase`."""
+        """Ends the current phase and begins `phase`."""
         self._marks.append((phase, self._now()))
 
     def stop(self) -> None:
@@ -688,11 +718,11 @@ class Stopwatch:
         self.start("")
 
     def is_past(self) -> bool:
-        """Whether the stream has come to the end of the last phase, and `seconds` need not wait."""
+        """Whether the stream is past the last phase, so that `seconds` does not wait."""
         return not self.cuda or self._marks[-1][1].query()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase until the stop; waits for the stream where it is not past."""
+        """Seconds by phase until the stop. Waits for the stream if necessary."""
         if self.cuda and not self.is_past():
             self._marks[-1][1].synchronize()
         total = dict.fromkeys(PHASES, 0.0)

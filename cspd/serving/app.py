@@ -1,4 +1,4 @@
-"""The page and the HTTP API of `cspd serve`, and the thread that runs rounds for all visitors."""
+"""The page and the HTTP API of `cspd serve`, and the thread that runs rounds for all clients."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ from cspd.files import link_of
 from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
 from cspd.option import COMMON, DEFAULTS, Option
 from cspd.plots import coloured
-from cspd.request import FORMATS, Known, Output, Request, png_of
+from cspd.request import FORMATS, Inpainting, Output, Request, png_of
 from cspd.terminal import label_of, shortened, value_of
 from mar.checkpoint import lookup
 
-# Who may use the page: its own visitors, not the pages of other sites that they have open, and who has the API key.
+# Access control: pages of other sites may not use this server, and the API needs the API key if there is one.
 #
-# A page of another site can send requests here from a visitor's browser. Its name is in their Origin, or in their Host
-# if it has its name resolve to this machine (DNS rebinding). The address of this server must be in both.
+# A page of another site can send requests here from a user's browser. Its name is then in Origin, or in Host if it
+# makes its name resolve to this machine (DNS rebinding). Both must therefore have an address of this server.
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ADDRESS = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d{1,5})?", re.ASCII | re.IGNORECASE)  # localhost:8000, [::1]
 REMEDY = "if that is its own address, start cspd serve with --allowed-hosts and the name"
-PRIVATE = "/api/"  # paths that need the API key; the page itself is the same everywhere, and asks for the key
+PRIVATE = "/api/"  # paths that need the API key; the page itself is public and asks for the key
 
 
 class Access:
-    """An ASGI application that answers only requests whose Host, Origin, content type and API key are right.
+    """ASGI middleware that refuses requests with a wrong Host, Origin, content type or API key.
 
     Args:
-        app: the application that is asked then.
-        hosts: names and addresses that Host may have, beside those of `LOCAL`.
-        origins: names and addresses that Origin may have where it differs from Host, as behind some proxies.
-        any_address: Host may be any IP address, which no other site can have resolve to this machine.
-        key: the API key, of ASCII characters; None: there is none.
+        app: the application that answers the other requests.
+        hosts: valid names and addresses in Host, in addition to `LOCAL`.
+        origins: valid names and addresses in Origin if it differs from Host, as behind some proxies.
+        any_address: any IP address is valid in Host: DNS rebinding needs a name.
+        key: the API key, ASCII characters; None: no key is needed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Access:
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """The answer to a request that is refused."""
+        """The answer to a refused request, or None if the request is allowed."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_host(host):
@@ -120,7 +120,7 @@ class Access:
 
 
 def _name(address: str) -> str:
-    """The name, or the IP address, of an address that may have a port; "" where it is none."""
+    """The name or IP address in an address, without its port; "" if the address is malformed."""
     found = ADDRESS.fullmatch(address)
     return (found[1] or found[2]).lower() if found else ""
 
@@ -138,18 +138,18 @@ def _kind(headers: Headers) -> str:
 
 
 def _error(status: int, detail: str) -> JSONResponse:
-    """As FastAPI's own errors."""
+    """An error in the format of FastAPI."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse({"detail": detail}, status, headers)
 
 
-# What a visitor asks for, from the body of her request to the engine's requests.
+# From the body of an HTTP request to requests of the engine.
 
-MOST_PIXELS = 1024 * 1024  # of a picture: engines remember the last ones as numbers
-MOST_BYTES = 8 * 2**20  # of a request: PNGs of a picture and a mask of so many pixels of noise take 6.7 MiB
+MOST_PIXELS = 1024 * 1024  # of an image: engines cache the last images as tensors
+MOST_BYTES = 8 * 2**20  # of a request: PNGs of an image and a mask of `MOST_PIXELS` of noise take 6.7 MiB
 MOST_SECONDS = 60.0  # for a request to arrive
-MOST_PARTS = 2_000  # commas and brackets of a request, which bound its values: checking millions takes minutes
-MOST_CHARACTERS = 400  # of every text but pictures
+MOST_PARTS = 2_000  # commas and brackets, a bound on the number of values: to validate millions takes minutes
+MOST_CHARACTERS = 400  # of every text except images
 MOST_METHODS = 2
 
 
@@ -164,15 +164,17 @@ Value = Annotated[int | float | bool | str | None, pydantic.AfterValidator(_shor
 
 
 class Asked(pydantic.BaseModel):
-    """An image by one method or several, of the same seed. Text is read as on the command line.
+    """The body of POST /api/images: one image by each of one or several methods, with the same seed.
+
+    Text is read as on the command line, and has at most `MOST_CHARACTERS` characters except for images.
 
     Attributes:
-        model: one that is served, by name. label: class, by number or name; "none" or null: no class.
-        prompt, negative_prompt: of a model of texts, in place of a label.
-        methods: names, with options after a colon if need be: "calibrated:head_calls=8".
-        settings: of `cspd.request.Request`, for all methods; empty ones are left open.
-        picture, mask: data links (base64) of pictures of one size: white in the mask is made anew. All other texts have
-            at most `MOST_CHARACTERS` characters.
+        model: name of a served model.
+        label: class by number or name; "none" or null: an unconditional image.
+        prompt, negative_prompt: for text-to-image models, in place of a label.
+        methods: names, with options after a colon: "calibrated:head_calls=8".
+        settings: settings of `cspd.request.Request` for all methods; empty ones take the default.
+        picture, mask: images of one size as base64 data links; white in the mask marks the area to regenerate.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -189,7 +191,7 @@ class Asked(pydantic.BaseModel):
 
 
 async def body_of(request: fastapi.Request) -> Asked:
-    """What the body of a request asks for. Raises HTTPException if it is too large, or slow, or is something else."""
+    """The validated body of a request. Raises HTTPException if it is invalid, too large or too slow."""
     try:
         body = await asyncio.wait_for(_read(request), MOST_SECONDS)
     except ClientDisconnect:
@@ -208,8 +210,8 @@ async def body_of(request: fastapi.Request) -> Asked:
 
 
 async def _read(request: fastapi.Request) -> bytearray:
-    """The body. Of one that is too large the rest is not kept: uvicorn throws it away."""
-    too_large = fastapi.HTTPException(413, f"the request has more than {MOST_BYTES / 2**20:g} MiB: give less")
+    """Reads the body. uvicorn discards the rest of a body that is too large."""
+    too_large = fastapi.HTTPException(413, f"the request has more than {MOST_BYTES / 2**20:g} MiB: send less")
     if int(request.headers.get("content-length", 0)) > MOST_BYTES:
         raise too_large
     body = bytearray()
@@ -221,16 +223,16 @@ async def _read(request: fastapi.Request) -> bytearray:
 
 
 def requests_of(asked: Asked) -> list[Request]:
-    """A request for each method. Raises ValueError, TypeError or ArgumentTypeError on what no engine would take."""
+    """A request for each method. Raises ValueError, TypeError or ArgumentTypeError on invalid values."""
     if asked.prompt is None and "label" not in asked.model_fields_set:
         raise ValueError(
-            "neither label nor prompt is given: give label (null: no class), or prompt to a model of texts"
+            "neither label nor prompt is given: give label (null: unconditional), or prompt for a text-to-image model"
         )
     label: Any = label_of(asked.label) if isinstance(asked.label, str) else asked.label
     settings = {name: typed(value) for name, value in asked.settings.items() if value not in ("", None)}
     known = None
     if asked.picture is not None or asked.mask is not None:
-        known = Known.of(picture_of("picture", asked.picture), picture_of("mask", asked.mask))
+        known = Inpainting.of(picture_of("picture", asked.picture), picture_of("mask", asked.mask))
     texts = {"prompt": asked.prompt, "negative_prompt": asked.negative_prompt}
     requests = []
     for text in asked.methods:
@@ -241,12 +243,12 @@ def requests_of(asked: Asked) -> list[Request]:
 
 
 def typed(value: Value) -> Any:
-    """A value as JSON has it, or as text of it."""
+    """A JSON value; text is parsed as on the command line."""
     return value_of(value) if isinstance(value, str) else value
 
 
 def picture_of(name: str, link: str | None) -> Image.Image | None:
-    """The picture of a data link. Raises ValueError where it cannot be read, or is too large."""
+    """The image of a data link. Raises ValueError if it cannot be read or is too large."""
     if link is None:
         return None
     try:
@@ -260,20 +262,20 @@ def picture_of(name: str, link: str | None) -> Image.Image | None:
     raise ValueError(f"the {name} has {width} by {height} pixels: give one of {MOST_PIXELS / 1e6:.1f} million at most")
 
 
-# What the page is told: which models and methods there are, and what is known of an image.
+# The content for the page: the models and methods, and the state of an image.
 
-COLOURS = 32  # that the page makes heat maps of
-NUMBERS = {  # of statistics that are shown: how they are called, and written
+COLOURS = 32  # of a heat map
+NUMBERS = {  # statistics to show: their titles and formats
     "iterations": ("iterations", ".0f"),
     "backbone_calls": ("backbone calls", ".0f"),
-    "lazy_backbone_calls": ("of these lazy", ".0f"),
+    "lazy_backbone_calls": ("lazy backbone calls", ".0f"),
     "head_calls": ("head calls", ".0f"),
     "head_calls_per_token": ("head calls per token", ".1f"),
     "draft_backbone_calls": ("draft backbone calls", ".0f"),
     "draft_head_calls": ("draft head calls", ".0f"),
-    "step_compression": ("codes per forward", ".2f"),
+    "step_compression": ("tokens per forward pass", ".2f"),
     "alpha": ("drafts accepted", ".1%"),
-    "bound": ("bound on the total variation", ".3g"),
+    "bound": ("bound on total variation", ".3g"),
     "difference": ("difference from the full chain", ".3f"),
     "divergence": ("divergence, nats per token", ".3f"),
     "audit": ("audited, nats per token", ".3f"),
@@ -281,14 +283,15 @@ NUMBERS = {  # of statistics that are shown: how they are called, and written
 
 
 def shown(output: Output, share: float) -> dict:
-    """What the page shows of an image, finished or not.
+    """The state of an image for the page, finished or not.
 
     Args:
-        share: of its tokens that are made, 0..1.
+        share: the committed fraction of its tokens, 0..1.
 
     Returns:
-        "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of the rounds it
-        took part in, and images per second by them; "numbers", [name, text] each; "ran", the request as it runs.
+        "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of its rounds, and
+        "images_per_second" from them; "numbers", a list of [name, text]; "ran", the request with all defaults;
+        "class_name".
     """
     seconds = sum(output.stats.seconds.values())
     return {
@@ -305,24 +308,30 @@ def shown(output: Output, share: float) -> dict:
 
 
 def numbers(output: Output, share: float) -> list[tuple[str, str]]:
-    """The statistics that say something, as (name, text)."""
-    values = {name: getattr(output.stats, name) for name in NUMBERS}
-    if share < 1:
-        del values["head_calls_per_token"]  # a mean over all tokens
-    said = {name for name, value in values.items() if value or (name == "alpha" and value is not None)}
-    told = [(NUMBERS[name][0], format(values[name], NUMBERS[name][1])) for name in NUMBERS if name in said]
+    """The statistics that apply to an image, as (title, text)."""
+    found = []
+    for name, (title, form) in NUMBERS.items():
+        value = getattr(output.stats, name)
+        if name == "head_calls_per_token" and share < 1:
+            continue  # a mean over all tokens
+        if value or (name == "alpha" and value is not None):
+            found.append((title, format(value, form)))
     window = output.request.window
-    return told if window is None else [*told, ("window", f"{window}" if window else "0, nothing is drafted")]
+    if window is not None:
+        found.append(("window", str(window) if window else "0, nothing is drafted"))
+    return found
 
 
 def about(engines: Mapping[str, Engine]) -> dict:
-    """What the page has to know beforehand of engines of one checkpoint each, by its name.
+    """The description of the served models, methods and guarantees.
+
+    Args:
+        engines: by name of their checkpoint, one each.
 
     Raises:
-        ValueError: a model of texts has no text encoder.
+        ValueError: a text-to-image model has no text encoder.
     """
-    shares = np.linspace(0, 1, COLOURS)[None]
-    colours = np.asarray(coloured(shares))[0]
+    colours = np.asarray(coloured(np.linspace(0, 1, COLOURS)[None]))[0]
     first = next(iter(engines.values()))
     return {
         "models": [_model(engine, name) for name, engine in engines.items()],
@@ -350,12 +359,12 @@ def _model(engine: Engine, name: str) -> dict:
 
 
 def _any(runner: ModelRunner, **how: Any) -> Request:
-    """A request that a model takes: of a class, or of a text."""
+    """A valid request for a model: with a class or with a prompt."""
     return Request(0, **how) if runner.num_classes else Request(prompt="a picture", **how)
 
 
 def _has(engine: Engine, runner: ModelRunner, method: Method) -> bool:
-    """Whether the engine has the models that a method needs."""
+    """Whether the engine has all models that a method needs."""
     try:
         engine.check(_any(runner, method=method.name, family=method.family))
     except ValueError:
@@ -383,11 +392,11 @@ def _option(option: Option, usual: Request) -> dict:
     }
 
 
-# The one thread that runs the rounds of all visitors' requests, and tells each visitor how hers are getting on.
+# The thread that runs the rounds of all clients' requests, and reports their progress.
 
-PERIOD = 0.1  # seconds between two looks at what is under way, at least
-SHARE = 0.2  # of the time that these looks take, at most
-MINUTE = 60.0  # seconds that images per second are counted over
+PERIOD = 0.1  # minimum seconds between two reports of progress
+SHARE = 0.2  # maximum fraction of the time that these reports take
+MINUTE = 60.0  # seconds over which images per second are counted
 Tell = Callable[[dict], None]
 
 
@@ -397,7 +406,7 @@ class Full(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request of a visitor to a model. `tell` is called with what becomes of it, by the thread of `EngineLoop`."""
+    """A client's request to a model. The thread of `EngineLoop` calls `tell` with its events."""
 
     model: str
     request: Request
@@ -407,24 +416,24 @@ class Job:
 
 
 class EngineLoop:
-    """Runs engines for many visitors, in one thread, in turn. Nobody else uses the engines meanwhile.
+    """Runs engines for many clients in one thread, a round of each in turn. No other thread uses the engines.
 
-    What visitors want is done when each engine that has work has had its round. Public methods are for their threads,
-    others are its own.
+    Public methods are for other threads. They queue their work, which is done between two turns; private methods belong
+    to the thread of the loop.
 
     Args:
-        engines: by the name of the model that each has. most, most_each: requests under way, in all and of a visitor.
+        engines: by model name. most, most_each: maximum number of unfinished requests, in all and per client.
 
     Attributes:
-        jobs: those that are not finished. made: images that are.
+        jobs: the unfinished jobs. made: number of finished images.
     """
 
     def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int) -> None:
         self.engines, self.most, self.most_each = engines, most, most_each
         self.jobs: set[Job] = set()
         self.made = 0
-        self._finished: deque[float] = deque(maxlen=10_000)  # when the last images were
-        self._under_way: dict[str, dict[int, Job]] = {name: {} for name in engines}  # those that it has, by ticket
+        self._finished: deque[float] = deque(maxlen=10_000)  # times of the last images
+        self._under_way: dict[str, dict[int, Job]] = {name: {} for name in engines}  # jobs by ticket
         self._wishes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_open = True
         self._next_look = 0.0
@@ -435,9 +444,9 @@ class EngineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the rounds that run, one of each model. Visitors whose images are under way are told.
+        """Ends the thread after the current round of each model; unfinished jobs get an error.
 
-        A signal may ask.
+        A signal handler may call it.
         """
         self._wishes.put(self._close)
 
@@ -448,17 +457,17 @@ class EngineLoop:
     def add(
         self, visitor: str, model: str, requests: Sequence[Request], tells: Sequence[Tell]
     ) -> tuple[list[Job], Future]:
-        """Gives requests to the engine of a model, all of them or, where one is bad, none.
+        """Adds requests to the engine of a model: all of them, or none if one is bad.
 
         Returns:
-            The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`; or of an error.
+            The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`.
 
         Raises:
-            Full: more are under way than are allowed.
+            Full: too many requests are unfinished.
         """
         own = sum(job.visitor == visitor for job in list(self.jobs))
         if own + len(requests) > self.most_each:
-            raise Full(f"{own} of your images are under way and {self.most_each} may be: wait for one, or stop it")
+            raise Full(f"{own} of your images are under way and {self.most_each} may be: wait for one, or stop one")
         if len(self.jobs) + len(requests) > self.most:
             raise Full(f"{len(self.jobs)} images are under way and {self.most} may be: try again in a moment")
         jobs = [Job(model, request, visitor, tell) for request, tell in zip(requests, tells)]
@@ -468,11 +477,11 @@ class EngineLoop:
         return jobs, started
 
     def leave(self, jobs: Collection[Job]) -> None:
-        """Takes out those that are not finished: nobody waits for them any more."""
+        """Cancels the unfinished ones of some jobs."""
         self._wishes.put(lambda: self._cancel(jobs))
 
     def status(self) -> dict[str, float]:
-        """How many requests run and wait, how many images were made, and how many a second in the last minute."""
+        """Numbers of running and waiting requests and of finished images, and images per second in the last minute."""
         schedulers = [engine.scheduler for engine in self.engines.values()]
         running = sum(len(scheduler) - len(scheduler.waiting) for scheduler in schedulers)
         lately = sum(moment > time.monotonic() - MINUTE for moment in list(self._finished))
@@ -486,7 +495,7 @@ class EngineLoop:
     def _run(self) -> None:
         while self._is_open:
             if not any(self._under_way.values()) or not self._wishes.empty():
-                self._wishes.get()()  # waits for one where there is nothing to run
+                self._wishes.get()()  # waits if there is nothing to run
                 continue
             for model, jobs in self._under_way.items():
                 if jobs:
@@ -494,7 +503,7 @@ class EngineLoop:
             self._look()
 
     def _start(self, jobs: Sequence[Job], started: Future) -> None:
-        if not started.set_running_or_notify_cancel():  # she has left already
+        if not started.set_running_or_notify_cancel():  # the client has left
             self.jobs.difference_update(jobs)
             return
         try:
@@ -518,7 +527,7 @@ class EngineLoop:
         jobs = self._under_way[model]
         try:
             for ticket, output in self.engines[model].step().items():
-                if ticket in jobs:  # its visitor may have left while the image was on its way
+                if ticket in jobs:  # the client may have left while the image was being decoded
                     self._finish(jobs[ticket], output)
         except Exception as error:
             self._fail(model, error)
@@ -533,7 +542,7 @@ class EngineLoop:
         self._end(job, event)
 
     def _look(self) -> None:
-        """Tells what is known of the images that run, unless that was done a moment ago."""
+        """Reports the progress of running images, at most every `PERIOD` seconds."""
         began = time.monotonic()
         if began < self._next_look:
             return
@@ -542,11 +551,11 @@ class EngineLoop:
             own = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
             try:
                 outputs = engine.so_far(own)
-            except Exception as error:  # as where there is no memory left for pictures
+            except Exception as error:  # for example, out of memory for previews
                 self._fail(model, error)
                 continue
             for sequence, output in zip(own, outputs):
-                jobs[sequence.ticket].tell(shown(output, sequence.share_made))
+                jobs[sequence.ticket].tell(shown(output, sequence.fraction_done))
         now = time.monotonic()
         self._next_look = now + max(PERIOD, (now - began) / SHARE)
 
@@ -557,7 +566,7 @@ class EngineLoop:
             job.tell(event)
 
     def _fail(self, model: str, error: Exception) -> None:
-        """Gives up what one model has under way; the thread goes on, and so do the others."""
+        """Drops the jobs of a model that failed. The other models go on."""
         print(f"cspd: {model} failed: {error!r}", file=sys.stderr)
         self._drop(model, f"the model failed: {error}: try again; if memory is short, serve with a smaller --max-batch")
 
@@ -569,32 +578,33 @@ class EngineLoop:
     def _close(self) -> None:
         self._is_open = False
         for model in self.engines:
-            self._drop(model, "the server is ending")
+            self._drop(model, "the server is shutting down")
 
 
-# The page over HTTP: its files, what it asks for, and a stream of what becomes of that.
+# The page over HTTP: its files, and the API.
 #
-# POST /api/images takes what `Asked` says and answers with server-sent events, JSON objects: what
-# `shown` knows of an image, and "run", by which of the methods it is. The last of a run is "finished",
-# or has an "error". The images of a visitor that closes the connection are cancelled.
+# POST /api/images takes an `Asked` and answers with server-sent events. Each is a JSON object: the content of `shown`,
+# and "run", the index of its method. The last event of a run has "finished" or an "error". If a client closes the
+# connection, its images are cancelled.
 
 PAGE = Path(__file__).parent / "page"
-VISITOR = "visitor"  # the cookie that tells visitors apart
-HEARTBEAT = 1.0  # seconds between signs of life: so it is noticed soon that a visitor whose images wait has left
-MOST_UNREAD = 4  # pictures on their way to a visitor; what comes while there are so many is left out
+VISITOR = "visitor"  # the cookie that identifies a client
+HEARTBEAT = 1.0  # seconds between comments in a stream: they show soon that a waiting client has left
+MOST_UNREAD = 4  # events on their way to a client; while there are more, previews are skipped
 GRACE = 2  # seconds that connections have to end
-PATIENCE = 4.0  # seconds from a signal to the end of the process, whatever runs
+PATIENCE = 4.0  # maximum seconds from a signal to the end of the process
 
 
 def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, **access: Any) -> fastapi.FastAPI:
-    """The application. While it is served its `state.loop` runs the engines, which nobody else uses.
+    """The application. While it is served, its `state.loop` runs the engines; no other thread may use them.
 
     Args:
-        engines: each of one checkpoint, by its name. most, most_each: images under way, in all and of a visitor.
-        access: who may use it, see `Access`.
+        engines: by name of their checkpoint, one each.
+        most, most_each: maximum number of unfinished images, in all and per client.
+        access: arguments of `Access`.
 
     Raises:
-        ValueError: a model of texts has no text encoder.
+        ValueError: a text-to-image model has no text encoder.
     """
     loop = EngineLoop(engines, most, most_each)
     description = about(engines) | {"most_bytes": MOST_BYTES}
@@ -634,8 +644,8 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
             raise fastapi.HTTPException(429, str(full)) from None
         except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:
             raise fastapi.HTTPException(400, str(bad)) from None
-        except asyncio.CancelledError:  # by uvicorn, which ends
-            raise fastapi.HTTPException(503, "the server is ending") from None
+        except asyncio.CancelledError:  # uvicorn is shutting down
+            raise fastapi.HTTPException(503, "the server is shutting down") from None
         events = _events(loop, jobs, inbox, advice)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
@@ -644,14 +654,14 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
 
 
 def _visitor(request: fastapi.Request) -> str:
-    """Who asks: a browser by its cookie, a program by its address."""
+    """The client of a request: a browser by its cookie, a program by its address."""
     address = request.client.host if request.client else ""
     return request.cookies.get(VISITOR, address)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue, run: int, event: dict) -> None:
-    """Puts an event of a run into an inbox, from another thread than its loop's."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and the server has ended
+    """Puts an event of a run into an inbox, from a thread other than the event loop's."""
+    with contextlib.suppress(RuntimeError):  # the event loop is closed: the server has ended
         loop.call_soon_threadsafe(_put, inbox, {"run": run, **event})
 
 
@@ -667,7 +677,7 @@ def _is_last(event: dict) -> bool:
 async def _events(
     loop: EngineLoop, jobs: Sequence[Job], inbox: asyncio.Queue, advice: Sequence[str | None]
 ) -> AsyncIterator[str]:
-    """The events of some jobs as they come, as text; jobs that nobody reads the events of are cancelled."""
+    """The events of some jobs as text. If the reader leaves, the jobs are cancelled."""
     unfinished = len(jobs)
     try:
         for run, text in enumerate(advice):
@@ -689,7 +699,7 @@ def _event(content: dict) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, run on sockets that listen. It ends at once: open connections have nothing more to wait for then."""
+    """A uvicorn server that ends soon after a signal, whatever the engines are doing."""
 
     def __init__(self, app: fastapi.FastAPI) -> None:
         super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE, ws="none"))
@@ -697,7 +707,7 @@ class Server(uvicorn.Server):
         self._last_resort: threading.Timer | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until a signal. If what runs then does not end in `PATIENCE` seconds, the process ends here."""
+        """Serves until a signal. The process ends at most `PATIENCE` seconds later."""
         try:
             super().run(sockets)
         finally:
@@ -706,7 +716,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """As uvicorn has it; a closed terminal is heeded too, unless it is ignored, as under nohup."""
+        """Handles SIGHUP, a closed terminal, too, unless it is ignored, as under nohup."""
         with super().capture_signals(), contextlib.ExitStack() as restored:
             hangup = getattr(signal, "SIGHUP", None)  # Windows has none
             is_main = threading.current_thread() is threading.main_thread()
@@ -715,19 +725,19 @@ class Server(uvicorn.Server):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """On a signal; a second one ends the process at once."""
+        """Handles a signal; a second one ends the process at once."""
         if self.should_exit:
             os._exit(128 + sig)
         self._last_resort = threading.Timer(PATIENCE, _end_process, [sig])
         self._last_resort.daemon = True
         self._last_resort.start()
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # connections that are cut off now are no errors
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # interrupted connections are not errors now
         self._loop.close()
         super().handle_exit(sig, frame)
 
 
 def _end_process(sig: int) -> None:
-    """Ends it while another thread computes: Python's own end would wait for that, or crash."""
+    """Ends the process while another thread computes: a normal exit would wait for that thread, or crash."""
     try:
         print("cspd: stopped", file=sys.stderr, flush=True)
     finally:  # the terminal may be gone

@@ -1,8 +1,8 @@
-// The editor: a picture, and which of its tokens are to be made anew.
+// The editor: an image, and a mask of the tokens to regenerate.
 
-const CHEQUERED = ["white", "black"]; // to be seen on pictures of all colours
+const CHEQUERED = ["white", "black"]; // visible on images of all colours
 
-// changed(): is called when there is a picture or none. fail(message): of a file that is no picture.
+// changed(isOpen) is called when an image is opened or closed; fail(message), if a file cannot be read.
 export function makeEditor(changed, fail) {
   const element = (id) => document.getElementById(id);
   const picture = element("picture");
@@ -34,17 +34,17 @@ export function makeEditor(changed, fail) {
   function setModel(chosen) {
     model = chosen;
     element("how").textContent = model.rows
-      ? "VQ models go row by row: all rows from the highest that you paint on are made anew, those above it are kept."
-      : "What you paint on is made anew to go with the rest, token by token. The rest is kept.";
+      ? "VQ models generate row by row: the highest painted row and all rows below it are regenerated; rows above are kept."
+      : "The painted tokens are regenerated to match the rest of the image, which is kept.";
     if (isOpen) close();
   }
 
-  // Pixels per side, at least the model's: a multiple of its tokens, so that no pixel lies in two.
+  // Pixels per side, at least the model's: a multiple of its tokens per side, so that no pixel lies in two tokens.
   function size() {
     return model.side * Math.ceil(model.image_size / model.side);
   }
 
-  // A bitmap or image: the square in its middle.
+  // Opens the square in the middle of a bitmap or image.
   function open(source) {
     const [width, height] = [source.width, source.height];
     const square = Math.min(width, height);
@@ -78,13 +78,13 @@ export function makeEditor(changed, fail) {
     changed(isOpen);
   }
 
-  // Paints the tokens under the brush; of models that go row by row, all from the row on that it is in.
+  // Paints the tokens under the brush; for models that generate row by row, its row and all rows below.
   function stroke(event) {
     const box = mask.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * model.side;
     const y = ((event.clientY - box.top) / box.height) * model.side;
     const erases = element("erase").checked;
-    const radius = Math.max(element("size").value / 2, 0.71); // of a brush that reaches one token wherever it is
+    const radius = Math.max(element("size").value / 2, 0.71); // large enough to reach a token from any point
     const isUnder = (row, column) => Math.hypot(column + 0.5 - x, row + 0.5 - y) <= radius;
     const isInRows = (row) => (erases ? row <= y : row >= Math.floor(y));
     for (let row = 0; row < model.side; row++) {
@@ -97,7 +97,7 @@ export function makeEditor(changed, fail) {
     }
   }
 
-  // {picture, mask} as data links, or nothing where no picture is open.
+  // {picture, mask} as data links, or {} if no image is open.
   function content() {
     if (!isOpen) return {};
     const whole = document.createElement("canvas");
@@ -105,10 +105,10 @@ export function makeEditor(changed, fail) {
     const context = whole.getContext("2d");
     context.imageSmoothingEnabled = false;
     context.drawImage(mask, 0, 0, whole.width, whole.height);
-    context.globalCompositeOperation = "source-in"; // what is painted becomes white
+    context.globalCompositeOperation = "source-in"; // the painted area becomes white
     context.fillStyle = "white";
     context.fillRect(0, 0, whole.width, whole.height);
-    context.globalCompositeOperation = "destination-over"; // and the rest black
+    context.globalCompositeOperation = "destination-over"; // the rest becomes black
     context.fillStyle = "black";
     context.fillRect(0, 0, whole.width, whole.height);
     return { picture: picture.toDataURL("image/png"), mask: whole.toDataURL("image/png") };

@@ -5,16 +5,16 @@ import { makePanel, paintAll, showTag } from "./panel.js";
 
 const element = (id) => document.getElementById(id);
 const TITLES = { cfg: "guidance", num_iter: "iterations", num_sampling_steps: "denoising steps" };
-const FIRST = ["cfg", "num_iter"]; // that are always in view
+const FIRST = ["cfg", "num_iter"]; // always visible
 const SIDES = ["first", "second"];
 const NONE = "none";
 const POLL = 2000; // milliseconds
-const KEY = "cspd-api-key"; // where the browser keeps the API key
+const KEY = "cspd-api-key"; // the browser stores the API key under this name
 
 let about = null;
 let model = null;
 let sides = [];
-let running = null; // what stops the images under way
+let running = null; // an AbortController while images are generated
 let apiKey = null;
 
 const editor = makeEditor(
@@ -26,8 +26,8 @@ async function begin() {
   findKey();
   let answer = await ask("api/models");
   while (answer.status === 401) {
-    const given = prompt("This server needs its API key:");
-    if (given === null) throw new Error("this server needs its API key: reload the page to give it");
+    const given = prompt("This server needs an API key:");
+    if (given === null) throw new Error("this server needs an API key: reload the page to enter it");
     if (/^[\x21-\x7e]+$/.test(given.trim())) keepKey(given.trim());
     answer = await ask("api/models");
   }
@@ -43,7 +43,7 @@ async function begin() {
   };
   keepPlaceholder(element("label"));
   const { device, threads, precision } = about.machine;
-  element("machine").textContent = `${device}, ${threads} threads, ${precision}, ${about.slots} images of a model at a time`;
+  element("machine").textContent = `${device}, ${threads} threads, ${precision}, ${about.slots} images per model at a time`;
   element("guarantees").append(...Object.entries(about.guarantees).flatMap(([name, meaning]) => {
     const term = document.createElement("dt");
     const tag = term.appendChild(document.createElement("span"));
@@ -56,7 +56,7 @@ async function begin() {
   showStatus();
 }
 
-// The API key of an address that ends in #key=..., which no request shows; or the one that the browser keeps.
+// Takes the API key from the end of the address, #key=..., which is never sent to a server, or from the browser's store.
 function findKey() {
   const [, given] = location.hash.match(/^#key=(.+)$/) ?? [];
   if (given) {
@@ -66,14 +66,14 @@ function findKey() {
   }
   try {
     apiKey = localStorage.getItem(KEY);
-  } catch { /* a browser that keeps nothing */ }
+  } catch { /* the browser has no store */ }
 }
 
 function keepKey(given) {
   apiKey = given;
   try {
     localStorage.setItem(KEY, given);
-  } catch { /* it is asked for again next time */ }
+  } catch { /* the page asks again next time */ }
 }
 
 // As `fetch`, with the API key if there is one.
@@ -82,7 +82,7 @@ function ask(path, options = {}) {
   return fetch(path, { ...options, headers });
 }
 
-// A list of suggestions shows those that begin with what is there: it is emptied to show all, until something is chosen.
+// A list of suggestions shows only those that match the text, so the field is emptied on focus to show all of them.
 function keepPlaceholder(input) {
   input.onfocus = () => { [input.placeholder, input.value] = [input.value, ""]; };
   input.onblur = () => { input.value ||= input.placeholder; };
@@ -144,7 +144,7 @@ function makeSide(title, index) {
   return side;
 }
 
-// What the image is to be of.
+// The class or prompt of the image.
 function subject() {
   if (model.classes.length) return { label: element("label").value || element("label").placeholder };
   return { prompt: element("prompt").value, negative_prompt: element("negative").value || null };
@@ -177,7 +177,7 @@ async function make() {
     });
     loseAll(panels, "the connection to the server was lost");
   } catch (error) {
-    running.abort(); // or images that nobody sees would be made to their end
+    running.abort(); // or the server would finish images that nobody sees
     const isStopped = error.name === "AbortError";
     loseAll(panels, isStopped ? "stopped" : "the connection to the server was lost");
     if (!isStopped) fail(messageOf(error));
@@ -186,12 +186,12 @@ async function make() {
   showStatus();
 }
 
-// What an error says; `fetch` has a TypeError for every server that does not answer.
+// The message of an error; `fetch` throws a TypeError if the server does not answer.
 function messageOf(error) {
   return error instanceof TypeError ? "the server cannot be reached: is it running?" : error.message;
 }
 
-// Why the server did not do it.
+// The server's reason for a refusal.
 async function reason(answer) {
   try {
     return String((await answer.json()).detail);

@@ -1,8 +1,8 @@
-// A method's panel: its picture as it grows, what each token cost, and what is known of it.
+// The panel of a method: its image while it is generated, the cost of each token, and statistics.
 
-const SWATCHES = [[0, "rejected, or made by the target"], [1, "accepted"], [null, "not drafted"]];
+const SWATCHES = [[0, "rejected, or sampled by the target"], [1, "accepted"], [null, "not drafted"]];
 
-// method, model: of /api/models. tools: {colours, guarantees, edit(link), say(text) to who cannot see}.
+// method, model: entries of /api/models. tools: {colours, guarantees, edit(link), say(text)}; say() is for screen readers.
 export function makePanel(method, model, tools) {
   const root = document.getElementById("panel").content.cloneNode(true).firstElementChild;
   const find = (name) => root.querySelector("." + name);
@@ -13,7 +13,7 @@ export function makePanel(method, model, tools) {
   find("image").hidden = true;
   find("state").textContent = "waiting ...";
 
-  // What an event of /api/images says.
+  // Shows an event of /api/images.
   panel.show = (event) => {
     if (event.advice) {
       find("note").textContent = event.advice;
@@ -44,7 +44,7 @@ export function makePanel(method, model, tools) {
     tools.say(`${method.name}: ${message}`);
   };
 
-  // Colours the tokens by their costs, between the least and the most of all panels.
+  // Colours the tokens by cost; low and high are the extremes of all panels.
   panel.paint = (low, high) => {
     const canvas = find("heat");
     canvas.width = canvas.height = model.side;
@@ -68,14 +68,14 @@ export function makePanel(method, model, tools) {
     save.href = event.image;
     save.download = `${event.class_name.slice(0, 60)}-${method.name}.png`.replaceAll(/[^\w.+-]+/g, "_");
     find("edit").onclick = () => tools.edit(event.image);
-    find("actions").hidden = !event.image; // models without a decoder make codes only
+    find("actions").hidden = !event.image; // models without a decoder give tokens only
     tools.say(`${method.name}: finished`);
   }
 
   return panel;
 }
 
-// Paints the heat maps of all panels, those that count head calls by one scale.
+// Paints the heat maps of all panels, with one scale for those that count head calls.
 export function paintAll(panels) {
   const costs = panels.filter((panel) => panel.isCounted).flatMap((panel) => panel.heat).filter((cost) => cost !== null);
   const low = costs.length ? Math.min(...costs) : 0;
