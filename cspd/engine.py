@@ -319,7 +319,7 @@ class _Bar:
         """Shows `finished` images and the committed share of the running ones."""
         if not self._shown or not (running or self._bar is not None):
             return
-        share = sum(sequence.share_made for sequence in running)
+        share = sum(sequence.fraction_done for sequence in running)
         if self._total == 1:
             length = next(iter(running)).seq_len if self._bar is None else self._bar.total
             self._count((finished + share) * length, length, "token", "{n:.0f}/{total}")
@@ -440,12 +440,16 @@ class Engine:
 
     # A request is checked once: `checked` fills its defaults in, `prepare` also decides what may take a calibration.
 
-    def checked(self, request: Request) -> Prepared:
+    def checked(self, request: Request | Prepared) -> Prepared:
         """A request with its method and every default, except those that may take a calibration (a window).
+
+        A request that was checked before is returned as it is.
 
         Raises:
             ValueError: a setting is bad, or the engine lacks a model that the method needs.
         """
+        if isinstance(request, Prepared):
+            return request
         if not isinstance(request, Request):
             raise ValueError(f"{shortened(request)} is not a request: give cspd.Request(label, ...)")
         self._check_open()
@@ -469,7 +473,7 @@ class Engine:
             ValueError: as `checked`, or too little memory.
         """
         self._check_open()
-        prepared = request if isinstance(request, Prepared) else self.checked(request)
+        prepared = self.checked(request)
         if prepared.is_decided:
             return prepared
         with self._lock.hold():
@@ -739,7 +743,7 @@ class Engine:
                 if on_progress and rounds % every == 0:
                     for sequence in list(own):
                         preview = functools.partial(self._preview, sequence)
-                        on_progress(sequence.asked, sequence.share_made, preview)  # type: ignore[arg-type]
+                        on_progress(sequence.asked, sequence.fraction_done, preview)  # type: ignore[arg-type]
         finally:
             bar.close()
             with self._lock.hold():

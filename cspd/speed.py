@@ -53,7 +53,7 @@ class Batch:
 
 def starts(request: Request, seq_len: int, num: float | None = None) -> np.ndarray:
     """Tokens known before each round of an image: by the request's timetable, or `num` more each time."""
-    known = seq_len - request.num_made(seq_len)
+    known = seq_len - request.num_generated(seq_len)
     if num is not None:
         return np.arange(known, seq_len, num)
     masked = timetable(request, seq_len).masked
@@ -97,7 +97,7 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
     for sequence in sequences:
         sequence.iteration, sequence.num_committed = iteration, known
     if runner.family == "VQ":
-        runner.known.fill_(known)
+        runner.num_committed.fill_(known)
     return Batch(engine, sequences)
 
 

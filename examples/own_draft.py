@@ -16,8 +16,8 @@ def propose(runner, batch):
     """gamma codes after the last earlier place of the last committed code; none (-1) where there is no such place."""
     gamma = batch.request.gamma
     last, _ = runner.last(batch, 1)  # [B, 1]
-    codes = runner.codes[batch.slot]
-    known = batch.known_t.unsqueeze(1)
+    codes = runner.tokens[batch.slot]
+    known = batch.num_committed.unsqueeze(1)
     place = torch.arange(codes.shape[1], device=runner.device)
 
     earlier = (codes == last) & (place < known - 1)

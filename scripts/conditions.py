@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from cspd import Request
 from cspd.discrete.gpt import seen
-from cspd.discrete.runner import VQRunner, inputs_of_texts, sent_texts
+from cspd.discrete.runner import VQRunner, inputs_of_texts
 from cspd.evaluation.images import Subject, are_texts
 
 
@@ -109,7 +109,7 @@ def inputs_of(runner: VQRunner, subjects: Sequence[Subject], numbers: Tensor, is
 
 def _texts(runner: VQRunner, texts: list[str], is_null: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs [B, n, dim] of texts or their null captions, and which of them are no padding, bool [B, n]."""
-    sent = sent_texts(runner, [Request(prompt=text) for text in texts], num_branches=2)
+    sent = runner.sent_texts([Request(prompt=text) for text in texts], num_branches=2)
     inputs = inputs_of_texts(runner.target, sent)
     each = torch.arange(len(texts), device=runner.device)
     row, most = 2 * each + is_null, inputs.shape[1]

@@ -19,7 +19,7 @@ from train_eagle import predict
 import cspd
 from cspd.discrete.registry import SamplingDefaults
 from cspd.discrete.rules import Rule, bound, near_codes
-from cspd.discrete.trees import judge_siblings
+from cspd.discrete.trees import verify_siblings
 
 IMAGES = 10
 SAMPLING = SamplingDefaults(cfg=2.0)
@@ -59,7 +59,7 @@ def drawn(Q: Tensor) -> tuple[Tensor, Tensor]:
 def residual(rule: Rule, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor) -> Tensor:
     """G [N, n, V] after each of codes x [N, n] was rejected, of P, f [N, V] and Q [N, n, V]."""
     if x.shape[1] == 1:  # a chosen code
-        return judge_siblings(rule, P, None, x, torch.ones(x.shape), near=near).residual.unsqueeze(1)
+        return verify_siblings(rule, P, None, x, torch.ones(x.shape), near=near).residual.unsqueeze(1)
     P, f = (each.unsqueeze(1).expand_as(Q) for each in (P, f))
     return rule.resample(P, Q, f, x, near)
 

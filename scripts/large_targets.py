@@ -54,7 +54,7 @@ def main() -> None:
     ways = [PLAIN, *JACOBI, *TREES]
     requests = {name_of(way): asked(**way) for way in ways}
     tuning: Tuning = cspd.load("digits32_vq", device="cpu").runner.tuning
-    codes = {name_of(way): 1.0 if way is PLAIN else tuning.codes(asked(), way) for way in ways}
+    codes = {name_of(way): 1.0 if way is PLAIN else tuning.tokens_per_round(asked(), way) for way in ways}
     rows = [[name, f"{codes[name]:.2f}"] for name in requests]
     for size in args.sizes.split(","):
         spent = milliseconds(size, args.batch, requests)

@@ -1,6 +1,6 @@
 """Every rule, and the distribution of what it commits, enumerated.
 
-Nothing is drawn: the probability of each outcome is found by bisecting the uniform draws of `judge_siblings`.
+Nothing is drawn: the probability of each outcome is found by bisecting the uniform draws of `verify_siblings`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from cspd.discrete.rules import Rule, neighbours
-from cspd.discrete.trees import judge_siblings
+from cspd.discrete.trees import verify_siblings
 
 RULES = {
     "exact": Rule(),
@@ -78,7 +78,7 @@ def bound_of(judged):
 def outcomes(rule, P, Q, candidates, depth=1):
     """(probability [..., K] that each candidate is accepted, residual if none is [..., V], mean bound [...])."""
     rejected = torch.ones_like(candidates, dtype=P.dtype)
-    judge = lambda uniforms: judge_siblings(rule, P, Q, candidates, uniforms, depth, near(P.shape[-1]))  # noqa: E731
+    judge = lambda uniforms: verify_siblings(rule, P, Q, candidates, uniforms, depth, near(P.shape[-1]))  # noqa: E731
     none, accepted = judge(rejected), []
     left, mean = torch.ones_like(P[..., 0]), torch.zeros_like(P[..., 0])
     for k in range(candidates.shape[-1]):

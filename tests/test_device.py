@@ -210,7 +210,7 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
     assert refused == NUM // 20 and finished == NUM - refused and failed > 100
     assert after_all[0] < 1.05 * after_first[0]
     assert after_all[1] < 1.03 * after_first[1]
-    assert not engine.runners["MAR"].kept and not engine.runners["VQ"].unread
+    assert not engine.runners["MAR"].round_state and not engine.runners["VQ"].unread
 
 
 # ---- Arrays that are sent to a device together: the same there, by one copy that nobody waits for

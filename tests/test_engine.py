@@ -22,7 +22,7 @@ from toys import toy_mar, toy_models
 from cspd import Engine, MARModels, Request, VQModels
 from cspd import engine as cspd_engine
 from cspd.device import Precision
-from cspd.engine import AHEAD, Turns
+from cspd.engine import AHEAD, FairLock
 from cspd.masked.orders import cosine, timetable
 from cspd.request import Stopwatch
 from mar import model
@@ -416,13 +416,13 @@ def test_numbers_at_the_ends_of_their_ranges_harm_nobody_else(family, settings):
 
 
 def test_turns_are_taken_in_order_and_again():
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
 
     def run(name):
-        with turns.take():
+        with turns.hold():
             order.append(name)
 
-    with turns.take(), turns.take():
+    with turns.hold(), turns.hold():
         threads = [threading.Thread(target=run, args=[name]) for name in range(4)]
         for number, thread in enumerate(threads):
             thread.start()
@@ -435,12 +435,12 @@ def test_turns_are_taken_in_order_and_again():
 
 
 def test_a_turn_that_is_not_waited_for_blocks_nobody(monkeypatch):
-    turns = Turns()
-    with turns.take(), monkeypatch.context() as patch, ThreadPoolExecutor(1) as other:
+    turns = FairLock()
+    with turns.hold(), monkeypatch.context() as patch, ThreadPoolExecutor(1) as other:
         patch.setattr(turns._condition, "wait_for", lambda ready: 1 / 0)  # as a signal would
         with pytest.raises(ZeroDivisionError):
-            other.submit(turns.take().__enter__).result()
-    with turns.take():
+            other.submit(turns.hold().__enter__).result()
+    with turns.hold():
         pass
 
 
@@ -701,7 +701,7 @@ def test_images_come_later_and_none_is_lost(engine, monkeypatch):
 def test_rounds_of_a_stream_do_not_wait_for_images(engine, slow, monkeypatch):
     """All slots finish together: what they made is decoded while the next requests are under way."""
     requests = [Request(label=1, seed=i, method="ar", num_iter=2, num_sampling_steps=2) for i in range(8)]
-    rounds, finisher = [], engine._flight.finisher
+    rounds, finisher = [], engine._finisher
     ready = finisher.ready
     monkeypatch.setattr(finisher, "ready", lambda wait: rounds.append(ready(wait)) or rounds[-1])
     assert len(list(engine.stream(requests))) == 8
@@ -713,13 +713,13 @@ def test_an_error_leaves_nothing_behind(engine, slow, failing, monkeypatch):
     for request in REQUESTS[:6]:
         engine.add_request(request)
     engine.step()
-    assert len(engine._flight.finisher) == 1
+    assert len(engine._finisher) == 1
     with monkeypatch.context() as patch:
         patch.setattr(Stopwatch if failing == "seconds" else engine.runner, failing, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             while len(engine.scheduler):
                 engine.step()
-    assert len(engine.scheduler) == len(engine._flight.finisher) == 0 and engine.step() == {}
+    assert len(engine.scheduler) == len(engine._finisher) == 0 and engine.step() == {}
     assert len(engine.generate(REQUESTS[:3])) == 3
 
 
@@ -728,7 +728,7 @@ def test_few_are_under_way(engine, slow):
         engine.add_request(request)
     while len(engine.scheduler):
         engine.step()
-        assert len(engine._flight.finisher) <= AHEAD * engine.num_slots
+        assert len(engine._finisher) <= AHEAD * engine.num_slots
 
 
 def test_a_stream_that_is_left_leaves_nothing(engine, slow):
@@ -748,7 +748,7 @@ def test_on_a_gpu_only_the_end_is_waited_for(small_mar):
         for request in REQUESTS[:4]:
             engine.add_request(request)
         while len(engine.scheduler):
-            assert not gpu.reads and len(engine._flight.finisher._work) <= timeline.LAG
+            assert not gpu.reads and len(engine._finisher._work) <= timeline.LAG
             early, outputs = len(outputs), outputs | engine.step()
     assert 0 < early < len(outputs) and {place.what for place in gpu.reads} == {"event.synchronize"}
     for ticket, on_cpu in enumerate(expected):

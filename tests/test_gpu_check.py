@@ -174,9 +174,9 @@ def test_sequences_begin_anywhere(settings):
 def test_sequences_of_codes_begin_anywhere(settings):
     engine = engine_of(settings, random_gpt(settings, TINY.gpts["B"], CPU), 2, CPU)
     batch = batch_at(engine, engine.resolve(Request(0, method="sjd-pac", family="VQ")), 32)
-    engine.runner.codes.fill_(-1)
+    engine.runner.tokens.fill_(-1)
     batch.round()
-    codes = engine.runner.codes[:, : engine.runner.seq_len]
+    codes = engine.runner.tokens[:, : engine.runner.seq_len]
     assert (codes[:, :32] == -1).all() and (codes[:, 32] >= 0).all()
 
 

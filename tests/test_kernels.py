@@ -27,8 +27,8 @@ from cspd import Engine, MARModels, Request, VQModels, kernels, noise
 from cspd.device import Precision
 from cspd.discrete.runner import compiled_layers
 from cspd.heads import calibrated, chain
-from cspd.heads.calibrated import Window
-from cspd.heads.speculative import ROUNDS, Chains
+from cspd.heads.calibrated import Segment
+from cspd.heads.speculative import PASSES, Chains
 from cspd.heads.verify import compiled_move
 from mar.checkpoint import MARS
 from mar.head import Head, filled
@@ -146,7 +146,7 @@ def after_calls(dtype):
     x, out, scale = torch.empty(8, 16), torch.empty(2, 8, 32, dtype=dtype), torch.empty(8, 1)
     kernels_head.ancestral_step_kernel(x, out, x, scale, 1, 1, 1)
     column = torch.empty(9, 1, 1)
-    kernels_head.window_step(x, out, torch.empty(9, 8, 16), scale, scale, None, column, column, torch.empty(11))
+    kernels_head.segment_step(x, out, torch.empty(9, 8, 16), scale, scale, None, column, column, torch.empty(11))
 
 
 LARGEST_REGISTERS = 128  # a thread: with more, a program of 16 warps does not fit on a multiprocessor
@@ -226,7 +226,7 @@ def of_windows(head: Head, num_calls: int) -> int:
     """Windows of a step, which evaluate the null class in turn."""
     with META:
         columns = torch.empty(1), torch.empty(1, 1, 1), torch.empty(1, 1, 1), torch.empty(2, 3)
-    plan = [Window(num_calls - 1 - i, *columns, i % 2 == 0) for i in range(num_calls)]
+    plan = [Segment(num_calls - 1 - i, *columns, i % 2 == 0) for i in range(num_calls)]
     draw = calibrated.drawing(head, noise, plan, num_calls, Precision("fp32", META))
     return launched(draw, Z, ROW, ROW, CHAIN, CHAIN)
 
@@ -236,7 +236,7 @@ def rounds_of(head: Head) -> Chains:
     with noted():
         chains = Chains(head, torch.empty(100, DRAFTED, 8 + DRAFTED, device=META), Precision("fp32", META), noise)
         chains._reserve(len(CHAIN), num_branches=2)
-    chains.rounds = ROUNDS
+    chains.passes = PASSES
     return chains
 
 
@@ -254,7 +254,7 @@ def test_launches(depth, fused):
         "window": window,
         "start": steps[0] - 4 * step,
         "join": launched(chains._join, CHAIN, names, Z, ROW, ROW, 0),
-        "round": launched(chains._run_rounds, CHAIN) / ROUNDS,  # with the table of modulations that was joined
+        "round": launched(chains._run_passes, CHAIN) / PASSES,  # with the table of modulations that was joined
     }
     known = gpu_costs.KERNELS if fused else gpu_costs.PYTORCH
     assert found == pytest.approx({part: gpu_costs.count(getattr(known, part), depth) for part in found}, abs=1)
@@ -275,7 +275,7 @@ VQ = {"cfg": 2.0, "temperature": 1.0, "top_k": 3, "top_p": 1.0}
 LATE_READ = {"cspd/device.py array": 1}  # of what a round before left
 CHAINS = {"cspd/device.py array": 6}  # of an iteration: one of each launch, late
 LENGTHS = {"cspd/heads/solvers.py denoise": 1}  # of chains, which make the shapes of what follows
-COMPARE = {"cspd/masked/cspd.py _speculate": 2, "cspd/heads/verify.py first_kept": 1}
+COMPARE = {"cspd/masked/cspd.py _speculate": 2, "cspd/heads/verify.py first_accepted": 1}
 
 
 class Case(NamedTuple):

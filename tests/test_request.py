@@ -32,7 +32,7 @@ from cspd.files import parse_json
 from cspd.masked.orders import cosine
 from cspd.masked.runner import MARRunner, bytes_per_slot, check_memory, usual_tokens
 from cspd.method import choose, find, method_names
-from cspd.request import Known, Resized, placed
+from cspd.request import Inpainting, Resized, placed
 from mar.checkpoint import MARS, create_mar, create_vae, defaults_of
 from mar.model import MAR, MARConfig
 from mar.vae import AutoencoderKL, KLConfig
@@ -357,11 +357,11 @@ def test_files_pictures_and_tensors_are_the_same(tmp_path):
     mask.convert("RGB").save(tmp_path / "mask.png")
     images = [image, tmp_path / "image.png", str(tmp_path / "image.png"), pixels, pixels.numpy(), pixels.double()]
     masks = [mask, tmp_path / "mask.png", MASK, MASK.numpy(), MASK.float(), MASK.int()]
-    knowns = {Known.of(image, mask) for image in images for mask in masks}
+    knowns = {Inpainting.of(image, mask) for image in images for mask in masks}
     assert len(knowns) == 1
     (known,) = knowns
     assert torch.equal(known.mask, MASK) and torch.allclose(known.image, pixels) and len(repr(known)) < 60
-    assert known != Known.of(image, 0.5) != Known.of(image, 0.25) and known != Known.of(1 - pixels, mask)
+    assert known != Inpainting.of(image, 0.5) != Inpainting.of(image, 0.25) and known != Inpainting.of(1 - pixels, mask)
 
 
 def test_requests_compare_and_are_written_down():
@@ -377,27 +377,29 @@ def test_requests_compare_and_are_written_down():
 def test_numbers_of_every_kind_are_read():
     """Also those that PyTorch does not compute with."""
     small, mask = torch.full((3, 12, 8), 0.25), MASK.numpy()
-    wanted = Known.of(small, MASK)
+    wanted = Inpainting.of(small, MASK)
     images = [small.to(kind) for kind in (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float64)]
     images += [small.numpy().astype(kind) for kind in (np.longdouble, ">f4", np.float16)]
     masks = [MASK.to(kind) for kind in (torch.uint16, torch.uint64, torch.bfloat16)]
     masks += [mask.astype(kind) for kind in (np.uint16, ">i8", np.longdouble)]
-    assert {Known.of(image, MASK) for image in images} == {Known.of(small, each) for each in masks} == {wanted}
+    assert (
+        {Inpainting.of(image, MASK) for image in images} == {Inpainting.of(small, each) for each in masks} == {wanted}
+    )
 
 
 @pytest.mark.parametrize("image, mask", [(PICTURE.double(), MASK), (PICTURE, MASK.int()), (PICTURE, 1), (None, MASK)])
 def test_what_rounds_take_as_it_is_has_the_right_kinds(image, mask):
-    with pytest.raises(ValueError, match=r"Known\.of"):
-        Known(image, mask)
+    with pytest.raises(ValueError, match=r"Inpainting\.of"):
+        Inpainting(image, mask)
     with pytest.raises(TypeError, match="known"):
         Request(3, known="x")
 
 
 def test_tensors_are_copied():
     picture, mask = PICTURE.clone(), MASK.clone()
-    known = Known.of(picture, mask)
+    known = Inpainting.of(picture, mask)
     picture.zero_(), mask.fill_(True)
-    assert known == Known.of(PICTURE, MASK)
+    assert known == Inpainting.of(PICTURE, MASK)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +425,7 @@ def test_what_is_refused(image, mask, advice):
 
 
 def test_a_picture_is_cropped_to_its_middle_and_resized():
-    known = Known.of(PICTURE, MASK)
+    known = Inpainting.of(PICTURE, MASK)
     fitted = known.fitted(4)
     middle = PICTURE[:, 2:10]
     assert (
@@ -456,7 +458,7 @@ def test_pasting_leaves_what_is_far_from_the_mask():
     mask[0, 0] = True
     made = torch.zeros(4, 4, dtype=torch.bool)
     made[0, 0] = True
-    pasted = Known.of(picture, mask).pasted(torch.ones(3, 16, 16), made.flatten())
+    pasted = Inpainting.of(picture, mask).pasted(torch.ones(3, 16, 16), made.flatten())
     assert torch.equal(pasted[:, 6:], picture[:, 6:]) and torch.equal(pasted[:, :, 6:], picture[:, :, 6:])
     assert (pasted[:, 0, 0] == 1).all() and (pasted[:, :2, :2] == 1).all()
     assert (pasted[:, 3:5, 0] - picture[:, 3:5, 0]).min() > 0, "they blend"

@@ -35,7 +35,7 @@ from cspd.cli import main
 from cspd.device import describe
 from cspd.evaluation.run import Shards
 from cspd.files import DIGEST, append_json, check_file, publishing, read_item, write_item, write_json
-from cspd.runs import DECIDED, LOCK, differences, kept_choices, write_png
+from cspd.runs import DECIDED, LOCK, differences, earlier_choices, write_png
 from cspd.terminal import __version__
 
 
@@ -121,9 +121,9 @@ def test_what_is_left_open_is_as_the_earlier_run_decided_it(name):
     assert differences({name: 5}, {name: None}) == []
     assert differences({name: 5}, {name: 4}) == [f"{name} was 5, now 4"]
     assert differences({name: 5}, {}) == [f"{name} was 5, now nothing"]
-    assert kept_choices({}, {name: 5})[name] == kept_choices({name: None}, {name: 5})[name] == 5
-    assert name not in kept_choices({name: 4}, {name: 5}) and name not in kept_choices({name: 4}, None)
-    assert kept_choices({}, None)[name] is kept_choices({}, {})[name] is None
+    assert earlier_choices({}, {name: 5})[name] == earlier_choices({name: None}, {name: 5})[name] == 5
+    assert name not in earlier_choices({name: 4}, {name: 5}) and name not in earlier_choices({name: 4}, None)
+    assert earlier_choices({}, None)[name] is earlier_choices({}, {})[name] is None
 
 
 def test_of_two_runs_at_once_one_has_the_folder_and_is_named(tmp_path):

@@ -16,7 +16,7 @@ from cspd.cli import main, sample
 from cspd.cli.sample import sample_to_folder
 from cspd.heads import tuning
 from cspd.models import bundled
-from cspd.request import Known
+from cspd.request import Inpainting
 from cspd.runs import WORTH, speed_line
 from cspd.speed import against_plain, starts
 
@@ -48,7 +48,7 @@ def test_a_few_rounds_stand_for_all(engine, num_iter):
 
 
 def test_rounds_begin_after_what_is_known(engine):
-    known = Known.of(torch.zeros(64, engine.runner.config.token_dim), np.arange(64) < 16)
+    known = Inpainting.of(torch.zeros(64, engine.runner.config.token_dim), np.arange(64) < 16)
     request = engine.check(Request(0, method="ar", num_iter=4, known=known))
     before = starts(request, 64)
     assert before[0] == 48 and len(before) == 4

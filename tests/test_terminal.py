@@ -63,7 +63,7 @@ def test_nothing_is_calibrated_where_no_window_could_be_taken(rows, may):
     inputs = [8 * size for size in sizes]
     costs = Costs(sizes, seconds, [1e-5] * 8, inputs, [1e-3 * max(1, size / 8) for size in inputs], 10**9)
     with pytest.raises(ZeroDivisionError) if may else contextlib.nullcontext():
-        assert costs.choose(100, rows, lambda: 1 / 0).way == PLAIN
+        assert costs.choose(100, rows, lambda: 1 / 0).config == PLAIN
     assert WINDOWS[-1] < 100
 
 

@@ -23,7 +23,7 @@ from cspd.discrete.gpt import CacheView
 from cspd.heads import solvers
 from cspd.heads.chain import ancestral, every_output
 from cspd.heads.verify import NUM_SCALARS, STATE_ROWS, Embeddings, lookup, move
-from cspd.masked.backbones import Counts, Kept, lazy, refresh
+from cspd.masked.backbones import Cache, Counts, lazy, refresh
 from mar import model as mar_model
 from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
@@ -88,7 +88,7 @@ def backbone(model: MAR, precision: Precision) -> None:
     fast, order = precision.prepare(model), integers(ROWS, 16)
     inputs = zeros(ROWS, 16, model.head.channels), order, integers(ROWS), zeros(ROWS, 12)
     fast(*inputs, order[:, :2], padded=5)
-    kept = Kept.empty(model, ROWS, precision.dtype, DEVICE)
+    kept = Cache.empty(model, ROWS, precision.dtype, DEVICE)
     x = refresh(fast, kept, integers(ROWS), *inputs, order[:, :2], padded=5)
     fast.condition(x, order[:, :2])
     tokens, order, _, embedding = inputs

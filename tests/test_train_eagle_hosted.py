@@ -16,7 +16,7 @@ from train_eagle import predict
 
 import cspd
 from cspd.checkpoints import checkpoint_files
-from cspd.discrete.batch import batch_of, by_slot
+from cspd.discrete.batch import by_slot
 from cspd.discrete.drafts import _eagle_root
 from mar.tensors import CheckpointError
 
@@ -36,13 +36,13 @@ def test_training_sees_what_drafting_sees(architecture, rounds):
     runner, started = running(models, asked, rounds)
     length = SIDE**2 - 1
     with torch.inference_mode():
-        batch = batch_of(runner, by_slot(started))
+        batch = runner.batch_of(by_slot(started))
         root = _eagle_root(runner, batch, 3)[:, :, 0]
         last = runner.features(batch, runner.last(batch, 1)[0])[:, :, 0]
         kept = runner.past.before(batch, torch.arange(1, length + 1).expand(3, -1))
 
         slots = torch.tensor([sequence.slot for sequence in started])
-        codes = runner.codes[slots, :length].repeat(2, 1)
+        codes = runner.tokens[slots, :length].repeat(2, 1)
         is_null = torch.arange(6) >= 3
         inputs = inputs_of(runner, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
         made = predict(target, models["eagle"], inputs, 0.0, torch.Generator())

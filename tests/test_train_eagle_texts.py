@@ -14,7 +14,7 @@ from toys import request_of
 from train_eagle import predict
 
 import cspd
-from cspd.discrete.batch import batch_of, by_slot
+from cspd.discrete.batch import by_slot
 from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults
 from cspd.discrete.text import TextEncoder
@@ -30,13 +30,13 @@ def test_training_sees_what_drafting_sees():
     asked = [request_of("eagle", label=None, prompt=text, seed=i, cfg=2.5, gamma=3) for i, text in enumerate(PROMPTS)]
     runner, started = running(models, asked, (0, 2, 1))
     with torch.inference_mode():
-        batch = batch_of(runner, by_slot(started))
+        batch = runner.batch_of(by_slot(started))
         root = _eagle_root(runner, batch, 3)[:, :, 0]
         last = runner.features(batch, runner.last(batch, 1)[0])[:, :, 0]
         kept = runner.past.before(batch, torch.arange(1, 10).expand(3, -1))
 
         slots = torch.tensor([sequence.slot for sequence in started])
-        codes = runner.codes[slots, :9].repeat(2, 1)
+        codes = runner.tokens[slots, :9].repeat(2, 1)
         is_null = torch.arange(6) >= 3
         inputs = inputs_of(runner, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
         made = predict(models["target"], models["eagle"], inputs, 0.0, torch.Generator())

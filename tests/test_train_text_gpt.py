@@ -19,7 +19,6 @@ from text_models import TextGPT, new_tokenizer, read_encoder, tokens_of
 from toys import CPU, request_of
 
 import cspd
-from cspd.discrete.batch import batch_of
 from cspd.discrete.gpt import GPTConfig, VQConfig
 from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults, create_tokenizer, load_gpt
 from cspd.files import write_json
@@ -199,10 +198,10 @@ def test_training_sees_what_sampling_sees(trained):
     with torch.inference_mode():
         runner.admit(started)
         for _ in range(16):
-            batch = batch_of(runner, started)
+            batch = runner.batch_of(started)
             seen.append(runner.target.output(runner.features(batch, runner.last(batch, 1)[0]))[:, :, 0])
             method.run_round(runner, started, Stopwatch(CPU))
-        codes = runner.codes[:3, :16]
+        codes = runner.tokens[:3, :16]
     for rows, (half, is_null) in product((slice(2), slice(2, 3)), enumerate((False, True))):
         texts = tokens_of(words, PROMPTS[rows], MOST, torch.full((len(PROMPTS[rows]),), is_null))
         assert (texts.ids.shape[1] == MOST) == (len(texts.ids) == 1)  # cut off

@@ -430,7 +430,7 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
         print(f"  window {window:>2}: {calls.mean():5.1f}")
     print("seconds of the head per token, predicted for this device, and the window taken, by tokens at once:")
     for rows in (1, 4, 16, 64, 256):
-        window = costs.choose(request.num_sampling_steps, rows, lambda: calibration).way["window"]
+        window = costs.choose(request.num_sampling_steps, rows, lambda: calibration).config["window"]
         calls = calibration.calls[WINDOWS.index(window)] if window else None
         seconds = [
             costs.head_seconds(request.num_sampling_steps, rows, w, c) / rows for w, c in ((0, None), (window, calls))

@@ -27,9 +27,9 @@ from cspd.cli.options import bundled_here, check_method, load_engine, read_promp
 from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS, RECORD
 from cspd.files import append_json, parse_json, write_bytes
-from cspd.method import as_it_is, method_of
+from cspd.method import Prepared, as_it_is
 from cspd.plots import grid, token_cost_grid
-from cspd.request import Known, Output, Request, Resized, cropping, placed, png_of, to_pil
+from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import (
     LAZY,
     Store,
@@ -62,7 +62,7 @@ def images_told(out: Path, num: int) -> str:
 
 def sample_to_folder(
     engine: Engine,
-    requests: Sequence[Request],
+    requests: Sequence[Request | Prepared],
     out: Path,
     settings: dict,
     *,
@@ -88,14 +88,15 @@ def sample_to_folder(
     Raises:
         ValueError: a bad request, or as `Store.claim`.
     """
-    requests = [engine.check(request) for request in requests]
-    names = [f"{i:05d}_{_subject(request)}_seed{request.seed}.png" for i, request in enumerate(requests)]
+    checked = [engine.checked(request) for request in requests]
+    names = [f"{i:05d}_{_subject(each.request)}_seed{each.request.seed}.png" for i, each in enumerate(checked)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     overviews = OVERVIEWS if heatmap else (GRID,)
     with Store(out, RECORD, SCHEMA, SHAPE, ("settings", "requests")) as store:
         earlier = store.claim(record, [*names, *overviews, JOURNAL], overwrite)
         existing = _existing(store, earlier, names) if earlier else {}
-        requests = _resolved(engine, requests, names, store, existing)
+        prepared = _prepared(engine, checked, names, store, existing)
+        first = prepared[0].request
         missing = set(missing_files(out, names, lambda name: _is_whole(out / name, existing.get(name))))
         todo = [index for index, name in enumerate(names) if name in missing]
         record["images"] = [existing[name] for name in names if name not in missing]
@@ -104,20 +105,20 @@ def sample_to_folder(
 
         start = time.perf_counter()
         captured = engine.graphs.seconds
-        generated, totals, outside = _sample(engine, requests, out, names, todo, progress, heatmap, finish)
+        generated, totals, outside = _sample(engine, prepared, out, names, todo, progress, heatmap, finish)
         seconds = time.perf_counter() - start
         images = sorted([*record["images"], *generated], key=lambda image: image["index"])
         record["images"] = images
         record["summary"] = summary_of([image["stats"] for image in images], len(generated), seconds)
-        record["summary"]["window"] = requests[0].window
+        record["summary"]["window"] = first.window
         record["summary"]["judged_and_accepted"] = totals  # of the images of this run
         store.save(record)
         (out / JOURNAL).unlink(missing_ok=True)
-        _write_overviews(engine, out, names, record, requests, heatmap, before)
+        _write_overviews(engine, out, names, record, prepared, heatmap, before)
         if speed and generated:  # nothing is lost if it is interrupted here
             seconds -= engine.graphs.seconds - captured  # once for all runs of these shapes, baseline ones too
             rounds = seconds - outside - _decoding(engine, generated)
-            record["summary"] |= against_plain(engine, requests[0], len(generated), seconds, rounds)
+            record["summary"] |= against_plain(engine, first, len(generated), seconds, rounds)
             store.save(record)
     return record
 
@@ -144,15 +145,21 @@ def _existing(store: Store, record: dict, names: Sequence[str]) -> dict[str, dic
     return {names[entry["index"]]: entry for entry in entries}
 
 
-def _resolved(
-    engine: Engine, requests: Sequence[Request], names: Sequence[str], store: Store, existing: Mapping[str, dict]
-) -> list[Request]:
-    """The requests as they run. Raises ValueError if an existing image has another request."""
-    for name, request in zip(names, requests):
+def _prepared(
+    engine: Engine, checked: Sequence[Prepared], names: Sequence[str], store: Store, existing: Mapping[str, dict]
+) -> list[Prepared]:
+    """The requests, ready to run. Raises ValueError if an existing image has another request."""
+    for name, each in zip(names, checked):
         if name in existing:
-            store.refuse(differences(existing[name]["request"], request.to_dict()))
+            store.refuse(differences(existing[name]["request"], each.request.to_dict()))
     first = next(iter(existing.values()), {})
-    return [engine.resolve(each.but(**earlier_choices(each.settings, first.get("request")))) for each in requests]
+    prepared = []
+    for each in checked:
+        choices = earlier_choices(each.request.settings, first.get("request"))
+        if choices:  # what the earlier run decided, such as its window
+            each = engine.checked(each.request.but(**choices))
+        prepared.append(engine.prepare(each))
+    return prepared
 
 
 def _is_whole(path: Path, entry: dict | None) -> bool:
@@ -176,7 +183,7 @@ def _is_readable(path: Path) -> bool:
 
 def _sample(
     engine: Engine,
-    requests: Sequence[Request],
+    requests: Sequence[Prepared],
     out: Path,
     names: Sequence[str],
     todo: Sequence[int],
@@ -226,7 +233,7 @@ def _write_overviews(
     out: Path,
     names: Sequence[str],
     record: dict,
-    requests: Sequence[Request],
+    prepared: Sequence[Prepared],
     heatmap: bool,
     before: Sequence[tuple[str, Image.Image]],
 ) -> None:
@@ -238,13 +245,13 @@ def _write_overviews(
     for entry in entries:
         with Image.open(out / names[entry["index"]]) as image:
             images.append(image.convert("RGB"))
-    captions = [engine.name_of(requests[entry["index"]]) for entry in entries]
+    captions = [engine.name_of(prepared[entry["index"]].request) for entry in entries]
     all_images = [image for _, image in before] + images
     all_captions = [caption for caption, _ in before] + captions
     write_png(out / GRID, grid(all_images, all_captions, columns))
     if heatmap:
         token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]
-        accepted = method_of(requests[0]).token_cost == "accepted"
+        accepted = prepared[0].method.token_cost == "accepted"
         write_png(out / HEATMAP, token_cost_grid(images, token_cost, captions, columns, accepted))
 
 
@@ -267,12 +274,13 @@ def run_sample(args: argparse.Namespace) -> None:
     check_method(args)
     engine = load_engine(args, min(args.max_batch, num))  # the window is chosen for the images that really run at once
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
-    settings = run_settings(args, engine.check(requests[0]))
+    checked = [engine.checked(request) for request in requests]
+    settings = run_settings(args, checked[0].request)
     with if_stopped(lambda: images_told(args.out, num)):
         record = sample_to_folder(
-            engine, requests, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap, speed=True
+            engine, checked, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap, speed=True
         )
-    tell(engine, requests[0], record, args.out, args.heatmap)
+    tell(engine, checked[0], record, args.out, args.heatmap)
 
 
 def _asked(args: argparse.Namespace) -> list[dict]:
@@ -284,7 +292,7 @@ def _asked(args: argparse.Namespace) -> list[dict]:
     return [{"label": None, "prompt": prompt, **negative} for prompt in prompts]
 
 
-def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: bool) -> None:
+def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bool) -> None:
     """Prints the costs of the images in a folder, generated by requests like this one, and the folder's files."""
     summary, num = record["summary"], record["requests"]
     generated = summary["images_made"]
@@ -294,9 +302,8 @@ def tell(engine: Engine, request: Request, record: dict, out: Path, heatmap: boo
     else:
         print(f"all {num} images were there already")
     _tell_cost(summary)
-    checked = engine.check(request)
-    if summary["window"] is not None and method_of(checked).resolve is not as_it_is:
-        why = engine.runners[str(checked.family)].tuning.why(checked, engine.num_slots)
+    if summary["window"] is not None and checked.method.resolve is not as_it_is:
+        why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
         print(f"window {summary['window']}: {why}")
     print(f"guarantee: {summary['guarantee']}")
     if summary["alpha"] is not None:
@@ -342,7 +349,7 @@ def run_edit(args: argparse.Namespace) -> None:
     given = _given(args) if args.place is None else None  # before loading: an image may be unreadable
     engine = load_engine(args, min(args.max_batch, args.num))
     asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
-    runner = engine.runners[engine.check(asked).family]
+    runner = engine.runners[engine.checked(asked).method.family]
     size = runner.image_size
     known = given or placed(args.image, args.place, size)
     resized = cropping(known.image, size)
@@ -352,7 +359,8 @@ def run_edit(args: argparse.Namespace) -> None:
     requests = [asked.but(seed=args.seed + i, known=known) for i in range(args.num)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Resized)  # printed above
-        first = engine.check(requests[0])
+        checked = [engine.checked(request) for request in requests]
+    first = checked[0].request
     if first.known is None:
         raise ValueError(
             "no token is kept: a patch of pixels is, where none of them is made anew; black is kept in a mask, and"
@@ -373,7 +381,7 @@ def run_edit(args: argparse.Namespace) -> None:
     with if_stopped(lambda: images_told(args.out, args.num)):
         record = sample_to_folder(
             engine,
-            requests,
+            checked,
             args.out,
             settings,
             overwrite=args.overwrite,
@@ -382,13 +390,13 @@ def run_edit(args: argparse.Namespace) -> None:
             finish=pasted if args.paste else attrgetter("image"),
             speed=True,
         )
-    print(f"{first.known.num_made} of {runner.seq_len} tokens of the first picture were made anew")
-    tell(engine, requests[0], record, args.out, args.heatmap)
+    print(f"{first.known.num_generated} of {runner.seq_len} tokens of the first picture were made anew")
+    tell(engine, checked[0], record, args.out, args.heatmap)
 
 
-def _given(args: argparse.Namespace) -> Known:
+def _given(args: argparse.Namespace) -> Inpainting:
     """The given image, and the mask of the part to generate."""
-    return Known.of(args.image, args.mask if args.keep is None else 1 - args.keep)
+    return Inpainting.of(args.image, args.mask if args.keep is None else 1 - args.keep)
 
 
 def _kept(image: torch.Tensor, generated: torch.Tensor) -> Image.Image:

@@ -25,7 +25,7 @@ from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
 from cspd.files import content_hash, keep, measured_before, measured_once, of_device, user_cache
 from cspd.graphs import Graphs
-from cspd.method import PLAIN, Choice, Chooser, DraftConfig, Method, is_enough, judged, register_family
+from cspd.method import PLAIN, Choice, DraftChooser, DraftConfig, Method, choose_by_gain, is_enough, register_family
 from cspd.models import NO_NAMES, ClassNames
 from cspd.option import Option
 from cspd.request import Request, Sequence, Stopwatch
@@ -250,7 +250,7 @@ def check(request: Request, runner: VQRunner) -> None:
 
 def resolve(request: Request, runner: VQRunner) -> Request:
     """The request with the settings that it leaves open set to the fastest draft configuration on this device."""
-    return request.but(**runner.tuning.choice(request, runner.num_slots).way)
+    return request.but(**runner.tuning.choice(request, runner.num_slots).config)
 
 
 SPECULATIVE = Method(
@@ -352,13 +352,13 @@ def fastest(
     promising = [config for name, config in drafting.items() if is_enough(most[name])]
     if not promising:
         best = max(most, key=most.__getitem__)
-        return judged(by_name[best], most[best], f"{at_once} {best}", at_best=True)
+        return choose_by_gain(by_name[best], most[best], f"{at_once} {best}", at_best=True)
     gains = {name: plain * codes / seconds[name] for name, codes in count(promising).items()}
     best = max(gains, key=gains.__getitem__)
-    return judged(by_name[best], gains[best], f"{at_once} {best}")
+    return choose_by_gain(by_name[best], gains[best], f"{at_once} {best}")
 
 
-class Tuning(Chooser):
+class Tuning(DraftChooser):
     """Chooses draft configurations by measurements that are made on first use.
 
     Args:

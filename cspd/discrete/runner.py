@@ -37,7 +37,7 @@ from cspd.graphs import Graphs
 from cspd.method import Method, complete, with_tokens
 from cspd.noise import Purpose
 from cspd.option import VQ_OPTIONS
-from cspd.request import Known, Request, Sequence, Stopwatch, decoded, remembered, to_unit
+from cspd.request import Inpainting, Request, Sequence, Stopwatch, decoded, remembered, to_unit
 from cspd.terminal import shortened, telling
 
 # torch.compile makes one program for each combination of a model, one input or several, and the kind of mask.
@@ -331,7 +331,7 @@ class VQRunner:
 
     # Given tokens: the part of an image that the user fixed. VQ models generate in raster order, so it is a prefix.
 
-    def _encode(self, known: Known) -> Tensor:
+    def _encode(self, known: Inpainting) -> Tensor:
         """Tokens int64 [L], on the CPU, of a given image."""
         tokenizer = self.models["tokenizer"]
         if tokenizer is None:
@@ -342,7 +342,7 @@ class VQRunner:
         with torch.no_grad(), self.precision.full():
             return tokenizer.encode(pixels)[0].cpu()
 
-    def encode(self, known: Known, seed: Tensor) -> Tensor:
+    def encode(self, known: Inpainting, seed: Tensor) -> Tensor:
         """Tokens int64 [L], on the CPU, of a given image, whatever the seed; they are remembered.
 
         Raises ValueError if there is no tokenizer.
@@ -361,8 +361,8 @@ class VQRunner:
             return request
         if known.image.is_floating_point() or not ((known.image >= 0) & (known.image < vocabulary)).all():
             raise ValueError(f"given tokens must be codes 0..{vocabulary - 1} of this model's tokenizer")
-        num_given = self.seq_len - known.num_made
-        first = int(known.made.argmax())
+        num_given = self.seq_len - known.num_generated
+        first = int(known.generated.argmax())
         if first < num_given:
             rows = first // self.config.grid
             instead = f"the first {rows} of {self.config.grid} rows of tokens" if rows else "only rows at the top"
@@ -374,7 +374,7 @@ class VQRunner:
         return request
 
     def _num_given(self, sequence: Sequence) -> int:
-        return self.seq_len - sequence.request.num_made(self.seq_len)
+        return self.seq_len - sequence.request.num_generated(self.seq_len)
 
     def _prefill(self, sequences: list[Sequence]) -> None:
         """One forward pass of each model over the inputs before the given tokens, equally many in each sequence.

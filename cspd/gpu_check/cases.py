@@ -265,7 +265,7 @@ def _windows(settings: Settings, size: str) -> dict[str, Any]:
     for num_iter in ITERATIONS:
         tokens = config.seq_len / num_iter
         choices = {str(batch): costs.choose(steps, batch * tokens, lambda: calibration) for batch in BATCHES}
-        windows = {batch: choice.way["window"] for batch, choice in choices.items()}
+        windows = {batch: choice.config["window"] for batch, choice in choices.items()}
         chosen[f"K = {num_iter}"] = windows
     return {"windows": chosen, "costs": dataclasses.asdict(costs)}
 

@@ -624,18 +624,18 @@ def advance(
         first += count
         sequence.iteration += 1
         sequence.num_committed += count
-        num_made = sequence.request.num_made(runner.seq_len)
+        num_generated = sequence.request.num_generated(runner.seq_len)
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
         stats.head_calls += own_calls
-        stats.head_calls_per_token += made.calls[own].sum().item() / num_made
+        stats.head_calls_per_token += made.calls[own].sum().item() / num_generated
         stats.head_evaluations += made.evaluations[own].sum().item()
         if made.measured:
             stats.difference, stats.divergence = made.measured.difference, made.measured.divergence
             if made.measured.audit is not None and sequence.num_committed == runner.seq_len:
-                made_at = runner.order[sequence.slot, -num_made:].sort().values
+                made_at = runner.order[sequence.slot, -num_generated:].sort().values
                 audit = runner.audit[sequence.slot, made_at]
-                estimate = audit.mean().item(), (audit.std() / num_made**0.5).item()
+                estimate = audit.mean().item(), (audit.std() / num_generated**0.5).item()
                 if all(map(math.isfinite, estimate)):
                     stats.audit, stats.audit_error = estimate

@@ -293,13 +293,13 @@ def highest(score: np.ndarray, owner: np.ndarray, share: float) -> np.ndarray:
     return rank < np.round(share * counts)[owner]
 
 
-def num_early(num_made: int, masked: np.ndarray, seq_len: int) -> int:
+def num_early(num_generated: int, masked: np.ndarray, seq_len: int) -> int:
     """The number of iterations that begin with less than half of the tokens committed: a checkerboard's first colour.
 
     Args:
-        num_made: tokens to generate. masked: int64 [num_iter], masked tokens after each iteration.
+        num_generated: tokens to generate. masked: int64 [num_iter], masked tokens after each iteration.
     """
-    masked_before = np.r_[num_made, masked[:-1]]
+    masked_before = np.r_[num_generated, masked[:-1]]
     return int((masked_before > seq_len / 2).sum())
 
 
@@ -324,7 +324,7 @@ def denoise_frequency_weighted(
     by_sequence = []
     for sequence in rows.sequences:
         own = sequence.request
-        by_sequence.append(num_early(own.num_made(runner.seq_len), runner.num_masked(own), runner.seq_len))
+        by_sequence.append(num_early(own.num_generated(runner.seq_len), runner.num_masked(own), runner.seq_len))
     early = np.array(by_sequence)[rows.owner]
     is_late = rows.iteration >= early
     steps = chain_lengths(rows.iteration, early, request.upper, request.lower, "linear")

@@ -512,15 +512,17 @@ def run_round(
         runner.token_cost[slots] = (records != 0).sum(-1).float()
         report = Report(records)
         for index, sequence in enumerate(finished):
-            num_made = sequence.request.num_made(runner.seq_len)
-            sequence.complete_stats = functools.partial(_count, sequence.stats, report, index, request.window, num_made)
+            num_generated = sequence.request.num_generated(runner.seq_len)
+            sequence.complete_stats = functools.partial(
+                _count, sequence.stats, report, index, request.window, num_generated
+            )
     return finished
 
 
-def _count(stats: RoundStats, records: Report, index: int, window: int, num_made: int) -> None:
-    """Adds the counts of a sequence's `num_made` chains, from the records [B, L, T]."""
+def _count(stats: RoundStats, records: Report, index: int, window: int, num_generated: int) -> None:
+    """Adds the counts of a sequence's `num_generated` chains, from the records [B, L, T]."""
     record = records.array()[index]
-    stats.head_calls_per_token = float((record != 0).sum() / num_made)
+    stats.head_calls_per_token = float((record != 0).sum() / num_generated)
     stats.by_lag, stats.by_step = (counts.tolist() for counts in acceptance(record, window))
 
 
@@ -537,7 +539,7 @@ def resolve(request: Request, runner: ContinuousRunner) -> Request:
     """The request with the fastest window for it on this device, if it does not have a window."""
     if request.window is not None:
         return request
-    return request.but(**runner.tuning.choice(request, runner.num_slots).way)
+    return request.but(**runner.tuning.choice(request, runner.num_slots).config)
 
 
 @denoiser(

@@ -20,14 +20,14 @@ from tqdm import tqdm
 
 from cspd import noise
 from cspd.device import Precision, seconds_of, send
-from cspd.files import Kept, KeptKind, content_hash, measured_once, of_device, remember, user_cache
+from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Plan, Predictor, Segment, Shortcut, fit_predictor, fit_shortcut, plan_of
 from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, fit, trace
 from cspd.heads.chain import MakeRunner, drawing
 from cspd.heads.speculative import Chains
 from cspd.heads.verify import draft_table, table_size
-from cspd.method import PLAIN, Choice, Chooser, is_enough, judged
+from cspd.method import PLAIN, Choice, DraftChooser, choose_by_gain, is_enough
 from cspd.request import Request
 from cspd.terminal import counting, no_advance
 from mar.head import Head
@@ -103,9 +103,9 @@ class Costs:
         fewest = {window: np.array([1 + math.ceil((num_steps - 1) / window)]) for window in WINDOWS}
         window, gain = self._fastest(num_steps, rows, fewest)
         if not is_enough(gain):
-            return judged({"window": window}, gain, f"{at_once} the head", at_best=True)
+            return choose_by_gain({"window": window}, gain, f"{at_once} the head", at_best=True)
         window, gain = self._fastest(num_steps, rows, dict(zip(WINDOWS, calibrate().calls)))
-        return judged({"window": window}, gain, f"{at_once} the head")
+        return choose_by_gain({"window": window}, gain, f"{at_once} the head")
 
     def _fastest(self, num_steps: int, rows: float, calls: Mapping[int, np.ndarray]) -> tuple[int, float]:
         """The window with the least predicted time, and its speed-up over ancestral sampling.
@@ -212,7 +212,7 @@ COSTS_SCHEMA = "cspd.costs/2"
 SCHEMAS = {Calibration: "cspd.calibration/1", Predictor: "cspd.predictor/1", Shortcut: "cspd.shortcut/1"}
 
 
-class Tuning(Chooser):
+class Tuning(DraftChooser):
     """Calibrations and costs, each made on first use, and the choice of a window by them.
 
     Args:
@@ -252,7 +252,7 @@ class Tuning(Chooser):
         return self._costs[guided]
 
     def _kind(self, request: Request, num_slots: int) -> Hashable:
-        return *super()._kind(request, num_slots), request.num_made(self.target.config.seq_len)
+        return *super()._kind(request, num_slots), request.num_generated(self.target.config.seq_len)
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
         """The fastest window on this device, and the reason."""
@@ -260,13 +260,15 @@ class Tuning(Chooser):
         if temperature == 0 or num_steps < 3:
             settings = f"temperature={temperature}, num_sampling_steps={num_steps}"
             return Choice(PLAIN, f"{settings}: there is nothing to draft")
-        num_made = request.num_made(self.target.config.seq_len)
-        rows = num_slots * (request.gamma or num_made / request.num_iter)  # denoised at once, over all slots
+        num_generated = request.num_generated(self.target.config.seq_len)
+        rows = num_slots * (request.gamma or num_generated / request.num_iter)  # denoised at once, over all slots
         calibrate = functools.partial(self.calibrations["target"].get, request)
         choice = self.costs(request.guided).choose(num_steps, rows, calibrate)
-        if choice.way == PLAIN:
+        if choice.config == PLAIN:
             return choice
-        return Choice(choice.way, f"{choice.why}; --window {choice.way['window']} gives these images on any machine")
+        return Choice(
+            choice.config, f"{choice.why}; --window {choice.config['window']} gives these images on any machine"
+        )
 
 
 class Calibrations:
@@ -282,7 +284,7 @@ class Calibrations:
         self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_runner: MakeRunner
     ) -> None:
         self.model, self.device, self.precision, self.make_runner = model, device, precision, make_runner
-        self._kept = Kept(folders)
+        self._kept = ArrayCache(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
         self._segments: dict[str, list[Segment]] = {}
@@ -316,7 +318,7 @@ class Calibrations:
         """The predictor for a request's guidance, temperature and T."""
         return self._kept.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
 
-    def find(self, request: Request, kind: type[KeptKind]) -> KeptKind | None:
+    def find(self, request: Request, kind: type[Kind]) -> Kind | None:
         """The cached fit of a kind for a request's settings; None if it has not been made."""
         return self._kept.find(kind, self._settings(request, kind))
 

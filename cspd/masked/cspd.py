@@ -288,7 +288,7 @@ def _account(
         stats.iterations += 1
         stats.backbone_calls += 1
         stats.head_calls += own_calls
-        stats.head_calls_per_token += made.calls[decided].sum().item() / sequence.request.num_made(runner.seq_len)
+        stats.head_calls_per_token += made.calls[decided].sum().item() / sequence.request.num_generated(runner.seq_len)
         stats.head_evaluations += made.evaluations[drafted].sum().item()
         stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
         stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())

@@ -26,7 +26,7 @@ from cspd.masked.backbones import BACKBONES, Backbone
 from cspd.masked.cspd import CSPD
 from cspd.masked.orders import ORDERS, Order
 from cspd.masked.runner import MARRunner, check_memory, usual_tokens
-from cspd.method import Method, _with_defaults, choices, register_family
+from cspd.method import Method, choices, register_family, with_defaults
 from cspd.models import NO_NAMES, ClassNames
 from cspd.request import Request, Sequence, Stopwatch
 from mar.model import MAR
@@ -114,7 +114,7 @@ def sampling(
     if any_denoiser:
         options += choices("denoiser", DENOISERS, MEANING["denoiser"], denoiser, **defaults)
     else:
-        options += _with_defaults(DENOISERS[denoiser].options, defaults)
+        options += with_defaults(DENOISERS[denoiser].options, defaults)
     return Method(
         name=name,
         family="MAR",

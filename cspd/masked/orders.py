@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cspd.method import nothing_more
 from cspd.option import Option, check_integer
-from cspd.request import Known, Request
+from cspd.request import Inpainting, Request
 
 RECONSTRUCTION = Option(
     "reconstruction",
@@ -72,9 +72,9 @@ def timetable(request: Request, seq_len: int) -> Timetable:
 
 
 @functools.lru_cache(maxsize=1024)
-def _stages(name: str, known: Known | None, seq_len: int) -> tuple[int, ...]:
+def _stages(name: str, known: Inpainting | None, seq_len: int) -> tuple[int, ...]:
     """The number of generated tokens in each stage of an order."""
-    made = np.ones(seq_len, dtype=bool) if known is None else known.made
+    made = np.ones(seq_len, dtype=bool) if known is None else known.generated
     return ORDERS[name].stages(made, math.isqrt(seq_len))
 
 
@@ -90,13 +90,13 @@ def _timetable(
 ) -> Timetable:
     """See `timetable`. "linear" guidance is 1 + (cfg - 1)(L - left)/L if an iteration leaves `left` tokens masked."""
     masked, left = ORDERS[name].masked(num_iter, *stages, *parameters)
-    num_made = sum(stages)
-    counts = -np.diff(masked, prepend=num_made)
+    num_generated = sum(stages)
+    counts = -np.diff(masked, prepend=num_generated)
     scale = np.full(num_iter, cfg, dtype=np.float64)
     if cfg_schedule == "linear":
         scale = 1 + (cfg - 1) * (seq_len - left) / seq_len
     of_tokens = (np.repeat(each, counts) for each in (np.arange(num_iter), scale))
-    return Timetable(masked, *(np.pad(each, (seq_len - num_made, 0)) for each in of_tokens))
+    return Timetable(masked, *(np.pad(each, (seq_len - num_generated, 0)) for each in of_tokens))
 
 
 def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from cspd.heads.chain import Rows
 from cspd.masked.orders import ORDERS, cosine, largest, timetable
 from cspd.method import Method, complete, with_tokens
 from cspd.option import MAR_OPTIONS, NUM_ITER
-from cspd.request import Known, Request, Sequence, decoded, remembered, to_unit
+from cspd.request import Inpainting, Request, Sequence, decoded, remembered, to_unit
 from mar.checkpoint import defaults_of
 from mar.head import filled
 from mar.model import MAR, following, sample_published
@@ -138,16 +138,16 @@ class MARRunner:
                 none, or the given part of the image does not fit.
         """
         request = with_tokens(request, self, (self.seq_len, self.config.token_dim))
-        num_made, published = request.num_made(self.seq_len), self.defaults
+        num_generated, published = request.num_generated(self.seq_len), self.defaults
         unguided = (published.cfg if request.cfg is None else request.cfg) == 1
         defaults = {
-            "num_iter": min(published.num_iter, num_made),
+            "num_iter": min(published.num_iter, num_generated),
             "cfg": published.cfg,
             "cfg_schedule": published.cfg_schedule,
             "temperature": published.temperature_unguided if unguided else published.temperature,
             "num_sampling_steps": published.num_sampling_steps,
         }
-        common = (NUM_ITER.but(high=num_made), *MAR_OPTIONS[1:])
+        common = (NUM_ITER.but(high=num_generated), *MAR_OPTIONS[1:])
         request = complete(request, method, common, defaults, self.num_classes)
         method.check(request, self)
         if "draft" in method.uses(request) and self.models["draft"] is None:
@@ -159,7 +159,7 @@ class MARRunner:
 
     def resolve(self, request: Request, method: Method) -> Request:
         """A checked request with the method's choices for this device. Raises ValueError if memory is too small."""
-        tokens = largest(timetable(request, self.seq_len).masked, request.num_made(self.seq_len))
+        tokens = largest(timetable(request, self.seq_len).masked, request.num_generated(self.seq_len))
         if tokens > self._largest:  # more per iteration than memory was checked for
             check_memory(self.target, self.num_slots, tokens, self.device)
             self._largest = tokens
@@ -209,7 +209,7 @@ class MARRunner:
         self.order[slot] = order.gather(1, is_made.argsort(dim=1, stable=True))
         self.tokens[slot] = sent["tokens"].where(given.unsqueeze(-1), 0)
         for sequence in own:
-            sequence.num_committed = self.seq_len - sequence.request.num_made(self.seq_len)
+            sequence.num_committed = self.seq_len - sequence.request.num_generated(self.seq_len)
 
     def given(self, sequences: list[Sequence]) -> Tensor | None:
         """Which tokens the user gave, bool [B, L]; None if no sequence has given tokens."""
@@ -220,7 +220,7 @@ class MARRunner:
         given = np.stack([~part.made if part else nothing for part in parts])
         return send({"given": given}, self.device)["given"]
 
-    def _draw_picture(self, known: Known, seed: Tensor) -> Tensor:
+    def _draw_picture(self, known: Inpainting, seed: Tensor) -> Tensor:
         """Tokens [L, d], on the CPU, of a given picture, for a seed, int64 [1].
 
         They are drawn from the autoencoder's posterior, like the tokens that MAR was trained on; its mean can be out
@@ -230,7 +230,7 @@ class MARRunner:
         length, channels = mean.shape
         return mean + deviation * self.noise.latents(seed, torch.arange(length), channels)
 
-    def _encode(self, known: Known) -> tuple[Tensor, Tensor]:
+    def _encode(self, known: Inpainting) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of a picture's tokens, [L, d] each, on the CPU."""
         if self.vae is None:
             raise ValueError("an image is given and this engine has no autoencoder: give it one, or give tokens")

@@ -64,7 +64,7 @@ def test_nothing_of_a_warm_up_stays_in_the_engine(digits, tmp_path):
     _, (images,) = compare([Configuration("a", request, small)], [1], 1, tmp_path, progress=False)
     expected = (small.generate(request)[0].image.permute(1, 2, 0).numpy() * 255).round()
     assert np.abs(images[0] - expected).max() <= 1
-    assert not len(small.scheduler) and not small.runner.kept
+    assert not len(small.scheduler) and not small.runner.round_state
 
 
 @pytest.mark.parametrize("fits", [True, False])

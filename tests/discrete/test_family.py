@@ -19,7 +19,7 @@ from cspd import Engine, Request, VQModels, terminal
 from cspd.cli import main
 from cspd.cli.sample import sample_to_folder
 from cspd.discrete import family
-from cspd.discrete.family import JACOBI, TREES, Rounds, fastest, name_of, on_grid, ways
+from cspd.discrete.family import JACOBI, TREES, Rounds, draft_configs, fastest, name_of, on_grid
 from cspd.discrete.gpt import Eagle
 from cspd.files import COSTS, user_cache
 from cspd.method import GAIN, PLAIN, Choice
@@ -183,11 +183,15 @@ def test_the_fastest_way(seconds, codes, best, told):
 
 def test_what_is_given_is_not_chosen():
     request = request_of("speculative")
-    assert ways(request, False) == [PLAIN, *JACOBI] and ways(request, True) == [PLAIN, *JACOBI, *TREES]
-    assert ways(request.but(window=0), True) == [{}]
-    assert ways(request.but(window=7), False) == [{"draft": "jacobi", "window": 7}]
-    assert ways(request.but(draft="jacobi"), True) == JACOBI
-    trees = ways(request.but(draft="eagle-dynamic", window=9), True)
+    assert draft_configs(request, False) == [PLAIN, *JACOBI] and draft_configs(request, True) == [
+        PLAIN,
+        *JACOBI,
+        *TREES,
+    ]
+    assert draft_configs(request.but(window=0), True) == [{}]
+    assert draft_configs(request.but(window=7), False) == [{"draft": "jacobi", "window": 7}]
+    assert draft_configs(request.but(draft="jacobi"), True) == JACOBI
+    trees = draft_configs(request.but(draft="eagle-dynamic", window=9), True)
     assert trees == [{**tree, "window": 9} for tree in TREES]
     assert len({name_of(way) for way in [PLAIN, *JACOBI, *TREES]}) == 1 + len(JACOBI) + len(TREES)
 
@@ -213,11 +217,11 @@ def test_rounds_are_timed_and_counted(models):
     requests = {name_of(way): request_of("speculative", **way) for way in (PLAIN, JACOBI[0], JACOBI[-1], TREES[-1])}
     seconds = family.round_seconds(runner, requests)
     assert seconds.keys() == requests.keys() and all(0 < min(own) < 1 for own in seconds.values())
-    assert family.codes_a_round(runner, requests[ALONE]) == 1
+    assert family.tokens_per_round(runner, requests[ALONE]) == 1
     _, statistics = draw(models, request_of("speculative", **JACOBI[0]), 3)
     mean = sum(s.step_compression for s in statistics) / 3
     alike = runner_of(models, 3)
-    counted = family.codes_a_round(alike, request_of("speculative", **JACOBI[0]))
+    counted = family.tokens_per_round(alike, request_of("speculative", **JACOBI[0]))
     assert 1 < counted < 1 + JACOBI[0]["window"] and counted == pytest.approx(mean, rel=0.5)
 
 
@@ -232,7 +236,7 @@ def test_measured_once_and_kept(engine, models, monkeypatch):
     assert all(entry["key"]["weights"] for entry in counted)
 
     monkeypatch.setattr(family, "round_seconds", None)  # everything is read
-    monkeypatch.setattr(family, "codes_a_round", None)
+    monkeypatch.setattr(family, "tokens_per_round", None)
     again = Engine(VQModels(**models), max_batch=2, device="cpu")
     assert again.resolve(asked) == resolved and again.resolve(resolved) == resolved
     assert again.with_slots(2).resolve(asked.but(label=1, seed=5)).window == resolved.window
@@ -276,7 +280,7 @@ def test_near_settings_share_a_count(engine, monkeypatch):
     asked = Request(0, cfg=2.0, draft="jacobi")
     engine.resolve(asked)
     with monkeypatch.context() as patch:
-        patch.setattr(family, "codes_a_round", None)
+        patch.setattr(family, "tokens_per_round", None)
         engine.resolve(asked.but(cfg=2.1, temperature=0.97, label=1))
         with pytest.raises(TypeError):  # it would count
             engine.resolve(asked.but(cfg=3.0))
@@ -288,22 +292,22 @@ def test_codes_of_the_bundled_models_are_counted(name, asked, monkeypatch):
     engine = cspd.load(name, device="cpu", max_batch=1)
     own = engine.runner.tuning
     some = [*JACOBI, *(TREES if own.eagle else [])]
-    monkeypatch.setattr(family, "codes_a_round", None)
+    monkeypatch.setattr(family, "tokens_per_round", None)
     request = engine.check(asked)
     monkeypatch.setattr(own, "graphs", True)  # as on a GPU
-    codes = own.codes(request, some)
+    codes = own.tokens_per_round(request, some)
     assert codes.keys() == {name_of(way) for way in some} and all(1 < count < 6 for count in codes.values())
     monkeypatch.setattr(own, "graphs", False)
     monkeypatch.setattr(own, "_calibrations", None)
     with pytest.raises(TypeError):  # it would count
-        own.codes(request, some[:1])
+        own.tokens_per_round(request, some[:1])
 
 
 def test_what_is_counted_is_told_once(engine, monkeypatch, capsys):
     own, request = engine.runners["VQ"].tuning, engine.check(Request(0, cfg=2.0))
-    own.codes(request, JACOBI[3:4])
+    own.tokens_per_round(request, JACOBI[3:4])
     monkeypatch.setattr(terminal, "PATIENCE", 0.0)
-    own.codes(request, JACOBI[:3])
+    own.tokens_per_round(request, JACOBI[:3])
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "cfg" in told and re.search(r": about \d+ s\n", told)
 

@@ -31,7 +31,6 @@ from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.discrete.batch import batch_of
 from cspd.discrete.rules import guide
 from cspd.method import find
 from cspd.noise import Purpose
@@ -139,10 +138,10 @@ def test_logits_in_slots_are_those_without_a_cache(rounds, case):
         for sequence, times in zip(started, rounds):
             for _ in range(times):
                 find("ar", "VQ").run_round(runner, [sequence], Stopwatch(runner.device))
-        batch = batch_of(runner, sorted(started, key=lambda sequence: sequence.slot))
+        batch = runner.batch_of(sorted(started, key=lambda sequence: sequence.slot))
         logits = guide(runner.target.output(runner.features(batch, runner.last(batch, 1)[0])), batch.scale)[:, 0]
         for sequence in started:
-            codes, request = runner.codes[sequence.slot, : sequence.num_committed].unsqueeze(0), sequence.request
+            codes, request = runner.tokens[sequence.slot, : sequence.num_committed].unsqueeze(0), sequence.request
             expected = guided_logits(case.model, case.image, case.prompts(request), codes, request.cfg)[0]
             assert relative_error(logits[sequence.slot], expected) < 1e-5
     assert runner.cache("target").tensor.shape[3] == 2  # of four heads of queries

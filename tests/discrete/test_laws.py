@@ -7,7 +7,7 @@ from scipy import stats
 from toys import CPU, admitted, counts, distribution, draw, p_value, request_of, runner_of, sequences, toy_models
 
 from cspd.discrete import drafts, jacobi, rules, trees
-from cspd.discrete.jacobi import kept_windows
+from cspd.discrete.jacobi import cached_windows
 from cspd.method import find
 from cspd.noise import Purpose
 from cspd.request import Stopwatch
@@ -132,7 +132,7 @@ def test_a_window_follows_its_recorded_distributions_whatever_the_rule(method, m
         with torch.inference_mode():
             finished = set(find(method, "VQ").run_round(runner, running, Stopwatch(CPU)))
         running = [sequence for sequence in running if sequence not in finished]
-        codes, Q = (kept[:, :-1] for kept in kept_windows(runner, path))  # the last place is always a new one
+        codes, Q = (kept[:, :-1] for kept in cached_windows(runner, path))  # the last place is always a new one
         # how often each code is drawn, and how likely the drawn codes are: standard normal for each place
         every_code = torch.eye(Q.shape[-1]).expand(*Q.shape, -1)
         of_codes = torch.cat([every_code, Q.unsqueeze(-1)], -1).double()  # [num, places, V, V + 1]
@@ -163,12 +163,12 @@ def plant_siblings_that_are_chosen(patch):
 
 def plant_choice_judged_as_a_draw(patch):
     """EAGLE-2's chosen codes judged as if they had been drawn from the draft."""
-    judge = trees.judge_siblings
+    judge = trees.verify_siblings
 
     def wrong(rule, P, Q, *args):
         return judge(rule, P, torch.full_like(P, 1 / P.shape[-1]), *args)
 
-    patch.setattr(trees, "judge_siblings", wrong)
+    patch.setattr(trees, "verify_siblings", wrong)
 
 
 def plant_uniform_draw_of_an_earlier_round(patch):
@@ -187,7 +187,7 @@ def plant_rejected_codes_of_the_window_drawn_from_p(patch):
     redraw = jacobi._redraw_path
 
     def wrong(rule, window, P, on_path, *more):
-        return redraw(rule, window, P, on_path._replace(residual=P[:, : window.codes.shape[1]]), *more)
+        return redraw(rule, window, P, on_path._replace(residual=P[:, : window.tokens.shape[1]]), *more)
 
     patch.setattr(jacobi, "_redraw_path", wrong)
 

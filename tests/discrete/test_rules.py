@@ -48,7 +48,7 @@ from cspd.discrete.rules import (
     sample,
     without,
 )
-from cspd.discrete.trees import judge_siblings
+from cspd.discrete.trees import verify_siblings
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -165,13 +165,13 @@ def test_greedy_takes_the_argmax_whatever_omega_and_the_lowest_index_at_ties():
     P = torch.tensor([[0.2, 0.4, 0.4, 0.0], [0.0, 0.3, 0.3, 0.4]]).double()
     for rule in (Rule(greedy=True), Rule("cool-sd", delta=0.1, length=2, greedy=True)):
         for tokens, expected in (([1, 3], [0, 0]), ([2, 1], [-1, -1])):
-            judged = judge_siblings(rule, P, P.flip(-1), torch.tensor(tokens)[:, None], torch.full((2, 1), 0.999), 2)
+            judged = verify_siblings(rule, P, P.flip(-1), torch.tensor(tokens)[:, None], torch.full((2, 1), 0.999), 2)
             assert judged.index.tolist() == expected and judged.residual.argmax(-1).tolist() == [1, 3]
             assert (judged.residual.amax(-1) == 1).all() and (bound_of(judged) == 0).all()
         assert torch.equal(rule.resample(P, P, P, torch.tensor([2, 1])), rule.target(P))
     lantern = Rule("lantern", delta=1.0, k=1, greedy=True)
     order = torch.tensor([[3], [0], [0], [2]])
-    judged = judge_siblings(lantern, P[1:], None, torch.tensor([[1, 0]]), torch.zeros(1, 2), near=order)
+    judged = verify_siblings(lantern, P[1:], None, torch.tensor([[1, 0]]), torch.zeros(1, 2), near=order)
     assert (
         judged.index == 1 and bound_of(judged) == 1
     )  # 1 takes over nothing; 0, of probability 0, takes over the argmax
@@ -242,7 +242,7 @@ def test_batched_is_row_by_row(name):
     candidates[0, :, 1:], candidates[1, 2] = -1, -1
     uniforms, depth = torch.rand(3, 4, 3, generator=g), torch.arange(1, 13).view(3, 4)
     for q in (Q, None):
-        judged = judge_siblings(rule, P, q, candidates, uniforms, depth, near(5))
+        judged = verify_siblings(rule, P, q, candidates, uniforms, depth, near(5))
         for i, j in itertools.product(range(3), range(4)):
             present = candidates[i, j] >= 0
             if not present.any():
@@ -251,7 +251,7 @@ def test_batched_is_row_by_row(name):
                 continue
             row = [P[i, j], q if q is None else q[i, j], candidates[i, j][present], uniforms[i, j][present]]
             row = [each if each is None else each.unsqueeze(0) for each in row]
-            alone = judge_siblings(rule, *row, int(depth[i, j]), near(5))
+            alone = verify_siblings(rule, *row, int(depth[i, j]), near(5))
             assert judged.index[i, j] == alone.index
             assert torch.allclose(bound_of(judged)[i, j], bound_of(alone), atol=1e-7)
             assert torch.allclose(judged.residual[i, j], alone.residual, atol=1e-6) or alone.index >= 0
@@ -282,7 +282,7 @@ def test_equal_distributions_accept_everything_and_leave_P():
 def test_a_candidate_that_neither_draft_nor_target_can_emit_is_rejected():
     P = torch.tensor([0.0, 1.0, 0.0])
     Q, code = torch.tensor([[0.0, 0.5, 0.5]]), torch.tensor([[0]])
-    assert judge_siblings(Rule(), P.unsqueeze(0), Q, code, torch.zeros(1, 1)).index == -1
+    assert verify_siblings(Rule(), P.unsqueeze(0), Q, code, torch.zeros(1, 1)).index == -1
 
 
 # ---- Rules that accept a code for its neighbours or its group: they are their plain loops, and as published

@@ -141,12 +141,12 @@ def test_caches_hold_what_a_forward_from_scratch_would_say(method, monkeypatch):
     expected = [teacher_forced(models, 1, c) for c in codes]
     seen = set()
     for model, batch, features in noted:
-        kind = model, tuple(batch.known_t.tolist()), tuple(batch.slot.tolist())
+        kind = model, tuple(batch.num_committed.tolist()), tuple(batch.slot.tolist())
         if kind in seen:
             continue  # a tree's lower levels
         seen.add(kind)
         recent = {"target": 1, "draft": 2}.get(model, features.shape[2])  # the root is the last of so many inputs
-        for row, (slot, known) in enumerate(zip(batch.slot.tolist(), batch.known_t.tolist())):
+        for row, (slot, known) in enumerate(zip(batch.slot.tolist(), batch.num_committed.tolist())):
             at = min(known, recent - 1)
             assert relative_error(features[:, row, at], expected[slot][model][:, known]) < 1e-4
             checked[model] += 1
@@ -404,7 +404,7 @@ def test_with_other_settings(method, changes, models):
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while
 def test_a_planted_bug_shows(models, monkeypatch):
     """Known codes that are taken in under another class."""
-    prefill = discrete_runner._prefill
+    prefill = discrete_runner.VQRunner._prefill
 
     def of_another_class(runner, sequences):
         last = runner.conditions.last["target"]
@@ -413,7 +413,7 @@ def test_a_planted_bug_shows(models, monkeypatch):
         prefill(runner, sequences)
         last.copy_(own)
 
-    monkeypatch.setattr(discrete_runner, "_prefill", of_another_class)
+    monkeypatch.setattr(discrete_runner.VQRunner, "_prefill", of_another_class)
     assert p_of(models, "ar", 2, num=6 * NUM) < OTHER
 
 

@@ -20,7 +20,6 @@ import cspd
 from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.discrete.batch import batch_of
 from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.registry import SamplingDefaults, create_gpt, defaults_of, gpt_spec, load_gpt
 from cspd.discrete.rules import Filter, guide, probabilities
@@ -75,11 +74,11 @@ def test_a_ragged_batch(rounds, models):
     """Three texts of unequal length, each as far as it is, by one forward."""
     runner, started = running(models, requests(), rounds)
     with torch.inference_mode():
-        batch = batch_of(runner, sorted(started, key=lambda sequence: sequence.slot))
+        batch = runner.batch_of(sorted(started, key=lambda sequence: sequence.slot))
         features = runner.features(batch, runner.last(batch, 1)[0])
         logits = guide(runner.target.output(features), batch.scale)[:, 0]
     for sequence in started:
-        codes = runner.codes[sequence.slot, : sequence.num_committed]
+        codes = runner.tokens[sequence.slot, : sequence.num_committed]
         expected = plain_guided(models["target"], sequence.request, codes)[-1]
         assert relative_error(logits[sequence.slot], expected) < 1e-5
 
@@ -89,10 +88,10 @@ def test_eagles_drafter_sees_the_text(models):
     runner, started = running(models, requests("eagle"), (0, 2, 1))
     target, drafter = models["target"], models["eagle"]
     with torch.inference_mode():
-        batch = batch_of(runner, sorted(started, key=lambda sequence: sequence.slot))
+        batch = runner.batch_of(sorted(started, key=lambda sequence: sequence.slot))
         root = _eagle_root(runner, batch, 3)
     for sequence in started:
-        codes = runner.codes[sequence.slot, : sequence.num_committed]
+        codes = runner.tokens[sequence.slot, : sequence.num_committed]
         for half, (features, present) in enumerate(conditions(target, sequence.request)):
             inputs = target.embed(features[present].unsqueeze(0), codes.unsqueeze(0))
             last = inputs.shape[1] - len(codes) - 1

@@ -18,7 +18,7 @@ import cspd
 from cspd import models
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.cli.evaluate import _check_limits, judge_of
+from cspd.cli.evaluate import _check_limits, how_to_evaluate
 from cspd.comparison.study import Configuration
 from cspd.evaluation.images import ImageList
 from cspd.evaluation.metrics import (
@@ -80,7 +80,7 @@ def test_evaluate_takes_the_models_own(tmp_path):
 
 def test_compare_and_tune_judge_in_it():
     row = Configuration("ar", cspd.Request(0), cspd.load("toy16", max_batch=1, device="cpu"), {"checkpoint": "toy16"})
-    judge = judge_of(argparse.Namespace(weights=None, ref=None, device="cpu"), [row])
+    judge = how_to_evaluate(argparse.Namespace(weights=None, ref=None, device="cpu"), [row])
     assert judge["space"] == "toy" and len(judge["reference"].images) == 25
     _check_limits({"accuracy": 0.1, "fid": 0.1}, judge)
 

@@ -98,7 +98,7 @@ def step_by_step(case, steps, predictor, corrections, null_every, rows, seed):
 def test_windows_are_the_steps_they_stand_for(predictor, null_every):
     """And an audit of all steps is the divergence of the path."""
     fitted = shortcut(CASE, predictor, 6, null_every)
-    plan = fitted.windows(predictor, null_every, CPU)
+    plan = fitted.segments(predictor, null_every, CPU)
     trace = CASE.trace(50, seed=3)
     everything = torch.ones(50, STEPS, dtype=torch.bool)
     audit = Audit(MIXTURE, trace.z, trace.scale, trace.temperature, plan, FP32, everything, 1.0)
@@ -113,7 +113,7 @@ def test_windows_are_the_steps_they_stand_for(predictor, null_every):
 def test_all_calls_are_the_full_chain(predictor):
     """Draw for draw."""
     fitted = shortcut(CASE, predictor, STEPS)
-    tokens = draw(CASE, fitted.windows(predictor, 1, CPU), 200, seed=1)
+    tokens = draw(CASE, fitted.segments(predictor, 1, CPU), 200, seed=1)
     assert (tokens - CASE.ancestral(200, seed=1)).abs().max() < 1e-4
     assert fitted.difference < 1e-4 and fitted.divergence == 0
 
@@ -125,7 +125,7 @@ def test_a_linear_head_is_predicted_without_error(temperature):
     predictor = case.predictor()
     for head_calls in (5, 8):
         fitted = shortcut(case, predictor, head_calls)
-        tokens = draw(case, fitted.windows(predictor, 1, CPU), 1000, seed=1)
+        tokens = draw(case, fitted.segments(predictor, 1, CPU), 1000, seed=1)
         exact = case.ancestral(1000, seed=1)
         assert (tokens - exact).abs().max() < 0.02
         assert fitted.difference < 0.03
@@ -140,7 +140,7 @@ def test_more_calls_come_nearer(predictor):
     assert differences == sorted(differences, reverse=True) and divergences == sorted(divergences, reverse=True)
     for n, each in fitted.items():  # what was measured holds for tokens that nobody saw
         exact = CASE.ancestral(4000, seed=9)
-        tokens = draw(CASE, each.windows(predictor, 1, CPU), 4000, seed=9)
+        tokens = draw(CASE, each.segments(predictor, 1, CPU), 4000, seed=9)
         difference = ((tokens - exact).square().mean() / exact.var(0).mean()).sqrt()
         assert difference == pytest.approx(each.difference.item(), rel=0.25), n
 
@@ -153,7 +153,7 @@ def test_corrections_are_kept_where_they_come_nearer(predictor):
         without = dataclasses.replace(fitted, corrections=np.zeros_like(fitted.corrections))
         exact = CASE.ancestral(256, 2**41)
         corrected, plain = (
-            (draw(CASE, each.windows(predictor, 1, CPU), 256, 2**41) - exact).square().mean()
+            (draw(CASE, each.segments(predictor, 1, CPU), 256, 2**41) - exact).square().mean()
             for each in (fitted, without)
         )
         kept.append(bool(fitted.corrections.any()))
@@ -177,7 +177,7 @@ def test_of_the_bundled_model(tmp_path, monkeypatch):
     for each in (fitted, without):
         x = noise.initial(other.seed, other.position, 16)
         eps = lambda t: noise.steps(other.seed, other.position, t, 16)  # noqa: E731
-        plan = each.windows(predictor, request.null_every, CPU)
+        plan = each.segments(predictor, request.null_every, CPU)
         rows = other.z, other.scale, other.temperature
         with torch.inference_mode():
             tokens = sample(model.head, *rows, x, eps, plan, 100, precision)
@@ -189,7 +189,7 @@ def test_of_the_bundled_model(tmp_path, monkeypatch):
 def test_an_audit_is_the_mean_log_ratio_of_paths(predictor):
     """KL(q || p) is E[log q(path) - log p(path)] over q's own paths, by its definition; and unbiased at any rate."""
     fitted = shortcut(CASE, predictor, 5, null_every=2)
-    plan = fitted.windows(predictor, 2, CPU)
+    plan = fitted.segments(predictor, 2, CPU)
     rows, seed, s = 1500, 11, schedule(STEPS)
     trace = CASE.trace(rows, seed)
     ratio = torch.zeros(rows)

@@ -73,8 +73,8 @@ def test_a_launch_and_the_residual_are_each_one_program():
     """No graph break: nothing in them is read on the CPU."""
     torch.compiler.reset()
     chains = CASE.chains(CASE.calibration(frozen=True), WINDOW)
-    chains.rounds = 2
+    chains.passes = 2
     CASE.start(chains, 5, 4)
     rows = chains._padded(chains._chains)
-    for function in (chains._run_rounds, chains._residual(0, verify.FIRST_BLOCK)):
+    for function in (chains._run_passes, chains._residual(0, verify.FIRST_BLOCK)):
         torch.compile(function, fullgraph=True, backend="eager")(rows)

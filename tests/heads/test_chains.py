@@ -138,7 +138,7 @@ def residual_keeping(keep):
 
     def residual(p, q, draws, first, max_tries):
         p, q = ([t[:, None] for t in gauss] for gauss in (p, q))
-        return verify.first_kept(p, lambda y: keep(y, p, q), draws, max_tries, first)
+        return verify.first_accepted(p, lambda y: keep(y, p, q), draws, max_tries, first)
 
     return residual
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cspd import noise
 from cspd.heads import chain as heads_chain
-from cspd.heads.calibrated import Predictor, sample, windows
+from cspd.heads.calibrated import Predictor, make_segments, sample
 from cspd.heads.calibration import frozen
 from cspd.heads.solvers import solve
 from mar.head import Head, schedule
@@ -26,7 +26,7 @@ def eps(t):
 def by_windows(head, z, scale, temperature, x):
     coefficients, drift = frozen(STEPS)
     predictor = Predictor(coefficients, drift, np.zeros_like(drift))
-    plan = windows((5, 3, 2, 1, 0), predictor, np.zeros((5, 2)), 2, z.device)
+    plan = make_segments((5, 3, 2, 1, 0), predictor, np.zeros((5, 2)), 2, z.device)
     sample(head, z, scale, temperature, x, eps, plan, STEPS, FP32)
 
 

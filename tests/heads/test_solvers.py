@@ -61,12 +61,12 @@ def test_rows_of_any_iteration_have_plain_chains_of_its_length(engine):
         request = Request(slot, seed=slot, method="disa", num_iter=num_iter, upper=12, lower=4, anneal="cosine")
         batch.append(Sequence(engine.resolve(request), slot, slot))
     runner.admit(batch)
-    rows = runner.rows(batch, known=[0, 20, 30], counts=[40, 3, 30])
+    rows = runner.rows(batch, committed=[0, 20, 30], counts=[40, 3, 30])
     z = torch.randn(2, len(rows.seed), runner.target.head.cond_embed.in_features, generator=torch.manual_seed(0))
     made = DENOISERS["annealed"].denoise(runner, "target", rows, z, densities=True)
 
     lengths = []
-    for sequence, known, count in zip(batch, rows.known, rows.counts):
+    for sequence, known, count in zip(batch, rows.committed, rows.counts):
         after, _ = cosine(sequence.request.num_iter, LENGTH)
         of_iteration = lengths_by_the_formulas(sequence.request.num_iter, 12, 4, "cosine")
         lengths += [of_iteration[(LENGTH - after <= rank).sum()] for rank in range(known, known + count)]
@@ -241,7 +241,7 @@ def test_densities_are_the_ancestral_chains(name, order, engine):
     runner = engine.runner
     batch = [Sequence(engine.resolve(Request(1, method=name, head_calls=5, temperature=0.5, cfg=1.0)), 0, 0)]
     runner.admit(batch)
-    rows = runner.rows(batch, known=[0], counts=[3])
+    rows = runner.rows(batch, committed=[0], counts=[3])
     z, s, v_of = runner.conditions(batch, rows), schedule(5, 950), []
     made = DENOISERS[name].denoise(runner, "target", rows, z, densities=True)
     x = noise.initial(rows.seed, rows.position, runner.config.token_dim)

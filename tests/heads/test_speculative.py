@@ -19,8 +19,7 @@ from cspd.checkpoints import checkpoint_files
 from cspd.device import Precision
 from cspd.heads import calibrated, chain, speculative, verify
 from cspd.heads import chain as heads_chain
-from cspd.heads.calibrated import Predictor
-from cspd.heads.calibrated import windows as plan_windows
+from cspd.heads.calibrated import Predictor, make_segments
 from cspd.heads.calibration import Calibration, frozen
 from cspd.heads.speculative import acceptance
 from cspd.masked.runner import MARRunner
@@ -175,7 +174,7 @@ OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9)
 def by_windows(head, precision):
     coefficients, drift = frozen(STEPS)
     predictor = Predictor(coefficients, drift, np.zeros_like(drift))
-    plan = plan_windows((4, 3, 2, 0), predictor, np.zeros((4, 2)), 3, CPU)  # the third leaves out the null class
+    plan = make_segments((4, 3, 2, 0), predictor, np.zeros((4, 2)), 3, CPU)  # the third leaves out the null class
     return calibrated.drawing(head, noise, plan, STEPS, precision)
 
 

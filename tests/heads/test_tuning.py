@@ -30,7 +30,7 @@ def costs(call, row, table_size=10**9) -> Costs:
 
 
 def window_of(model: Costs, num_steps: int, rows: float, calibration) -> int:
-    return model.choose(num_steps, rows, lambda: calibration).way["window"]
+    return model.choose(num_steps, rows, lambda: calibration).config["window"]
 
 
 def test_windows_follow_the_costs(mixture):

@@ -13,7 +13,7 @@ from scipy import stats
 from torch.distributions import Independent, Normal
 
 from cspd.heads import verify
-from cspd.heads.verify import MAX_TRIES, first_kept, log_ratio, reflect, resample, residual
+from cspd.heads.verify import MAX_TRIES, first_accepted, log_ratio, reflect, resample, residual
 
 BATCH, CHANNELS = 4000, 3
 
@@ -45,7 +45,7 @@ def standardise(x, parameters):
 
 
 def draws_from(generator, rows, channels=CHANNELS):
-    """Candidates that come one after the other, as `draws` of `first_kept`."""
+    """Candidates that come one after the other, as `draws` of `first_accepted`."""
 
     def draws(first, num):
         normals = torch.randn(rows, num, channels, generator=generator, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_a_wrong_residual_would_be_seen(bug):
 
     def wrong(p, q, draws):
         p, q = (tuple(t[:, None] for t in parameters) for parameters in (p, q))
-        return first_kept(p, lambda y: BUGS[bug](y, p, q), draws, MAX_TRIES)
+        return first_accepted(p, lambda y: BUGS[bug](y, p, q), draws, MAX_TRIES)
 
     y, _ = coupled(p, q, 200_000, wrong if BUGS[bug] else residual)
     pvalue = normal_pvalue(standardise(y, p))
@@ -178,7 +178,7 @@ def standard(rows, channels=CHANNELS):
 
 
 def test_what_is_first_kept_has_the_tilted_distribution():
-    y, tries = first_kept(standard(50_000), bump, draws_from(torch.Generator().manual_seed(5), 50_000), 1000)
+    y, tries = first_accepted(standard(50_000), bump, draws_from(torch.Generator().manual_seed(5), 50_000), 1000)
     assert normal_pvalue(y * 2**0.5) > 1e-3
     rate = 0.5 ** (CHANNELS / 2)  # tries are geometric
     expected = stats.geom.pmf(np.arange(1, 12), rate) * len(tries)
@@ -206,7 +206,7 @@ def test_the_first_kept_is_by_index_whatever_the_blocks(max_tries, monkeypatch):
     for block in (1, 7, 32, 1000):
         monkeypatch.setattr(verify, "FIRST_BLOCK", block)
         asked.clear()
-        y, tries = first_kept(p, bump, draws, max_tries)
+        y, tries = first_accepted(p, bump, draws, max_tries)
         assert tries.tolist() == expected
         assert torch.allclose(y, candidates[torch.arange(rows), last], atol=1e-6)  # math.exp and torch.exp
         assert asked[0] == (0, min(block, max_tries)) and sum(num for _, num in asked) <= max_tries

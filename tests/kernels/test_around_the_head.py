@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from cspd.heads.verify import Embeddings, Table, draft_table, lookup, move, move_by_kernels
+from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, draft_table, lookup, move, move_by_kernels
 from cspd.kernels.speculative import after_head, before_head
 from mar.head import Head, fill, filled
 
@@ -13,7 +13,7 @@ NUM_STEPS = 12
 
 
 def a_round(num_chains, channels, window):
-    """What a round is of, as `move` takes it: (lookup, draws), (windows, begin, scale, state, left, waiting).
+    """What a round is of, as `move` takes it: (lookup, draws), (windows, begin, scale, state, left, phase).
 
     Of several chains the first has one step left, the second waits, and the third has ended.
     """
@@ -26,12 +26,12 @@ def a_round(num_chains, channels, window):
     draws = torch.cat([torch.randn(slots, NUM_STEPS, channels), log_uniform], dim=-1)
     state = torch.randn(num_chains, 8, channels)
     left = torch.randint(1, NUM_STEPS + 1, (num_chains,))
-    waiting = torch.zeros_like(left)
-    left[0], left[2:3], waiting[1:2] = 1, 0, NUM_STEPS
+    phase = torch.zeros_like(left)
+    left[0], left[2:3], phase[1:2] = 1, 0, UNRESOLVED
     windows = (torch.randperm(slots - 1)[:num_chains, None] + 1) * NUM_STEPS - own.lags
     begin = torch.arange(num_chains) * window
     scale = torch.linspace(0.2, 3, num_chains).view(-1, 1, 1)
-    return (own, draws), (windows, begin, scale, state, left, waiting)
+    return (own, draws), (windows, begin, scale, state, left, phase)
 
 
 class AsDrafted:
@@ -83,14 +83,14 @@ SIZES = [  # chains, classes, channels, window
 @pytest.mark.parametrize("spread", SPREADS)
 def test_rounds_agree(num_chains, classes, channels, window, spread):
     (own, draws), chains = a_round(num_chains, channels, window)
-    windows, _, scale, state, left, waiting = chains
-    moving = left > waiting
+    windows, _, scale, state, left, phase = chains
+    moving = (left > 0) & (phase == MOVING)
     y, noise, places = drafted(own, draws, windows, state, left)
     head = AsDrafted(own.draft, state, left, y, noise, classes, *SPREADS[spread])
     anywhere = types.SimpleNamespace(layers_at=lambda head, at: [])
     expected = move(head, own, draws, anywhere, *chains, trace_sigma=True)
 
-    given = own.draft, draws, windows, state, left, waiting
+    given = own.draft, draws, windows, state, left, phase
     rows = num_chains * window
     inputs, last, at = before_head(*given, filled(rows))
     assert torch.equal(at[:rows].view_as(places)[moving], places[moving])
@@ -101,12 +101,12 @@ def test_rounds_agree(num_chains, classes, channels, window, spread):
     after = type(expected)(*made)
     if num_chains == 33 and spread != "not a number":  # else it would not be a test of them
         assert 0 < (expected.record < 0).sum() < num_chains and expected.record.abs().max() > 1
-        assert spread == "of the mean" or (expected.waiting > waiting).any()
+        assert spread == "of the mean" or (expected.phase != phase).any()
     agree(after, expected, state, moving, finite=spread != "not a number")
 
 
 def agree(after, expected, state, moving, finite=True):
-    for name in ("left", "waiting", "place", "record"):
+    for name in ("left", "phase", "step_index", "record"):
         assert torch.equal(getattr(after, name), getattr(expected, name)), name
     assert torch.equal(after.state[~moving], state[~moving])
     has_ended = expected.left == 0  # their token is p's mean; the state itself is of no more use
@@ -131,11 +131,11 @@ def test_rounds_with_a_head_agree(tabled):
         layers = head.modulations(modulations.t_embed, modulations.c_embed.transpose(0, 1).unsqueeze(2))
         modulations = Table(torch.cat(layers, dim=-1), [layer.shape[-1] for layer in layers])
     work = head, own, draws, modulations, *chains
-    _, _, _, state, left, waiting = chains
-    agree(move_by_kernels(*work), move(*work, trace_sigma=True), state, left > waiting)
+    _, _, _, state, left, phase = chains
+    agree(move_by_kernels(*work), move(*work, trace_sigma=True), state, (left > 0) & (phase == MOVING))
 
 
 def test_what_is_not_contiguous_is_an_error():
-    (own, draws), (windows, _, _, state, left, waiting) = a_round(3, 5, 2)
+    (own, draws), (windows, _, _, state, left, phase) = a_round(3, 5, 2)
     with pytest.raises(ValueError):
-        before_head(own.draft, draws, windows, state.mT.contiguous().mT, left, waiting, 8)
+        before_head(own.draft, draws, windows, state.mT.contiguous().mT, left, phase, 8)

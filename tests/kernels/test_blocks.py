@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import relative_error
 
-from cspd.heads.calibrated import Window, _sources, weighted
+from cspd.heads.calibrated import Segment, _sources, weighted
 from cspd.heads.chain import guided
 from cspd.kernels import head as kernels_head
 from mar.head import Head
@@ -120,17 +120,17 @@ def test_windows_agree(rows, channels, num_steps, guided):
         torch.randn(num_steps, 1, 1),
         torch.randn(num_steps + 1, 2 + num_steps),
     )
-    window = Window(9, torch.arange(num_steps), base, slope, mix, guided)
+    segment = Segment(9, torch.arange(num_steps), base, slope, mix, guided)
     scale, temperature = 3 * torch.rand(rows, 1), torch.rand(rows, 1)
     x, noise = torch.randn(rows, channels), torch.randn(num_steps, rows, channels)
     difference = None
     for classes in (2, 1) if guided else (1, 1):  # the second call has the difference of the first
         out = torch.randn(classes, rows, 2 * channels)
-        after, kept = kernels_head.window_step(x, out, noise, scale, temperature, difference, base, slope, mix[-1])
+        after, kept = kernels_head.segment_step(x, out, noise, scale, temperature, difference, base, slope, mix[-1])
         eps, v = out.chunk(2, dim=-1)
         difference = (scale - 1) * (eps[0] - eps[1]) if classes == 2 else difference
         eps = eps[0] if difference is None else eps[0] + difference
-        assert relative_error(after, weighted(mix[-1], _sources(window, x, eps, v[0], temperature, noise))) < 2e-6
+        assert relative_error(after, weighted(mix[-1], _sources(segment, x, eps, v[0], temperature, noise))) < 2e-6
         assert (kept is None) == (difference is None)
         if guided:
             assert relative_error(kept, difference) < 1e-6

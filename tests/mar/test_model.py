@@ -9,7 +9,7 @@ import torch
 from conftest import GOLDEN, relative_error
 from toys import toy_mar
 
-from cspd.masked.backbones import JUDGED, Kept, bytes_kept, judged_layer, lazy, refresh
+from cspd.masked.backbones import SELECTING, Cache, cache_bytes, lazy, refresh, selecting_layer
 from mar import checkpoint
 from mar import model as mar_model
 from mar.model import MAR, MARConfig
@@ -160,9 +160,9 @@ def sequences(num: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(num, LENGTH, 3, generator=g), torch.rand(num, LENGTH, generator=g).argsort(1)
 
 
-def empty(model: MAR) -> Kept:
+def empty(model: MAR) -> Cache:
     """Caches as damaged sequences may leave them."""
-    kept = Kept.empty(model, SLOTS, torch.float32, torch.device("cpu"))
+    kept = Cache.empty(model, SLOTS, torch.float32, torch.device("cpu"))
     for tensor in (kept.encoder, kept.decoder, kept.inputs):
         tensor.fill_(torch.nan)
     return kept
@@ -239,7 +239,7 @@ class ByHand:
         for layer, (block, kept) in enumerate(zip(model.decoder_blocks, self.decoder)):
             before = dict(kept)
             out = self.block(block, x, kept, everywhere)
-            if layer == min(JUDGED, len(model.decoder_blocks) // 2):
+            if layer == min(SELECTING, len(model.decoder_blocks) // 2):
                 change = {at: self.change(before, kept, at) for at in x if at not in to_predict + newly_known}
                 by_change = sorted(change, key=change.get, reverse=True)
                 chosen = [*to_predict, *newly_known, *by_change][: num_next + others]
@@ -286,7 +286,7 @@ def test_a_sequence_is_as_if_it_were_alone(model):
     embedding = model.class_emb(torch.tensor([0, 1, 3]))
     known, counts = [0, 4, 6], [[1, 1, 2, 3], [9, 5, 1, 12], [7, 1, 3, 2]]
 
-    def run(which: list[int]) -> tuple[torch.Tensor, Kept]:
+    def run(which: list[int]) -> tuple[torch.Tensor, Cache]:
         kept, slots = empty(model), torch.tensor(which)
         inputs = tokens[which], order[which]
         refresh(model, kept, slots, *inputs, [known[i] for i in which], embedding[which], order[which, :1])
@@ -305,10 +305,10 @@ def test_a_sequence_is_as_if_it_were_alone(model):
 
 def test_the_layer_that_judges(model):
     depth = model.config.depth
-    assert judged_layer(model) == {1: 0, 2: 1, 7: 3}[depth]
+    assert selecting_layer(model) == {1: 0, 2: 1, 7: 3}[depth]
 
 
 def test_bytes(model):
-    kept = Kept.empty(model, SLOTS, torch.bfloat16, torch.device("cpu"))
+    kept = Cache.empty(model, SLOTS, torch.bfloat16, torch.device("cpu"))
     tensors = (kept.encoder, kept.decoder, kept.inputs)
-    assert sum(each.nbytes for each in tensors) == SLOTS * bytes_kept(model, torch.bfloat16)
+    assert sum(each.nbytes for each in tensors) == SLOTS * cache_bytes(model, torch.bfloat16)

@@ -66,7 +66,7 @@ def test_refreshes_are_full_and_lazy_ones_near(cfg, reuse_null, model):
                 error = relative_error(z[:, row], full[:, row])
                 assert 1e-4 < error < 1 if name == "lazy" else error < 1e-4
             if "refresh" in kinds or "lazy" in kinds:
-                known = runner.kept[KEY]["caches"].known
+                known = runner.round_state[KEY]["caches"].committed
                 assert all(known[s.slot] == s.num_committed for s, name in zip(batch, kinds) if name != "full")
             advance(runner, batch, rows, full)
     assert kinds_together == {1, 2, 3}
@@ -169,9 +169,9 @@ def test_a_slot_keeps_nothing_of_the_sequence_before(model):
     outcomes = []
     for damage in (False, True):
         runner, batch = started(model, requests)
-        caches = runner.kept[KEY]["caches"] = Caches(runner, batch[0].request)
+        caches = runner.round_state[KEY]["caches"] = Caches(runner, batch[0].request)
         if damage:
-            for tensor in (caches.kept.encoder, caches.kept.decoder, caches.kept.inputs, caches.distance):
+            for tensor in (caches.cache.encoder, caches.cache.decoder, caches.cache.inputs, caches.distance):
                 tensor.fill_(torch.nan)
         with torch.inference_mode():
             for _ in range(12):
@@ -190,9 +190,9 @@ def test_caches_are_allocated_once(model):
             for _ in range(12):
                 rows = runner.next_rows(batch)
                 advance(runner, batch, rows, conditions(runner, batch, rows))
-                if "caches" in runner.kept[KEY]:
-                    caches = runner.kept[KEY]["caches"]
-                    tensors = [caches.kept.encoder, caches.kept.decoder, caches.kept.inputs, caches.distance]
+                if "caches" in runner.round_state[KEY]:
+                    caches = runner.round_state[KEY]["caches"]
+                    tensors = [caches.cache.encoder, caches.cache.decoder, caches.cache.inputs, caches.distance]
                     tensors = [tensor for tensor in tensors if tensor is not None]
                     places.add(tuple(tensor.data_ptr() for tensor in tensors))
         assert len(places) == 1
@@ -216,7 +216,7 @@ def test_kinds_share_caches(model, monkeypatch):
     outputs = {}
     for _ in range(8):  # a round of each of two kinds in turn, until both have caches
         outputs |= served.step()
-    first, second = (kept["caches"] for kept in served.runner.kept.values())
+    first, second = (kept["caches"] for kept in served.runner.round_state.values())
     assert first is second
     unguided = requests[0].but(cfg=1.0)
     with monkeypatch.context() as small:
@@ -226,7 +226,7 @@ def test_kinds_share_caches(model, monkeypatch):
             served.resolve(unguided)
     while len(outputs) < len(requests):
         outputs |= served.step()
-    assert not served.runner.kept
+    assert not served.runner.round_state
     for ticket, alone in zip(tickets, requests):
         assert relative_error(tokens_of(model, [alone], max_batch=1)[0], outputs[ticket].tokens) < 1e-3
 

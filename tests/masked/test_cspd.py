@@ -460,7 +460,7 @@ def test_images_do_not_depend_on_neighbours_and_arrival(target, draft, alone):
             tickets[engine.add_request(requests[index])] = index
         outputs |= {tickets[ticket]: output for ticket, output in engine.step().items()}
     assert flipped([outputs[i] for i in range(len(requests))], alone) <= 1
-    assert not engine.runner.kept  # nothing is kept of what is gone
+    assert not engine.runner.round_state  # nothing is kept of what is gone
 
 
 # ---- chains that speculate

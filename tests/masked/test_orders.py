@@ -105,7 +105,7 @@ def test_steps_fall_over_the_first_half_and_then_go_by_frequency(order, num_iter
     """Over the iterations that begin with less than half known; in two later ones 4 steps, of a quarter 7."""
     request = engine(small_mar).check(Request(3, 1, **(QUICK | {"num_iter": num_iter}), order=order))
     early = len(falling)
-    assert num_early(request.num_made(64), timetable(request, 64).masked, 64) == early
+    assert num_early(request.num_generated(64), timetable(request, 64).masked, 64) == early
     (output,) = engine(small_mar).generate([request])
     masked = timetable(request, 64).masked
     positions = ORDERS[order].arrange(noise.order(torch.tensor([1]), 64), 8)[0]

@@ -113,7 +113,7 @@ def test_the_rest_follows_the_distribution_given_them(method, num, toy):
 @pytest.mark.slow  # that the tests above see bugs is shown once in a while
 def test_a_planted_bug_shows(toy, monkeypatch):
     """The encoder sees nothing of the known tokens until the end."""
-    give, results = masked_runner.give, masked_runner.MARRunner.results
+    give, results = masked_runner.MARRunner._give, masked_runner.MARRunner.results
 
     def late(own, sequences):
         give(own, sequences)
@@ -126,7 +126,7 @@ def test_a_planted_bug_shows(toy, monkeypatch):
         own.tokens[slots] = torch.where(own.tokens[slots] == 0, own.late[slots], own.tokens[slots])
         return results(own, sequences)
 
-    monkeypatch.setattr(masked_runner, "give", late)
+    monkeypatch.setattr(masked_runner.MARRunner, "_give", late)
     monkeypatch.setattr(masked_runner.MARRunner, "results", shown)
     with torch.inference_mode():
         assert normal_pvalue(scores(toy, "ar", 3 * NUM)) < OTHER
