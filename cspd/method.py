@@ -16,7 +16,7 @@ from torch import Tensor
 from cspd.files import remember
 from cspd.graphs import Graphs
 from cspd.option import BUNDLED, COMMON, DEFAULTS, Option, check_integer, check_seed
-from cspd.request import Request, Sequence, Stopwatch
+from cspd.request import Inpainting, Request, Sequence, Stopwatch
 from cspd.terminal import NO_CHARACTER, choice, shortened, value_of
 
 # A method is one `Method` object, in the file that has its round. Each family of models has one model runner class:
@@ -224,7 +224,6 @@ class ModelRunner(Protocol):
         family: "MAR" or "VQ".
         seq_len: tokens per image. image_size: pixels per side of an image.
         num_classes: labels are 0 .. num_classes - 1; 0 for a text-to-image model.
-        encode: (`cspd.request.Inpainting` of pixels, seed int64 [1]) -> tokens [L(, d)] on the CPU.
         graphs: captures and replays work of fixed shape. noise: a module with the functions of `cspd.noise`.
     """
 
@@ -232,7 +231,6 @@ class ModelRunner(Protocol):
     seq_len: int
     num_classes: int
     image_size: int
-    encode: Callable[..., Tensor]
     graphs: Graphs
     noise: types.ModuleType
 
@@ -256,6 +254,9 @@ class ModelRunner(Protocol):
 
         Validity is in generation order: whether a token is finite (MAR) or a codebook index (VQ).
         """
+
+    def encode(self, known: Inpainting, seed: Tensor) -> Tensor:
+        """Tokens [L(, d)], on the CPU, of a given image, for a seed, int64 [1]."""
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Decodes tokens to images [B, 3, H, W] in 0..1, or None without a decoder."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from cspd.runs import LOCK, Store
 
 SCHEMA = "tests/1"
-NAMES = r"\d+\.npz|parts/\d+\.npz|report\.md"
 FILES = ["0.npz", "parts/1.npz", "report.md"]
 RECORD = "record.json"
 
 
 def store_of(folder, **shape):
-    return Store(folder, RECORD, SCHEMA, {"settings": dict, **shape}, NAMES, compared=("settings",))
+    return Store(folder, RECORD, SCHEMA, {"settings": dict, **shape}, compared=("settings",))
 
 
 def record_of(**settings):

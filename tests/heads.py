@@ -12,10 +12,9 @@ from torch import Tensor
 from cspd import noise as cspd_noise
 from cspd.device import Precision
 from cspd.heads.calibrated import Predictor, fit_predictor
-from cspd.heads.calibration import Calibration, Trace, fit
+from cspd.heads.calibration import Calibration, Trace, draft_table, fit
 from cspd.heads.chain import ancestral
 from cspd.heads.speculative import Chains, Finished
-from cspd.heads.verify import draft_table
 from mar.head import schedule
 
 FP32 = Precision("fp32", torch.device("cpu"))

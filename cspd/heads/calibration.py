@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cspd.device import Precision
 from cspd.heads.chain import ContinuousRunner, Denoised, MakeRunner, Rows, denoise_ancestral, run_plain_round
-from cspd.heads.verify import draft_table
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import Advance, no_advance
 from mar.head import schedule
@@ -30,6 +29,41 @@ DRAFTS = {
 WINDOWS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 LARGEST = 1e6  # limit of coefficients (fits stay below 400) and of draft tables (below 21,000)
 RIDGE = 1e-7  # of the mean diagonal: at the noisiest steps eps' and x' are nearly equal
+
+
+def draft_table(
+    coefficients: np.ndarray, drift: np.ndarray, num_steps: int, window: int, temperature: float
+) -> np.ndarray:
+    """What a pass drafts with, float32 [T, W, 3 + W + 5]: row t, for a pass that begins at x_t, has the columns of
+    `cspd.heads.verify.Columns`.
+
+    The drafted noise prediction is linear, eps~ = c0 y + c1 eps' + c2 x'. So every drafted state is a linear
+    combination of (x_t, eps', x') and the noise. Entries beyond step 0 are zeros.
+
+    Args:
+        coefficients: (c0, c1, c2) [T, lags, 3] by step and lag, lags from 1; drift: mean change of v [T, lags].
+        num_steps: T. window: W <= lags. temperature: tau > 0.
+    """
+    s = schedule(num_steps)
+    base_p = s.log_sigma_base + np.log(temperature)
+    table = np.zeros((num_steps, window, 3 + window + 5))  # the weights of y, and five scalars
+    # y, built up step by step: its weights on (x_t, eps', x', noise); before the first step it is x_t
+    y = np.zeros((num_steps, 3 + window))
+    y[:, 0] = 1
+    for w in range(window):
+        start = np.arange(w, num_steps)  # windows that have a w-th step
+        step = start - w
+        c0, c1, c2 = coefficients[step, w].astype(np.float64).T
+        mean_x, mean_eps = s.mean_x[step], s.mean_eps[step]
+        slope = s.log_sigma_slope[step]
+        y[start] *= (mean_x + mean_eps * c0)[:, None]
+        y[start, 1] += mean_eps * c1
+        y[start, 2] += mean_eps * c2
+        y[start, 3 + w] = 1
+        base_q = base_p[step] + slope * drift[step, w]
+        scalars = np.stack([base_q, slope, mean_x, mean_eps, base_p[step]], axis=1)
+        table[start, w] = np.concatenate([y[start], scalars], axis=1)
+    return table.astype(np.float32)
 
 
 @dataclass(frozen=True)

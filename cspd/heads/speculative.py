@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cspd.device import Precision, Report, send, send_integers
 from cspd.graphs import Graphs, bucket
-from cspd.heads.calibration import DRAFTS, WINDOWS, frozen
+from cspd.heads.calibration import DRAFTS, WINDOWS, draft_table, frozen
 from cspd.heads.chain import (
     SHORT_FIRST,
     Conditions,
@@ -41,7 +41,6 @@ from cspd.heads.verify import (
     UNRESOLVED,
     Slots,
     capacity_for,
-    draft_table,
     draw_residual,
     first_step,
     lookup,

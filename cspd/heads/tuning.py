@@ -23,10 +23,10 @@ from cspd.device import Precision, seconds_of, send
 from cspd.files import ArrayCache, Kind, content_hash, measured_once, of_device, remember, user_cache
 from cspd.graphs import Graphs
 from cspd.heads.calibrated import Plan, Predictor, Segment, Shortcut, fit_predictor, fit_shortcut, plan_of
-from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, fit, trace
+from cspd.heads.calibration import TRACE_SEED, WINDOWS, Calibration, Trace, draft_table, fit, trace
 from cspd.heads.chain import MakeRunner, drawing
 from cspd.heads.speculative import Chains
-from cspd.heads.verify import draft_table, table_size
+from cspd.heads.verify import table_size
 from cspd.method import PLAIN, Choice, DraftChooser, choose_by_gain, is_enough
 from cspd.request import Request
 from cspd.terminal import counting, no_advance

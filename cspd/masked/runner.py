@@ -116,7 +116,6 @@ class MARRunner:
         self.round_state: dict[Hashable, dict] = defaultdict(dict)
         self.classes = {name: _classes(model) for name, model in self.models.items() if model is not None}
         self._posterior = remembered(self._encode)  # of each picture, for other seeds
-        self.encode = self._draw_picture
 
     def adopt(self, other: MARRunner) -> None:
         """Takes over the tuning of another model runner of the same models."""
@@ -217,10 +216,10 @@ class MARRunner:
         if not any(parts):
             return None
         nothing = np.zeros(self.seq_len, dtype=bool)
-        given = np.stack([~part.made if part else nothing for part in parts])
+        given = np.stack([~part.generated if part else nothing for part in parts])
         return send({"given": given}, self.device)["given"]
 
-    def _draw_picture(self, known: Inpainting, seed: Tensor) -> Tensor:
+    def encode(self, known: Inpainting, seed: Tensor) -> Tensor:
         """Tokens [L, d], on the CPU, of a given picture, for a seed, int64 [1].
 
         They are drawn from the autoencoder's posterior, like the tokens that MAR was trained on; its mean can be out

@@ -456,7 +456,7 @@ def test_others_files_stay(whole, tmp_path, capsys, command):
 def test_a_second_run_is_told_who_has_the_folder(whole, tmp_path, capsys, command):
     text, _ = COMMANDS_OF_SAMPLE_FOLDER[command]
     arguments = [*text.split(), *([str(whole)] if "--images" in text else ["--checkpoint", small_checkpoint()])]
-    with cli_sample.Store(tmp_path, "any.json", "any/1", {}, "") as first:
+    with cli_sample.Store(tmp_path, "any.json", "any/1", {}) as first:
         first.claim({}, [])
         assert main([*arguments, "--out", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err.splitlines()[-1]

@@ -99,7 +99,7 @@ def test_other_seeds_are_said_and_are_no_sweep(made, tmp_path):
     content["rows"][0] |= {"name": "ar:seed=1000", "settings": {"seed": 1000}, "p_unpaired": 0.25}
     report.write(content, images, tmp_path)
     assert "The same classes by" in (tmp_path / "report.html").read_text()
-    assert "p unpaired: the same test against plain sampling of other seeds." in (
+    assert "p unpaired: the same test against baseline sampling of other seeds." in (
         (tmp_path / "comparison.md").read_text()
     )
     point = report._panels(content)[0][2][0]

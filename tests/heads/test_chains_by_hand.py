@@ -10,8 +10,7 @@ from mixtures import CHANNELS, MIXTURE, NULL_CLASS, UNGUIDED
 from torch.distributions import Normal
 
 from cspd import noise
-from cspd.heads.calibration import Calibration
-from cspd.heads.verify import draft_table
+from cspd.heads.calibration import Calibration, draft_table
 from cspd.noise import Purpose
 from mar.head import schedule
 

@@ -5,7 +5,8 @@ import types
 import pytest
 import torch
 
-from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, draft_table, lookup, move, move_by_kernels
+from cspd.heads.calibration import draft_table
+from cspd.heads.verify import MOVING, UNRESOLVED, Embeddings, Table, lookup, move, move_by_kernels
 from cspd.kernels.speculative import after_head, before_head
 from mar.head import Head, fill, filled
 
