@@ -230,7 +230,7 @@ def test_what_killed_runs_left_does_not_pile_up(tmp_path):
     assert set(content(tmp_path)) == {RECORD}
 
 
-@pytest.mark.parametrize("name", ["../precious.npz", "/etc/passwd", "notes.txt", "0.npz/../../precious.npz", ""])
+@pytest.mark.parametrize("name", ["../precious.npz", "/etc/passwd", "0.npz/../../precious.npz"])
 def test_a_record_cannot_make_us_remove_what_is_not_ours(tmp_path, name):
     out, precious = tmp_path / "out", tmp_path / "precious.npz"
     begun(out)

@@ -155,7 +155,7 @@ def test_what_was_measured_stands_beside_the_guarantee(made):
     content["rows"][3]["first_timestep"] = 950
     html = report.html_page(content, [])
     assert '<span class="tag measured">measured</span>' in html and ".measured {" in html
-    assert "how near is measured" in html  # what the guarantee means
+    assert "Two distances are measured" in html  # what the guarantee means
     titles, *lines = Page(html).rows
     cells = [dict(zip(titles, line)) for line in lines]
     shown = {"difference": "0.046", "divergence": "0.537", "audit": "0.520 [0.420, 0.620]", "pixel difference": "3.2"}

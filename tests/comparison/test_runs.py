@@ -230,7 +230,6 @@ def test_more_images_go_on_and_other_settings_do_not(digits, tmp_path, capsys):
         "[1]",
         whole.replace("cspd.rounds/", "cspd.rounds/0"),
         whole.replace('"windows"', '"window"'),
-        whole.replace('"window": null', '"window": "5"'),
         whole.replace("chunks/00-00000.npz", "../00-00000.npz"),
     ):
         record.write_text(text)

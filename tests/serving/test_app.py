@@ -123,7 +123,7 @@ def test_vq_models_keep_rows_at_the_top(site, engines):
     (output,) = engines["vq"].generate([cspd.Request("three", 5, "ar", image=picture, mask=mask)])
     assert np.array_equal(pixels(event["image"]), np.asarray(output.pil()))
     answer = site.make(**wanted | {"mask": link_of(mask_of(np.s_[:2]))})
-    assert answer.status == 400 and "VQ models go row by row" in json.load(answer)["detail"]
+    assert answer.status == 400 and "raster order" in json.load(answer)["detail"]
 
 
 def test_visitors_share_the_engine(site, engine):
