@@ -87,8 +87,8 @@ BUGS = [
     Bug(
         "of the candidates the last one is taken",
         "cspd/heads/verify.py",
-        "kept.int().argmax(-1)",
-        "(block - 1 - kept.flip(-1).int().argmax(-1))",
+        "accepted.int().argmax(-1), block",
+        "block - 1 - accepted.flip(-1).int().argmax(-1), block",
         "heads/test_verify.py",
     ),
     # the noise
@@ -148,8 +148,8 @@ BUGS = [
     Bug(
         "the cache is refreshed late",
         "cspd/masked/backbones.py",
-        "since % request.refresh:",
-        "since % (request.refresh + 1):",
+        "since_warmup % request.refresh:",
+        "since_warmup % (request.refresh + 1):",
         "masked/test_backbones.py",
     ),
     # CSpD
