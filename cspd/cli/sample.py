@@ -152,14 +152,11 @@ def _prepared(
     for name, each in zip(names, checked):
         if name in existing:
             store.refuse(differences(existing[name]["request"], each.request.to_dict()))
-    first = next(iter(existing.values()), {})
-    prepared = []
-    for each in checked:
-        choices = earlier_choices(each.request.settings, first.get("request"))
-        if choices:  # what the earlier run decided, such as its window
-            each = engine.checked(each.request.but(**choices))
-        prepared.append(engine.prepare(each))
-    return prepared
+    if existing:  # the earlier run's decisions hold, such as its window
+        earlier = next(iter(existing.values()))["request"]
+        decided = [each.request.but(**earlier_choices(each.request.settings, earlier)) for each in checked]
+        checked = [engine.checked(request) for request in decided]
+    return [engine.prepare(each) for each in checked]
 
 
 def _is_whole(path: Path, entry: dict | None) -> bool:
