@@ -443,16 +443,18 @@ class Engine:
     def checked(self, request: Request | Prepared) -> Prepared:
         """A request with its method and every default, except those that may take a calibration (a window).
 
-        A request that was checked before is returned as it is.
+        A request that this engine checked before is returned as it is; one of another engine is checked again.
 
         Raises:
             ValueError: a setting is bad, or the engine lacks a model that the method needs.
         """
+        self._check_open()
         if isinstance(request, Prepared):
-            return request
+            if request.runner is self.runners.get(request.method.family):
+                return request
+            request = request.asked
         if not isinstance(request, Request):
             raise ValueError(f"{shortened(request)} is not a request: give cspd.Request(label, ...)")
-        self._check_open()
         asked = request
         request, method = choose(request, families_for(request, self.runners))
         runner, classes = self.runners[method.family], self._classes[method.family]
@@ -461,7 +463,7 @@ class Engine:
         if request.label is None and request.prompt is None and request.cfg is None:
             request = request.but(cfg=1.0)  # unconditional: guidance has no class to steer towards
         request = runner.check(request, method)
-        return Prepared(asked, request, method)
+        return Prepared(asked, request, method, runner)
 
     def prepare(self, request: Request | Prepared) -> Prepared:
         """A request that is ready to run: everything after this takes it without another check.
@@ -477,7 +479,7 @@ class Engine:
         if prepared.is_decided:
             return prepared
         with self._lock.hold():
-            decided = self.runners[prepared.method.family].resolve(prepared.request, prepared.method)
+            decided = prepared.runner.resolve(prepared.request, prepared.method)
         if advice := prepared.method.advice(decided):
             warnings.warn(advice, stacklevel=1)  # from the same line each time, so that Python shows it once
         return dataclasses.replace(prepared, request=decided, is_decided=True)

@@ -110,12 +110,14 @@ class Prepared:
     Attributes:
         asked: the request as the user gave it. request: with family, method and defaults filled in.
         method: the method of the request.
+        runner: the model runner that checked it. An engine with another runner checks the request again.
         is_decided: whether the values that may need a calibration are filled in too.
     """
 
     asked: Request
     request: Request
     method: Method
+    runner: ModelRunner
     is_decided: bool = False
 
 

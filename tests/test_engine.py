@@ -325,6 +325,21 @@ def assert_same(outputs, expected):
         assert output.request == one.request and (output.image - one.image).abs().max() < CLOSE
 
 
+def test_a_prepared_request_is_not_checked_again(models, monkeypatch):
+    """But by another engine, whose models may be others: it is checked there, as it was given."""
+    engine, other = (Engine(models, max_batch=1, device="cpu") for _ in range(2))
+    asked = Request(label=1, seed=5, **QUICK_OF_SHARING)
+    prepared, expected = engine.prepare(asked), engine.generate(asked)
+    assert prepared.asked is asked and other.prepare(prepared).runner is other.runner
+    with monkeypatch.context() as patch:
+        for runner in (engine.runner, other.runner):
+            patch.setattr(runner, "check", lambda request, method: 1 / 0)
+        assert engine.prepare(prepared) is prepared
+        assert_same(engine.generate([prepared]), expected)
+        with pytest.raises(ZeroDivisionError):
+            other.generate(prepared)
+
+
 @pytest.mark.parametrize("settings", [QUICK_OF_SHARING, SPECULATIVE], ids=["ar", "speculative"])
 def test_four_threads_share_an_engine(settings, models):
     engine = Engine(models, max_batch=3, device="cpu")

@@ -144,7 +144,7 @@ def load_plugins(argv: Sequence[str]) -> None:
     """Runs the files that --plugin names; the methods that they register have flags and help as all others.
 
     Raises:
-        ValueError: a file registers nothing. FileNotFoundError, and what its own code raises.
+        ValueError: a file is not Python, or registers nothing. FileNotFoundError, and what its own code raises.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     add_plugin(early)
@@ -152,7 +152,10 @@ def load_plugins(argv: Sequence[str]) -> None:
         if not file.is_file():
             raise FileNotFoundError(f"--plugin {file}: no such file")
         before = list(METHODS)
-        runpy.run_path(str(file), run_name=file.stem)
+        try:
+            runpy.run_path(str(file), run_name=file.stem)
+        except SyntaxError as error:
+            raise ValueError(f"--plugin {file} is not a Python program ({error}): give a .py file") from error
         if before == METHODS:
             raise ValueError(f"--plugin {file} registers no method: end it with cspd.register(...)")
 
