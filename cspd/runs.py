@@ -423,8 +423,8 @@ def speed_line(summary: Mapping, at_once: int) -> str | None:
     speedup = summary.get("speedup")
     if speedup is None:
         why = summary.get("speedup_unknown")
-        return why and f"the speed-up over plain sampling (ar) is not known: {why}"
-    faster = f"{speedup:.1f}x as fast as plain sampling (ar)"
+        return why and f"the speed-up over baseline sampling (ar) is not known: {why}"
+    faster = f"{speedup:.1f}x as fast as baseline sampling (ar)"
     if speedup >= WORTH:
         return faster
     images = "1 image" if at_once == 1 else f"{at_once} images"

@@ -1,4 +1,4 @@
-"""How fast a run was, against plain sampling: a few of plain sampling's rounds, timed in the same process.
+"""How fast a run was, against baseline sampling: a few of baseline sampling's rounds, timed in the same process.
 
 Machines are noisy, so no older measurement will do. The rounds are of as many sequences at once as the run had, over
 the same models, at a few places of an image; decoding and all else are taken to last as long as they did in the run.
@@ -102,7 +102,7 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
 
 
 def against_plain(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> dict:
-    """How many times as fast a run was as plain sampling of as many images by the same settings.
+    """How many times as fast a run was as baseline sampling of as many images by the same settings.
 
     If it was no faster, and `calibrated` needs no fit for these settings, how fast that would be is timed too.
 
@@ -112,12 +112,12 @@ def against_plain(engine: Engine, request: Request, num: int, seconds: float, ro
     Returns:
         Plain values: "speedup", None if it is not known, and then "speedup_unknown" says why;
         "plain_seconds_per_image"; "alternative", of a run that was no faster than `summary.WORTH`: "method", "speedup"
-        (None if it is not known) and "difference" (None: it needs a fit), or None. Of plain sampling itself nothing.
+        (None if it is not known) and "difference" (None: it needs a fit), or None. Of baseline sampling itself nothing.
     """
     if request.method == "ar":
         return {}
     unknown = {"speedup": None, "plain_seconds_per_image": None, "alternative": None}
-    with telling("timing a few rounds of plain sampling"):
+    with telling("timing a few rounds of baseline sampling"):
         try:
             return _compared(engine, request, num, seconds, rounds) or unknown | {
                 "speedup_unknown": f"a few rounds of it take too long beside a run of {seconds:.1f} s"
@@ -142,7 +142,7 @@ def _compared(engine: Engine, request: Request, num: int, seconds: float, rounds
 def _alternative(
     engine: Engine, request: Request, num: int, seconds: float, rounds: float, plain: float
 ) -> dict | None:
-    """What `calibrated` would give where a run gained nothing; `plain`: seconds that plain sampling takes."""
+    """What `calibrated` would give where a run gained nothing; `plain`: seconds that baseline sampling takes."""
     asked = engine.check(plain_of(request).but(method="calibrated"))
     if asked.num_sampling_steps <= HEAD_CALLS:
         return None
@@ -169,7 +169,7 @@ def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: 
     before = starts(request, runner.seq_len, None if request.family == "MAR" else 1)
     budget = min(MOST, SHARE * seconds)
     most = max(LEAST, SLACK * budget)
-    if rounds / (len(before) * sum(counts.values())) > most:  # a round, if plain sampling's are as long as the run's
+    if rounds / (len(before) * sum(counts.values())) > most:  # a round, if baseline sampling's are as long as the run's
         return None
     start = time.perf_counter()
     _round(engine, request, int(before[0]), 1)  # the first one takes longer

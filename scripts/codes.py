@@ -57,7 +57,7 @@ def of_target(
 ) -> Make:
     """Makes codes that the target samples, of subjects by their labels in turn, with seeds from `first_seed` on.
 
-    Plain sampling of many images at once: where throughput counts, drafting would only add work.
+    Baseline sampling of many images at once: where throughput counts, drafting would only add work.
     """
     precision = "bf16" if runner.device.type == "cuda" else "fp32"
     models = VQModels(runner.target, text_encoder=runner.text_encoder)

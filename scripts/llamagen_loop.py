@@ -1,4 +1,4 @@
-"""Times plain sampling of the bundled VQ target against LlamaGen's own loop: python scripts/llamagen_loop.py
+"""Times baseline sampling of the bundled VQ target against LlamaGen's own loop: python scripts/llamagen_loop.py
 
 The loop is written after LlamaGen's code (Sun et al. 2024, arXiv 2406.06525): all images in lockstep, attention over
 the whole length of a cache under a mask, `torch.multinomial`; as it is, and compiled. The weights are ours.

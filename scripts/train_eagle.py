@@ -230,7 +230,7 @@ def main() -> None:
         shares = accepted(drafter.half().float(), MEASURED_LAST)  # as stored
         print(f"held-out, guidance {sampling.cfg:g}: of codes 1, 2, ... ahead are accepted, given those before them,")
         print(", ".join(f"{share:.3f}" for share in shares))
-        print(f"a chain of them: {1 + sum(itertools.accumulate(shares, float.__mul__)):.2f} codes per forward")
+        print(f"a chain of them: {1 + sum(itertools.accumulate(shares, float.__mul__)):.2f} tokens per forward pass")
     arch = config.architecture if hf else named_size(target) or ""
     export(drafter, args.out, arch, seconds, half=lambda name: True)
 

@@ -1,4 +1,4 @@
-"""How fast a run was against plain sampling: what is timed, what that costs, and what is told of it."""
+"""How fast a run was against baseline sampling: what is timed, what that costs, and what is told of it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_plain_sampling_is_1_and_needs_no_timing(engine, monkeypatch):
     found = against_plain(engine, request, 4, 2.0, 1.0)
     assert found == {"speedup": 1.0, "plain_seconds_per_image": 0.5, "alternative": None}
     cached = engine.resolve(Request(0, method="speculative", window=0, backbone="cached", **QUICK))
-    with pytest.raises(TypeError):  # this is no plain sampling, and would be timed
+    with pytest.raises(TypeError):  # this is no baseline sampling, and would be timed
         against_plain(engine, cached, 4, 2.0, 1.0)
 
 

@@ -43,7 +43,7 @@ MEMORY_SETTINGS = {"num_iter": 4, "num_sampling_steps": 25}  # for peak memory: 
 def contenders(
     request: Request, seq_len: int, names: Sequence[str], gammas: Sequence[int], verify: Sequence[str]
 ) -> dict:
-    """What is timed against plain sampling at a request's settings, by the name it is reported under; None stands for
+    """What is timed against `ar` at a request's settings, by the name it is reported under; None stands for
     the sampler as it was published.
 
     Raises ValueError on an unknown method or option, or a gamma below 1.
@@ -84,7 +84,7 @@ def bench(
     accuracy: Callable[[Tensor, Tensor], float] | None = None,
     progress: bool = True,
 ) -> dict:
-    """Times methods against plain sampling, at several settings and batch sizes, labels and seeds taking turns.
+    """Times methods against baseline sampling, at several settings and batch sizes, labels and seeds taking turns.
 
     Every run times each contender once, so that a machine that slows down slows all of them; ratios are
     taken run by run.
@@ -370,7 +370,7 @@ def _panel(report: dict) -> Panel:
         limits = speed["min"], speed["max"]
         guarantee = row.get("guarantee", "exact")  # the published sampler is
         points.append(Point(options, speed["median"], row["accuracy"], method + case, limits, guarantee=guarantee))
-    return Panel("speed-up over plain sampling", "share recognised by the classifier", points)
+    return Panel("speed-up over baseline sampling", "share recognised by the classifier", points)
 
 
 # `cspd calibrate`: what `speculative` and `calibrated` do on first use, ahead of time.

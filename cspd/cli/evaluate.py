@@ -146,7 +146,7 @@ def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
     chains = f", chains from timestep {start}" if start is not None else ""
     lines = [("method", request["method"], sampling["guarantee"] + chains)]
     if "step_compression" in sampling:
-        lines.append(("codes per forward", f"{sampling['step_compression']:.2f}", ""))
+        lines.append(("tokens per forward pass", f"{sampling['step_compression']:.2f}", ""))
     else:
         calls = f"{sampling['head_calls_per_image']:.0f} per image"
         lines.append(("head calls per token", f"{sampling['head_calls_per_token']:.1f}", calls))

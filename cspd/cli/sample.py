@@ -329,7 +329,9 @@ def _tell_cost(summary: dict) -> None:
         head_calls = f"{summary['head_calls_per_image']:.0f} sequential head calls"
         print(f"per image: {iterations}, {head_calls} ({summary['head_calls_per_token']:.1f} per token); {time}")
         return
-    print(f"per image: {backbone_calls:.1f} target forwards, {summary['step_compression']:.2f} codes each; {time}")
+    print(
+        f"per image: {backbone_calls:.1f} target forward passes, {summary['step_compression']:.2f} tokens each; {time}"
+    )
     if summary["bound_per_image"] > 0:
         bound, error = min(summary["bound_per_image"], 1), summary["bound_standard_error"]
         spread = "" if error is None else f" +- {error:.3f}"

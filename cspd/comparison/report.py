@@ -67,7 +67,7 @@ COLUMNS = [
         "Forward passes among them that compute only a part, with a cached backbone.",
     ),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forward passes of the draft model for one image."),
-    Column("step_compression", "codes per forward", ".2f", "VQ codes committed per forward pass of the target."),
+    Column("step_compression", "tokens per forward pass", ".2f", "VQ codes committed per forward pass of the target."),
     Column("alpha", "alpha", ".3f", "Acceptance rate: accepted / verified drafts."),
     Column(
         "accuracy", "class acc.", ".3f", "Fraction of the images that the classifier assigns to their class{interval}."
@@ -486,13 +486,16 @@ def _heads(report: dict) -> list[list[str]]:
 
 
 def _panels(report: dict) -> list[Panel]:
-    """Quality against speed-up and, for VQ models, against codes per forward, which do not depend on the machine."""
+    """Quality against speed-up and, for VQ models, tokens per forward pass, which do not depend on the machine."""
     qualities = {
         "accuracy": "share recognised by the classifier",
         "fid": f"FID-{report['images']}, lower is better",
         "clip_score": "CLIP score",
     }
-    speeds = {"speed_up": f"speed-up over {report['baseline']}", "step_compression": "codes per forward of the target"}
+    speeds = {
+        "speed_up": f"speed-up over {report['baseline']}",
+        "step_compression": "tokens per forward pass of the target",
+    }
     base_seconds = report["rows"][0]["seconds"]
     panels = []
     for quality, quality_title in qualities.items():

@@ -394,7 +394,7 @@ def _random_bits(settings: Settings) -> dict[str, Any]:
     return {"same_bits": same, "largest_error": error, "passed": same and error < ROUNDING}
 
 
-# Distributions: exact methods against plain sampling, and the coupling that they rest on.
+# Distributions: exact methods against baseline sampling, and the coupling that they rest on.
 
 LEAST_P = 1e-3
 PAIRS = {  # log sigmas and means of p and q, which differ by about as much as drafts do, and by more
@@ -419,7 +419,7 @@ def _mar(settings: Settings) -> dict[str, int]:
 
 
 def _two_samples(settings: Settings, family: str, name: str, **own: object) -> dict[str, Any]:
-    """Of images by a method and, with other seeds, by plain sampling."""
+    """Of images by a method and, with other seeds, by baseline sampling."""
     num = settings.scale.images
     engine = bundled(settings, family, min(num, MOST_BATCH), settings.device)
     plain = {key: value for key, value in own.items() if key != "window"}

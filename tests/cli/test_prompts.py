@@ -221,7 +221,7 @@ def test_a_comparison_over_texts(text_checkpoint, file, tmp_path):
 
 @pytest.mark.slow
 def test_clip_scores_of_a_comparison(text_checkpoint, file, tmp_path, capsys):
-    """Rows of the same images have the same score; the change from plain sampling is then none."""
+    """Rows of the same images have the same score; the change from baseline sampling is then none."""
     assert compare(text_checkpoint, tmp_path, "--prompts", file, "--clip", small_clip()) == 0
     assert "CLIP" in capsys.readouterr().out
     report = json.loads((tmp_path / "comparison.json").read_text())

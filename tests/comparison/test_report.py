@@ -214,7 +214,7 @@ def test_the_mark_of_a_point_is_its_guarantee(plotted):
 
 def test_a_method_without_a_point_in_a_panel_leaves_it_as_it_is(plotted):
     here, there = Point("here", 2.0, 0.5, "ar"), Point("there", 4.0, 0.75, "cool-sd")
-    left, right = plotted(("speed-up", "share", [here]), ("codes per forward", "share", [there]))
+    left, right = plotted(("speed-up", "share", [here]), ("tokens per forward pass", "share", [there]))
     for axes, point in ((left, here), (right, there)):
         assert [text.get_text() for text in axes.get_legend().get_texts()] == [point.line]
         (line,) = [line for line in axes.lines if not line.get_label().startswith("_")]

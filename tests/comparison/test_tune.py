@@ -39,7 +39,7 @@ def small_rungs():
 
 @pytest.fixture(scope="module")
 def rows(digits):
-    """Plain sampling in one iteration, and candidates of fewer steps."""
+    """Baseline sampling in one iteration, and candidates of fewer steps."""
     request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=8, cfg=1.0)
     plain = Configuration("ar", request, digits.with_slots(4))
     fewer = [dataclasses.replace(plain, name=f"{n}", request=plain.request.but(num_sampling_steps=n)) for n in STEPS]
@@ -103,7 +103,7 @@ def test_a_finished_search_goes_on_without_making_anything_twice(done, rows):
 
 
 def test_errors_are_of_the_ratio_to_the_same_images():
-    """Plain sampling's own scatter is no error of what scatters alike."""
+    """Baseline sampling's own scatter is no error of what scatters alike."""
     scatter = np.array([1.0, 1.2, 0.9, 1.1])
     row = {
         "guarantee": "heuristic",
@@ -166,7 +166,7 @@ def test_the_users_iterations_are_among_those_searched(digits):
     assert {row.request.num_iter for row in found} == {8, 12, 16, 32, 64} and {row.request.cfg for row in found} == {
         2.0
     }
-    assert "ar:num_iter=12" not in {row.name for row in found}  # it is plain sampling itself
+    assert "ar:num_iter=12" not in {row.name for row in found}  # it is baseline sampling itself
 
 
 def few_candidates(monkeypatch):

@@ -48,7 +48,7 @@ def test_samples_are_recognised(method, num, engine):
 
 @pytest.mark.slow
 def test_drafts_are_worth_it(engine):
-    """Codes a target forward; plain sampling has 1."""
+    """Codes a target forward; baseline sampling has 1."""
     least = {"sd": 1.5, "eagle": 2, "eagle2": 2, "sjd": 2, "mc-sjd": 3, "sjd-pac": 3}
     for method, compression in least.items():
         outputs = engine.generate([cspd.Request(label=i, seed=i, method=method) for i in range(4)])

@@ -79,7 +79,7 @@ def test_samples_are_recognised(num, least, engine):
 
 @pytest.mark.slow
 def test_drafts_are_worth_it(engine):
-    """Codes per forward; plain sampling has 1."""
+    """Tokens per forward pass; baseline sampling has 1."""
     for method, compression in (("sd", 1.5), ("sjd", 2), ("mc-sjd", 2.5), ("sjd-pac", 2.5)):
         outputs = engine.sample(prompts=["red heart", "cat", "pizza", "grinning face"], seed=0, method=method)
         assert sum(o.stats.step_compression for o in outputs) / 4 > compression, method

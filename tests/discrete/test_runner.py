@@ -425,7 +425,7 @@ def engine():
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_an_image_is_continued_as_it_was_made(method, count, engine):
-    """The first codes of an image that plain sampling made, and its seed, give the same image."""
+    """The first codes of an image that baseline sampling made, and its seed, give the same image."""
     plain = [Request(1, seed, "ar", cfg=2.0) for seed in range(4)]
     coupled = {} if method == "ar" else {"coupling": "same-image", **METHODS[method]}
     whole = engine.generate(plain)

@@ -192,7 +192,7 @@ def test_audits_are_of_the_made_tokens(engine):
     assert output.stats.audit == pytest.approx(made[made.max(1).values < 1e8].mean().item())
 
 
-# ---- an image that plain sampling made, continued from where it was
+# ---- an image that baseline sampling made, continued from where it was
 
 
 def first_of_order(seed, count, length=16):
