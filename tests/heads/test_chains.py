@@ -17,7 +17,7 @@ from heads import Case, MixtureHead
 from mixtures import CENTRES, CHANNELS, MIXTURE, NULL_CLASS, TWELVE, UNGUIDED, ChangedUniforms, biased
 
 from cspd import noise as cspd_noise
-from cspd.heads import verify
+from cspd.heads import speculative, verify
 from cspd.heads.calibration import Calibration
 from mar.head import schedule
 
@@ -170,9 +170,10 @@ BUGS = {
 def test_planted_bugs_are_seen(bug, monkeypatch):
     changes = dict(BUGS[bug])
     source = changes.pop("noise", cspd_noise)
-    monkeypatch.setattr(verify, "MAX_TRIES", 1024)  # some would look for what is not there
+    for module in (verify, speculative):
+        monkeypatch.setattr(module, "MAX_TRIES", 1024)  # some would look for what is not there
     for name, function in changes.items():
-        monkeypatch.setattr("cspd.heads." + ("draft_verify." if name == "resample" else "residuals.") + name, function)
+        monkeypatch.setattr(verify, name, function)
     drafts = [DRAFTS[name](TWELVE) for name in ("biased and wide", "biased and narrow")]
     assert any(distribution_pvalue(TWELVE, draft, 3, 2 * ROWS, source) < WRONG for draft in drafts)
 
