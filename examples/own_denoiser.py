@@ -1,4 +1,4 @@
-"""A denoiser of one's own: guidance in the noisiest steps, after arXiv 2404.07724, and no null class in the others.
+"""A denoiser of your own: guidance in the noisiest steps only, after arXiv 2404.07724.
 
 cspd sample --plugin examples/own_denoiser.py --method early-guidance --guided-share 0.3
 """
@@ -17,7 +17,7 @@ SHARE = Option("guided_share", float, "share of the steps, the noisiest, that ar
 
 @denoiser("early-guidance", options=(SHARE,))
 def denoise(runner, model, rows, z, *, index=0, densities=False):
-    """The ancestral chain, its first steps with the null class and the others without."""
+    """The ancestral chain. Only its first steps evaluate the unconditional branch."""
     request, head = rows.sequences[0].request, runner.models[model].head
     s = schedule(request.num_sampling_steps)
     num_guided = round(request.guided_share * len(s))

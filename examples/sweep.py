@@ -1,6 +1,6 @@
-"""What the number of iterations costs and gives: python examples/sweep.py
+"""Speed and quality against the number of iterations: python examples/sweep.py
 
-Makes the same 20 seeds at several K by plain MAR, and prints speed and the share that the classifier recognises.
+Makes the same 20 seeds at several K with `ar`. Prints the speed and the share that the classifier recognises.
 """
 
 import time
