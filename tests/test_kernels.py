@@ -274,7 +274,7 @@ LATE = MAR | {"first_timestep": 950}
 VQ = {"cfg": 2.0, "temperature": 1.0, "top_k": 3, "top_p": 1.0}
 LATE_READ = {"cspd/device.py array": 1}  # of what a round before left
 CHAINS = {"cspd/device.py array": 6}  # of an iteration: one of each launch, late
-LENGTHS = {"cspd/heads/solvers.py denoise": 1}  # of chains, which make the shapes of what follows
+LENGTHS = {"cspd/heads/solvers.py denoise_frequency_weighted": 1}  # of chains, which make the shapes of what follows
 COMPARE = {"cspd/masked/cspd.py _speculate": 2, "cspd/heads/verify.py first_accepted": 1}
 
 

@@ -162,7 +162,9 @@ def first_accepted(
 LEAST = 16  # slots; their number doubles when more are needed
 NOBODY = 0  # the slot that pads a batch: its chain always stands still
 LEFT, PHASE, TRIES, FALLBACKS = range(4)  # columns of `Slots.progress`
-MOVING, UNRESOLVED, SEARCHING = range(3)  # phases of a chain, see `Moved`; one with no step left has ended
+# Phases of a chain, see `Moved`. A chain with no step left has ended. All phases but MOVING are larger than any number
+# of steps, so that a single kernel, `left > phase`, finds the chains that move.
+MOVING, UNRESOLVED, SEARCHING = 0, 2**20, 2**21
 STATE_ROWS, MEAN_P, LOG_SIGMA_P = 8, 4, 5  # rows of `Slots.state`
 PER_SLOT = ("state", "progress", "names", "scale", "log_sigma", "draws", "record", "c_embed")
 
@@ -226,10 +228,11 @@ class Slots:
         self.draws = zeros(num_steps, head.channels + 1)
         self.record = zeros(num_steps, dtype=torch.int64)
         self.c_embed = zeros(num_branches, head.width)
-        self.progress[NOBODY, LEFT] = num_steps  # so that its window lies in its own slot, the first one
-        self.progress[NOBODY, PHASE] = SEARCHING
+        # `fill_` starts a kernel; an assignment to one element would copy the number from the CPU, and wait
+        self.progress[NOBODY, LEFT].fill_(num_steps)  # so that its window lies in its own slot, the first one
+        self.progress[NOBODY, PHASE].fill_(SEARCHING)
         self.first_progress, self.first_record = self.progress.new_zeros(4), self.record.new_zeros(num_steps)
-        self.first_progress[LEFT].fill_(num_steps - 1)  # an assignment would copy the number from the CPU
+        self.first_progress[LEFT].fill_(num_steps - 1)
         self.first_record[-1].fill_(1)
         self.key = object()
         self._table: Table | None = None
@@ -314,7 +317,7 @@ def draw_residual(
         progress[:, PHASE] = MOVING
         progress[:, FALLBACKS] += missed
     else:
-        progress[:, PHASE] = torch.where(missed, SEARCHING, MOVING)
+        progress[:, PHASE] = missed * SEARCHING  # or MOVING, which is 0
     slots.state.index_copy_(0, rows, state)
     slots.progress.index_copy_(0, rows, progress)
     return progress
@@ -511,10 +514,10 @@ def move(
     """
     window = len(lookup.lags)
     num_chains, _, channels = state.shape
-    moving = (left > 0) & (phase == MOVING)
+    moving = left > phase  # MOVING, with steps left
 
     # look up the values of each window's steps; those beyond step 0 belong to another slot and are not used
-    steps_left = torch.where(moving, left, 0)
+    steps_left = left * moving
     widths = [3 + window] + [1] * NUM_SCALARS
     columns = Columns(*lookup.draft.index_select(0, steps_left).split_with_sizes(widths, dim=-1))
     max_decided, max_last = lookup.limits.index_select(0, steps_left).unbind(1)
@@ -535,7 +538,7 @@ def move(
     num_accepted = accept(y, p, q, eps_t, log_uniform)
     rejected = num_accepted < max_decided
     last = torch.minimum(num_accepted, max_last)  # index of the last decided step in the window
-    decided = torch.where(moving, last + 1, 0)
+    decided = last + moving  # 0 for a chain that stands still: with no steps left, `last` is 0
 
     # 4. resample the last decided state from norm(max(0, p - q)), if it was rejected
     gathered = gather_last([eps, inputs, v, *p, *q, y, log_uniform], row_starts + last)
@@ -556,9 +559,9 @@ def move(
     return Moved(
         state=torch.where(moving.view(-1, 1, 1), moved, state),
         left=left - decided,
-        phase=torch.where(unresolved, UNRESOLVED, phase),
+        phase=torch.add(phase, unresolved, alpha=UNRESOLVED),  # from MOVING, which is 0
         step_index=step_indices[:, 0],
-        record=torch.where(rejected, -decided, decided),
+        record=torch.addcmul(decided, decided, rejected, value=-2),  # negative if the last step was rejected
         log_sigma=log_sigma,
     )
 

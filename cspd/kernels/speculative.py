@@ -14,7 +14,7 @@ from cspd.kernels.head import check_dense, guided, launch
 STATE_ROWS = tl.constexpr(8)  # x_t, eps', x', v', and of the last step decided means and log sigmas of p and q
 SCALARS = tl.constexpr(5)  # columns of a draft table after those of `mix`: base_q, slope, mean_x, mean_eps, base_p
 MOVING = tl.constexpr(0)  # phases of a chain, as in `cspd.heads.verify`
-UNRESOLVED = tl.constexpr(1)
+UNRESOLVED = tl.constexpr(2**20)
 
 
 @triton.jit
