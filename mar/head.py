@@ -183,19 +183,13 @@ class TimestepEmbedder(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """x + gate * MLP(LN(x) modulated by shift and scale)."""
+    """Weights of a residual block, see `ReadyHead.through_blocks`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.in_ln = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
-
-    def forward(self, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        # weights stay in float32; a CPU normalises bfloat16 by them as it is, CUDA wants one type
-        normed = self.in_ln(x if x.device.type == "cpu" else x.to(self.in_ln.weight.dtype))
-        h = self.mlp(torch.addcmul(shift, normed, scale))
-        return torch.addcmul(x, gate, h)
 
 
 class FinalLayer(nn.Module):
@@ -207,8 +201,11 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        x = F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS)
-        return self.linear(torch.addcmul(shift, x, scale))
+        normed = F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS)
+        return self.linear(torch.addcmul(shift, normed, scale))
+
+
+Modulations = Sequence[tuple[Tensor, ...]]  # (shift, 1 + scale, gate) of every block, (shift, 1 + scale) of the last layer
 
 
 class Head(nn.Module):
@@ -266,29 +263,71 @@ class Head(nn.Module):
             modulations.append(modulation)
         return modulations
 
-    def split(self, modulations: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """What `modulations` returned, as the tuples that `denoise` takes; views."""
+    def split(self, modulations: Sequence[Tensor]) -> Modulations:
+        """Splits the tensors of `modulations` into the tuples that `denoise` takes; views."""
         return [modulation.view(*modulation.shape[:-1], -1, self.width).unbind(-2) for modulation in modulations]
 
-    def denoise(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    def denoise(self, x: Tensor, modulations: Modulations) -> Tensor:
         """(eps, v) [..., 2d] of noisy tokens x [..., d] under split modulations."""
-        if self.fused is not None and not torch.compiler.is_compiling():  # a compiler fuses by itself
-            return self.fused(self, x, modulations)
-        return self._through_layers(x, modulations)
+        return self.ready().denoise(x, modulations)
 
-    def _through_layers(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        return self.final_layer(self.through_blocks(self.input_proj(x), modulations), *modulations[-1])
-
-    def through_blocks(self, x: Tensor, modulations: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """The last block's output [..., width] of the first's input x [..., width]."""
-        for block, modulation in zip(self.res_blocks, modulations):
-            x = block(x, *modulation)
-        return x
+    def ready(self) -> ReadyHead:
+        """The head for many calls in a row."""
+        return ReadyHead(self)
 
     def forward(self, x: Tensor, t: Tensor, c: Tensor) -> Tensor:
         """(eps, v) [N, 2d] of noisy tokens x [N, d] at timesteps t [N] (0..999) under conditions c [N, D]."""
         modulations = self.modulations(self.time_embed(t), self.cond_embed(c))
-        return self._through_layers(x, self.split(modulations))
+        return self.ready().through_layers(x, self.split(modulations))
+
+
+class ReadyHead:
+    """A head whose weights were looked up: in a module this takes as long as the products of a few rows do.
+
+    It is for one chain, since it does not follow a head that is moved or loaded again.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._enter = _weights(head.input_proj)
+        self._blocks = []
+        for block in head.res_blocks:
+            first, _, second = block.mlp
+            self._blocks.append((*_weights(block.in_ln), *_weights(first), *_weights(second)))
+        self.leave = head.final_layer
+
+    def denoise(self, x: Tensor, modulations: Modulations) -> Tensor:
+        """As `Head.denoise`."""
+        fused = self.head.fused
+        if fused is not None and not torch.compiler.is_compiling():  # a compiler fuses by itself
+            return fused(self.head, x, modulations)
+        return self.through_layers(x, modulations)
+
+    def through_layers(self, x: Tensor, modulations: Modulations) -> Tensor:
+        """`denoise` by PyTorch's operations."""
+        end = self.through_blocks(self.enter(x), modulations)
+        return self.leave(end, *modulations[-1])
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The first block's input [..., width]."""
+        weight, bias = self._enter
+        return F.linear(x.to(weight.dtype), weight, bias)
+
+    def through_blocks(self, x: Tensor, modulations: Modulations) -> Tensor:
+        """The last block's output [..., width] of the first's input x: each adds gate * MLP(LN(x) scale + shift)."""
+        # norms have float32 weights; a CPU normalises bfloat16 by them as it is, CUDA wants one type
+        own_type, type_of_norms = x.dtype, x.dtype if x.device.type == "cpu" else torch.float32
+        for block, (shift, scale, gate) in zip(self._blocks, modulations):
+            norm_weight, norm_bias, first, first_bias, second, second_bias = block
+            normed = F.layer_norm(x.to(type_of_norms), x.shape[-1:], norm_weight, norm_bias, LAYER_NORM_EPS)
+            modulated = torch.addcmul(shift, normed, scale).to(own_type)
+            hidden = F.silu(F.linear(modulated, first, first_bias), inplace=True)
+            x = torch.addcmul(x, gate, F.linear(hidden, second, second_bias))
+        return x
+
+
+def _weights(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    return layer.weight, layer.bias
 
 
 def guide(out: Tensor, scale: Tensor | float) -> Tensor:

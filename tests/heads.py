@@ -36,6 +36,9 @@ class MixtureHead(torch.nn.Module):
         self.channels = self.means.shape[1]
         self.width, self.wobble = self.channels, wobble
 
+    def ready(self):
+        return self
+
     def cond_embed(self, z):
         return z
 

@@ -23,7 +23,7 @@ from cspd.device import Precision, send, send_integers
 from cspd.method import ModelRunner, as_it_is, nothing_more
 from cspd.option import Option, check_integer
 from cspd.request import Request, Sequence, Stopwatch
-from mar.head import TRAIN_STEPS, Head, Schedule, schedule
+from mar.head import TRAIN_STEPS, Head, ReadyHead, Schedule, schedule
 
 # The tokens that an iteration predicts, flat over the sequences of a batch.
 
@@ -258,7 +258,7 @@ def table_bytes(device: torch.device) -> int:
 
 def modulated(
     head: Head, z: Tensor, timesteps: Several[int], precision: Precision, classes: Several[int] | None = None
-) -> Iterator[tuple[range, Head, Iterator]]:
+) -> Iterator[tuple[range, ReadyHead, Iterator]]:
     """The head's modulations at one timestep after another, computed for many calls at once.
 
     Args:
@@ -284,7 +284,7 @@ def modulated(
             layers = own_head.split(own_head.modulations(t_embed[call[which]].unsqueeze(1), c_embed[of_class[which]]))
         by_call = zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
         del layers
-        yield calls, own_head, by_call
+        yield calls, own_head.ready(), by_call
         del by_call  # the caller has dropped them too: the next ones are as large
 
 
@@ -448,7 +448,7 @@ def _follow_by_kernels(
         with precision.full() if calls[0] == 0 else precision.fast():
             for call, modulations in zip(calls, by_call):
                 numbers = steps.mean_x[call], steps.mean_eps[call], steps.slope[call]
-                x = ancestral_step(own_head, x, modulations, added[call], scale, *numbers)
+                x = ancestral_step(own_head.head, x, modulations, added[call], scale, *numbers)
         del by_call, modulations
     return x
 

@@ -38,7 +38,7 @@ from cspd.heads.chain import (
 )
 from cspd.option import Option, check_integer
 from cspd.request import Request
-from mar.head import TRAIN_STEPS, Head, Schedule, respaced, schedule
+from mar.head import TRAIN_STEPS, Head, Modulations, ReadyHead, Schedule, respaced, schedule
 
 # DiSA: fewer denoising steps for tokens of later iterations (arXiv 2505.20297). Guarantee: heuristic.
 #
@@ -192,20 +192,20 @@ def _last_layers(head: Head, c_embed: Tensor, timesteps: tuple[int, ...], precis
         yield from zip(*(each.unbind(0) for each in last))
 
 
-def _outputs(head: Head, modulations: Sequence[tuple], last_layers: Iterator[tuple]) -> Iterator:
+def _outputs(head: ReadyHead, modulations: Modulations, last_layers: Iterator[tuple]) -> Iterator:
     """A call's output [G, R, 2d], then outputs of the calls that reuse its updates: functions of the noisy tokens."""
     updates, distance = [], []
 
     def evaluate(x: Tensor) -> Tensor:
-        start = head.input_proj(x)
+        start = head.enter(x)
         end = head.through_blocks(start, modulations)
-        out = head.final_layer(end, *modulations[-1])
+        out = head.leave(end, *modulations[-1])
         updates.append(end[:1] - start)
         distance.append(out - out[:1])
         return out
 
     def reuse(last_layer: tuple, x: Tensor) -> Tensor:
-        return head.final_layer(head.input_proj(x) + updates[0], *last_layer) + distance[0]
+        return head.leave(head.enter(x) + updates[0], *last_layer) + distance[0]
 
     yield evaluate
     yield from (functools.partial(reuse, last_layer) for last_layer in last_layers)

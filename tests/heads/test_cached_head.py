@@ -11,7 +11,7 @@ from lazy import QUICK, engine, started, toy_model  # noqa: F401 - a fixture
 from cspd import Request
 from cspd.heads import chain, solvers
 from cspd.heads.chain import modulation_size
-from mar.head import schedule
+from mar.head import ReadyHead, schedule
 
 
 def test_the_steps_that_evaluate_the_blocks():
@@ -107,8 +107,8 @@ def test_nothing_reused_is_the_ancestral_chain(cfg, model):
 
 def test_blocks_are_evaluated_as_often_as_is_said(model, monkeypatch):
     calls = []
-    through_blocks = model.head.through_blocks
-    monkeypatch.setattr(model.head, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))
+    through_blocks = ReadyHead.through_blocks
+    monkeypatch.setattr(ReadyHead, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))
     (output,) = engine(model).generate([Request(0, **QUICK)])
     assert len(calls) == output.stats.head_calls == 16 * len(solvers.evaluated_calls(4, 8))
     assert output.stats.guarantee == "heuristic"

@@ -33,6 +33,9 @@ class GaussianHead(torch.nn.Module):
         gain = np.sqrt(1 - abar) / (abar * self.scale**2 + 1 - abar)
         return gain, -gain * np.sqrt(abar), np.sin(np.asarray(timestep) * 0.7)
 
+    def ready(self):
+        return self
+
     def cond_embed(self, z):
         return z
 
