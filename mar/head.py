@@ -205,7 +205,9 @@ class FinalLayer(nn.Module):
         return self.linear(torch.addcmul(shift, normed, scale))
 
 
-Modulations = Sequence[tuple[Tensor, ...]]  # (shift, 1 + scale, gate) of every block, (shift, 1 + scale) of the last layer
+Modulations = Sequence[
+    tuple[Tensor, ...]
+]  # (shift, 1 + scale, gate) of every block, (shift, 1 + scale) of the last layer
 
 
 class Head(nn.Module):

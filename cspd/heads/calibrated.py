@@ -275,10 +275,10 @@ def follow(
     """`sample` with noise eps_t [T, R, d] drawn in advance, in the order of the steps."""
     last = len(eps_t) - 1
     timesteps = [steps.timesteps[last - segment.first] for segment in segments]
-    classes = [len(z) if segment.is_full else 1 for segment in segments]
+    branches = [len(z) if segment.is_full else 1 for segment in segments]
     by_segment = eps_t.split([len(segment.steps) for segment in segments])
     difference = None
-    for calls, own_head, by_call in modulated(head, z, timesteps, precision, classes):
+    for calls, own_head, by_call in modulated(head, z, timesteps, precision, branches):
         with precision.full() if calls[0] == 0 else precision.fast():
             for i, modulations in zip(calls, by_call):
                 out = own_head.denoise(x, modulations)

@@ -1,4 +1,4 @@
-"""What a sampler of the diffusion head is; the ancestral chain; the plain round."""
+"""Samplers of the diffusion head (denoisers), the ancestral chain, and the round of baseline sampling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mar.head import TRAIN_STEPS, Head, ReadyHead, Schedule, schedule
 # The tokens that an iteration predicts, flat over the sequences of a batch.
 
 PER_ROW = ("sequence", "offset", "slot", "position", "seed", "scale", "temperature")  # fields of `Rows` on the device
-PER_ROW_ON_HOST = ("owner", "iteration", "num_iter")
+PER_ROW_ON_CPU = ("owner", "iteration", "num_iter")
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Rows:
         """The rows at indices `which`, int64 [n] on the CPU."""
         index = send_integers(which, self.slot.device)
         on_device = {name: getattr(self, name)[index] for name in PER_ROW}
-        on_host = {name: getattr(self, name)[which] for name in PER_ROW_ON_HOST}
-        return replace(self, **on_device, **on_host)
+        on_cpu = {name: getattr(self, name)[which] for name in PER_ROW_ON_CPU}
+        return replace(self, **on_device, **on_cpu)
 
     def stretch(self, first: int, count: int) -> Rows:
         """`count` rows from the `first` on."""
-        parts = {name: getattr(self, name)[first : first + count] for name in PER_ROW + PER_ROW_ON_HOST}
+        parts = {name: getattr(self, name)[first : first + count] for name in PER_ROW + PER_ROW_ON_CPU}
         return replace(self, **parts)
 
 
@@ -257,33 +257,35 @@ def table_bytes(device: torch.device) -> int:
 
 
 def modulated(
-    head: Head, z: Tensor, timesteps: Several[int], precision: Precision, classes: Several[int] | None = None
+    head: Head, z: Tensor, timesteps: Several[int], precision: Precision, branches: Several[int] | None = None
 ) -> Iterator[tuple[range, ReadyHead, Iterator]]:
     """The head's modulations at one timestep after another, computed for many calls at once.
 
     Args:
         z: conditions [G, R, D]. timesteps: N of the 1000, in the order of the calls.
-        classes: for each call, the number of z's G branches that it evaluates, from the first; by default all.
+        branches: for each call, how many of z's G branches it evaluates, from the first; by default all.
 
     Yields:
         (range of calls, the head that evaluates them, the modulations of each call as `evaluate` takes them). The first
         call, where errors grow most, is alone and in float32; it should also be evaluated in float32.
     """
-    num_calls, classes = len(timesteps), tuple(classes or [len(z)] * len(timesteps))
+    num_calls, branches = len(timesteps), tuple(branches or [len(z)] * len(timesteps))
     chunk = max(1, table_bytes(z.device) // (modulation_size(head) * z.shape[0] * z.shape[1]))
-    call, of_class = _evaluations(classes, z.device)
-    end = [*itertools.accumulate(classes)]
+    call, branch = _evaluations(branches, z.device)
+    end = [*itertools.accumulate(branches)]
     with precision.full():
         c_embed = head.cond_embed(z)
         t_embed = head.time_embed(on_device(tuple(map(int, timesteps)), z.device))
     for calls in [range(1), *(range(i, min(i + chunk, num_calls)) for i in range(1, num_calls, chunk))]:
-        own = list(classes[calls.start : calls.stop])
+        own = list(branches[calls.start : calls.stop])
         which = slice(end[calls.stop - 1] - sum(own), end[calls.stop - 1])
         own_head = head if calls[0] == 0 else precision.prepare(head)
         with precision.full() if calls[0] == 0 else precision.fast():
-            layers = own_head.split(own_head.modulations(t_embed[call[which]].unsqueeze(1), c_embed[of_class[which]]))
-        by_call = zip(*(zip(*(modulation.split(own) for modulation in layer)) for layer in layers))
-        del layers
+            layers = own_head.split(own_head.modulations(t_embed[call[which]].unsqueeze(1), c_embed[branch[which]]))
+        # from tensors over all calls to tuples of each call: views, made once for the chain
+        split = [zip(*(modulation.split(own) for modulation in layer)) for layer in layers]
+        by_call = zip(*split)
+        del layers, split
         yield calls, own_head.ready(), by_call
         del by_call  # the caller has dropped them too: the next ones are as large
 
@@ -296,11 +298,11 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _evaluations(classes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(call, branch) of each of the head's evaluations, int64 [sum of classes] each."""
-    pairs = [(call, of_class) for call, num in enumerate(classes) for of_class in range(num)]
-    calls, classes = zip(*pairs)
-    return on_device(calls, device), on_device(classes, device)
+def _evaluations(num_branches: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(call, branch) of each of the head's evaluations, int64 [sum of num_branches] each."""
+    calls = np.repeat(np.arange(len(num_branches)), num_branches)
+    branches = np.concatenate([np.arange(num) for num in num_branches])
+    return on_device(tuple(calls.tolist()), device), on_device(tuple(branches.tolist()), device)
 
 
 # The head's evaluation, and the ancestral chain: from noise to a token, T steps of the reverse diffusion.
@@ -506,7 +508,7 @@ def sigma_trace(s: Schedule, temperature: Tensor, log_sigmas: list[Tensor]) -> T
 
 
 def with_densities(made: Denoised, log_sigmas: list[Tensor]) -> Denoised:
-    """Adds the Gaussians of the chains, from the log sigmas of the steps T - 1 .. 0."""
+    """Adds the Gaussians of the chains, from the log sigmas of steps T - 1 .. 0."""
     *path, last = log_sigmas
     return dataclasses.replace(made, log_sigma=torch.stack(path).sum((0, 2)), log_sigma_last=last)
 
@@ -579,7 +581,7 @@ def denoise_ancestral(
     return with_densities(made, log_sigmas) if densities else made
 
 
-# The round of plain MAR: one autoregressive iteration, with any backbone and denoiser.
+# A round of one autoregressive iteration, with any backbone and denoiser.
 #
 # With the full ancestral chain it is `ar`, the baseline of all other methods. Guarantee: exact.
 

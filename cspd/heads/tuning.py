@@ -61,17 +61,12 @@ class Costs:
     table_size: int
 
     def check(self) -> None:
-        """Raises ValueError unless types, ranges and lengths are as `measure` returns them."""
-        sizes = {"rows": self.rows, "inputs": self.inputs, "table_size": [self.table_size]}
-        seconds = {"ancestral": self.ancestral, "start": self.start, "round": self.round}
-        for name, values in (sizes | seconds).items():
-            kind = int if name in sizes else float
-            if not isinstance(values, list) or not all(type(each) is kind and 0 <= each < LARGEST for each in values):
-                raise ValueError(f"{name} are no numbers in 0..{LARGEST:g}")
-            if name != "table_size" and not 0 < len(values) == len(self.rows) <= len(ROWS):
-                raise ValueError(f"{name} are {len(values)}, and there are 1..{len(ROWS)} sizes")
-        if sorted({*self.rows, 0}) != [0, *self.rows] or sorted({*self.inputs, 0}) != [0, *self.inputs]:
-            raise ValueError("sizes do not grow")
+        """Raises ValueError unless the lists are as `measure` returns them: equally long, finite and not negative."""
+        lists = np.array([self.rows, self.ancestral, self.start, self.inputs, self.round], float)
+        if not lists.size or not ((lists >= 0) & (lists < LARGEST)).all():
+            raise ValueError(f"costs are not in 0..{LARGEST:g}")
+        if (np.diff(lists[[0, 3]]) <= 0).any():
+            raise ValueError("the sizes that were timed do not increase")
 
     def head_seconds(self, num_steps: int, rows: float, window: int, calls: np.ndarray | None = None) -> float:
         """Predicted seconds of the chains of `rows` tokens in one batch; window 0 is ancestral.
@@ -284,7 +279,7 @@ class Calibrations:
         self, model: Any, device: torch.device, precision: Precision, folders: list[Path], make_runner: MakeRunner
     ) -> None:
         self.model, self.device, self.precision, self.make_runner = model, device, precision, make_runner
-        self._kept = ArrayCache(folders)
+        self._cache = ArrayCache(folders)
         self._weights: str | None = None
         self._plans: dict[tuple, Plan] = {}
         self._segments: dict[str, list[Segment]] = {}
@@ -302,9 +297,9 @@ class Calibrations:
         work = len(traces - self._remembered(request).keys()) + sum(WORK[kind] for kind in missing)
         settings = f"cfg={request.cfg:g}, temperature={request.temperature:g}, {request.num_sampling_steps} steps"
         how = f"{settings}, {self.precision.policy}"
-        place = next(iter(self._kept.writable), "memory")
-        told = f"fitting the calibration of `{request.method}` to this model, for the first time with {how}"
-        with counting(f"{told} (kept in {place})", work) as self._advance:
+        folder = next(iter(self._cache.writable), "memory")
+        description = f"fitting the calibration of `{request.method}` to this model, for the first time with {how}"
+        with counting(f"{description} (cached in {folder})", work) as self._advance:
             try:
                 yield
             finally:
@@ -312,15 +307,15 @@ class Calibrations:
 
     def get(self, request: Request) -> Calibration:
         """The calibration for a resolved request's guidance, temperature, T and draft."""
-        return self._kept.get(Calibration, self._settings(request, Calibration), lambda: self._fit(request))
+        return self._cache.get(Calibration, self._settings(request, Calibration), lambda: self._fit(request))
 
     def predictor(self, request: Request) -> Predictor:
         """The predictor for a request's guidance, temperature and T."""
-        return self._kept.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
+        return self._cache.get(Predictor, self._settings(request, Predictor), lambda: self._fit_predictor(request))
 
     def find(self, request: Request, kind: type[Kind]) -> Kind | None:
         """The cached fit of a kind for a request's settings; None if it has not been made."""
-        return self._kept.find(kind, self._settings(request, kind))
+        return self._cache.find(kind, self._settings(request, kind))
 
     def plan(self, request: Request, head_calls: int | None, most: float | None = None) -> Plan:
         """The plan for a request's chains; arguments as in `plan_of`."""
@@ -331,7 +326,7 @@ class Calibrations:
 
     def shortcut(self, request: Request) -> Shortcut:
         """The shortcut for a resolved request's guidance, temperature, T, head_calls and null_every."""
-        return self._kept.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
+        return self._cache.get(Shortcut, self._settings(request, Shortcut), lambda: self._fit_shortcut(request))
 
     def segments(self, request: Request) -> list[Segment]:
         """The segments of a request's shortcut, on the device."""
@@ -343,7 +338,7 @@ class Calibrations:
 
     def folder_of(self, request: Request, kind: type = Calibration) -> Path | None:
         """The folder with the cached fit of a kind for a request's settings; None if it is not on disk."""
-        return self._kept.folder_of(kind, self._settings(request, kind))
+        return self._cache.folder_of(kind, self._settings(request, kind))
 
     def _settings(self, request: Request, kind: type) -> dict:
         """The cache key of a kind of fit: all settings that its arrays depend on."""

@@ -138,7 +138,7 @@ def _verified(
     inside,
     WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr,
-    CLASSES: tl.constexpr,
+    BRANCHES: tl.constexpr,
 ):
     """The states drafted at indices [n, 1] of a chain's window, and both Gaussians there, for channels [1, m].
 
@@ -157,7 +157,7 @@ def _verified(
     output = row * (2 * CHANNELS) + channel
     eps = tl.load(out + output, inside, 0).to(tl.float32)
     v = tl.load(out + output + CHANNELS, inside, 0).to(tl.float32)
-    if CLASSES == 2:
+    if BRANCHES == 2:
         unconditional = tl.load(out + num_inputs * (2 * CHANNELS) + output, inside, 0).to(tl.float32)
         eps = guided(eps, unconditional, tl.load(scale + chain))
 
@@ -214,7 +214,7 @@ def _after_kernel(
     num_inputs,
     WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr,
-    CLASSES: tl.constexpr,
+    BRANCHES: tl.constexpr,
     WINDOW_BLOCK: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
 ):
@@ -229,7 +229,7 @@ def _after_kernel(
 
     # 2. verify, 3. accept: the first index that is not accepted; at step 0 log u is -inf
     _, _, _, y, mean_p, log_sigma_p, _, log_sigma_q, eps_t, log_uniform = _verified(
-        sources, chain, begin, step_0, num_inputs, index, channel, inside, WINDOW, CHANNELS, CLASSES
+        sources, chain, begin, step_0, num_inputs, index, channel, inside, WINDOW, CHANNELS, BRANCHES
     )
     log_ratio = _log_ratio((y - mean_p) * tl.exp(-log_sigma_p), eps_t, log_sigma_p, log_sigma_q, inside)
     is_accepted = (log_uniform < log_ratio) | (index >= WINDOW)
@@ -244,7 +244,7 @@ def _after_kernel(
     one = tl.zeros([1, 1], tl.int64) + at
     is_channel = channel < CHANNELS
     anchor, eps, v, y, mean_p, log_sigma_p, mean_q, log_sigma_q, _, log_uniform = _verified(
-        sources, chain, begin, step_0, num_inputs, one, channel, is_channel, WINDOW, CHANNELS, CLASSES
+        sources, chain, begin, step_0, num_inputs, one, channel, is_channel, WINDOW, CHANNELS, BRANCHES
     )
     resampled, is_lost = _resampled(y, log_uniform, mean_p, log_sigma_p, mean_q, log_sigma_q, is_channel)
 
@@ -316,7 +316,7 @@ def after_head(
         len(inputs),
         WINDOW=window,
         CHANNELS=channels,
-        CLASSES=len(out),
+        BRANCHES=len(out),
         WINDOW_BLOCK=triton.next_power_of_2(window),
         CHANNEL_BLOCK=triton.next_power_of_2(channels),
     )
