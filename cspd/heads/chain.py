@@ -300,9 +300,10 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 @functools.cache
 def _evaluations(num_branches: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """(call, branch) of each of the head's evaluations, int64 [sum of num_branches] each."""
-    calls = np.repeat(np.arange(len(num_branches)), num_branches)
-    branches = np.concatenate([np.arange(num) for num in num_branches])
-    return on_device(tuple(calls.tolist()), device), on_device(tuple(branches.tolist()), device)
+    # Python numbers: torch.compile would trace NumPy's as unknown
+    pairs = [(call, branch) for call, num in enumerate(num_branches) for branch in range(num)]
+    calls, branches = zip(*pairs)
+    return on_device(calls, device), on_device(branches, device)
 
 
 # The head's evaluation, and the ancestral chain: from noise to a token, T steps of the reverse diffusion.

@@ -264,7 +264,7 @@ def test_memory_does_not_grow_with_the_settings(calibrations, monkeypatch):
     for cfg in (1.0, 2.0, 3.0, 1.0):
         request = dataclasses.replace(REQUEST, draft="frozen", num_sampling_steps=3, cfg=cfg)
         assert ours.get(request) is ours.get(request)
-        assert len(ours._kept._remembered) <= 2
+        assert len(ours._cache._remembered) <= 2
 
 
 def test_the_next_folder_where_the_first_cannot_be_written(calibrations, made, tmp_path):

@@ -141,22 +141,10 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
         count = len(measured)
         assert get(guided=False) == costs(1e-3 * len(measured), 1e-6) and len(measured) == count + 1
     file.write_text(written)
-    whole = json.loads(written)
-
-    def holding(change):
-        """The entries as they would have been written with other costs."""
-        entries = [{"key": entry["key"], "costs": change(entry["costs"])} for entry in whole]
-        return json.dumps([entry | {"digest": digest_of({}, entry)} for entry in entries])
-
-    def spoilt(name, value):
-        return holding(lambda own: own | {name: value})
-
-    values = (math.nan, math.inf, -1.0, 1e300, "1", None, True, [])
-    wrong = [spoilt("round", [value, 1.0, 1.0, 1.0]) for value in values]
-    wrong += [spoilt("rows", [0, 1, 2, 3]), spoilt("rows", [4, 3, 2, 1]), spoilt("rows", 5), spoilt("table_size", -1)]
-    wrong += [spoilt(name, [1.0] * 10**5) for name in ("ancestral", "start")] + [spoilt("start", []), "[" * 10**5]
-    wrong += [holding(lambda own, value=value: value) for value in (None, [], "x", 1, {"rows": [1]})]
-    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', *wrong):
+    whole = json.loads(written)[0]
+    other = {"key": whole["key"], "costs": whole["costs"] | {"round": [math.nan, 1.0, 1.0, 1.0]}}
+    wrong = json.dumps([other | {"digest": digest_of({}, other)}])
+    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', wrong):
         file.write_text(content)
         count = len(measured)
         assert get() == get() and len(measured) == count + 1
