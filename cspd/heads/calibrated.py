@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cspd import kernels, noise
 from cspd.device import Precision
-from cspd.heads.calibration import LARGEST, Trace, check_arrays, frozen, least_squares
+from cspd.heads.calibration import LARGEST, Trace, check_arrays, frozen, least_squares, predict
 from cspd.heads.chain import (
     ContinuousRunner,
     Denoised,
@@ -101,12 +101,11 @@ def fit_predictor(seen: tuple[Tensor, ...], held_out: tuple[Tensor, ...], temper
         coefficients[k, :num_lags] = fitted.clamp(-LARGEST, LARGEST)
         drift[k, :num_lags] = (seen[2][k] - seen[2][anchors]).mean((1, 2)).clamp(-LARGEST, LARGEST)
 
-        x, eps, v = held_out
-        c0, c1, c2 = coefficients[k, :num_lags, :, None, None].unbind(1)
-        eps_predicted = c0 * x[k] + c1 * eps[anchors] + c2 * x[anchors]
-        v_predicted = v[anchors] + drift[k, :num_lags, None, None]
+        # KL(p || q) of the step's Gaussians; both means share A x_k
+        _, eps, v = held_out
+        eps_predicted, v_predicted = predict(*held_out, k, anchors, coefficients, drift)
         base = np.log(temperature or 1.0) + s.log_sigma_base[k]
-        p = s.mean_eps[k] * eps[k], base + slope * v[k]  # both means share A x_k
+        p = s.mean_eps[k] * eps[k], base + slope * v[k]
         q = s.mean_eps[k] * eps_predicted, base + slope * v_predicted
         skip_cost[k, :num_lags] = divergence(p, q).mean(1)
     return Predictor(coefficients.numpy(), drift.numpy(), skip_cost.nan_to_num(MOST_COST).numpy())

@@ -135,16 +135,13 @@ def fit(x: Tensor, eps: Tensor, v: Tensor, temperature: float, is_frozen: bool =
     for k in range(1, num_steps - 1):
         anchors = slice(k + 1, k + 1 + lags)  # by lag; near T there are fewer
         num_lags = len(x[anchors])
-        anchor_x, anchor_eps, anchor_v = x[anchors], eps[anchors], v[anchors]
         slope = s.log_sigma_slope[k]
         if not is_frozen:
             coefficients[k, :num_lags] = least_squares(fitted_x, fitted_eps, fitted_v, k, anchors, slope)
             drift[k, :num_lags] = (fitted_v[k] - fitted_v[anchors]).mean((1, 2))
 
         # are these drafts accepted on the chains that they are fitted to?
-        c0, c1, c2 = coefficients[k, :num_lags, :, None, None].unbind(1)
-        eps_drafted = c0 * x[k] + c1 * anchor_eps + c2 * anchor_x
-        v_drafted = anchor_v + drift[k, :num_lags, None, None]
+        eps_drafted, v_drafted = predict(x, eps, v, k, anchors, coefficients, drift)
         mean_error = s.mean_eps[k] * (eps_drafted - eps[k])
         log_sigma_p = np.log(temperature) + s.log_sigma_base[k] + slope * v[k]
         log_sigma_q = log_sigma_p + slope * (v_drafted - v[k])
@@ -177,6 +174,23 @@ def least_squares(x: Tensor, eps: Tensor, v: Tensor, k: int, anchors: slice, slo
     mean_diagonal = gram.diagonal(dim1=1, dim2=2).mean(-1)
     ridge = RIDGE * mean_diagonal[:, None, None] * torch.eye(3, dtype=torch.float64)
     return torch.linalg.solve_ex(gram + ridge, moments).result.float()
+
+
+def predict(
+    x: Tensor, eps: Tensor, v: Tensor, k: int, anchors: slice, coefficients: Tensor, drift: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The head's outputs at step k as predicted from each anchor: eps~ = c0 x_k + c1 eps' + c2 x' and v~ = v' + drift.
+
+    Args:
+        x, eps, v: [T, N, d]. anchors: the steps k + 1, k + 2, .. coefficients, drift: see `Calibration`.
+
+    Returns:
+        (eps~, v~), [lags, N, d] each.
+    """
+    num_lags = len(x[anchors])
+    c0, c1, c2 = coefficients[k, :num_lags, :, None, None].unbind(1)
+    predicted_eps = c0 * x[k] + c1 * eps[anchors] + c2 * x[anchors]
+    return predicted_eps, v[anchors] + drift[k, :num_lags, None, None]
 
 
 def _draw_and_verify(
