@@ -72,9 +72,9 @@ def schedule(num_steps: int, first_timestep: int = TRAIN_STEPS - 1) -> Schedule:
 
     Args:
         num_steps: T, from 2 to 1000; T = 1000 is the process the head is trained on.
-        first_timestep: of the 1000, the noisiest that the chain visits, T - 1 .. 999. It begins there with pure noise,
-            although below 999 the training process still has some of the token left. Users of short chains begin at
-            about 950: from 999 the first step multiplies errors by 316 at T = 100, and by 4,485 at T = 8.
+        first_timestep: the noisiest of the 1000 timesteps that the chain visits, T - 1 .. 999. The chain begins there
+            with pure noise, although below 999 the training process still has a part of the token. Short chains should
+            begin at about 950: from 999 the first step multiplies errors by 316 at T = 100, and by 4,485 at T = 8.
 
     Raises:
         ValueError: T or the first timestep is out of range.
@@ -90,7 +90,7 @@ def schedule(num_steps: int, first_timestep: int = TRAIN_STEPS - 1) -> Schedule:
 
 
 def respaced(timestep_map: np.ndarray) -> Schedule:
-    """The cosine schedule of a chain that visits these of the 1000 timesteps, int64 [T], rising."""
+    """The cosine schedule of a chain that visits the given timesteps of the 1000, int64 [T], increasing."""
     edges = _alpha_bar(np.arange(TRAIN_STEPS + 1) / TRAIN_STEPS)
     train_alphas_cumprod = np.cumprod(1 - np.minimum(1 - edges[1:] / edges[:-1], MAX_BETA))
     alphas_cumprod = train_alphas_cumprod[timestep_map]
@@ -151,16 +151,16 @@ def training_loss(head: torch.nn.Module, x0: Tensor, c: Tensor, t: Tensor, noise
 # Source: MAR (arXiv 2406.11838), section 3.2 and appendix; the state-dict names are the official ones.
 
 LAYER_NORM_EPS = 1e-6
-TILE = 4  # rows that a matrix product of the CPU computes together; what is left over is summed in another order
+TILE = 4  # rows that a CPU's matrix product computes together; it sums the remaining rows in another order
 
 
 def filled(rows: int) -> int:
-    """The number of rows in whole tiles: a row is then rounded alike in a small batch and in a large one."""
+    """The number of rows rounded up to whole tiles, so that a row is rounded alike in small and large batches."""
     return -(-rows // TILE) * TILE
 
 
 def fill(values: Tensor) -> Tensor:
-    """Rows [..., R, n] with rows of zeros after them, up to whole tiles."""
+    """Rows [..., R, n], padded with rows of zeros to whole tiles."""
     rows = values.shape[-2]
     return values if rows % TILE == 0 else F.pad(values, (0, 0, 0, filled(rows) - rows))
 
@@ -213,8 +213,8 @@ Modulations = Sequence[
 class Head(nn.Module):
     """Maps a noisy token, a timestep and a condition to (eps, v).
 
-    What does not depend on the noisy token is in `modulations`: a sampler knows all its timesteps in advance, and
-    computes a whole chain's modulations in a few large matrix products instead of many small ones.
+    `modulations` has everything that does not depend on the noisy token. A sampler knows all its timesteps in advance,
+    so it computes the modulations of a whole chain in a few large matrix products instead of many small ones.
 
     Args:
         channels: d, the token's dimension.
@@ -222,10 +222,10 @@ class Head(nn.Module):
         cond_dim: D, the dimension of the condition z.
 
     Attributes:
-        fused: what `denoise` calls in place of its layers, with the same arguments, where a device has kernels for it.
+        fused: a function that `denoise` calls instead of its layers, or None; set if the device has kernels for it.
     """
 
-    FLOAT32 = ("time_embed", "cond_embed")  # under every precision: all of a chain's steps rest on them
+    FLOAT32 = ("time_embed", "cond_embed")  # under every precision, since all steps of a chain depend on them
 
     def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Head(nn.Module):
 
         Args:
             t_embed: `time_embed(t)`; c_embed: `cond_embed(z)`; broadcast against each other, [..., width].
-            with_blocks: otherwise of the last layer alone.
+            with_blocks: False computes only those of the last layer.
         """
         y = F.silu(t_embed + c_embed).to(self.final_layer.linear.weight.dtype)  # once for all layers
         modulations = []
@@ -350,7 +350,7 @@ def guide(out: Tensor, scale: Tensor | float) -> Tensor:
 
 
 class DiffLoss(nn.Module):
-    """Holds the head under the official checkpoint's name, `diffloss.net`."""
+    """Gives the head its name in official checkpoints, `diffloss.net`."""
 
     def __init__(self, channels: int, width: int, depth: int, cond_dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""MAR's transformer, and the sampler as its authors published it."""
+"""MAR's transformer, and the sampler of its authors' code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from mar.head import LAYER_NORM_EPS, DiffLoss, Head, Schedule, guide, schedule
 
 # MAR: a masked autoregressive encoder-decoder over continuous tokens (arXiv 2406.11838).
 #
-# The encoder sees buffer (copies of the class embedding) + known tokens; the decoder sees buffer + every position, the
-# mask token where a token is unknown. Its output at a position is z, the condition of the diffusion head there.
+# The encoder sees the buffer (copies of the class embedding) and the committed tokens. The decoder sees the buffer and
+# every position, with the mask token at positions that are not committed. Its output at a position is z, the condition
+# of the diffusion head there.
 #
-# A generation order and a count say which tokens are known: the first `num_known[b]` positions of `order[b]`.
-# Sequences of one batch may know different numbers of tokens; the shorter ones are padded and masked. One that is
-# alone is padded as well, so that attention adds up its tokens in the same order.
+# A generation order and a count define the known tokens: the first `num_known[b]` positions of `order[b]`. Sequences of
+# a batch may have different counts; the shorter ones are padded and masked. A sequence that is alone is padded too, so
+# that attention sums its keys in the same order as in a batch.
 
-PAD_TO = 16  # sequences are padded to a multiple: so many keys are added up at a time
+PAD_TO = 16  # sequences are padded to a multiple of the number of keys that attention sums at a time
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,13 @@ class MARConfig:
     """Sizes of a MAR model.
 
     Attributes:
-        img_size: pixels per side. vae_stride: pixels per latent cell. patch_size: latent cells per token, per side.
-        vae_embed_dim: channels of the latent. embed_dim, depth, num_heads: of the encoder, and of the decoder too.
-        class_num: number of classes. buffer_size: copies of the class embedding.
+        img_size: pixels per side of an image.
+        vae_stride: pixels per side of a latent cell.
+        patch_size: latent cells per side of a token.
+        vae_embed_dim: channels of the latent.
+        embed_dim, depth, num_heads: sizes of the encoder, which are also the decoder's.
+        class_num: number of classes.
+        buffer_size: copies of the class embedding.
         diffloss_w, diffloss_d: width and depth of the head.
     """
 
@@ -83,9 +88,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block. Its weights have the names that timm's ViT block gives them, as official files do.
+    """A pre-norm transformer block; its weights have the names of timm's ViT block, as in official files.
 
-    It is timm's block without the options that MAR leaves at their defaults: importing timm takes seconds.
+    MAR leaves timm's options at their defaults. This class has none, and importing timm would take seconds.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -97,7 +102,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(layers)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [B, N, D]; `mask` as of `Attention`."""
+        """x [B, N, D]; `mask` as in `Attention`."""
         x = x + self.attn(self.norm1(x), mask)
         return x + self.mlp(self.norm2(x))
 
@@ -144,7 +149,7 @@ class MAR(nn.Module):
         return self.diffloss.net
 
     def padded(self, num_known: int) -> int:
-        """How many tokens the encoder sees where the most that any sequence knows is `num_known`."""
+        """The number of tokens that the encoder sees, if the longest sequence has `num_known` known tokens."""
         buffer = self.config.buffer_size
         length = math.ceil((buffer + num_known) / PAD_TO) * PAD_TO
         return min(length - buffer, self.config.seq_len)
@@ -152,7 +157,7 @@ class MAR(nn.Module):
     def known(
         self, order: Tensor, num_known: Sequence[int] | Tensor, padded: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What the encoder sees, of what `forward` takes: positions int64 [B, N], and which are known, bool [B, N]."""
+        """Positions that the encoder sees, int64 [B, N], and whether they are known, bool [B, N]; see `forward`."""
         if padded is None:
             padded = self.padded(max(num_known))
         counts = torch.as_tensor(num_known, device=order.device)
@@ -168,15 +173,15 @@ class MAR(nn.Module):
         return self.encoder_norm(x)
 
     def attention_mask(self, is_there: Tensor) -> Tensor:
-        """What is added to attention, [B, 1, 1, N], so that nobody looks at places that are not there, bool [B, N]."""
+        """The mask [B, 1, 1, N] to add to attention scores, 0 or -inf; is_there: bool [B, N]."""
         dtype = self.encoder_blocks[0].attn.qkv.weight.dtype  # the queries'; another one would be cast in every layer
         mask = torch.zeros(is_there.shape, dtype=dtype, device=is_there.device).where(is_there, -math.inf)
         return mask[:, None, None]
 
     def embed(self, tokens: Tensor, positions: Tensor, is_known: Tensor, class_embedding: Tensor) -> Tensor:
-        """The encoder's input [B, buffer + N, D]: buffer, then tokens at positions [B, N], the unknown ones as 0."""
+        """The encoder's input [B, buffer + N, D]: buffer, then tokens at positions [B, N]; unknown tokens are 0."""
         buffer, position = self.config.buffer_size, self.encoder_pos_embed_learned
-        # nobody looks at the padding, but NaN in it would spread: a mask multiplies values by 0
+        # padding is masked, but NaN in it would spread: attention multiplies masked values by 0
         known = tokens.gather(1, _expand(positions, tokens.shape[-1])).where(is_known.unsqueeze(-1), 0)
         x = self.z_proj(known) + position[0, buffer:][positions]
         start = class_embedding.unsqueeze(1) + position[:, :buffer]
@@ -206,7 +211,7 @@ class MAR(nn.Module):
         return torch.cat([x[:, :buffer], full], dim=1) + self.decoder_pos_embed_learned
 
     def condition(self, x: Tensor, positions: Tensor) -> Tensor:
-        """z [B, M, D] at positions [B, M], of the last block's output there."""
+        """z [B, M, D] at positions [B, M], from the last block's output there."""
         return self.decoder_norm(x) + self.diffusion_pos_embed_learned[0, positions]
 
     def forward(
@@ -218,16 +223,16 @@ class MAR(nn.Module):
         positions: Tensor | None = None,
         padded: int | None = None,
     ) -> Tensor:
-        """The head's conditions at every position, each sequence as if it were alone.
+        """Computes z, the head's condition, at every position; sequences of a batch do not affect each other.
 
         Args:
             tokens: [B, L, d], raster order; values at unknown positions are ignored.
             order: int64 [B, L], a permutation of the positions for each sequence; the first num_known[b] are known.
-            num_known: B integers, 0..L, on the CPU, where the largest decides shapes; or int64 [B], with `padded`.
-            class_embedding: [B, D], rows of `class_emb` or `fake_latent` for the null class.
-            positions: int64 [B, M], where z is wanted; everywhere by default. The last block is computed only there.
-            padded: how many tokens the encoder sees, at least the largest of `num_known`, see `MAR.padded`: with it
-                all shapes are given, and nothing is read from tensors.
+            num_known: B integers in 0..L on the CPU, whose maximum decides shapes; or int64 [B], with `padded`.
+            class_embedding: [B, D], rows of `class_emb`, or `fake_latent` for the unconditional branch.
+            positions: int64 [B, M] at which to compute z; by default all. The last block is computed only there.
+            padded: the number of tokens that the encoder sees, see `MAR.padded`; at least the maximum of `num_known`.
+                With it all shapes are known in advance, and no tensor is read.
 
         Returns:
             z [B, L, D], or [B, M, D] at `positions`.
@@ -248,26 +253,30 @@ class MAR(nn.Module):
 
 
 def following(order: Tensor, start: Tensor, most: int) -> Tensor:
-    """Positions [B, most] of each order [B, L] from rank start[b] on; its last one again where it has ended."""
+    """Positions [B, most] of each order [B, L] from index start[b] on; past its end, the last one is repeated."""
     ranks = start.unsqueeze(-1) + torch.arange(most, device=order.device)
     return order.gather(1, ranks.clamp(max=order.shape[1] - 1))
 
 
 def block_at(block: Block, x: Tensor, positions: Tensor) -> Tensor:
-    """A transformer block's output [B, M, D] at some positions [B, M] of x [B, N, D]: their queries over all keys."""
+    """A transformer block's output [B, M, D] at positions [B, M] of x [B, N, D]: their queries, all keys."""
     normed = block.norm1(x)
     index = _expand(positions, x.shape[-1])
     return attend(block, x.gather(1, index), normed.gather(1, index), keys_values(block, normed))
 
 
 def keys_values(block: Block, normed: Tensor) -> Tensor:
-    """Keys and values [B, N, 2D] of a block's input, normed [B, N, D]."""
+    """Keys and values [B, N, 2D] from a block's normalised input [B, N, D]."""
     qkv, dim = block.attn.qkv, normed.shape[-1]
     return F.linear(normed.to(qkv.weight.dtype), qkv.weight[dim:], qkv.bias[dim:])
 
 
 def attend(block: Block, x: Tensor, normed: Tensor, keys_values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """A block's output [B, M, D] of some of its inputs x [B, M, D], normed too, over keys and values [B, N, 2D]."""
+    """A block's output [B, M, D] for some of its inputs, given all keys and values.
+
+    Args:
+        x: the inputs [B, M, D]. normed: the same, normalised. keys_values: [B, N, 2D].
+    """
     attn, dim = block.attn, x.shape[-1]
     q = F.linear(normed.to(attn.qkv.weight.dtype), attn.qkv.weight[:dim], attn.qkv.bias[:dim])
     k, v = keys_values.chunk(2, dim=-1)
@@ -281,12 +290,11 @@ def _expand(index: Tensor, channels: int) -> Tensor:
     return index.unsqueeze(-1).expand(-1, -1, channels)
 
 
-# MAR's sampler as published, step by step: `ar` is measured against it and must agree with it.
+# The sampler of MAR's released code, step by step: `ar` must agree with it, and is timed against it.
 #
-# Written to be held against the paper (arXiv 2406.11838, sections 3.2-3.4): the encoder starts from scratch each
-# iteration, guidance concatenates its halves each step, and a denoising step looks its coefficients up in float64
-# tables. It calls our modules, so it is a baseline for the sampler, not for the layers. Use `cspd` to sample, and this
-# to check and compare.
+# It can be read beside the paper (arXiv 2406.11838, sections 3.2-3.4): the encoder starts from scratch in each
+# iteration, guidance concatenates both branches in each step, and a denoising step looks its coefficients up in float64
+# tables. It calls our modules, so it is a baseline for the sampler, not for the layers. To sample images, use `cspd`.
 
 
 def _denoise_step(tables: Schedule, out: Tensor, x: Tensor, t: Tensor, noise: Tensor, temperature: float) -> Tensor:
@@ -310,7 +318,7 @@ def _denoise_step(tables: Schedule, out: Tensor, x: Tensor, t: Tensor, noise: Te
 def _denoise(
     model: MAR, z: Tensor, scale: float, guided: bool, temperature: float, num_steps: int, draws: Callable
 ) -> Tensor:
-    """Tokens [N, d] under conditions z [N, D], or [2N, D] with the null class second."""
+    """Tokens [N, d] under conditions z [N, D], or [2N, D] with the unconditional branch second."""
     tables = schedule(num_steps)
     x = draws(num_steps)
     for i in reversed(range(num_steps)):
@@ -338,7 +346,7 @@ def sample_published(
     noise: Callable[[Tensor, int], Tensor] | None = None,
     iterations: range | None = None,
 ) -> Tensor:
-    """Samples one batch, all sequences in lockstep.
+    """Samples a batch of sequences in lockstep.
 
     Args:
         labels: int64 [B].
@@ -346,7 +354,7 @@ def sample_published(
         order: int64 [B, L], first generated first; random by default.
         noise: maps (mask of the predicted tokens [B, L], t) to their draws [N, d], row by row; t = T asks for x_T.
             torch's global generator by default.
-        iterations: those of the `num_iter` that are run, by default all; tokens of the others are 0. To time some.
+        iterations: which of the `num_iter` to run, by default all; tokens of the others are 0. For timings.
 
     Returns:
         Tokens [B, L, d].
@@ -360,7 +368,7 @@ def sample_published(
     tokens = torch.zeros(batch, length, dim, device=device)
     mask = torch.ones(batch, length, dtype=torch.bool, device=device)
     for k in range(num_iter):
-        # the cosine schedule: how many tokens stay masked, at least one fewer than before
+        # the cosine schedule: the number of tokens that stay masked, at least one fewer than before
         left = math.floor(length * math.cos(math.pi / 2 * (k + 1) / num_iter))
         left = max(1, min(int(mask[0].sum()) - 1, left))
         next_mask = rank >= length - left
@@ -369,7 +377,7 @@ def sample_published(
             mask = next_mask
             continue
 
-        # z of every position; with guidance the second half of the batch has the null class
+        # z at every position; with guidance the second half of the batch is the unconditional branch
         embedding = model.class_emb(labels)
         known_first = mask.int().argsort(dim=1, stable=True)
         num_known = (~mask).sum(1).tolist()
