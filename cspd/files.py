@@ -122,12 +122,12 @@ def check_file(path: Path, option: str) -> None:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another {option}") from error
 
 
-def make_folder(path: Path, option: str = "--out") -> None:
+def make_folder(path: Path) -> None:
     """Creates a folder if necessary. Raises OSError, with the remedy, if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror}): give another {option}") from error
+        raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
 
 
 # Reading JSON, and comparing its values with a shape.

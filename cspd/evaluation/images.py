@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.files import check_file, checked_json, make_folder, publishing
+from cspd.files import check_file, checked_json, explained, publishing
 from cspd.request import Request, to_uint8
 
 # Images to be measured, with 8 bits per channel, in memory or in a folder.
@@ -186,7 +186,8 @@ def to_pixels(images: np.ndarray) -> np.ndarray:
 
 def check_npz(path: Path) -> None:
     """Creates the folder for `export_npz`; raises ValueError or OSError if no file can be written there."""
-    make_folder(path.parent, "--npz")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     check_file(path, "--npz")
 
 
