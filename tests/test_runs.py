@@ -22,7 +22,6 @@ import pytest
 import torch
 from comparisons import NAMES
 from conftest import GOLDEN
-from folders import FILES, RECORD, begun, content, record_of, store_of
 from launching import free_port, kill_all, kill_launcher, start, two_processes, wait_until
 from PIL import Image
 from stores import small_checkpoint
@@ -33,7 +32,7 @@ from cspd.cli import main
 from cspd.device import describe
 from cspd.evaluation.run import Shards
 from cspd.files import DIGEST, append_json, check_file, publishing, read_item, write_item, write_json
-from cspd.runs import DECIDED, LOCK, differences, earlier_choices
+from cspd.runs import DECIDED, LOCK, Store, differences, earlier_choices
 from cspd.terminal import __version__
 
 # ---- Files are written whole or not at all
@@ -73,6 +72,32 @@ def test_paths_that_cannot_be_written_are_refused_before_any_work(tmp_path):
 
 
 # ---- Whose a folder is
+
+
+SCHEMA = "tests/1"
+FILES = ["0.npz", "parts/1.npz", "report.md"]
+RECORD = "record.json"
+
+
+def store_of(folder, **shape):
+    return Store(folder, RECORD, SCHEMA, {"settings": dict, **shape}, compared=("settings",))
+
+
+def record_of(**settings):
+    return {"schema": SCHEMA, "settings": settings}
+
+
+def begun(folder, *, overwrite=False, files=FILES, **settings):
+    """A run that was interrupted after it began: the record of an earlier run, or None."""
+    with store_of(folder) as store:
+        earlier = store.claim(record_of(**settings), files, overwrite)
+        store.begin(record_of(**settings))
+    return earlier
+
+
+def content(folder):
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_a_setting_that_only_one_side_has_is_a_difference():
