@@ -4,11 +4,10 @@ It imports every family of models, so that each registers its methods."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -17,7 +16,6 @@ import torch
 
 from cspd.device import check_fits, free_bytes, gibibytes, pick_device, room_told
 from cspd.discrete.family import VQModels, cache_bytes, check_draft, working_bytes
-from cspd.discrete.gpt import GPT, Eagle
 from cspd.discrete.hf import CONFIG, Folder, HFEagle, is_hf, load_hf_eagle, opened, read, read_prompts
 from cspd.discrete.registry import CHAMELEON_DECODER, load_eagle, load_gpt, load_tokenizer
 from cspd.discrete.text import TextEncoder
@@ -25,7 +23,7 @@ from cspd.engine import Engine
 from cspd.files import CALIBRATION
 from cspd.masked.family import MARModels
 from cspd.models import DESCRIPTION, Models, bundled, described
-from cspd.terminal import is_too_long, shortened, telling
+from cspd.terminal import telling
 from mar.checkpoint import load_mar, load_vae, suggestion
 from mar.tensors import CheckpointError, count_numbers
 
@@ -39,7 +37,8 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
 
 def is_name(text: str) -> bool:
     """Whether a text is a name on the hub, "org/name" or "org/name/file", and not a local path."""
-    return NAME.fullmatch(text) is not None and not Path(text.partition("/")[0]).exists()
+    first = text.partition("/")[0]
+    return NAME.fullmatch(text) is not None and not Path(first).exists()
 
 
 @functools.cache
@@ -53,9 +52,13 @@ def fetched(name: str, targets: Collection[str], companions: Collection[str]) ->
         CheckpointError: there is no such target, or there are several.
     """
     owner, repository, *rest = name.split("/", 2)
-    repo, inside = f"{owner}/{repository}", PurePosixPath(*rest)
+    repo = f"{owner}/{repository}"
+    inside = PurePosixPath(*rest)  # the repository, or a folder or file in it
     files = [PurePosixPath(file) for file in _listed(repo)]
-    found = [inside] if inside in files else [file for file in files if _is_in(file, inside, targets)]
+    if inside in files:
+        found = [inside]
+    else:
+        found = [file for file in files if _is_in(file, inside, targets)]
     if not found:
         raise CheckpointError(
             f"{name} is no local path, and on the hub it has none of {', '.join(targets)}. To use a transformers model,"
@@ -65,7 +68,8 @@ def fetched(name: str, targets: Collection[str], companions: Collection[str]) ->
         names = ", ".join(f"{repo}/{file}" for file in found)
         raise CheckpointError(f"{name} has several checkpoints: give one of {names}")
     target = found[0]
-    wanted = [str(file) for file in files if file == target or _is_in(file, target.parent, companions)]
+    wanted = [str(target)]
+    wanted += [str(file) for file in files if _is_in(file, target.parent, companions)]
     return _folder(repo, wanted) / target
 
 
@@ -79,26 +83,13 @@ def _listed(repo: str) -> list[str]:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        with _unlogged():
-            return HfApi().list_repo_files(repo)
+        return HfApi().list_repo_files(repo)
     except RepositoryNotFoundError:
         raise CheckpointError(f"{repo} is no local path and no repository on the hub: check its name") from None
     except Exception as error:  # no network, or offline by choice: the client has an error for each
         folder = _folder(repo, None, error)
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-
-
-@contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keeps the hub's client from logging each of its attempts: our error reports the last one."""
-    from huggingface_hub.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
+    cached = filter(Path.is_file, folder.rglob("*"))
+    return [path.relative_to(folder).as_posix() for path in cached]
 
 
 def _folder(repo: str, files: list[str] | None, why: Exception | None = None) -> Path:
@@ -150,8 +141,6 @@ def path_of(path: str | Path, name: str) -> Path:
         raise TypeError(f"{name} must be a name or a path, not {path!r}")
     if not os.fspath(path):
         raise ValueError(f"{name} is empty: give a file, or leave it out")
-    if is_too_long(Path(path)):
-        raise ValueError(f"{name} {shortened(str(path))} is too long for the file system: give a shorter name")
     return Path(path)
 
 
@@ -164,7 +153,7 @@ def _find(folder: Path, patterns: Iterable[str]) -> list[Path]:
     """The files of a folder that match, in the order of the patterns."""
     found: list[Path] = []
     for pattern in patterns:
-        found += sorted(path for path in folder.glob(pattern) if path.is_file())
+        found += sorted(filter(Path.is_file, folder.glob(pattern)))
     return found
 
 
@@ -214,15 +203,17 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
     folder = target.parent
     files: dict[str, Path | None] = {"target": target}
     if is_hf(target):
-        drafter, decoder = _first(folder, _VQ_FILES["eagle"]), _first(folder, CHAMELEON_DECODER)
-        return files | {"draft": None, "eagle": drafter, "tokenizer": decoder, "text_encoder": None}
+        files |= {"draft": None, "text_encoder": None}
+        files["eagle"] = _first(folder, _VQ_FILES["eagle"])
+        files["tokenizer"] = _first(folder, CHAMELEON_DECODER)
+        return files
     own = patterns_of(target)
     for name, patterns in own.items():
         if name != "target":
             files[name] = _first(folder, patterns)
     if own is not _MAR_FILES:
-        encoders = [folder / name for name in _TEXT_ENCODERS]
-        files["text_encoder"] = next((encoder for encoder in encoders if encoder.is_dir()), None)
+        encoders = filter(Path.is_dir, [folder / name for name in _TEXT_ENCODERS])
+        files["text_encoder"] = next(encoders, None)
     return files
 
 
@@ -237,7 +228,8 @@ def patterns_of(target: Path) -> dict[str, tuple[str, ...]]:
 
 def family_of(checkpoint: str | Path) -> str:
     """The family of a checkpoint, "MAR" or "VQ". Raises as `checkpoint_files`."""
-    return (VQModels if "tokenizer" in checkpoint_files(checkpoint) else MARModels).family
+    is_vq = "tokenizer" in checkpoint_files(checkpoint)
+    return VQModels.family if is_vq else MARModels.family
 
 
 # From folders of `transformers` models to the models of a VQ engine.
@@ -270,23 +262,26 @@ def hf_models(
     """
     device = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    folders = [opened(_hf_folder(each), dtype) for each in (path, draft) if each is not None]
+    paths = [path] if draft is None else [path, draft]
+    folders = [opened(_hf_folder(each), dtype) for each in paths]
     decoder = folders[0].decoder(vae)
     # target and draft model share positions: the shorter limit of a prompt holds for both
     prefix = min(folder.config.prefix_length for folder in folders)
-    folders = [replace(folder, config=replace(folder.config, prefix_length=prefix)) for folder in folders]
+    for i, folder in enumerate(folders):
+        folders[i] = replace(folder, config=replace(folder.config, prefix_length=prefix))
+    target = folders[0]
     for folder in folders[1:]:
-        check_draft(folders[0].config, folder.config)
-    drafter = load_hf_eagle(eagle, folders[0].config, folders[0].dtype) if eagle else None
+        check_draft(target.config, folder.config)
+    drafter = load_hf_eagle(eagle, target.config, target.dtype) if eagle else None
     _check_memory(folders, drafter, device, max_batch)
-    prompts = read_prompts(folders[0])
+    prompts = read_prompts(target)
     models = []
     for folder, own_decoder in zip(folders, (decoder, None)):
         with telling(f"loading {folder.path}{room_told(folder.num_bytes, device)}"):
             models.append(read(folder, device, own_decoder))
-    target, tokenizer = models[0]
+    target_model, tokenizer = models[0]
     draft_model = models[1][0] if draft is not None else None
-    return VQModels(target, draft_model, drafter, tokenizer, text_encoder=prompts)  # type: ignore[arg-type]
+    return VQModels(target_model, draft_model, drafter, tokenizer, text_encoder=prompts)  # type: ignore[arg-type]
 
 
 def _hf_folder(path: Path) -> Path:
@@ -298,8 +293,10 @@ def _hf_folder(path: Path) -> Path:
 def _check_memory(folders: list[Folder], drafter: HFEagle | None, device: torch.device, max_batch: int) -> None:
     """Raises ValueError if weights and caches do not fit into memory."""
     target = folders[0].config
-    caches = sum(cache_bytes(target, folder.config, folder.config.n_layer, folder.dtype) for folder in folders)
-    weights = sum(folder.num_bytes for folder in folders)
+    caches = weights = 0
+    for folder in folders:
+        caches += cache_bytes(target, folder.config, folder.config.n_layer, folder.dtype)
+        weights += folder.num_bytes
     if drafter is not None:
         caches += cache_bytes(target, drafter.config, len(drafter.layers), drafter.own_type)
         weights += sum(parameter.nbytes for parameter in drafter.parameters())
@@ -420,9 +417,10 @@ def _official_models(
     decoder = "tokenizer" if "tokenizer" in files else "vae"
     if decoder == "vae" and "eagle" in given:
         raise ValueError(f"{checkpoint} is a MAR, and eagle=... is for VQ targets: leave it out")
-    # `load` names the decoder of either family vae
-    replaced = {decoder if name == "vae" else name: path for name, path in given.items()}
-    present = {name: path for name, path in {**files, **replaced}.items() if path is not None}
+    present = {name: path for name, path in files.items() if path is not None}
+    present |= given
+    if "vae" in given:  # `load` calls the decoder of either family vae
+        present[decoder] = given["vae"]
     if decoder not in present:
         wanted = " or ".join(patterns_of(present["target"])[decoder])
         raise CheckpointError(
@@ -460,9 +458,10 @@ def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool
     if eagle and eagle.config.dim != target.config.dim and not eagle_must_fit:
         eagle = None
     # weights fit any resolution: drafters take the target's
-    smaller: list[GPT | Eagle] = [model for model in (draft, eagle) if model]
-    for model in smaller:
-        model.config = replace(model.config, block_size=target.config.block_size)
-    is_text = target.config.caption_dim > 0
-    encoder = TextEncoder(files["text_encoder"]) if is_text and "text_encoder" in files else None
+    for model in (draft, eagle):
+        if model:
+            model.config = replace(model.config, block_size=target.config.block_size)
+    encoder = None
+    if target.config.caption_dim > 0 and "text_encoder" in files:
+        encoder = TextEncoder(files["text_encoder"])
     return VQModels(target, draft, eagle, load_tokenizer(files["tokenizer"]), classes, encoder)

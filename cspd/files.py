@@ -39,7 +39,8 @@ def explained(path: Path) -> Iterator[None]:
         remedy = "give a path that can be written"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = "make room, then repeat the command: it resumes here"
-        raise OSError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
+        reason = error.strerror or error
+        raise OSError(f"{path} cannot be written ({reason}): {remedy}") from error
 
 
 @contextlib.contextmanager
@@ -76,7 +77,7 @@ def _new_file_beside(path: Path) -> Path:
     while True:
         temporary = path.with_name(next(names))
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            temporary.touch(exist_ok=False)
             return temporary
 
 
@@ -95,7 +96,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Mapping | Sequence) -> None:
     """Writes as `publishing` does."""
-    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_bytes(path, text.encode())
 
 
 def link_of(png: bytes) -> str:
@@ -188,7 +190,8 @@ def misfit(value: object, shape: object, path: str = "") -> str | None:
             name = key.removesuffix("?")
             if key != name and name not in value:
                 continue
-            wrong = misfit(value.get(name), inner, f"{path}.{name}".removeprefix("."))
+            inside = f"{path}.{name}" if path else name
+            wrong = misfit(value.get(name), inner, inside)
             if wrong:
                 return wrong
         return None
@@ -232,7 +235,9 @@ def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple
     digest = arrays.pop(DIGEST, None)
     for name, (kind, shape) in like.items():
         array = arrays.get(name)
-        if array is None or array.shape != shape or not np.issubdtype(array.dtype, kind):
+        if array is None or array.shape != shape:
+            return None
+        if not np.issubdtype(array.dtype, kind):
             return None
     if digest is not None and str(digest) != digest_of(arrays, made_of):
         return None
@@ -244,7 +249,8 @@ def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
     digest = hashlib.sha256(_canonical(made_of).encode())
     for name in sorted(arrays):
         array = np.asarray(arrays[name])
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        header = f"{name} {array.dtype.str} {array.shape}\n"
+        digest.update(header.encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
 
@@ -267,7 +273,8 @@ def _without_none(settings: dict) -> dict:
 # A cache of measurements: plain values in `COSTS`, which are found by their key.
 
 # the folders of bundled checkpoints: inside the package if it is installed, next to it in a source tree
-BUNDLED_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
+_PACKAGE = Path(__file__).parent
+BUNDLED_ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
 CALIBRATION = "calibration"  # the folder of calibrations in the folder of a checkpoint
 COSTS = "costs.json"  # in the user's cache folder, or in the folder of a checkpoint
 REMEMBERED = 64  # entries in memory
@@ -295,7 +302,8 @@ def user_cache() -> Path:
 
 def is_bundled(folder: Path) -> bool:
     """Whether a folder belongs to a bundled checkpoint, whose files are read and never written."""
-    return any(root.resolve() in folder.resolve().parents for root in BUNDLED_ROOTS)
+    parents = folder.resolve().parents
+    return any(root.resolve() in parents for root in BUNDLED_ROOTS)
 
 
 def identity_of(folder: Path) -> str:
@@ -304,16 +312,19 @@ def identity_of(folder: Path) -> str:
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):  # file managers leave hidden files
             about = path.stat()
-            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+            line = f"{path.name} {about.st_size} {about.st_mtime_ns}\n"
+            digest.update(line.encode())
     return digest.hexdigest()
 
 
 def of_device(device: torch.device) -> dict:
     """The part of a timing's key that describes the device."""
     if device.type == "cuda":
-        name, threads = torch.cuda.get_device_name(device), 0
+        name = torch.cuda.get_device_name(device)
+        threads = 0
     else:
-        name, threads = f"{_processor()}, {os.cpu_count()} cores", torch.get_num_threads()
+        name = f"{_processor()}, {os.cpu_count()} cores"
+        threads = torch.get_num_threads()
     return {"device": name, "threads": threads, "torch": torch.__version__}
 
 
@@ -367,18 +378,19 @@ def keep(key: Mapping, found: Measured, folder: Path) -> None:
     # read again, since another process may have added entries meanwhile
     others = [entry for entry in _entries(path) if entry["key"] != key]
     entry = {"key": key, "costs": dataclasses.asdict(found)}  # type: ignore[call-overload]
+    entry[DIGEST] = digest_of({}, entry)
     with contextlib.suppress(OSError):  # the folder may be read-only: the next run measures again
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, [*others, entry | {DIGEST: digest_of({}, entry)}])
+        write_json(path, [*others, entry])
 
 
 def _entries(path: Path) -> list[dict]:
     """The undamaged measurements in a file."""
     entries = []
     with contextlib.suppress(ValueError):
-        for entry in checked_json(path, [dict], ""):
-            content = {name: value for name, value in entry.items() if name != DIGEST}
-            if entry.get(DIGEST) == digest_of({}, content):
+        for entry in checked_json(path, [{DIGEST: str, "key": dict, "costs": dict}], ""):
+            content = {"key": entry["key"], "costs": entry["costs"]}
+            if entry[DIGEST] == digest_of({}, content):
                 entries.append(entry)
     return entries
 
@@ -394,7 +406,8 @@ def _hash_of(tensor: Tensor) -> str:
     """A hash of a tensor's type, shape and values."""
     # numpy lacks some of torch's types, such as bfloat16: take the bytes
     values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return digest_of({"values": values}, {"type": str(tensor.dtype), "shape": list(tensor.shape)})
+    about = {"type": str(tensor.dtype), "shape": list(tensor.shape)}
+    return digest_of({"values": values}, about)
 
 
 # A cache of fitted arrays, in memory and in one file each. They are found by the settings that they depend on.
@@ -462,7 +475,8 @@ def _read(folder: Path, kind: type[Kind], settings: Mapping) -> Kind | None:
     """The arrays with these settings in a folder, or None if they are absent, damaged or of other settings."""
     with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
         with safe_open(folder / _file_name(kind, settings), "np") as file:
-            arrays = {field.name: file.get_tensor(field.name) for field in dataclasses.fields(kind)}
+            names = [field.name for field in dataclasses.fields(kind)]
+            arrays = {name: file.get_tensor(name) for name in names}
             about = json.loads(file.metadata()[ABOUT])
         if about == _about(arrays, settings):
             read = kind(**arrays)
@@ -477,7 +491,8 @@ def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
 
 
 def _file_name(kind: type, settings: Mapping) -> str:
-    return f"{kind.__name__.lower()}-{digest_of({}, settings)[:20]}.safetensors"
+    digest = digest_of({}, settings)
+    return f"{kind.__name__.lower()}-{digest[:20]}.safetensors"
 
 
 # Folders of `transformers` models: the files that they must have.
@@ -488,9 +503,9 @@ WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model*.bin")  # 
 def files_of(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """The files of the first pattern that matches any."""
     for pattern in patterns:
-        files = sorted(file for file in folder.glob(pattern) if file.is_file())
-        if files:
-            return files
+        files = filter(Path.is_file, folder.glob(pattern))
+        if found := sorted(files):
+            return found
     return []
 
 
@@ -507,4 +522,5 @@ def check_files(folder: Path, needed: Mapping[str, Sequence[str]], of: str, advi
     """
     for what, patterns in needed.items():
         if not files_of(folder, patterns):
-            raise CheckpointError(f"{folder} lacks the {what} of {of} ({' or '.join(patterns)}): {advice}")
+            names = " or ".join(patterns)
+            raise CheckpointError(f"{folder} lacks the {what} of {of} ({names}): {advice}")

@@ -69,7 +69,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _this_process() -> str:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    command = shlex.join([program, *sys.argv[1:]])
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} on {socket.gethostname()} since {since}, {command}"
 
@@ -80,6 +81,7 @@ DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}  # sett
 REMEDY = "give another --out"
 NAMES_SHOWN = 5  # differences, or files, that a message names, at most
 LONGEST = 1000  # characters of a value in a message; paths are long
+LONGEST_LIST = 100
 
 
 @dataclass
@@ -137,11 +139,13 @@ class Store:
         record, listed = self._examine(asked, files, overwrite)
         if record is not None:
             self._remove(record.get("temporary", ()))  # a killed run leaves one
-        self.files = list(files) if overwrite else list(dict.fromkeys([*listed, *files]))
-        self.temporary = [self._free_temporary(name) for name in (self.name, *self.files)]
         if overwrite:
+            record = None
             self._replaced = listed
-            return None
+            self.files = list(files)
+        else:
+            self.files = list(dict.fromkeys([*listed, *files]))
+        self.temporary = [self._free_temporary(name) for name in (self.name, *self.files)]
         return record
 
     def begin(self, record: Mapping) -> None:
@@ -183,15 +187,17 @@ class Store:
         if not path.exists():
             return None
         remedy = f"{REMEDY}, or remove the files that are not needed there"
-        record = checked_json(path, {"schema": str, **self.shape, "files?": [str], "temporary?": [str]}, remedy)
+        shape = {"schema": str, **self.shape, "files?": [str], "temporary?": [str]}
+        record = checked_json(path, shape, remedy)
         if record["schema"] != self.schema:
             raise ValueError(f"{path} is not a record of this version of cspd: {remedy}")
         return record
 
     def _settings(self, record: Mapping) -> dict:
         """The compared part of a record."""
-        parts = set(record if self.compared is None else self.compared)
-        return {part: record[part] for part in record if part in parts - {"files", "temporary"}}
+        parts = record if self.compared is None else self.compared
+        settings = set(parts) - {"files", "temporary"}
+        return {part: record[part] for part in record if part in settings}
 
     def _listed(self, record: Mapping | None, files: Sequence[str], overwrite: bool) -> Sequence[str]:
         """The files of the run in the folder."""
@@ -227,8 +233,11 @@ class Store:
             )
 
     def _free_temporary(self, name: str) -> str:
-        """The first temporary name of a file that is free."""
-        return next(free for free in temporary_names(name) if not os.path.lexists(self.folder / free))
+        """The first of a file's temporary names that is free."""
+        for temporary in temporary_names(name):
+            if not os.path.lexists(self.folder / temporary):
+                return temporary
+        raise AssertionError  # the names never end
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -236,8 +245,9 @@ class Store:
 
 
 def _several(names: Sequence[str], between: str = ", ") -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return between.join(names[:NAMES_SHOWN]) + more
+    text = between.join(names[:NAMES_SHOWN])
+    more = len(names) - NAMES_SHOWN
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def missing_files(folder: Path, names: Iterable[str], is_whole: Callable[[str], bool]) -> list[str]:
@@ -253,7 +263,8 @@ def missing_files(folder: Path, names: Iterable[str], is_whole: Callable[[str], 
 
 def files_told(folder: Path, pattern: str, total: int, noun: str) -> str:
     """The number of a run's files that are in its folder, printed when the run is interrupted."""
-    return f"{len(list(folder.glob(pattern)))} of {total} {noun} are in {folder}/"
+    existing = len(list(folder.glob(pattern)))
+    return f"{existing} of {total} {noun} are in {folder}/"
 
 
 def earlier_choices(settings: Mapping, earlier: Mapping | None) -> dict:
@@ -295,9 +306,8 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         return "something"
     text = json.dumps(value)
-    if isinstance(value, list) and len(text) > 60:
-        return f"{text[:40]} ... ({len(value)} of them)"
-    return text if len(text) < LONGEST else f"{text[:40]} ... {text[-40:]}"
+    longest = LONGEST_LIST if isinstance(value, list) else LONGEST
+    return text if len(text) < longest else f"{text[:40]} ... {text[-40:]}"
 
 
 # The means of a run's statistics, and its speed.
@@ -310,7 +320,9 @@ LAZY = "lazy_backbone_calls"
 
 def standard_error(values: Sequence[float]) -> float | None:
     """The standard error of the mean of independent values, or None if there is only one."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / len(values) ** 0.5
 
 
 def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
@@ -325,7 +337,8 @@ def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
         "images_per_second": generated / seconds,
     }
     for name in (*COUNTS, LAZY):
-        summary[f"{name}_per_image"] = sum(image.get(name, 0) for image in stats) / len(stats)
+        total = sum(image.get(name, 0) for image in stats)
+        summary[f"{name}_per_image"] = total / len(stats)
     compression = _mean_of(stats, "step_compression")
     if compression is not None:  # of VQ models
         summary["step_compression"] = compression
@@ -334,10 +347,9 @@ def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
     summary["alpha"] = _mean_of(stats, "alpha")
     summary["head_calls_per_token"] = _mean_of(stats, "head_calls_per_token")
     summary |= measured(stats)
-    seconds_by_phase = {}
-    for phase in PHASES:
-        seconds_by_phase[phase] = sum(image["seconds"][phase] for image in stats) / len(stats)
-    return summary | {"seconds_by_phase": seconds_by_phase}
+    phases = [image["seconds"] for image in stats]
+    summary["seconds_by_phase"] = {phase: _mean_of(phases, phase) for phase in PHASES}
+    return summary
 
 
 def _mean_of(stats: Sequence[Mapping], name: str) -> float | None:
@@ -350,7 +362,8 @@ def _rounds_by_tokens(stats: Sequence[dict]) -> dict[int, int]:
     """The number of rounds, by how many tokens a round committed."""
     rounds: Counter[int] = Counter()
     for image in stats:
-        rounds.update({int(tokens): count for tokens, count in image["committed"].items()})
+        for tokens, count in image["committed"].items():
+            rounds[int(tokens)] += count  # JSON has strings as keys
     return dict(sorted(rounds.items()))
 
 
@@ -361,6 +374,7 @@ def measured(stats: Sequence[Mapping]) -> dict[str, float | None]:
     all differences between them; a single image has its own estimate.
     """
     means = {name: _mean_of(stats, name) for name in MEASURED}
+    # the error that a single image has for its own tokens misses how images differ
     audits = [image["audit"] for image in stats if image.get("audit") is not None]
     if len(audits) > 1:
         means["audit_error"] = standard_error(audits)
@@ -374,8 +388,9 @@ def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
         "divergence": "nats per token, of its chain from the full one of the same condition, held-out",
         "audit": "nats per token, the divergence estimated on these images",
     }
-    if summary.get("audit_error") is not None:
-        meanings["audit"] = f"+- {summary['audit_error']:.3f} {meanings['audit']}, and its standard error"
+    error = summary.get("audit_error")
+    if error is not None:
+        meanings["audit"] = f"+- {error:.3f} {meanings['audit']}, and its standard error"
     lines = []
     for name, meaning in meanings.items():
         if summary.get(name) is not None:
@@ -417,7 +432,7 @@ def _advice(other: Mapping | None) -> str:
 # The origin of a report: date, command, versions, machine, and the models' files.
 
 LIBRARIES = ("numpy", "torch-fidelity")
-PATIENCE = 10  # seconds for git to answer
+PATIENCE = 10  # seconds that git may take
 
 
 def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None = None) -> dict:
@@ -471,8 +486,9 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
 
 def model_line(model: Mapping) -> str:
     """A model of `models_of` for people: "target.safetensors, 8.5 million parameters, sha256 0123456789ab"."""
-    millions = f"{model['parameters'] / 1e6:,.1f} million parameters"
-    return f"{model['file']}, {millions}, sha256 {model['sha256'][:12]}"
+    millions = model["parameters"] / 1e6
+    fingerprint = model["sha256"][:12]
+    return f"{model['file']}, {millions:,.1f} million parameters, sha256 {fingerprint}"
 
 
 def without_folders(settings: Mapping[str, Any]) -> dict:
@@ -485,7 +501,8 @@ def without_folders(settings: Mapping[str, Any]) -> dict:
 
 def _files(settings: Mapping[str, Any]) -> dict[str, dict]:
     """The files among a run's settings, by their role."""
-    return {role: value for role, value in settings.items() if isinstance(value, dict) and "file" in value}
+    groups = {role: value for role, value in settings.items() if isinstance(value, dict)}
+    return {role: value for role, value in groups.items() if "file" in value}
 
 
 def file_fingerprint(path: Path) -> str:
@@ -518,7 +535,7 @@ def commit_of(file: Path) -> str | None:
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
     commit = _git(file.parent, "rev-parse", "HEAD")
-    # not `git describe --dirty`: it locks the index, and a run that is killed would leave the lock
+    # `git describe --dirty` would lock the index, and a killed run would leave the lock
     changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}-dirty" if changes else commit
 

@@ -6,10 +6,8 @@ import configparser
 import dataclasses
 import io
 import json
-import logging
 import os
 import shutil
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -20,11 +18,10 @@ from stores import small_checkpoint, small_vq_checkpoint
 from toys import request_of, runner_of, toy_mar, toy_models
 
 import cspd
-from cspd import Engine, MARModels, Request, VQModels, models
+from cspd import Engine, MARModels, Request, VQModels
 from cspd import checkpoints as cspd_checkpoints
 from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files, fetched
-from cspd.evaluation.metrics import load_classifier
 from cspd.files import WEIGHTS, check_files, identity_of, weight_files
 from cspd.models import ClassNames, bundled, described, imagenet
 from cspd.request import Sequence
@@ -72,17 +69,6 @@ def test_the_autoencoder_of_the_other_family():
         cspd.load(small_vq_checkpoint(), vae=checkpoint_files("digits32")["vae"], device="cpu")
 
 
-def test_an_installation_without_bundled_checkpoints(monkeypatch, tmp_path):
-    own = small_checkpoint()
-    monkeypatch.setattr(models, "BUNDLED_ROOTS", (tmp_path / "nowhere",))
-    assert bundled() == {}
-    assert cspd.load(own, device="cpu").runner is not None
-    with pytest.raises(CheckpointError, match="digits32"):
-        cspd.load()
-    with pytest.raises(FileNotFoundError, match="digits32"):
-        load_classifier("digits")
-
-
 def test_a_package_has_all_files_of_the_bundled_models():
     root = Path(__file__).parents[1]
     config = configparser.ConfigParser()
@@ -94,15 +80,6 @@ def test_a_package_has_all_files_of_the_bundled_models():
             folder = root / Path(*package.split(".")[1:])
             there -= {file for pattern in patterns.split(", ") for file in folder.glob(pattern)}
     assert not there
-
-
-def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "BUNDLED_ROOTS", (tmp_path,))
-    file = tmp_path / "digits32" / "classifier.safetensors"
-    file.parent.mkdir()
-    shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
-    with pytest.raises(CheckpointError, match=str(file)):
-        load_classifier("digits")
 
 
 def test_weights_that_do_not_fit_into_memory_are_not_read(monkeypatch):
@@ -301,13 +278,6 @@ def test_a_closed_engine_is_refused():
     engine.close()
 
 
-def test_closing_while_a_bar_is_shown():
-    engine = Engine(MARModels(toy_mar()), max_batch=1, device="cpu")
-    request = Request(1, **QUICK | {"num_iter": 4})
-    with pytest.raises(RuntimeError):
-        engine.generate([request], progress=True, on_progress=lambda *_: engine.close())
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A folder of each family's models. The VQ model is for small images, of 16 tokens."""
@@ -408,19 +378,6 @@ def test_a_hub_repository_with_several_targets(cached, tmp_path):
         checkpoint_files("org/llamagen")
     found = checkpoint_files("org/llamagen/c2i_L_256.pt")
     assert found["target"] == snapshot / "c2i_L_256.pt" and found["tokenizer"].name == "vq_ds16_c2i.pt"
-
-
-def test_a_hub_that_cannot_be_reached(cached, monkeypatch):
-    """Its client would log each attempt: our error is the only message."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between its attempts
-    logged, handler = [], logging.Handler()
-    monkeypatch.setattr(handler, "emit", logged.append)
-    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
-    with pytest.raises(CheckpointError):
-        cspd.load("org/none")
-    assert not logged
 
 
 def test_a_name_that_the_hub_does_not_have(cached, tmp_path, monkeypatch):

@@ -102,18 +102,27 @@ def format_evaluation(report: dict) -> str:
     if "sampling" in report:
         lines += _sampling_lines(report["sampling"], report["settings"]["request"])
     ran = report["ran"]
-    lines += [(model["role"], "", model_line(model)) for model in ran["models"]]
-    lines.append(("machine", "", f"{ran['machine']['device']}, threads: {ran['machine']['threads']}"))
-    return "\n".join(f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines)
+    for model in ran["models"]:
+        lines.append((model["role"], "", model_line(model)))
+    machine = ran["machine"]
+    lines.append(("machine", "", f"{machine['device']}, threads: {machine['threads']}"))
+    texts = [f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines]
+    return "\n".join(texts)
 
 
 def _space_note(report: dict) -> str:
     """The feature space and the reference, or the reason why there is no space."""
     if not report["space"]:
         return report["missing"]["fid"]
-    reference = report["reference"]
-    against = f"against {reference['name']} ({reference['fingerprint'][:12]})" if reference else ""
-    return f"{report['space']} space {against}"
+    note = f"{report['space']} space"
+    if report["reference"]:
+        note += f" against {_named(report['reference'])}"
+    return note
+
+
+def _named(file: dict) -> str:
+    """The name of a file, and the beginning of its fingerprint."""
+    return f"{file['name']} ({file['fingerprint'][:12]})"
 
 
 def _quality_lines(report: dict) -> list[Line]:
@@ -168,8 +177,7 @@ def _clip_line(report: dict) -> list[Line]:
     if report["clip_score"] is None:
         missing = report["missing"].get("clip_score")
         return [("CLIP score", "-", missing)] if missing else []
-    model = report["clip"]
-    note = f"by {model['name']} ({model['fingerprint'][:12]})"
+    note = f"by {_named(report['clip'])}"
     if report["clip_score_error"] is not None:
         note = f"+- {report['clip_score_error']:.2f} (standard error), {note}"
     return [("CLIP score", f"{report['clip_score']:.2f}", note)]
@@ -190,8 +198,11 @@ def run_compare(args: argparse.Namespace) -> None:
     asked_for = asking_for(blank, prompts[0] if prompts else 0)
 
     def with_models(models: Mapping[str, object]) -> argparse.Namespace:
-        files = {key: Path(models[key]) if key in models else None for key in FILES}
-        return argparse.Namespace(**vars(args) | {"arch": None} | models | files)
+        own = dict.fromkeys(("arch", *FILES)) | models
+        for key in FILES:
+            if own[key] is not None:
+                own[key] = Path(own[key])
+        return argparse.Namespace(**vars(args) | own)
 
     def load(models: Mapping[str, object]) -> Engine:
         return load_engine(with_models(models), settings["max_batch"])
@@ -206,7 +217,8 @@ def run_compare(args: argparse.Namespace) -> None:
 
     def told() -> str:
         chunks_per_row = -(-num // settings["max_batch"])
-        return files_told(args.out, f"{CHUNKS}/*.npz", len(rows) * chunks_per_row, "chunks of images")
+        total = len(rows) * chunks_per_row
+        return files_told(args.out, f"{CHUNKS}/*.npz", total, "chunks of images")
 
     with if_stopped(told), comparison_store(args.out) as store:
         report, images = compare(
@@ -221,7 +233,8 @@ def run_compare(args: argparse.Namespace) -> None:
             **how,
         )
         print(text_table(report))
-        print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
+        written = ", ".join(write(report, images, args.out))
+        print(f"wrote {written} to {args.out}/")
 
 
 def _study(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
@@ -232,12 +245,16 @@ def _study(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
     if args.config and args.methods:
         raise ValueError("--methods and --config exclude each other: give only one of them")
     common, entries = read_study(args.config) if args.config else ({}, None)
-    asked = {name: getattr(args, name) for name in (*RUN, *MODELS)} | settings_of(request_of(args))
+    asked = {name: getattr(args, name) for name in (*RUN, *MODELS)}
+    asked |= settings_of(request_of(args))
     given = {key: value for key, value in asked.items() if value is not None}
     if any(key in given for key in SUBJECTS):  # prompts replace a file's classes too
         common = {key: value for key, value in common.items() if key not in SUBJECTS}
     common = common | given
-    settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
+    settings = dict(RUN_DEFAULTS)
+    for key in RUN:
+        if key in common:
+            settings[key] = common.pop(key)
     if entries is None:
         common = {"checkpoint": BUNDLED["MAR"]} | common
         default = DEFAULTS[family_of(common["checkpoint"])]
@@ -247,7 +264,8 @@ def _study(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
 
 def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
     """The space, weights and reference of an evaluation, checked before there are images; {} without a space."""
-    spaces = {space_of(checkpoint_files(row.models["checkpoint"])["target"]) for row in rows}
+    targets = [checkpoint_files(row.models["checkpoint"])["target"] for row in rows]
+    spaces = set(map(space_of, targets))
     # values of different spaces cannot be compared
     space = spaces.pop() if len(spaces) == 1 else None
     if args.weights:
@@ -308,22 +326,28 @@ def _measure_folder(args: argparse.Namespace) -> None:
     if args.prompts:
         prompts = read_prompts(args.prompts, images.files)
         if len(images) % len(prompts):
-            counts = f"{args.images} has {len(images)} images, and {args.prompts} has {len(prompts)} prompts"
-            raise ValueError(f"{counts}: give --prompts a file with one for each image, in the order of their names")
+            raise ValueError(
+                f"{args.images} has {len(images)} images, and {args.prompts} has {len(prompts)} prompts: give --prompts"
+                " a file with a prompt for each image, in the order of their names"
+            )
         subjects = in_turn(prompts, len(images))
     _check_extras(args, are_texts(subjects))
     how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects))
     with Store(args.out, RECORD, EVALUATION_SCHEMA, {}, compared=()) as store:
         store.claim({}, [GRID])
         ran = what_ran(describe(pick_device(args.device)), command=args.line)
-        _report(args, images, subjects, how, {"folder": str(args.images), "ran": ran, **store.lists()})
+        about = {"folder": str(args.images), "ran": ran, **store.lists()}
+        _report(args, images, subjects, how, about)
 
 
 def _check_measuring(args: argparse.Namespace) -> None:
     """Raises ValueError if --images comes with options that it would ignore, or with the folder of a run."""
-    given = [name for name, value in vars(args).items() if name not in MEASURING and value != args.default_of(name)]
+    given = []
+    for name, value in vars(args).items():
+        if name not in MEASURING and value != args.default_of(name):
+            given.append(_flag(name))
     if given:
-        options = ", ".join(_flag(name) for name in given)
+        options = ", ".join(given)
         raise ValueError(f"--images measures existing images and does not sample: leave out {options}, or --images")
     if (args.out / MANIFEST).exists():
         raise ValueError(f"{args.out} holds the report of a run that sampled: give another --out")
@@ -365,13 +389,15 @@ def _prepare(
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
     runner = engine.runner
-    subjects = prompts or class_numbers(args.labels or range(runner.num_classes) or [0], engine)
+    labels = args.labels or range(runner.num_classes) or [0]
+    subjects = prompts or class_numbers(labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
     settings = run_settings(args, engine.check(request))
     how = {}  # only the first process measures
     if rank == 0:
-        how = _how_to_measure(args, (runner.image_size, runner.image_size), engine.device, are_texts(subjects))
+        size = runner.image_size, runner.image_size
+        how = _how_to_measure(args, size, engine.device, are_texts(subjects))
     return engine, request, subjects, settings, how
 
 
@@ -456,10 +482,11 @@ def _report(args: argparse.Namespace, images: Dataset, subjects: list[Subject] |
 
     count = min(SHOWN, len(images))
     shown = [to_pil(images[i]) for i in range(count)]
-    captions = [str(subject) for subject in subjects[:SHOWN]] if subjects else [""] * count
+    captions = list(map(str, subjects[:SHOWN])) if subjects else [""] * count
     write_png(args.out / GRID, grid(shown, captions, min(COLUMNS, count)))
     print(format_evaluation(report))
-    wrote = [f"{args.out / RECORD} (all numbers and settings)", f"{args.out / GRID} (the first images)"]
+    wrote = [f"{args.out / RECORD} (all numbers and settings)"]
+    wrote.append(f"{args.out / GRID} (the first images)")
     if args.npz:
         export_npz(images, args.npz)
         wrote.append(f"{args.npz} (for ADM's evaluator)")
@@ -491,14 +518,18 @@ def run_tune(args: argparse.Namespace) -> None:
         limits = args.tolerance or {"fid": 0.02}
     engine = load_engine(args, args.max_batch)
     check_classes(engine, "cspd tune", "cspd compare --prompts FILE")
-    models = {name: getattr(args, name) for name in MODEL if getattr(args, name) is not None}
+    models = {name: getattr(args, name) for name in MODEL}
+    models = {name: value for name, value in models.items() if value is not None}
     request = request_of(args, family=family_of(args.checkpoint)).but(method="ar")
     baseline = Configuration("ar", request, engine, models)
     engine.check(request)
     labels = class_numbers(args.labels, engine)
     # the record of the run must name the files that each candidate's images depend on
     found, left_out = candidates(baseline, divergence)
-    rows = [replace(row, files=run_settings(args, engine.check(row.request))) for row in (baseline, *found)]
+    rows = []
+    for row in (baseline, *found):
+        files = run_settings(args, engine.check(row.request))
+        rows.append(replace(row, files=files))
     baseline, *found = rows
     how = how_to_evaluate(args, [baseline])
     _check_limits(limits, how)
@@ -528,9 +559,10 @@ def run_tune(args: argparse.Namespace) -> None:
         tuned["told"] = choice_told(report) if chosen else shortfall(report)
         written = write(report, images, args.out)
         write_json(args.out / TUNE, {"schema": TUNE_SCHEMA, **tuned})
-    print(f"\nPareto front of {len(found)} candidates, and ar; {report['images']} images of each:\n")
+    print(f"\nPareto front of {len(found)} candidates and ar, {report['images']} images of each:\n")
     print(front_table(report))
-    print(f"\nwrote {', '.join([*written, TUNE])} to {args.out}/")
+    names = ", ".join([*written, TUNE])
+    print(f"\nwrote {names} to {args.out}/")
     if not chosen:
         raise ValueError(tuned["told"])
     print(f"\n{tuned['told']}\n\n  {tuned['command']}")
@@ -552,7 +584,8 @@ def command(args: argparse.Namespace, row: Configuration) -> str:
     """The `cspd sample` command of a configuration."""
     words = ["cspd", "sample", "--method", str(row.request.method)]
     usual = {"checkpoint": "digits32", "device": "auto", "precision": "fp32"}
-    options = {name: value for name, value in settings_of(row.request).items() if name in option_names()}
+    settings = settings_of(row.request)
+    options = {name: settings[name] for name in settings if name in option_names()}
     for file in args.plugin or ():
         words += ["--plugin", str(file)]
     models = {name: getattr(args, name) for name in MODEL}

@@ -53,7 +53,8 @@ class Watched(Dataset):
 
     def __getitem__(self, index: int) -> Tensor:
         # an image that is read again, as the first is for its size, does not count twice
-        self.bar.update(max(0, index + 1 - self.bar.n))
+        if index >= self.bar.n:
+            self.bar.update(index + 1 - self.bar.n)
         return self.images[index]
 
 
@@ -68,8 +69,8 @@ def image_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder}: no such folder: give a folder of images")
     files = []
     for path in folder.iterdir():
-        is_image = path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-        if is_image and path.name not in OVERVIEWS:
+        is_ours_or_hidden = path.name in OVERVIEWS or path.name.startswith(".")
+        if path.suffix.lower() in SUFFIXES and not is_ours_or_hidden:
             files.append(path)
     if not files:
         raise ValueError(f"{folder} has no images: give a folder with PNGs or JPEGs, not in subfolders")
@@ -107,13 +108,19 @@ class ImageFolder(Dataset):
     @property
     def labels(self) -> list[int] | None:
         """The classes in the names that `cspd sample` gives, or None if a file has another name."""
-        found = [re.search(r"_label(\d+)_", path.name) for path in self.files]
-        return [int(match[1]) for match in found] if all(found) else None
+        labels = []
+        for path in self.files:
+            match = re.search(r"_label(\d+)_", path.name)
+            if match is None:
+                return None
+            labels.append(int(match[1]))
+        return labels
 
 
 def _by_number(path: Path) -> tuple[str, str]:
     """A key to sort files by name, and by the numbers in their names."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), path.name), path.name
+    padded = re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), path.name)
+    return padded, path.name
 
 
 def beginning(path: Path) -> str:
@@ -151,12 +158,15 @@ def read_image(path: Path) -> Tensor:
             its EXIF data.
     """
     with _opened(path) as image:
-        if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255:
-            raise ValueError("it has transparent pixels: put it on a background")
+        if image.has_transparency_data:
+            lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
+            if lowest < 255:
+                raise ValueError("it has transparent pixels: put it on a background")
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             raise ValueError("its EXIF data rotate it: rotate its pixels instead")
         if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip instead of scaling
-            image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+            scaled = np.rint(np.asarray(image) / 257)
+            image = Image.fromarray(scaled.astype(np.uint8))
         pixels = np.array(image.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
@@ -174,8 +184,10 @@ def to_pixels(images: np.ndarray) -> np.ndarray:
     low, high = images.min(), images.max()
     is_float = images.dtype.kind == "f"
     if is_float and low >= 0 and high <= 1:
-        # one image at a time: float32 copies of all images would take four times their memory
-        return np.stack([to_uint8(torch.from_numpy(image.astype(np.float32))).numpy() for image in images])
+        pixels = np.empty(images.shape, np.uint8)
+        for i, image in enumerate(images):  # a float32 copy of all images would take four times their memory
+            pixels[i] = to_uint8(torch.from_numpy(image.astype(np.float32))).numpy()
+        return pixels
     are_integers = not is_float or all((image % 1 == 0).all() for image in images)
     if low >= 0 and high <= 255 and are_integers:
         return images.astype(np.uint8)
@@ -214,7 +226,9 @@ Subject = int | str  # the number of a class, or a prompt
 
 def asking_for(request: Request, subject: Subject) -> Request:
     """The request with another class or prompt."""
-    return request.but(prompt=subject) if isinstance(subject, str) else request.but(label=subject)
+    if isinstance(subject, str):
+        return request.but(prompt=subject)
+    return request.but(label=subject)
 
 
 def subject_of(request: Request) -> Subject:
@@ -242,6 +256,8 @@ def prompts_of(folder: ImageFolder) -> list[str] | None:
         record = checked_json(folder.files[0].parent / RECORD, shape, "")
     except ValueError:
         return None
-    prompts = {image["file"]: image["request"].get("prompt") for image in record["images"]}
+    prompts = {}
+    for image in record["images"]:
+        prompts[image["file"]] = image["request"].get("prompt")
     found = [prompts.get(path.name) for path in folder.files]
     return None if None in found else found

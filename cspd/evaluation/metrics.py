@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -38,7 +38,7 @@ from torch_fidelity.utils import create_feature_extractor, extract_featuresdict_
 from tqdm import tqdm
 
 from cspd.device import pick_device
-from cspd.evaluation.images import ImageFolder, ImageList, beginning, to_pixels
+from cspd.evaluation.images import ImageFolder, ImageList, beginning, read_image, to_pixels
 from cspd.files import WEIGHTS, check_files, checked_json, weight_files
 from cspd.models import bundled, bundled_folder
 from cspd.request import to_pil
@@ -63,8 +63,8 @@ RANGES = {
 def around(name: str, value: float, error: float) -> list[float]:
     """The interval [low, high] of a value with a name in `RANGES`, from its standard error."""
     low, high = RANGES[name]
-    ends = np.array([value - NORMAL * error, value + NORMAL * error])
-    return ends.clip(low, high).tolist()
+    half = NORMAL * error
+    return [min(max(end, low), high) for end in (value - half, value + half)]
 
 
 def wilson(fraction: float, num: int) -> list[float]:
@@ -75,8 +75,9 @@ def wilson(fraction: float, num: int) -> list[float]:
     width if all of 8 trials succeed.
     """
     weight = NORMAL**2 / num
+    variance = fraction * (1 - fraction) * weight + (weight / 2) ** 2
     centre = (fraction + weight / 2) / (1 + weight)
-    half = math.sqrt(fraction * (1 - fraction) * weight + (weight / 2) ** 2) / (1 + weight)
+    half = math.sqrt(variance) / (1 + weight)
     # rounding must not exclude the fraction itself, which is an end of the interval at 0 and at 1
     low = min(fraction, max(0.0, centre - half))
     high = max(fraction, min(1.0, centre + half))
@@ -105,6 +106,7 @@ def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) ->
         ValueError: the samples' shapes differ, there are fewer than 8 pairs, or a value is not finite.
     """
     num = len(x)
+    size = permutations + 1, num
     if x.shape != y.shape or num < LEAST_PAIRS:
         shapes = f"{list(x.shape)} and {list(y.shape)}"
         raise ValueError(f"samples of shapes {shapes}: give pairs of one size, {LEAST_PAIRS} or more")
@@ -115,7 +117,7 @@ def energy_test(x: Tensor, y: Tensor, permutations: int = 999, seed: int = 0) ->
 
     # each row of `labels` assigns +1 to the images that count as x, -1 to those of y; the first row swaps no pair
     generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (permutations + 1, num), generator=generator) * 2.0 - 1
+    signs = torch.randint(0, 2, size, generator=generator) * 2.0 - 1
     signs[0] = 1
     labels = torch.cat([signs, -signs], dim=1).double()
 
@@ -216,18 +218,20 @@ def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None
     """
     if not of_texts:
         raise ValueError(f"--clip {folder} compares images with prompts: give --prompts, or leave --clip out")
-    Clip(folder, device).scores(ImageList([torch.zeros(3, 8, 8)]), ["a text"])
+    image = ImageList([torch.zeros(3, 8, 8)])
+    Clip(folder, device).scores(image, ["a text"])
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float | None]:
     """The mean over images, and its standard error, None for one image."""
-    error = values.double().std().item() / len(values) ** 0.5 if len(values) > 1 else None
-    return values.double().mean().item(), error
+    values = values.double()
+    mean = values.mean().item()
+    if len(values) == 1:
+        return mean, None
+    return mean, values.std().item() / len(values) ** 0.5
 
 
 # Small classifiers for the bundled models' images. They recognise classes, and give the features of metrics.
-
-FEATURES, CLASSES = 128, 10
 
 
 @dataclass(frozen=True)
@@ -240,14 +244,14 @@ class ClassifierConfig:
     """
 
     size: int = 32
-    widths: tuple[int, ...] = (32, 64, FEATURES)
+    widths: tuple[int, ...] = (32, 64, 128)
     convolutions: int = 1
-    classes: int = CLASSES
+    classes: int = 10
 
 
 CLASSIFIERS = {
     "digits32": ClassifierConfig(),
-    "emoji64": ClassifierConfig(size=64, widths=(32, 48, 96, FEATURES), convolutions=2),
+    "emoji64": ClassifierConfig(size=64, widths=(32, 48, 96, 128), convolutions=2),
 }
 
 
@@ -284,9 +288,10 @@ SPACES = {  # by name
 def space_of(target: Path) -> str | None:
     """The name of the space for the images of a target's file, or None if it is not of a bundled checkpoint."""
     folder = target.parent.resolve()
-    for checkpoint, path in bundled().items():
-        if path.resolve() == folder:
-            return next((name for name, space in SPACES.items() if checkpoint in space.checkpoints), None)
+    own = [checkpoint for checkpoint, path in bundled().items() if path.resolve() == folder]
+    for name, space in SPACES.items():
+        if set(own) & set(space.checkpoints):
+            return name
     return None
 
 
@@ -340,9 +345,12 @@ def read_classifier(path: Path, sizes: ClassifierConfig) -> Classifier:
 
 def accuracy(classifier: Classifier, images: Tensor, labels: Tensor) -> float:
     """The fraction of images [B, 3, size, size] in 0..1 that are recognised as their labels [B]."""
+    predicted = []
     with torch.inference_mode():
-        predicted = torch.cat([classifier(part * 2 - 1).argmax(1) for part in images.split(500)])
-    return (predicted == labels).float().mean().item()
+        for part in images.split(500):
+            logits = classifier(part * 2 - 1)
+            predicted.append(logits.argmax(1))
+    return (torch.cat(predicted) == labels).float().mean().item()
 
 
 # The feature extractors of spaces, under the names that torch-fidelity knows them by.
@@ -438,7 +446,8 @@ def load_reference(path: Path) -> Reference:
         if "mu" in arrays and "sigma" in arrays:
             statistics = to_statistics(arrays["mu"], arrays["sigma"])
         if "arr_0" in arrays:
-            images = ImageList(torch.from_numpy(to_pixels(arrays["arr_0"])).permute(0, 3, 1, 2))
+            pixels = torch.from_numpy(to_pixels(arrays["arr_0"]))
+            images = ImageList(pixels.permute(0, 3, 1, 2))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if statistics is None and images is None:
@@ -449,8 +458,8 @@ def load_reference(path: Path) -> Reference:
 def _folder_as_reference(path: Path) -> Reference:
     folder = ImageFolder(path)
     digest = hashlib.sha256()
-    for index, file in enumerate(tqdm(folder.files, desc="reading the reference", unit=" image", delay=2)):
-        folder[index]  # a damaged image must fail now, not after hours of sampling
+    for file in tqdm(folder.files, desc="reading the reference", unit=" image", delay=2):
+        read_image(file)  # a damaged image must fail now, not after hours of sampling
         digest.update(file.name.encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return Reference(path.name, digest.hexdigest(), images=folder)
@@ -475,10 +484,10 @@ def to_statistics(mu: np.ndarray, sigma: np.ndarray) -> dict[str, np.ndarray]:
     """
     if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
         raise ValueError(f"mu and sigma are {list(mu.shape)} and {list(sigma.shape)}: give [D] and [D, D]")
-    statistics = {"mu": mu.astype(np.float64), "sigma": sigma.astype(np.float64)}
-    if not all(np.isfinite(values).all() for values in statistics.values()):
+    mu, sigma = mu.astype(np.float64), sigma.astype(np.float64)
+    if not (np.isfinite(mu).all() and np.isfinite(sigma).all()):
         raise ValueError("mu or sigma has NaN or infinite values: give statistics of finite features")
-    return statistics
+    return {"mu": mu, "sigma": sigma}
 
 
 # The quality of images: FID, Inception score, KID, precision and recall, by torch-fidelity, in several feature spaces.
@@ -525,7 +534,8 @@ def _extract(options: dict) -> tuple[Tensor, Tensor]:
     name, weights = options["feature_extractor"], options["feature_extractor_weights_path"]
     provided = FEATURE_EXTRACTORS_REGISTRY[name]
     layers = [provided.get_default_feature_layer_for_metric(metric) for metric in ("fid", "isc")]
-    others = {key: value for key, value in options.items() if key != "feature_extractor"}
+    others = dict(options)
+    del others["feature_extractor"]
     try:
         if weights is not None:
             read_tensors(Path(weights))  # torch-fidelity's own loading would run code in the file
@@ -592,7 +602,8 @@ def _check_reference(reference: Reference, images: Dataset, features: Tensor, sp
                 f" {own_width}x{own_height}: give a reference of their size, since scaling changes the features"
             )
     if reference.statistics is not None:
-        given, expected = len(reference.statistics["mu"]), features.shape[1]
+        given = len(reference.statistics["mu"])
+        expected = features.shape[1]
         if given != expected:
             raise ValueError(
                 f"{reference.name} has statistics of {given} features, and the {space} space has {expected}: give"
@@ -602,7 +613,10 @@ def _check_reference(reference: Reference, images: Dataset, features: Tensor, sp
 
 def _missing(space: str, num: int, reference: Reference | None, labels: Sequence[int] | None) -> dict[str, str]:
     """The reason for each missing metric, by name."""
-    missing = {name: f"{num} images: {least} are needed" for name, least in LEAST.items() if num < least}
+    missing = {}
+    for name, least in LEAST.items():
+        if num < least:
+            missing[name] = f"{num} images: {least} are needed"
     if reference is None:
         missing |= dict.fromkeys(("fid", *OF_IMAGES), "there is no reference")
     elif reference.images is None:
@@ -676,8 +690,10 @@ def measure(
         measured = calculate_metrics(**options, **by_images) if any(by_images.values()) else {}
 
     values = {name: measured.get(key) for name, key in KEYS.items()}
-    by_features = [name for name in ("inception_score", "fid") if name not in missing and not by_images.get(name)]
-    values |= of_features(features, logits, by_features, reference)
+    names = {"inception_score", "fid"} - set(missing)
+    if by_images["fid"]:
+        names.discard("fid")
+    values |= of_features(features, logits, names, reference)
     values["accuracy"] = interval = None
     if "accuracy" not in missing:
         recognised = logits.argmax(1) == torch.tensor(labels)
@@ -696,7 +712,7 @@ def unmeasured(num: int, reason: str) -> dict:
     return {"num": num, **values, "missing": dict.fromkeys([*KEYS, "accuracy"], reason)}
 
 
-def of_features(features: Tensor, logits: Tensor, names: Sequence[str], reference: Reference | None) -> dict:
+def of_features(features: Tensor, logits: Tensor, names: Collection[str], reference: Reference | None) -> dict:
     """The metrics in `names` that need only features and logits.
 
     These are "fid", against a reference's statistics, and "inception_score", with "inception_score_std".
@@ -705,7 +721,7 @@ def of_features(features: Tensor, logits: Tensor, names: Sequence[str], referenc
     if "inception_score" in names:
         measured |= isc_features_to_metric(logits)
     if "fid" in names:
-        statistics = fid_features_to_statistics(features)
-        statistics = {name: value.astype(np.float64) for name, value in statistics.items()}
-        measured |= fid_statistics_to_metric(statistics, reference.statistics, verbose=False)
+        own = fid_features_to_statistics(features)
+        own = to_statistics(own["mu"], own["sigma"])
+        measured |= fid_statistics_to_metric(own, reference.statistics, verbose=False)
     return {name: measured[key] for name, key in KEYS.items() if key in measured}

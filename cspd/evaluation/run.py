@@ -55,7 +55,8 @@ class Processes:
         self.local = _number("LOCAL_RANK", 0)
         missing = [name for name in VARIABLES if name not in os.environ]
         if self.size > 1 and missing:
-            raise ValueError(f"WORLD_SIZE={self.size} without {', '.join(missing)}: {REMEDY}")
+            names = ", ".join(missing)
+            raise ValueError(f"WORLD_SIZE={self.size} without {names}: {REMEDY}")
         if self.size > 1:
             _number("MASTER_PORT", 0, high=65535)
 
@@ -101,7 +102,8 @@ class Processes:
 
     def from_first(self, work: Callable[[], T]) -> T:
         """Runs `work` in the first process only, and returns its result in all; errors as in `together`."""
-        return self._exchange(self.together(lambda: work() if self.rank == 0 else None))[0]
+        result = self.together(lambda: work() if self.rank == 0 else None)
+        return self._exchange(result)[0]
 
     def _exchange(self, value: object) -> list:
         """The values of all processes, by rank."""
@@ -125,7 +127,8 @@ class Processes:
 def _number(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
     """The launcher's variable of this name."""
     text = os.environ.get(name, str(default))
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not low <= int(text) <= high:
+    is_number = re.fullmatch(r"\d{1,9}", text, re.ASCII)
+    if not is_number or not low <= int(text) <= high:
         raise ValueError(f"{name}={shortened(text)} is not an integer from {low} to {high}: {REMEDY}")
     return int(text)
 
@@ -171,19 +174,25 @@ class Shards(Dataset):
         shard = index // SIZE
         if self._last is None or self._last[0] != shard:
             self._last = shard, self._images(shard)
-        return torch.from_numpy(self._last[1][index % SIZE]).permute(2, 0, 1)
+        _, images = self._last
+        return torch.from_numpy(images[index % SIZE]).permute(2, 0, 1)
 
     def name(self, shard: int) -> str:
         return f"{shard:05d}.npz"
 
     def indices(self, shard: int) -> range:
         """The indices of a shard's images."""
-        return range(shard * SIZE, min((shard + 1) * SIZE, self.num))
+        start = shard * SIZE
+        return range(start, min(start + SIZE, self.num))
 
     def num_written(self) -> int:
         """The number of images in existing shards."""
         existing = {path.name for path in self.folder.glob("*.npz")}
-        return sum(len(self.indices(shard)) for shard in range(self.count) if self.name(shard) in existing)
+        num = 0
+        for shard in range(self.count):
+            if self.name(shard) in existing:
+                num += len(self.indices(shard))
+        return num
 
     def read(self, shard: int, name: str) -> np.ndarray:
         """One array of a shard."""
@@ -207,7 +216,10 @@ class Shards(Dataset):
 
     def subjects(self) -> list[Subject]:
         """The class or prompt of each image."""
-        return [label for shard in range(self.count) for label in self.read(shard, "labels").tolist()]
+        subjects = []
+        for shard in range(self.count):
+            subjects += self.read(shard, "labels").tolist()
+        return subjects
 
     def largest_tokens(self) -> dict:
         """The largest magnitude of MAR's tokens, and how many images reach `EXPLODED`.
@@ -217,11 +229,13 @@ class Shards(Dataset):
         sizes = [stats.get("largest_token") for stats in self.stats()]
         if None in sizes:
             return {"largest_token": None, "exploded": None}
-        return {"largest_token": max(sizes), "exploded": sum(size >= EXPLODED for size in sizes)}
+        exploded = [size for size in sizes if size >= EXPLODED]
+        return {"largest_token": max(sizes), "exploded": len(exploded)}
 
     def write(self, shard: int, arrays: dict[str, np.ndarray]) -> None:
         """Writes a shard from the `arrays_of` all its images, in order. Raises OSError as `publishing`."""
-        write_item(self.folder / self.name(shard), arrays, self._made_of(shard))
+        path = self.folder / self.name(shard)
+        write_item(path, arrays, self._made_of(shard))
 
     def missing(self, side: int) -> list[int]:
         """The shards still to be generated. Damaged shards, and shards of other images, are removed.
@@ -229,7 +243,11 @@ class Shards(Dataset):
         `side`: of an image, in pixels.
         """
         shards = {self.name(shard): shard for shard in range(self.count)}
-        missing = missing_files(self.folder, shards, lambda name: self._is_whole(shards[name], side))
+
+        def is_whole(name: str) -> bool:
+            return self._is_whole(shards[name], side)
+
+        missing = missing_files(self.folder, shards, is_whole)
         for name in missing:
             (self.folder / name).unlink(missing_ok=True)
         return [shards[name] for name in missing]
@@ -265,11 +283,13 @@ def shards_store(folder: Path) -> Store:
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
     """The arrays of a shard of these images."""
+    images = [to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]
+    stats = [_stats_of(output) for output in outputs]
     return {
-        "images": np.stack([to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]),
+        "images": np.stack(images),
         "labels": np.array([subject_of(output.request) for output in outputs]),
         "seeds": np.array([output.request.seed for output in outputs]),
-        "stats": np.array(json.dumps([_stats_of(output) for output in outputs])),
+        "stats": np.array(json.dumps(stats)),
     }
 
 
@@ -377,7 +397,9 @@ def _plan(
 def _common(request: Request) -> dict:
     """The settings that the requests of all images share."""
     settings = request.but(prompt=None).to_dict()
-    return {name: value for name, value in settings.items() if name not in ("label", "seed")}
+    for own in ("label", "seed"):
+        settings.pop(own, None)
+    return settings
 
 
 def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:
@@ -387,15 +409,18 @@ def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: S
     sleep between products, and rounds on a CPU take longer.
     """
     order = [index for shard in todo for index in shards.indices(shard)]
-    finished: dict[int, dict[int, Output]] = defaultdict(dict)
+    finished: dict[int, dict[int, Output]] = defaultdict(dict)  # of each shard, by the index of the image
     writing: deque = deque()
     with ThreadPoolExecutor(1) as writer:
-        for k, output in engine.stream([requests[index] for index in order], on_progress=bar.watch):
-            shard = order[k] // SIZE
-            finished[shard][order[k]] = output
-            if len(finished[shard]) == len(shards.indices(shard)):
+        stream = engine.stream([requests[index] for index in order], on_progress=bar.watch)
+        for position, output in stream:
+            index = order[position]
+            shard = index // SIZE
+            finished[shard][index] = output
+            indices = shards.indices(shard)
+            if len(finished[shard]) == len(indices):
                 outputs = finished.pop(shard)
-                arrays = arrays_of([outputs[i] for i in shards.indices(shard)])
+                arrays = arrays_of([outputs[i] for i in indices])
                 writing.append(writer.submit(shards.write, shard, arrays))
             if len(writing) > WRITING:
                 writing.popleft().result()  # raises its errors
