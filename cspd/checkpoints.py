@@ -207,6 +207,7 @@ def checkpoint_files(checkpoint: str | Path) -> dict[str, Path | None]:
         files["eagle"] = _first(folder, _VQ_FILES["eagle"])
         files["tokenizer"] = _first(folder, CHAMELEON_DECODER)
         return files
+    # one family's files only: another family's autoencoder may be in the same folder
     own = patterns_of(target)
     for name, patterns in own.items():
         if name != "target":
@@ -396,6 +397,7 @@ def _room_for(files: Mapping[str, Path], device: torch.device) -> str:
     """
     weights = [file for name, file in files.items() if name != "text_encoder"]
     needed = torch.float32.itemsize * sum(map(count_numbers, weights))
+    # weights pass through the CPU's memory on their way to a GPU
     for memory in {device, torch.device("cpu")}:
         free = free_bytes(memory)
         if needed > free:
@@ -455,6 +457,7 @@ def _vq_models(files: Mapping[str, Path], arch: str | None, eagle_must_fit: bool
         target.config = replace(target.config, block_size=num_tokens)
     draft = load_gpt(files["draft"]) if "draft" in files else None
     eagle = load_eagle(files["eagle"]) if "eagle" in files else None
+    # a folder may have several targets' files: a drafter of another width is not this target's
     if eagle and eagle.config.dim != target.config.dim and not eagle_must_fit:
         eagle = None
     # weights fit any resolution: drafters take the target's

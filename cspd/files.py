@@ -59,7 +59,7 @@ def publishing(path: Path) -> Iterator[Path]:
     try:
         with explained(path):
             yield temporary
-            os.replace(temporary, path)
+            os.replace(temporary, path)  # atomic within a folder
     except BaseException:
         with contextlib.suppress(OSError):  # the first error matters
             temporary.unlink(missing_ok=True)
@@ -167,6 +167,7 @@ def parse_json(text: str) -> Any:
 
 
 def _finite(text: str) -> float:
+    # json passes NaN and Infinity here, and also 1e999, which float makes infinite
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"it has the number {text}")
@@ -248,6 +249,7 @@ def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
     """SHA-256, in hexadecimal, of the names, types, shapes and values of arrays and of plain values."""
     digest = hashlib.sha256(_canonical(made_of).encode())
     for name in sorted(arrays):
+        # the header tells apart arrays of other shapes or types with the same bytes
         array = np.asarray(arrays[name])
         header = f"{name} {array.dtype.str} {array.shape}\n"
         digest.update(header.encode())

@@ -77,7 +77,8 @@ def _this_process() -> str:
 
 # The folder of a run of `sample`, `compare`, `tune` or `evaluate`, which resumes if it was interrupted.
 
-DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}  # settings that a method may choose
+# settings that a method may choose: a resumed run that leaves them open has the earlier run's choice
+DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}
 REMEDY = "give another --out"
 NAMES_SHOWN = 5  # differences, or files, that a message names, at most
 LONGEST = 1000  # characters of a value in a message; paths are long
@@ -145,6 +146,7 @@ class Store:
             self.files = list(files)
         else:
             self.files = list(dict.fromkeys([*listed, *files]))
+        # listed in the record, so that the next run knows which half-written files are ours
         self.temporary = [self._free_temporary(name) for name in (self.name, *self.files)]
         return record
 
@@ -153,6 +155,7 @@ class Store:
         self._remove(self._replaced)
         for parent in {(self.folder / name).parent for name in self.files}:
             make_folder(parent)
+        # a file is ours only if the record lists it, so the record comes first
         self.save(record)
 
     def save(self, record: Mapping) -> None:
@@ -288,6 +291,7 @@ def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
         if isinstance(before, dict) and isinstance(now, dict):
             found += differences(before, now, f"{name}.")
             continue
+        # a missing setting is not left open: it is a setting of another method or version
         is_open = key in DECIDED and key in new and now is None
         if before != now and not is_open:
             found.append(f"{name} was {_shown(before)}, now {_shown(now)}")
@@ -339,8 +343,9 @@ def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
     for name in (*COUNTS, LAZY):
         total = sum(image.get(name, 0) for image in stats)
         summary[f"{name}_per_image"] = total / len(stats)
+    # VQ models only: tokens per forward pass, and the bound, which is a mean over images
     compression = _mean_of(stats, "step_compression")
-    if compression is not None:  # of VQ models
+    if compression is not None:
         summary["step_compression"] = compression
         summary["rounds_by_codes_committed"] = _rounds_by_tokens(stats)
         summary["bound_standard_error"] = standard_error([image["bound"] for image in stats])
@@ -407,6 +412,7 @@ def speed_line(summary: Mapping, at_once: int) -> str | None:
     faster = f"{speedup:.1f}x as fast as baseline sampling (ar)"
     if speedup >= WORTH:
         return faster
+    # a difference of less than WORTH, either way, may be the machine's
     images = "1 image" if at_once == 1 else f"{at_once} images"
     line = f"no speed-up with {images} at once on this device"
     if speedup < 1 / WORTH:
@@ -454,7 +460,7 @@ def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None 
         "command": command,
         "commit": commit_of(Path(__file__)),
         "versions": versions,
-        "machine": {name: value for name, value in machine.items() if name != "torch"},
+        "machine": {name: value for name, value in machine.items() if name != "torch"},  # torch is in versions
         "models": list(models),
     }
 
@@ -516,6 +522,7 @@ def file_fingerprint(path: Path) -> str:
 
 def together(fingerprints: Sequence[str]) -> str:
     """One fingerprint for several. The fingerprint of a single file stays as it is."""
+    # users can compare it with sha256sum
     if len(fingerprints) == 1:
         return fingerprints[0]
     return hashlib.sha256("".join(fingerprints).encode()).hexdigest()

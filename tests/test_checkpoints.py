@@ -1,4 +1,4 @@
-"""Checkpoints by name, folder or hub, and their classes by name."""
+"""Checkpoints by name, in folders and on the hub, and an engine in a notebook."""
 
 from __future__ import annotations
 
@@ -36,14 +36,7 @@ def test_an_unknown_name(name, hint):
     assert str(caught.value).startswith(f"{name}: no checkpoint there")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("target.safetensors", "checkpoint-last.pth"),
-        ("c2i_B_256.pt", "c2i_L_256.pt"),
-        ("checkpoint-last.pth", "c2i_B.pt"),
-    ],
-)
+@pytest.mark.parametrize("names", [("target.safetensors", "checkpoint-last.pth"), ("c2i_B_256.pt", "c2i_L_256.pt")])
 def test_a_folder_with_two_targets(names, tmp_path):
     for name in names:
         (tmp_path / name).touch()
@@ -308,10 +301,6 @@ def test_a_model_that_could_not_be_loaded_is_not_saved(models, tmp_path):
 
 def test_without_a_description_1000_classes_are_imagenets(tmp_path):
     assert described(tmp_path, 1000)[0] is imagenet() and not described(tmp_path, 10)[0].texts
-
-
-def test_bundled_classes_have_names(digits):
-    assert digits.check(Request("seven")).label == 7
 
 
 # ---- Checkpoints on the Hugging Face Hub

@@ -155,6 +155,7 @@ def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
     if request.get("first_timestep") is not None:
         guarantee += f", chains from timestep {request['first_timestep']}"
     lines = [("method", request["method"], guarantee)]
+    # the cost of VQ models is their forward passes, of MAR its head calls
     if "step_compression" in sampling:
         lines.append(("tokens per forward pass", f"{sampling['step_compression']:.2f}", ""))
     else:
@@ -255,6 +256,7 @@ def _study(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
     for key in RUN:
         if key in common:
             settings[key] = common.pop(key)
+    # without a study: baseline sampling and the default method of the checkpoint's family
     if entries is None:
         common = {"checkpoint": BUNDLED["MAR"]} | common
         default = DEFAULTS[family_of(common["checkpoint"])]
@@ -297,12 +299,14 @@ def run_evaluate(args: argparse.Namespace) -> None:
             _measure_folder(args)
         return
     prompts = read_prompts(args.prompts) if args.prompts else None
+    # by default an image of each prompt
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
     def told() -> str:
         written = Shards(args.out, args.num).num_written()
         return f"{written} of {args.num} images are in {args.out}/"
 
+    # the store outlives the other processes: the first one still writes the report
     with if_stopped(told), shards_store(args.out) as store:
         with processes:
             args.device = processes.device(args.device)
@@ -563,6 +567,7 @@ def run_tune(args: argparse.Namespace) -> None:
     print(front_table(report))
     names = ", ".join([*written, TUNE])
     print(f"\nwrote {names} to {args.out}/")
+    # the files above say how near the candidates came
     if not chosen:
         raise ValueError(tuned["told"])
     print(f"\n{tuned['told']}\n\n  {tuned['command']}")
@@ -570,6 +575,7 @@ def run_tune(args: argparse.Namespace) -> None:
 
 def _check_limits(limits: Mapping[str, float], how: Mapping[str, object]) -> None:
     """Raises ValueError if images of these models have no value for a limit."""
+    # a divergence is measured when a method is fitted, and needs no images
     if "divergence" in limits:
         return
     if not how:
@@ -590,6 +596,7 @@ def command(args: argparse.Namespace, row: Configuration) -> str:
         words += ["--plugin", str(file)]
     models = {name: getattr(args, name) for name in MODEL}
     given = models | options | {"max_batch": args.max_batch}
+    # flags at their defaults are left out; True and False become --name and --no-name
     for name, value in given.items():
         if value is None or value == usual.get(name):
             continue

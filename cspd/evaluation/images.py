@@ -119,6 +119,7 @@ class ImageFolder(Dataset):
 
 def _by_number(path: Path) -> tuple[str, str]:
     """A key to sort files by name, and by the numbers in their names."""
+    # zeros in front let 2 come before 10; the name itself decides between 1.png and 01.png
     padded = re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), path.name)
     return padded, path.name
 
@@ -158,6 +159,7 @@ def read_image(path: Path) -> Tensor:
             its EXIF data.
     """
     with _opened(path) as image:
+        # an alpha channel that is opaque everywhere does no harm
         if image.has_transparency_data:
             lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
             if lowest < 255:
@@ -210,6 +212,7 @@ def export_npz(images: Dataset, path: Path) -> None:
     """
     check_npz(path)
     height, width = images[0].shape[1:]
+    # np.savez would need all images in memory
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), height, width, 3)}
     with publishing(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as file:

@@ -586,6 +586,7 @@ def check(
 ) -> None:
     """Raises the errors of `measure` for images of this size, by default square, before sampling."""
     blank = ImageList([torch.zeros(3, height, width or height)])
+    # a black image meets the same errors as the real ones: wrong sizes, weights, reference
     extracted = features(blank, space=space, weights=weights, device=device)
     if reference is not None:
         _check_reference(reference, blank, extracted, space)
@@ -718,6 +719,7 @@ def of_features(features: Tensor, logits: Tensor, names: Collection[str], refere
     These are "fid", against a reference's statistics, and "inception_score", with "inception_score_std".
     """
     measured = {}
+    # torch-fidelity's own formulas, on features that were extracted once
     if "inception_score" in names:
         measured |= isc_features_to_metric(logits)
     if "fid" in names:

@@ -94,6 +94,7 @@ class Processes:
             result = work()
         except (ValueError, OSError, torch.OutOfMemoryError) as failure:
             error = failure
+        # every process learns who failed, so that none waits for a process that has ended
         failures = self._exchange(error is not None)
         if any(failures):
             first = failures.index(True)
@@ -172,6 +173,7 @@ class Shards(Dataset):
         if not 0 <= index < self.num:
             raise IndexError(index)
         shard = index // SIZE
+        # images are read in order: the last shard is enough of a cache
         if self._last is None or self._last[0] != shard:
             self._last = shard, self._images(shard)
         _, images = self._last
@@ -272,7 +274,7 @@ class Shards(Dataset):
         arrays = read_item(self.folder / self.name(shard), made_of, like)
         if arrays is None:
             return False
-        # compared here, since shards of older versions have no digest
+        # labels and seeds are compared here, since shards of older versions have no digest
         return all(arrays[name].tolist() == made_of[name] for name in ("labels", "seeds"))
 
 
