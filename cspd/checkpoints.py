@@ -35,10 +35,12 @@ from mar.tensors import CheckpointError, count_numbers
 NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+)?", re.ASCII)
 
 
-def is_name(text: str) -> bool:
-    """Whether a text is a name on the hub, "org/name" or "org/name/file", and not a local path."""
-    first = text.partition("/")[0]
-    return NAME.fullmatch(text) is not None and not Path(first).exists()
+def is_remote(checkpoint: str | Path) -> bool:
+    """Whether it is a name on the hub, "org/name" or "org/name/file", and not a local path."""
+    if not isinstance(checkpoint, str) or not NAME.fullmatch(checkpoint):
+        return False
+    first = checkpoint.partition("/")[0]
+    return not Path(first).exists()  # a folder of this name: a mistyped local path is likelier
 
 
 @functools.cache
@@ -142,11 +144,6 @@ def path_of(path: str | Path, name: str) -> Path:
     if not os.fspath(path):
         raise ValueError(f"{name} is empty: give a file, or leave it out")
     return Path(path)
-
-
-def is_remote(checkpoint: str | Path) -> bool:
-    """Whether it is a name on the hub, and not a local path."""
-    return isinstance(checkpoint, str) and is_name(checkpoint)
 
 
 def _find(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -300,8 +300,9 @@ def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
 
 def _title(key: str, value: object) -> str:
     """The name that users know a setting by: a record has prompts as "labels"."""
-    are_prompts = isinstance(value, list) and any(isinstance(each, str) for each in value)
-    return "prompts" if key == "labels" and are_prompts else key
+    if key == "labels" and isinstance(value, list) and value and isinstance(value[0], str):
+        return "prompts"
+    return key
 
 
 def _shown(value: object) -> str:
@@ -413,8 +414,8 @@ def speed_line(summary: Mapping, at_once: int) -> str | None:
     if speedup >= WORTH:
         return faster
     # a difference of less than WORTH, either way, may be the machine's
-    images = "1 image" if at_once == 1 else f"{at_once} images"
-    line = f"no speed-up with {images} at once on this device"
+    noun = "image" if at_once == 1 else "images"
+    line = f"no speed-up with {at_once} {noun} at once on this device"
     if speedup < 1 / WORTH:
         line = f"{faster}: {line}"
     return line + _advice(summary["alternative"])

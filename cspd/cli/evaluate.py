@@ -216,12 +216,12 @@ def run_compare(args: argparse.Namespace) -> None:
     subjects = prompts or class_numbers(settings["labels"], rows[0].engine)
     num = settings["num"]
 
-    def told() -> str:
+    def progress() -> str:
         chunks_per_row = -(-num // settings["max_batch"])
         total = len(rows) * chunks_per_row
         return files_told(args.out, f"{CHUNKS}/*.npz", total, "chunks of images")
 
-    with if_stopped(told), comparison_store(args.out) as store:
+    with if_stopped(progress), comparison_store(args.out) as store:
         report, images = compare(
             rows,
             subjects,
@@ -302,12 +302,12 @@ def run_evaluate(args: argparse.Namespace) -> None:
     # by default an image of each prompt
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
-    def told() -> str:
+    def progress() -> str:
         written = Shards(args.out, args.num).num_written()
         return f"{written} of {args.num} images are in {args.out}/"
 
     # the store outlives the other processes: the first one still writes the report
-    with if_stopped(told), shards_store(args.out) as store:
+    with if_stopped(progress), shards_store(args.out) as store:
         with processes:
             args.device = processes.device(args.device)
             engine, request, subjects, settings, how = processes.together(
@@ -538,12 +538,12 @@ def run_tune(args: argparse.Namespace) -> None:
     how = how_to_evaluate(args, [baseline])
     _check_limits(limits, how)
 
-    def told() -> str:
+    def progress() -> str:
         written = len(list((args.out / CHUNKS).glob("*.npz")))
         return f"{written} chunks of images are in {args.out}/"
 
     print(f"{len(found)} candidates; looking for the fastest with {wanted(limits)}")
-    with if_stopped(told), comparison_store(args.out) as store:
+    with if_stopped(progress), comparison_store(args.out) as store:
         report, images = tune(
             baseline,
             found,

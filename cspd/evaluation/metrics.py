@@ -225,10 +225,8 @@ def check_clip(folder: Path, device: torch.device | str, of_texts: bool) -> None
 def mean_and_error(values: Tensor) -> tuple[float, float | None]:
     """The mean over images, and its standard error, None for one image."""
     values = values.double()
-    mean = values.mean().item()
-    if len(values) == 1:
-        return mean, None
-    return mean, values.std().item() / len(values) ** 0.5
+    error = values.std().item() / len(values) ** 0.5 if len(values) > 1 else None
+    return values.mean().item(), error
 
 
 # Small classifiers for the bundled models' images. They recognise classes, and give the features of metrics.
@@ -295,15 +293,15 @@ def space_of(target: Path) -> str | None:
     return None
 
 
-def _layer(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
-    conv = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
-    return [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
-
-
 def _stage(in_channels: int, out_channels: int, convolutions: int) -> nn.Sequential:
-    layers = _layer(in_channels, out_channels, stride=2)
-    for _ in range(convolutions - 1):
-        layers += _layer(out_channels, out_channels, stride=1)
+    """Convolutions with batch normalisation; the first one halves the resolution."""
+    layers: list[nn.Module] = []
+    channels, stride = in_channels, 2
+    for _ in range(convolutions):
+        layers.append(nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False))
+        layers.append(nn.BatchNorm2d(out_channels))
+        layers.append(nn.ReLU())
+        channels, stride = out_channels, 1
     return nn.Sequential(*layers)
 
 
