@@ -31,7 +31,7 @@ from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
 from cspd.device import describe
 from cspd.evaluation.run import Shards
-from cspd.files import DIGEST, append_json, check_file, publishing, read_item, write_item, write_json
+from cspd.files import DIGEST, append_json, check_file, checked_json, publishing, read_item, write_item, write_json
 from cspd.runs import DECIDED, LOCK, Store, differences, earlier_choices
 from cspd.terminal import __version__
 
@@ -69,6 +69,30 @@ def test_paths_that_cannot_be_written_are_refused_before_any_work(tmp_path):
             check_file(tmp_path / name, "--json")
     check_file(tmp_path / ("a" * 251), "--json")
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link"}
+
+
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        ('{"name": "a", "sizes": [1, 2.5]}', None),
+        ('{"name": "a", "sizes": [], "more": {"b": 1}}', None),
+        ('{"name": "a", "sizes": [1, true]}', r"sizes\[1\]"),
+        ('{"name": "a", "sizes": [], "more": {"b": "c"}}', r"more\.b"),
+        ('{"sizes": []}', "name"),
+        ("[]", "the content"),
+        ('{"name": "a", "sizes": [1e999]}', "1e999"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_json_of_another_shape_is_refused(tmp_path, text, wrong):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    shape = {"name": str, "sizes": [(int, float)], "more?": {str: int}}
+    if wrong is None:
+        assert checked_json(path, shape, "") == json.loads(text)
+    else:
+        with pytest.raises(ValueError, match=rf"a\.json.*{wrong}.*: write it again"):
+            checked_json(path, shape, "write it again")
 
 
 # ---- Whose a folder is

@@ -7,7 +7,6 @@ import pytest
 import torch
 from PIL import Image
 
-from cspd.cli import main
 from cspd.evaluation.images import ImageFolder
 from cspd.evaluation.metrics import load_reference
 
@@ -92,23 +91,3 @@ def test_damaged_images_are_refused_by_name(tmp_path, name):
         (folder / name).write_bytes(content[:part])
         with pytest.raises(ValueError, match=name):
             load_reference(folder)
-
-
-def test_the_commands_say_what_is_bad_before_anything_is_written(tmp_path, capsys):
-    """About images to be measured and about references."""
-    no_mean = saved(tmp_path, mu=np.full(128, np.nan), sigma=np.eye(128))
-    bad = folder_with(tmp_path / "bad", "1.png", COLOURED)
-    (bad / "1.png").write_bytes((bad / "1.png").read_bytes()[:50])
-    large = tmp_path / "large"
-    large.mkdir()
-    Image.new("RGB", (64, 64)).save(large / "0.png")
-    out = tmp_path / "out"
-    for command, message in (
-        (["evaluate", "--ref", str(bad), "--num", "1"], "1.png"),
-        (["evaluate", "--ref", str(no_mean), "--num", "1"], "reference.npz"),
-        (["evaluate", "--images", str(bad), "--ref", str(bad)], "1.png"),
-        (["compare", "--ref", str(large), "--num", "1"], "64x64"),
-    ):
-        assert main([*command, "--out", str(out)]) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1 and not out.exists()

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,6 +206,7 @@ def test_overwriting_with_a_bad_setting_keeps_the_old_run(whole, capsys):
     "options, hint",
     [
         (["--ref", "nowhere.npz"], "nowhere.npz"),
+        (["--ref", str(Path(__file__).parent)], "no images"),
         (["--space", "inception", "--weights", "nowhere.pth"], "nowhere.pth"),
         (["--labels", "3,12"], "0..9"),
         (["--checkpoint", "nowhere"], "no checkpoint there"),
@@ -299,9 +301,6 @@ def test_damaged_files_are_noticed_and_generated_again(whole, capsys):
     (whole / "00001.npz").write_bytes(content[: len(content) // 2])
     resaved(whole / "00002.npz", images=255 - arrays_in(whole / "00002.npz")["images"])
     (whole / "00003.npz").unlink()
-    left, foreign = whole / "00003.npz.tmp", {whole / "00003.npz.4711.tmp", whole / "00004.npz.tmp"}
-    for half in (left, *foreign):
-        half.write_bytes(b"half")
     capsys.readouterr()
     assert evaluate(whole, "--max-batch", "3") == 0
     after = stamps(whole)
@@ -310,9 +309,6 @@ def test_damaged_files_are_noticed_and_generated_again(whole, capsys):
     captured = capsys.readouterr()
     assert "42 images in" in captured.out  # 16 + 16 + 10
     assert "2 files" in captured.err and "00001.npz, 00002.npz\n" in captured.err
-    assert set(whole.glob("*.tmp")) == foreign  # the run would not have used these names
-    for half in foreign:
-        half.unlink()
 
 
 def arrays_in(path):
