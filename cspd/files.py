@@ -29,8 +29,6 @@ from mar.tensors import CheckpointError
 
 # Files that are written completely or not at all: an interrupted run leaves the old file or the new one.
 
-NUMBER = (int, float)
-
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
@@ -38,52 +36,53 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "make room, then the same command goes on from here" if is_full else "give a place that can be written"
-        raise OSError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
+        remedy = "give a path that can be written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "make room, then repeat the command: it resumes here"
+        reason = error.strerror or error
+        raise OSError(f"{path} cannot be written ({reason}): {remedy}") from error
 
 
 @contextlib.contextmanager
 def publishing(path: Path) -> Iterator[Path]:
     """An empty temporary file that becomes `path` when the block ends, or is removed if the block fails.
 
-    A killed process leaves it; in the folder of a run, the next run removes it (`cspd.runs`).
+    A killed process leaves the temporary file behind. In the folder of a run, the next run removes it (`cspd.runs`).
 
-    Raises OSError if it cannot be written; the message says what to do.
+    Raises OSError if the file cannot be written; the message says what to do.
     """
+    # renaming would replace a pipe or /dev/null by an ordinary file
     if _is_special(path):
-        raise OSError(f"{path} is no ordinary file, and would be replaced by one: give the name of a file")
+        raise OSError(f"{path} is not an ordinary file: give the name of a file")
     with explained(path):
         temporary = _new_file_beside(path)
     try:
         with explained(path):
             yield temporary
-            os.replace(temporary, path)
+            os.replace(temporary, path)  # atomic within a folder
     except BaseException:
-        with contextlib.suppress(OSError):  # of a folder that cannot be written: said above
+        with contextlib.suppress(OSError):  # the first error matters
             temporary.unlink(missing_ok=True)
         raise
 
 
 def _is_special(path: Path) -> bool:
     """Whether a path exists and is not an ordinary file, such as /dev/null or a folder."""
-    with contextlib.suppress(OSError):  # of a name that cannot be: writing says so
-        return path.exists() and not path.is_file()
-    return False
+    return os.path.exists(path) and not os.path.isfile(path)
 
 
 def _new_file_beside(path: Path) -> Path:
-    """Creates an empty file with the first free one of `temporary_names`; an existing file may be anybody's."""
+    """Creates an empty file under the first of `temporary_names` that is free: existing files may be somebody's."""
     names = temporary_names(path.name)
     while True:
         temporary = path.with_name(next(names))
         with contextlib.suppress(FileExistsError):
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            temporary.touch(exist_ok=False)
             return temporary
 
 
 def temporary_names(name: str) -> Iterator[str]:
-    """The names that a file may have while it is written, an endless sequence."""
+    """An endless sequence of names that a file may have while it is written."""
     yield f"{name}.tmp"
     for number in itertools.count(1):
         yield f"{name}.{number}.tmp"
@@ -97,7 +96,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Mapping | Sequence) -> None:
     """Writes as `publishing` does."""
-    write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_bytes(path, text.encode())
 
 
 def link_of(png: bytes) -> str:
@@ -106,16 +106,18 @@ def link_of(png: bytes) -> str:
 
 
 def append_json(path: Path, entry: Mapping) -> None:
-    """Adds a line to a file of JSON lines; a process that is killed then loses at most this one. Raises OSError."""
+    """Adds a line to a file of JSON lines. A process that is killed loses at most this line. Raises OSError."""
     with explained(path), path.open("a") as file:
         file.write(json.dumps(entry, allow_nan=False) + "\n")
 
 
 def check_file(path: Path, option: str) -> None:
-    """Raises ValueError or OSError if no file can be written, before hours of work."""
+    """Raises ValueError or OSError, before hours of work, if no file can be written at a path.
+
+    `option` is the flag that gives the path.
+    """
     if _is_special(path):
-        folder, other = f"is a folder: give {option} a file in it", f"is no ordinary file: give another {option}"
-        raise ValueError(f"{path} {folder if path.is_dir() else other}")
+        raise ValueError(f"{path} is a folder or not an ordinary file: give {option} the name of a file")
     try:
         _new_file_beside(path).unlink()
     except OSError as error:
@@ -130,6 +132,27 @@ def make_folder(path: Path) -> None:
         raise OSError(f"{path} cannot be written ({error.strerror}): give another --out") from error
 
 
+# Reading JSON, and comparing its values with a shape.
+
+NUMBER = (int, float)
+
+
+def checked_json(path: Path, shape: object, remedy: str, kind: type[ValueError] = ValueError) -> Any:
+    """The content of a JSON file that has a shape, see `misfit`.
+
+    Raises an error of this `kind` if the file cannot be read or has another shape. The message ends with the remedy.
+    """
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise kind(f"{path} cannot be read ({reason}): {remedy}") from error
+    wrong = misfit(content, shape)
+    if wrong:
+        raise kind(f"{path}: {wrong} has an unexpected form: {remedy}")
+    return content
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises OSError, or ValueError as `parse_json`."""
     return parse_json(path.read_text(errors="replace"))
@@ -137,16 +160,14 @@ def read_json(path: Path) -> Any:
 
 def parse_json(text: str) -> Any:
     """The content of JSON text. Raises ValueError if it is not JSON, or has NaN or an infinity, which JSON lacks."""
-    try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
 
 
 def _finite(text: str) -> float:
+    # json passes NaN and Infinity here, and also 1e999, which float makes infinite
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"it has the number {text}")
+        raise ValueError(f"it has the number {text}, which JSON lacks")
     return number
 
 
@@ -157,25 +178,31 @@ def misfit(value: object, shape: object, path: str = "") -> str | None:
         shape: a type or several; [shape], a list of such values; {"key": shape}, a mapping that has these keys ("key?"
             may be absent); {str: shape}, a mapping of such values. A boolean is not a number.
     """
+    here = path or "the content"
     if isinstance(shape, Mapping):
         if not isinstance(value, Mapping):
-            return path or "it"
+            return here
         if str in shape:
             shape = dict.fromkeys(value, shape[str])
-        parts = []
         for key, inner in shape.items():
             name = key.removesuffix("?")
-            if name == key or name in value:
-                parts.append((value.get(name), inner, f"{path}.{name}".removeprefix(".")))
-    elif isinstance(shape, list):
+            if key != name and name not in value:
+                continue
+            inside = f"{path}.{name}" if path else name
+            wrong = misfit(value.get(name), inner, inside)
+            if wrong:
+                return wrong
+        return None
+    if isinstance(shape, list):
         if not isinstance(value, list):
-            return path or "it"
-        parts = [(each, shape[0], f"{path}[{i}]") for i, each in enumerate(value)]
-    else:
-        fits = isinstance(value, shape) and not isinstance(value, bool)  # type: ignore[arg-type]
-        return None if fits else path or "it"
-    wrong = (misfit(*part) for part in parts)
-    return next(filter(None, wrong), None)
+            return here
+        for i, each in enumerate(value):
+            wrong = misfit(each, shape[0], f"{path}[{i}]")
+            if wrong:
+                return wrong
+        return None
+    fits = isinstance(value, shape) and not isinstance(value, bool)  # type: ignore[arg-type]
+    return None if fits else here
 
 
 # Arrays in files, each with a digest of the arrays and of the settings that they were made from.
@@ -191,30 +218,38 @@ def write_item(path: Path, arrays: Mapping[str, Any], made_of: Mapping) -> None:
 
 
 def read_item(path: Path, made_of: Mapping, like: Mapping[str, tuple[type, tuple]]) -> dict[str, np.ndarray] | None:
-    """The arrays of an item, or None if it is absent, damaged, made from other settings, or not `like` {name: (type,
-    shape)}.
+    """The arrays of an item, or None if it is absent, damaged or made from other settings.
 
-    Files of older versions have no digest: they are checked by `like` only.
+    Args:
+        like: {name: (type, shape)} of the arrays that the item must have. Files of older versions have no digest, and
+            only this is checked.
     """
     try:
         with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}  # reading to the end compares checksums
-    except Exception:  # a damaged archive makes its readers raise almost anything
+            # all arrays are read to their end, where their checksums are
+            arrays = {name: file[name] for name in file.files}
+    except Exception:  # the readers of a damaged archive raise almost any error
         return None
     digest = arrays.pop(DIGEST, None)
     for name, (kind, shape) in like.items():
         array = arrays.get(name)
-        if array is None or array.shape != shape or not np.issubdtype(array.dtype, kind):
+        if array is None or array.shape != shape:
             return None
-    return arrays if digest is None or str(digest) == digest_of(arrays, made_of) else None
+        if not np.issubdtype(array.dtype, kind):
+            return None
+    if digest is not None and str(digest) != digest_of(arrays, made_of):
+        return None
+    return arrays
 
 
 def digest_of(arrays: Mapping[str, Any], made_of: Mapping) -> str:
     """SHA-256, in hexadecimal, of the names, types, shapes and values of arrays and of plain values."""
     digest = hashlib.sha256(_canonical(made_of).encode())
     for name in sorted(arrays):
+        # the header tells apart arrays of other shapes or types with the same bytes
         array = np.asarray(arrays[name])
-        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        header = f"{name} {array.dtype.str} {array.shape}\n"
+        digest.update(header.encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
 
@@ -234,11 +269,12 @@ def _without_none(settings: dict) -> dict:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-# A cache of measurements: plain values in `COSTS`, found again by their key.
+# A cache of measurements: plain values in `COSTS`, which are found by their key.
 
-# the folders of bundled checkpoints: inside the package when installed, next to it in a source tree
-BUNDLED_ROOTS = (Path(__file__).parent / "checkpoints", Path(__file__).parent.parent / "checkpoints")
-CALIBRATION = "calibration"  # the folder in that of a checkpoint
+# the folders of bundled checkpoints: inside the package if it is installed, next to it in a source tree
+_PACKAGE = Path(__file__).parent
+BUNDLED_ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
+CALIBRATION = "calibration"  # the folder of calibrations in the folder of a checkpoint
 COSTS = "costs.json"  # in the user's cache folder, or in the folder of a checkpoint
 REMEMBERED = 64  # entries in memory
 
@@ -249,9 +285,9 @@ class Measured(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def check(self, *num_steps: int) -> None:
-        """Raises ValueError, saying what is wrong, for values that no measurement can have given.
+        """Raises ValueError for values that no measurement can give.
 
-        Arrays are told T, their number of denoising steps.
+        For fitted arrays, `num_steps` is their number of denoising steps, T.
         """
 
 
@@ -265,37 +301,42 @@ def user_cache() -> Path:
 
 def is_bundled(folder: Path) -> bool:
     """Whether a folder belongs to a bundled checkpoint, whose files are read and never written."""
-    return any(root.resolve() in folder.resolve().parents for root in BUNDLED_ROOTS)
+    parents = folder.resolve().parents
+    return any(root.resolve() in parents for root in BUNDLED_ROOTS)
 
 
 def identity_of(folder: Path) -> str:
-    """A hash, in hexadecimal, of the names, sizes and times of the files in a folder, hidden ones excepted."""
+    """A hash, in hexadecimal, of the names, sizes and times of the files in a folder, except hidden files."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.startswith("."):  # a file manager leaves some
+        if path.is_file() and not path.name.startswith("."):  # file managers leave hidden files
             about = path.stat()
-            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+            line = f"{path.name} {about.st_size} {about.st_mtime_ns}\n"
+            digest.update(line.encode())
     return digest.hexdigest()
 
 
 def of_device(device: torch.device) -> dict:
     """The part of a timing's key that describes the device."""
-    cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {os.cpu_count()} cores",
-        "threads": 0 if cuda else torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        threads = 0
+    else:
+        name = f"{_processor()}, {os.cpu_count()} cores"
+        threads = torch.get_num_threads()
+    return {"device": name, "threads": threads, "torch": torch.__version__}
 
 
 def _processor() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if "model name" in line:
+                return line
     return platform.processor() or platform.machine()
 
 
 def remember(cached: dict[Any, Any], key: Hashable, value: object) -> None:
-    """Adds an entry to a cache in memory; if the cache is full, the oldest entry goes."""
+    """Adds an entry to a cache in memory. If the cache is full, the oldest entry is removed."""
     if len(cached) >= REMEMBERED:
         del cached[next(iter(cached))]
     cached[key] = value
@@ -304,10 +345,11 @@ def remember(cached: dict[Any, Any], key: Hashable, value: object) -> None:
 def measured_once(
     kind: type[Kind], key: Mapping, measure: Callable[[], Kind], what: str, folder: Path, again: bool = False
 ) -> Kind:
-    """The measurement with this key: from the `COSTS` of a folder, or measured (`again`) and cached there.
+    """The measurement with this key: from the `COSTS` of a folder, or measured and cached there.
 
     Args:
-        kind: the type that `measure` returns. what: the work, in words, shown if it takes long.
+        kind: the type that `measure` returns. what: the work, in words, printed if it takes long. again: measure even
+            if there is an entry.
     """
     found = None if again else measured_before(kind, key, [folder])
     if found is None:
@@ -322,7 +364,7 @@ def measured_before(kind: type[Kind], key: Mapping, folders: Sequence[Path]) -> 
     for folder in folders:
         for entry in _entries(folder / COSTS):
             if entry["key"] == key:
-                with contextlib.suppress(TypeError, ValueError):  # of another version
+                with contextlib.suppress(TypeError, ValueError):  # another version wrote the entry
                     found = kind(**entry["costs"])
                     found.check()
                     return found
@@ -332,28 +374,24 @@ def measured_before(kind: type[Kind], key: Mapping, folders: Sequence[Path]) -> 
 def keep(key: Mapping, found: Measured, folder: Path) -> None:
     """Adds a measurement to the `COSTS` of a folder, in place of an older one with its key."""
     path = folder / COSTS
-    others = [entry for entry in _entries(path) if entry["key"] != key]  # another process may have added some
+    # read again, since another process may have added entries meanwhile
+    others = [entry for entry in _entries(path) if entry["key"] != key]
     entry = {"key": key, "costs": dataclasses.asdict(found)}  # type: ignore[call-overload]
-    with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
+    entry[DIGEST] = digest_of({}, entry)
+    with contextlib.suppress(OSError):  # the folder may be read-only: the next run measures again
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, [*others, entry | {DIGEST: digest_of({}, entry)}])
+        write_json(path, [*others, entry])
 
 
 def _entries(path: Path) -> list[dict]:
     """The undamaged measurements in a file."""
-    try:
-        entries = read_json(path)
-    except (OSError, ValueError):
-        return []
-    return [entry for entry in entries if _is_whole(entry)] if isinstance(entries, list) else []
-
-
-def _is_whole(entry: object) -> bool:
-    """Whether an entry is as `keep` wrote it."""
-    if not isinstance(entry, dict) or DIGEST not in entry:
-        return False
-    content = {name: value for name, value in entry.items() if name != DIGEST}
-    return entry[DIGEST] == digest_of({}, content)
+    entries = []
+    with contextlib.suppress(ValueError):
+        for entry in checked_json(path, [{DIGEST: str, "key": dict, "costs": dict}], ""):
+            content = {"key": entry["key"], "costs": entry["costs"]}
+            if entry[DIGEST] == digest_of({}, content):
+                entries.append(entry)
+    return entries
 
 
 def content_hash(model: nn.Module) -> str:
@@ -364,22 +402,24 @@ def content_hash(model: nn.Module) -> str:
 
 
 def _hash_of(tensor: Tensor) -> str:
-    """A hash of a tensor's type, shape and values, as bytes: numpy lacks some types."""
+    """A hash of a tensor's type, shape and values."""
+    # numpy lacks some of torch's types, such as bfloat16: take the bytes
     values = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return digest_of({"values": values}, {"type": str(tensor.dtype), "shape": list(tensor.shape)})
+    about = {"type": str(tensor.dtype), "shape": list(tensor.shape)}
+    return digest_of({"values": values}, about)
 
 
-# A cache of fitted arrays: in memory and in one file each, found again by the settings that they depend on.
+# A cache of fitted arrays, in memory and in one file each. They are found by the settings that they depend on.
 
 ABOUT = "cspd"  # the key in a file's metadata
 
 
 class ArrayCache:
-    """Arrays by their settings, of which "num_sampling_steps" is T.
+    """Arrays by their settings. The setting "num_sampling_steps" is T.
 
     Args:
-        folders: searched in this order. New arrays are written to the first that is writable and not of a bundled
-            checkpoint.
+        folders: searched in this order. New arrays are written to the first folder that is writable and does not
+            belong to a bundled checkpoint.
     """
 
     def __init__(self, folders: list[Path]) -> None:
@@ -410,28 +450,32 @@ class ArrayCache:
 
     def folder_of(self, kind: type[Kind], settings: Mapping) -> Path | None:
         """The folder that has the arrays with these settings, or None."""
-        return next((folder for folder in self.folders if _read(folder, kind, settings) is not None), None)
+        for folder in self.folders:
+            if _read(folder, kind, settings) is not None:
+                return folder
+        return None
 
     def _write(self, made: Measured, settings: Mapping) -> None:
-        """Writes to the first writable folder. Warns if there is none."""
+        """Writes to the first writable folder. Warns if no folder is writable."""
         about = json.dumps(_about(vars(made), settings))
         for folder in self.writable:
             with contextlib.suppress(OSError, SafetensorError):
                 folder.mkdir(parents=True, exist_ok=True)
                 with publishing(folder / _file_name(type(made), settings)) as temporary:
                     save_file(vars(made), temporary, metadata={ABOUT: about})
-                    temporary.chmod(0o644)
+                    temporary.chmod(0o644)  # safetensors makes files that only their owner can read
                 return
-        folders = ", ".join(map(str, self.writable)) or "none given"
+        tried = ", ".join(map(str, self.writable)) or "none given"
         what = type(made).__name__.lower()
-        warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({folders})", stacklevel=3)
+        warnings.warn(f"the {what} cannot be kept for the next run: no folder is writable ({tried})", stacklevel=3)
 
 
 def _read(folder: Path, kind: type[Kind], settings: Mapping) -> Kind | None:
     """The arrays with these settings in a folder, or None if they are absent, damaged or of other settings."""
     with contextlib.suppress(OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError):
         with safe_open(folder / _file_name(kind, settings), "np") as file:
-            arrays = {field.name: file.get_tensor(field.name) for field in dataclasses.fields(kind)}
+            names = [field.name for field in dataclasses.fields(kind)]
+            arrays = {name: file.get_tensor(name) for name in names}
             about = json.loads(file.metadata()[ABOUT])
         if about == _about(arrays, settings):
             read = kind(**arrays)
@@ -446,31 +490,36 @@ def _about(arrays: Mapping[str, np.ndarray], settings: Mapping) -> dict:
 
 
 def _file_name(kind: type, settings: Mapping) -> str:
-    return f"{kind.__name__.lower()}-{digest_of({}, settings)[:20]}.safetensors"
+    digest = digest_of({}, settings)
+    return f"{kind.__name__.lower()}-{digest[:20]}.safetensors"
 
 
-# Folders of models of `transformers`: which files they must have.
+# Folders of `transformers` models: the files that they must have.
 
-WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model*.bin")  # in the order that it looks for them
+WEIGHTS = ("model.safetensors", "model-*.safetensors", "pytorch_model*.bin")  # in the order of `transformers`' search
 
 
 def files_of(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files of the first pattern that has any."""
-    found = (sorted(file for file in folder.glob(pattern) if file.is_file()) for pattern in patterns)
-    return next(filter(None, found), [])
+    """The files of the first pattern that matches any."""
+    for pattern in patterns:
+        files = filter(Path.is_file, folder.glob(pattern))
+        if found := sorted(files):
+            return found
+    return []
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights, beside which a drafter of ours may lie."""
+    """The files of a model's weights. The folder may also have one of our drafters, which is not among them."""
     return files_of(folder, WEIGHTS)
 
 
 def check_files(folder: Path, needed: Mapping[str, Sequence[str]], of: str, advice: str) -> None:
-    """Raises CheckpointError where a folder lacks a file.
+    """Raises CheckpointError if a folder lacks a file.
 
     Args:
-        needed: maps what a file is to patterns of its name, of which any will do. of: whose files they are.
+        needed: for each kind of file, patterns of its name; one match is enough. of: the model that has these files.
     """
     for what, patterns in needed.items():
         if not files_of(folder, patterns):
-            raise CheckpointError(f"{folder}: no {what} of {of} there ({' or '.join(patterns)}): {advice}")
+            names = " or ".join(patterns)
+            raise CheckpointError(f"{folder} lacks the {what} of {of} ({names}): {advice}")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -27,22 +28,13 @@ import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from cspd.files import (
-    make_folder,
-    misfit,
-    read_json,
-    temporary_names,
-    weight_files,
-    write_bytes,
-    write_json,
-)
+from cspd.files import checked_json, make_folder, temporary_names, weight_files, write_bytes, write_json
 from cspd.request import PHASES, png_of
 from cspd.terminal import __version__
 
 # The lock of a folder: one run at a time holds it. The kernel releases the lock of a killed process.
 
 LOCK = ".cspd.lock"
-SIGN = "cspd: "  # the first letters of the lock's file, unless it is empty
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # errors of a file system that has no locks
 
 
@@ -53,16 +45,15 @@ def locked(folder: Path) -> Iterator[None]:
     The lock's file says who holds it, and stays when the lock is released: another run may have opened it already.
 
     Raises:
-        ValueError: another run holds the lock (the message names it), or the file is not a lock of ours.
-        OSError: no file can be written there.
+        ValueError: another run holds the lock; the message names it. OSError: no file can be written there.
     """
     make_folder(folder)
     path = folder / LOCK
     lock = FileLock(path)
-    holder = _holder(path)
     try:
         lock.acquire(blocking=False)
     except Timeout:
+        holder = path.read_text(errors="replace").strip() or "another process"
         raise ValueError(f"{folder} is in use by {holder}: wait for its end, or give another --out") from None
     except OSError as error:
         reason = error.strerror or error
@@ -70,35 +61,28 @@ def locked(folder: Path) -> Iterator[None]:
             raise OSError(f"{path} cannot be written ({reason}): give another --out") from error
         warnings.warn(f"{folder} cannot be locked ({reason}): start no second run there", stacklevel=3)
     try:
-        with contextlib.suppress(OSError):  # of a full disk: the holder's name is only information
-            path.write_text(f"{SIGN}{_this_process()}\n", errors="backslashreplace")  # an argument may be no UTF-8
+        with contextlib.suppress(OSError):  # on a full disk the name of the holder is missing, and no more
+            path.write_text(f"{_this_process()}\n", errors="backslashreplace")
         yield
     finally:
         lock.release()
 
 
-def _holder(path: Path) -> str:
-    """The process that last held a lock. Raises ValueError if the file is not a lock of ours."""
-    if os.path.lexists(path) and not path.is_file():  # reading a pipe would wait
-        raise ValueError(f"{path} is not a file: give another --out")
-    text = path.read_text(errors="replace") if path.exists() else ""
-    if text and not text.startswith(SIGN):
-        raise ValueError(f"{path} is not a file of cspd: give another --out")
-    return text.removeprefix(SIGN).strip() or "another process"
-
-
 def _this_process() -> str:
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    command = shlex.join([program, *sys.argv[1:]])
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return f"process {os.getpid()} on {socket.gethostname()} since {since}, {command}"
 
 
-# The folder of a run that resumes where it was interrupted, of `sample`, `compare`, `tune` and `evaluate`.
+# The folder of a run of `sample`, `compare`, `tune` or `evaluate`, which resumes if it was interrupted.
 
-DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}  # settings that a method may choose
+# settings that a method may choose: a resumed run that leaves them open has the earlier run's choice
+DECIDED = {"window": int, "head_calls": int, "draft": str, "gamma": int}
 REMEDY = "give another --out"
 NAMES_SHOWN = 5  # differences, or files, that a message names, at most
-LONGEST = 1000  # characters of a value that a message shows: paths are long
+LONGEST = 1000  # characters of a value in a message; paths are long
+LONGEST_LIST = 100
 
 
 @dataclass
@@ -106,14 +90,14 @@ class Store:
     """The folder of one run: a record of its settings, which lists all files that the run will write.
 
     An interrupted run resumes if its record has the same settings. Only the record and the files that it lists are ever
-    replaced or removed. The temporary files of `publishing` are listed too, by names that were free.
+    replaced or removed. The record also lists the temporary files of `publishing`, under names that were free.
     The context manager releases the folder.
 
     Attributes:
         folder: its path. name: of the record's file. schema: the version of the record.
-        shape: what a record must have, see `misfit`.
+        shape: of the record, see `misfit`.
         compared: the parts of the record that are settings; None: all.
-        files, temporary: what the record lists, once the folder is claimed.
+        files, temporary: the files that the record lists, once the folder is claimed.
     """
 
     folder: Path
@@ -149,21 +133,29 @@ class Store:
             ValueError: another run uses the folder, or used other settings; its record is damaged; or files of somebody
                 else are in the way. The message names them and says what to do. OSError: nothing can be written.
         """
+        # examine twice: a folder that is refused gets no lock, and another run may finish before we hold the lock
         if not (self.folder / LOCK).exists():
-            self._examine(asked, files, overwrite)  # a folder that is refused is left as it was
+            self._examine(asked, files, overwrite)
         self._held.enter_context(locked(self.folder))
         record, listed = self._examine(asked, files, overwrite)
-        self._remove((record or {}).get("temporary", ()))  # left by a killed run
-        self.files = list(files) if overwrite else list(dict.fromkeys([*listed, *files]))
+        if record is not None:
+            self._remove(record.get("temporary", ()))  # a killed run leaves one
+        if overwrite:
+            record = None
+            self._replaced = listed
+            self.files = list(files)
+        else:
+            self.files = list(dict.fromkeys([*listed, *files]))
+        # listed in the record, so that the next run knows which half-written files are ours
         self.temporary = [self._free_temporary(name) for name in (self.name, *self.files)]
-        self._replaced = listed if overwrite else ()
-        return None if overwrite else record
+        return record
 
     def begin(self, record: Mapping) -> None:
         """Removes the run that is replaced, then writes the record before any file that it lists. Raises OSError."""
         self._remove(self._replaced)
-        for parent in _parents(self.files):
-            make_folder(self.folder / parent)
+        for parent in {(self.folder / name).parent for name in self.files}:
+            make_folder(parent)
+        # a file is ours only if the record lists it, so the record comes first
         self.save(record)
 
     def save(self, record: Mapping) -> None:
@@ -178,8 +170,8 @@ class Store:
         """Raises ValueError, naming the changes, if the run in the folder differs from this one."""
         if changes:
             named = _several([change.removeprefix("settings.") for change in changes], "; ")
-            remedy = "another --out, or --overwrite to replace it"
-            raise ValueError(f"{self.folder} holds another run ({named}): give its settings, {remedy}")
+            remedy = "use its settings, give another --out, or replace it with --overwrite"
+            raise ValueError(f"{self.folder} holds a run with other settings ({named}): {remedy}")
 
     def _examine(self, asked: Mapping, files: Sequence[str], overwrite: bool) -> tuple[dict | None, Sequence[str]]:
         """The record in the folder, and the files that it lists. Raises ValueError as `claim`."""
@@ -193,26 +185,22 @@ class Store:
 
     def _record(self) -> dict | None:
         path = self.folder / self.name
-        remedy = f"{REMEDY}, or remove what is not needed there yourself"
-        try:
-            record = read_json(path)
-        except FileNotFoundError:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is a file: {REMEDY}")
+        if not path.exists():
             return None
-        except NotADirectoryError:
-            raise ValueError(f"{self.folder} is a file, or below one: {REMEDY}") from None
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path} cannot be read ({error}): {remedy}") from None
-        if not isinstance(record, dict) or record.get("schema") != self.schema:
-            raise ValueError(f"{path} is not a record of this version: {remedy}")
-        wrong = misfit(record, {**self.shape, "files?": [str], "temporary?": [str]})
-        if wrong:
-            raise ValueError(f"{path} is damaged ({wrong} is not as cspd writes it): {remedy}")
+        remedy = f"{REMEDY}, or remove the files that are not needed there"
+        shape = {"schema": str, **self.shape, "files?": [str], "temporary?": [str]}
+        record = checked_json(path, shape, remedy)
+        if record["schema"] != self.schema:
+            raise ValueError(f"{path} is not a record of this version of cspd: {remedy}")
         return record
 
     def _settings(self, record: Mapping) -> dict:
         """The compared part of a record."""
         parts = record if self.compared is None else self.compared
-        return {part: record[part] for part in record if part in parts and part not in self.lists()}
+        settings = set(parts) - {"files", "temporary"}
+        return {part: record[part] for part in record if part in settings}
 
     def _listed(self, record: Mapping | None, files: Sequence[str], overwrite: bool) -> Sequence[str]:
         """The files of the run in the folder."""
@@ -220,73 +208,66 @@ class Store:
             return ()
         path = self.folder / self.name
         if "files" not in record and overwrite:
-            raise ValueError(
-                f"{path} is of an older version and does not list its files: {REMEDY}, or remove the folder yourself"
-            )
+            raise ValueError(f"{path} is of an older version, without a list of files: {REMEDY}, or remove the folder")
         listed = record.get("files", files)
+        # a record must never make us remove a file outside the folder
         for name in (*listed, *record.get("temporary", ())):
-            # a record must never make us remove a file of another folder
             if os.path.isabs(name) or ".." in Path(name).parts:
-                raise ValueError(f"{path} lists {_shown(name)}, which cspd never wrote: {REMEDY}")
+                raise ValueError(f"{path} lists {name}, which is not in the folder: {REMEDY}")
         return listed
 
     def _check_free(self, files: Sequence[str], listed: Sequence[str]) -> None:
-        """Raises ValueError if something in the folder is in the way of `files`."""
-        names = list(dict.fromkeys([*files, *listed]))
-        for parent in filter(None, _parents(names)):  # the folder itself may be a link
-            path = self.folder / parent
-            if path.is_symlink() or path.is_file():
-                raise ValueError(f"{path} is a link or a file, where cspd has a folder: {REMEDY}")
-        folders = [name for name in names if (self.folder / name).is_dir()]
-        if folders:
+        """Raises ValueError if something in the folder is in the way of `files`.
+
+        A link in place of one of the run's folders could lead out of it, to files that are not ours.
+        """
+        in_the_way = []
+        for name in dict.fromkeys([*files, *listed]):
+            path = self.folder / name
+            parent = path.parent
+            is_below_link = parent != self.folder and (parent.is_symlink() or parent.is_file())
+            is_foreign = name not in listed and os.path.lexists(path)
+            if is_below_link or is_foreign or path.is_dir():
+                in_the_way.append(name)
+        if in_the_way:
             raise ValueError(
-                f"{self.folder} holds {_several(folders)} as folders, where files are to be written: {REMEDY}, or move"
-                " them away"
-            )
-        own = set(listed)
-        foreign = [name for name in files if name not in own and os.path.lexists(self.folder / name)]
-        if foreign:
-            raise ValueError(
-                f"{self.folder} holds {_several(foreign)}, and no {self.name} lists them: {REMEDY}, or move the files"
+                f"{self.folder} holds {_several(in_the_way)}, not written by a run of cspd: {REMEDY}, or move the files"
                 " away"
             )
 
     def _free_temporary(self, name: str) -> str:
-        """The first temporary name of a file that nobody has taken."""
-        return next(free for free in temporary_names(name) if not os.path.lexists(self.folder / free))
+        """The first of a file's temporary names that is free."""
+        for temporary in temporary_names(name):
+            if not os.path.lexists(self.folder / temporary):
+                return temporary
+        raise AssertionError  # the names never end
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
 
-def _parents(names: Iterable[str]) -> list[str]:
-    return sorted({os.path.dirname(name) for name in names})
-
-
 def _several(names: Sequence[str], between: str = ", ") -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return between.join(names[:NAMES_SHOWN]) + more
+    text = between.join(names[:NAMES_SHOWN])
+    more = len(names) - NAMES_SHOWN
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def missing_files(folder: Path, names: Iterable[str], is_whole: Callable[[str], bool]) -> list[str]:
     """The files that a resumed run must write: absent ones and, after a warning, those that are not whole."""
-    missing, damaged = [], []
-    for name in names:
-        if not is_whole(name):
-            missing.append(name)
-            if (folder / name).exists():
-                damaged.append(name)
+    missing = [name for name in names if not is_whole(name)]
+    damaged = [name for name in missing if (folder / name).exists()]
     if damaged:
         count = "1 file is" if len(damaged) == 1 else f"{len(damaged)} files are"
-        shown = ", ".join(damaged[:NAMES_SHOWN]) + (" ..." if len(damaged) > NAMES_SHOWN else "")
+        shown = _several(damaged)
         print(f"cspd: {count} damaged, incomplete or of other images, and made again: {shown}", file=sys.stderr)
     return missing
 
 
 def files_told(folder: Path, pattern: str, total: int, noun: str) -> str:
-    """How many of a run's files are in its folder, printed when the run is interrupted."""
-    return f"{len(list(folder.glob(pattern)))} of {total} {noun} are in {folder}/"
+    """The number of a run's files that are in its folder, printed when the run is interrupted."""
+    existing = len(list(folder.glob(pattern)))
+    return f"{existing} of {total} {noun} are in {folder}/"
 
 
 def earlier_choices(settings: Mapping, earlier: Mapping | None) -> dict:
@@ -294,7 +275,8 @@ def earlier_choices(settings: Mapping, earlier: Mapping | None) -> dict:
 
     A new choice might differ, and the image of a seed depends on it.
     """
-    return {name: (earlier or {}).get(name) for name in DECIDED if settings.get(name) is None}
+    earlier = earlier or {}
+    return {name: earlier.get(name) for name in DECIDED if settings.get(name) is None}
 
 
 def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
@@ -309,6 +291,7 @@ def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
         if isinstance(before, dict) and isinstance(now, dict):
             found += differences(before, now, f"{name}.")
             continue
+        # a missing setting is not left open: it is a setting of another method or version
         is_open = key in DECIDED and key in new and now is None
         if before != now and not is_open:
             found.append(f"{name} was {_shown(before)}, now {_shown(now)}")
@@ -316,9 +299,10 @@ def differences(old: Mapping, new: Mapping, path: str = "") -> list[str]:
 
 
 def _title(key: str, value: object) -> str:
-    """The name that users know a setting by: records have prompts as labels."""
-    are_prompts = isinstance(value, list) and any(isinstance(each, str) for each in value)
-    return "prompts" if key == "labels" and are_prompts else key
+    """The name that users know a setting by: a record has prompts as "labels"."""
+    if key == "labels" and isinstance(value, list) and value and isinstance(value[0], str):
+        return "prompts"
+    return key
 
 
 def _shown(value: object) -> str:
@@ -327,22 +311,23 @@ def _shown(value: object) -> str:
     if isinstance(value, dict):
         return "something"
     text = json.dumps(value)
-    if isinstance(value, list) and len(text) > 60:
-        return f"{text[:40]} ... ({len(value)} of them)"
-    return text if len(text) < LONGEST else f"{text[:40]} ... {text[-40:]}"
+    longest = LONGEST_LIST if isinstance(value, list) else LONGEST
+    return text if len(text) < longest else f"{text[:40]} ... {text[-40:]}"
 
 
 # The means of a run's statistics, and its speed.
 
 COUNTS = ("iterations", "backbone_calls", "head_calls", "head_evaluations", "draft_backbone_calls", "bound")
 MEASURED = ("difference", "divergence", "audit", "audit_error")  # of a method whose guarantee is "measured"
-WORTH = 1.05  # a run that is fewer times as fast as baseline sampling has no speed-up
+WORTH = 1.05  # times as fast as baseline sampling: below, there is no speed-up
 LAZY = "lazy_backbone_calls"
 
 
 def standard_error(values: Sequence[float]) -> float | None:
     """The standard error of the mean of independent values, or None if there is only one."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / len(values) ** 0.5
 
 
 def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
@@ -350,10 +335,6 @@ def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
 
     Statistics of older versions may lack `LAZY` and `MEASURED`.
     """
-
-    def mean(name: str) -> float:
-        return sum(image.get(name, 0) for image in stats) / len(stats)
-
     summary = {
         "guarantee": stats[0]["guarantee"],
         "images_made": generated,
@@ -361,28 +342,34 @@ def summary_of(stats: Sequence[dict], generated: int, seconds: float) -> dict:
         "images_per_second": generated / seconds,
     }
     for name in (*COUNTS, LAZY):
-        summary[f"{name}_per_image"] = mean(name)
-    compressions = [image["step_compression"] for image in stats if image["step_compression"] is not None]
-    if compressions:
-        summary["step_compression"] = sum(compressions) / len(compressions)
+        total = sum(image.get(name, 0) for image in stats)
+        summary[f"{name}_per_image"] = total / len(stats)
+    # VQ models only: tokens per forward pass, and the bound, which is a mean over images
+    compression = _mean_of(stats, "step_compression")
+    if compression is not None:
+        summary["step_compression"] = compression
         summary["rounds_by_codes_committed"] = _rounds_by_tokens(stats)
         summary["bound_standard_error"] = standard_error([image["bound"] for image in stats])
-    alphas = [image["alpha"] for image in stats if image["alpha"] is not None]
-    summary["alpha"] = sum(alphas) / len(alphas) if alphas else None
-    summary["head_calls_per_token"] = mean("head_calls_per_token")
+    summary["alpha"] = _mean_of(stats, "alpha")
+    summary["head_calls_per_token"] = _mean_of(stats, "head_calls_per_token")
     summary |= measured(stats)
-    seconds_by_phase = {}
-    for phase in PHASES:
-        seconds_by_phase[phase] = sum(image["seconds"][phase] for image in stats) / len(stats)
-    return summary | {"seconds_by_phase": seconds_by_phase}
+    phases = [image["seconds"] for image in stats]
+    summary["seconds_by_phase"] = {phase: _mean_of(phases, phase) for phase in PHASES}
+    return summary
+
+
+def _mean_of(stats: Sequence[Mapping], name: str) -> float | None:
+    """The mean over the images that have a value, or None if no image has one."""
+    values = [image[name] for image in stats if image.get(name) is not None]
+    return statistics.fmean(values) if values else None
 
 
 def _rounds_by_tokens(stats: Sequence[dict]) -> dict[int, int]:
     """The number of rounds, by how many tokens a round committed."""
-    rounds: dict[int, int] = {}
+    rounds: Counter[int] = Counter()
     for image in stats:
         for tokens, count in image["committed"].items():
-            rounds[int(tokens)] = rounds.get(int(tokens), 0) + count
+            rounds[int(tokens)] += count  # JSON has strings as keys
     return dict(sorted(rounds.items()))
 
 
@@ -392,10 +379,8 @@ def measured(stats: Sequence[Mapping]) -> dict[str, float | None]:
     `audit_error` is the standard error of the mean audit. With several images it comes from their spread, which covers
     all differences between them; a single image has its own estimate.
     """
-    means = {}
-    for name in MEASURED:
-        values = [image[name] for image in stats if image.get(name) is not None]
-        means[name] = statistics.fmean(values) if values else None
+    means = {name: _mean_of(stats, name) for name in MEASURED}
+    # the error that a single image has for its own tokens misses how images differ
     audits = [image["audit"] for image in stats if image.get("audit") is not None]
     if len(audits) > 1:
         means["audit_error"] = standard_error(audits)
@@ -409,8 +394,9 @@ def measured_lines(summary: Mapping) -> list[tuple[str, str, str]]:
         "divergence": "nats per token, of its chain from the full one of the same condition, held-out",
         "audit": "nats per token, the divergence estimated on these images",
     }
-    if summary.get("audit_error") is not None:
-        meanings["audit"] = f"+- {summary['audit_error']:.3f} {meanings['audit']}, and its standard error"
+    error = summary.get("audit_error")
+    if error is not None:
+        meanings["audit"] = f"+- {error:.3f} {meanings['audit']}, and its standard error"
     lines = []
     for name, meaning in meanings.items():
         if summary.get(name) is not None:
@@ -427,28 +413,33 @@ def speed_line(summary: Mapping, at_once: int) -> str | None:
     faster = f"{speedup:.1f}x as fast as baseline sampling (ar)"
     if speedup >= WORTH:
         return faster
-    images = "1 image" if at_once == 1 else f"{at_once} images"
-    line = f"no speed-up with {images} at once on this device"
+    # a difference of less than WORTH, either way, may be the machine's
+    noun = "image" if at_once == 1 else "images"
+    line = f"no speed-up with {at_once} {noun} at once on this device"
     if speedup < 1 / WORTH:
         line = f"{faster}: {line}"
-    other = summary["alternative"]
+    return line + _advice(summary["alternative"])
+
+
+def _advice(other: Mapping | None) -> str:
+    """What another method, see `cspd.speed.against_plain`, would give."""
     if other is None:
-        return line
+        return ""
     method = f"`--method {other['method']}`"
     if other["difference"] is None:
-        return f"{line}; {method} may give one, once it is fitted for these settings (cspd calibrate)"
+        return f"; {method} may give one, once it is fitted for these settings (cspd calibrate)"
     difference = f"at a difference of {other['difference']:.2g} s.d. per token"
     if other["speedup"] is None:
-        return f"{line}; {method} may give one, {difference}"
+        return f"; {method} may give one, {difference}"
     if other["speedup"] < WORTH:
-        return f"{line}, nor by {method}"
-    return f"{line}; {method} is {other['speedup']:.1f}x, {difference}"
+        return f", nor by {method}"
+    return f"; {method} is {other['speedup']:.1f}x, {difference}"
 
 
 # The origin of a report: date, command, versions, machine, and the models' files.
 
 LIBRARIES = ("numpy", "torch-fidelity")
-PATIENCE = 10  # seconds for git to answer
+PATIENCE = 10  # seconds that git may take
 
 
 def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None = None) -> dict:
@@ -470,7 +461,7 @@ def what_ran(machine: Mapping, models: Sequence[dict] = (), command: str | None 
         "command": command,
         "commit": commit_of(Path(__file__)),
         "versions": versions,
-        "machine": {name: value for name, value in machine.items() if name != "torch"},
+        "machine": {name: value for name, value in machine.items() if name != "torch"},  # torch is in versions
         "models": list(models),
     }
 
@@ -481,19 +472,18 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
     Args:
         settings: from `cspd.cli.options.run_settings`. runner: the engine's, of the models' family.
     """
+    modules = {"vae": getattr(runner, "vae", None), **runner.models}
     found = []
     for role, stored in _files(settings).items():
-        modules = {"vae": getattr(runner, "vae", None), **runner.models}
         file = Path(stored["file"])
-        name = file.name
-        weights: tuple[Path, ...] = (file,)
-        if "folder" in stored:  # a model of transformers
-            name, weights = file.parent.name, tuple(weight_files(file.parent))
+        name, weights = file.name, [file]
+        if "folder" in stored:  # of a `transformers` model
+            name, weights = file.parent.name, weight_files(file.parent)
         found.append(
             {
                 "role": role,
                 "file": name,
-                "sha256": _fingerprint(weights, stored["modified"]),
+                "sha256": _fingerprint(tuple(weights), stored["modified"]),
                 "bytes": stored["bytes"],
                 "parameters": sum(each.numel() for each in modules[role].parameters()),
             }
@@ -503,36 +493,37 @@ def models_of(settings: Mapping[str, Any], runner: Any) -> list[dict]:
 
 def model_line(model: Mapping) -> str:
     """A model of `models_of` for people: "target.safetensors, 8.5 million parameters, sha256 0123456789ab"."""
-    millions = f"{model['parameters'] / 1e6:,.1f} million parameters"
-    return f"{model['file']}, {millions}, sha256 {model['sha256'][:12]}"
+    millions = model["parameters"] / 1e6
+    fingerprint = model["sha256"][:12]
+    return f"{model['file']}, {millions:,.1f} million parameters, sha256 {fingerprint}"
 
 
 def without_folders(settings: Mapping[str, Any]) -> dict:
     """A run's settings with file names in place of paths, which a report must not reveal."""
-    named = {role: {**stored, "file": Path(stored["file"]).name} for role, stored in _files(settings).items()}
-    return {**settings, **named}
+    named = dict(settings)
+    for role, stored in _files(settings).items():
+        named[role] = {**stored, "file": Path(stored["file"]).name}
+    return named
 
 
 def _files(settings: Mapping[str, Any]) -> dict[str, dict]:
     """The files among a run's settings, by their role."""
-    return {
-        role: value
-        for role, value in settings.items()
-        if isinstance(value, dict) and isinstance(value.get("file"), str)
-    }
+    groups = {role: value for role, value in settings.items() if isinstance(value, dict)}
+    return {role: value for role, value in groups.items() if "file" in value}
 
 
 def file_fingerprint(path: Path) -> str:
     """sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**20):
+        for block in iter(lambda: file.read(2**20), b""):
             digest.update(block)
     return digest.hexdigest()
 
 
 def together(fingerprints: Sequence[str]) -> str:
     """One fingerprint for several. The fingerprint of a single file stays as it is."""
+    # users can compare it with sha256sum
     if len(fingerprints) == 1:
         return fingerprints[0]
     return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
@@ -552,7 +543,7 @@ def commit_of(file: Path) -> str | None:
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
     commit = _git(file.parent, "rev-parse", "HEAD")
-    # not `git describe --dirty`: it locks the index, and a run that is killed would leave the lock
+    # `git describe --dirty` would lock the index, and a killed run would leave the lock
     changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}-dirty" if changes else commit
 

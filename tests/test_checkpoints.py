@@ -1,4 +1,4 @@
-"""Checkpoints by name, folder or hub, and their classes by name."""
+"""Checkpoints by name, in folders and on the hub, and an engine in a notebook."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import configparser
 import dataclasses
 import io
 import json
-import logging
 import os
 import shutil
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -20,11 +18,10 @@ from stores import small_checkpoint, small_vq_checkpoint
 from toys import request_of, runner_of, toy_mar, toy_models
 
 import cspd
-from cspd import Engine, MARModels, Request, VQModels, models
+from cspd import Engine, MARModels, Request, VQModels
 from cspd import checkpoints as cspd_checkpoints
 from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files, fetched
-from cspd.evaluation.metrics import load_classifier
 from cspd.files import WEIGHTS, check_files, identity_of, weight_files
 from cspd.models import ClassNames, bundled, described, imagenet
 from cspd.request import Sequence
@@ -32,29 +29,14 @@ from mar.model import MAR
 from mar.tensors import CheckpointError, read_tensors
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("digits32vq", "digits32_vq"),
-        ("Digits32", "digits32"),
-        ("~nobody/mar", "digits32"),
-        ("a\0b", "digits32"),
-    ],
-)
-def test_a_name_that_is_none(name, message):
-    with pytest.raises(CheckpointError) as caught:
+@pytest.mark.parametrize("name, hint", [("digits32vq", "digits32_vq"), ("Digits32", "digits32"), ("a\0b", "digits32")])
+def test_an_unknown_name(name, hint):
+    with pytest.raises(CheckpointError, match=hint) as caught:
         checkpoint_files(name)
-    assert str(caught.value).startswith(f"{name}: no checkpoint there") and message in str(caught.value)
+    assert str(caught.value).startswith(f"{name}: no checkpoint there")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("target.safetensors", "checkpoint-last.pth"),
-        ("c2i_B_256.pt", "c2i_L_256.pt"),
-        ("checkpoint-last.pth", "c2i_B.pt"),
-    ],
-)
+@pytest.mark.parametrize("names", [("target.safetensors", "checkpoint-last.pth"), ("c2i_B_256.pt", "c2i_L_256.pt")])
 def test_a_folder_with_two_targets(names, tmp_path):
     for name in names:
         (tmp_path / name).touch()
@@ -63,8 +45,8 @@ def test_a_folder_with_two_targets(names, tmp_path):
     assert checkpoint_files(tmp_path / names[0])["target"] == tmp_path / names[0]
 
 
-def test_what_lies_beside_does_not_hide_the_target(tmp_path):
-    """A tokenizer in MAR's folder, and a folder that is called like a GPT's file."""
+def test_other_files_do_not_hide_the_target(tmp_path):
+    """A tokenizer in MAR's folder, and a folder with a name like a GPT's file."""
     folder = tmp_path / "c2i_and_others"
     folder.mkdir()
     for name in ("checkpoint-last.pth", "vq_ds16_c2i.pt", "kl16.ckpt"):
@@ -80,17 +62,6 @@ def test_the_autoencoder_of_the_other_family():
         cspd.load(small_vq_checkpoint(), vae=checkpoint_files("digits32")["vae"], device="cpu")
 
 
-def test_an_installation_without_bundled_checkpoints(monkeypatch, tmp_path):
-    own = small_checkpoint()
-    monkeypatch.setattr(models, "BUNDLED_ROOTS", (tmp_path / "nowhere",))
-    assert bundled() == {}
-    assert cspd.load(own, device="cpu").runner is not None
-    with pytest.raises(CheckpointError, match="digits32"):
-        cspd.load()
-    with pytest.raises(FileNotFoundError, match="digits32"):
-        load_classifier("digits")
-
-
 def test_a_package_has_all_files_of_the_bundled_models():
     root = Path(__file__).parents[1]
     config = configparser.ConfigParser()
@@ -104,20 +75,8 @@ def test_a_package_has_all_files_of_the_bundled_models():
     assert not there
 
 
-def test_a_classifier_that_is_another_file(monkeypatch, tmp_path):
-    (tmp_path / "digits32").mkdir()
-    monkeypatch.setattr(models, "BUNDLED_ROOTS", (tmp_path,))
-    file = tmp_path / "digits32" / "classifier.safetensors"
-    shutil.copy(f"{small_checkpoint()}/vae.safetensors", file)
-    with pytest.raises(CheckpointError, match=str(file)):
-        load_classifier("digits")
-    shutil.copy(cspd_checkpoints.__file__, file)
-    with pytest.raises(CheckpointError):
-        load_classifier("digits")
-
-
-def test_weights_that_do_not_fit_are_not_read(monkeypatch):
-    """Names and shapes say how much they take. The sizes of large ones are told."""
+def test_weights_that_do_not_fit_into_memory_are_not_read(monkeypatch):
+    """Names and shapes give their size, which is printed if it is large."""
     files = checkpoint_files(small_checkpoint())
     needed = 4 * sum(tensor.numel() for name in ("target", "vae") for tensor in read_tensors(files[name]).values())
     monkeypatch.setattr(cspd_checkpoints, "free_bytes", lambda device: needed - 1)
@@ -131,36 +90,36 @@ def test_weights_that_do_not_fit_are_not_read(monkeypatch):
     assert cspd_checkpoints._room_for(files, cpu) == ", which takes 0.0 GiB of 0.0 GiB free"
 
 
-# ---- Folders of models of transformers: which files of them are meant, and what makes them others
+# ---- Folders of transformers models: their files, and what makes them other models
 
 
 PARTS = ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
 
 
 @pytest.mark.parametrize(
-    ("names", "weights"),
+    "names, weights",
     [
         (["model.safetensors", "model-00001-of-00001.safetensors", "eagle.safetensors"], ["model.safetensors"]),
-        (["model-2-of-2.safetensors", "model-1-of-2.safetensors", "pytorch_model.bin"], PARTS),
+        ([*PARTS, "pytorch_model.bin"], PARTS),
         (["pytorch_model.bin", "eagle.safetensors"], ["pytorch_model.bin"]),
         (["eagle.safetensors"], []),
     ],
 )
 def test_the_weights_of_a_folder(names, weights, tmp_path):
-    """Whole or in parts, not both, as transformers reads them; a drafter beside them is none of them."""
+    """One file or parts, not both, as transformers reads them. A drafter is not among them."""
     for name in names:
         (tmp_path / name).touch()
     assert [file.name for file in weight_files(tmp_path)] == weights
 
 
-def test_what_a_folder_lacks_is_told(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         check_files(tmp_path, {"configuration": ("config.json",), "weights": WEIGHTS}, "a toy", "fetch it")
 
 
-def test_hidden_files_make_no_other_folder(tmp_path):
+def test_hidden_files_do_not_change_a_folders_identity(tmp_path):
     (tmp_path / "config.json").touch()
     before = identity_of(tmp_path)
     (tmp_path / ".DS_Store").touch()
@@ -169,7 +128,7 @@ def test_hidden_files_make_no_other_folder(tmp_path):
     assert identity_of(tmp_path) != before
 
 
-# ---- What a notebook meets: names of classes, pictures, short reprs, engines that are closed, models that are kept
+# ---- In a notebook: names of classes, images, short reprs, closed engines, saved models
 
 
 QUICK = {"method": "ar", "num_iter": 1, "num_sampling_steps": 2, "first_timestep": 950}
@@ -196,33 +155,23 @@ def test_imagenets_names():
     assert all(names.number_of(name) == label for label, name in enumerate(shown) if shown.count(name) == 1)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("crane", "label"),
-        ("golden retreiver", "label"),
-        ("qqqq", "label"),
-    ],
-)
-def test_a_name_of_no_one_class(name, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("name", ["crane", "golden retreiver", "qqqq"])
+def test_a_name_of_several_classes_or_of_no_class(name):
+    with pytest.raises(ValueError, match="label"):
         imagenet().number_of(name)
 
 
-def test_a_name_that_is_shown_of_one_class_is_its_own():
+def test_the_shown_name_of_a_class_is_its_own():
     assert NAMES.number_of("blue") == 3 and NAMES.number_of("light blue") == 2 and NAMES.number_of("Crimson") == 0
-    with pytest.raises(ValueError):
-        NAMES.number_of("xyz")
 
 
 def test_a_request_names_its_class(toy):
     assert toy.check(Request("green", **QUICK)).label == 1
     by_name, by_number = toy.sample(["light blue", 2], seed=5, **QUICK)
     assert by_name.request.but(seed=6) == by_number.request and by_name.class_name == "light blue"
-    with pytest.raises(ValueError, match="label"):
-        toy.sample(["red", "gren"], **QUICK)
-    with pytest.raises(ValueError, match="label"):
-        Engine(MARModels(toy_mar()), device="cpu").sample("red", **QUICK)
+    for engine, labels in ((toy, ["red", "gren"]), (Engine(MARModels(toy_mar()), device="cpu"), "red")):
+        with pytest.raises(ValueError, match="label"):
+            engine.sample(labels, **QUICK)
 
 
 def test_two_families_name_their_own_classes(tmp_path):
@@ -241,14 +190,14 @@ def test_two_families_name_their_own_classes(tmp_path):
 def test_sample_takes_one_label_or_many(labels, toy):
     outputs = toy.sample(labels, seed=7, **QUICK)
     assert [(output.request.label, output.request.seed) for output in outputs] == [(1, 7), (3, 8)]
-    told = []
-    (again,) = toy.sample(1, seed=7, on_progress=lambda request, share, preview: told.append(share), **QUICK)
-    assert torch.equal(again.tokens, outputs[0].tokens) and told == [1]
+    fractions = []
+    (again,) = toy.sample(1, seed=7, on_progress=lambda request, fraction, _: fractions.append(fraction), **QUICK)
+    assert torch.equal(again.tokens, outputs[0].tokens) and fractions == [1]
 
 
 @pytest.mark.parametrize("backbone", ["full", "cached"])
 def test_no_class_is_mars_fake_latent(backbone):
-    """As if the latent were a class of the model, which is not guided."""
+    """The image is that of a class with this latent, without guidance."""
     target = toy_mar()
     sizes = target.config
     other = MAR(sizes)
@@ -262,7 +211,7 @@ def test_no_class_is_mars_fake_latent(backbone):
     assert torch.equal(own.tokens, same.tokens)
 
 
-def test_no_class_is_llamagens_last_one():
+def test_no_class_is_llamagens_last_class():
     models = toy_models()
     runner = runner_of({"target": models["target"]}, 1)
     with torch.inference_mode():
@@ -277,7 +226,7 @@ def test_no_class_is_not_guided(toy):
         toy.check(Request(None, cfg=3.0, **QUICK))
 
 
-def test_a_picture(engine, toy, tmp_path):
+def test_an_output_is_an_image(engine, toy, tmp_path):
     (output,) = engine.sample(3, **QUICK)
     picture = output.pil()
     output.save(tmp_path / "three.png")
@@ -298,12 +247,14 @@ def test_reprs_are_short(engine, toy):
     assert repr(Request("green", cfg=2.0)) == "Request(label='green', seed=0, cfg=2.0)"
 
 
-def test_a_closed_engine_says_so():
-    with Engine(MARModels(toy_mar()), max_batch=1, device="cpu") as engine:
-        stream = engine.stream([Request(1, seed=seed, **QUICK) for seed in range(5)])
-        next(stream)
-    assert repr(engine) == "<Engine, closed>"
+def test_a_closed_engine_is_refused():
     request = Request(1, **QUICK)
+    with Engine(MARModels(toy_mar()), max_batch=1, device="cpu") as engine:
+        streams = []
+        for _ in range(2):  # with a request in flight, and with unread ones
+            streams.append(engine.stream([Request(1, seed=seed, **QUICK) for seed in range(5)]))
+            next(streams[-1])
+    assert repr(engine) == "<Engine, closed>"
     for use in (
         lambda: engine.sample(1),
         lambda: engine.check(request),
@@ -311,7 +262,8 @@ def test_a_closed_engine_says_so():
         engine.step,
         engine.__enter__,
         lambda: engine.runner,
-        lambda: list(stream),
+        lambda: list(streams[0]),
+        lambda: next(streams[1]),
         lambda: engine.with_slots(2),
     ):
         with pytest.raises(RuntimeError):
@@ -319,38 +271,22 @@ def test_a_closed_engine_says_so():
     engine.close()
 
 
-def test_closing_while_a_bar_is_shown():
-    engine = Engine(MARModels(toy_mar()), max_batch=1, device="cpu")
-    request = Request(1, **QUICK | {"num_iter": 4})
-    with pytest.raises(RuntimeError):
-        engine.generate([request], progress=True, on_progress=lambda *_: engine.close())
-
-
-def test_closing_ends_what_is_in_flight():
-    engine = Engine(MARModels(toy_mar()), max_batch=1, device="cpu")
-    stream = engine.stream([Request(1, seed=seed, **QUICK) for seed in range(2)])
-    next(stream)  # the other one is read by then
-    engine.close()
-    with pytest.raises(RuntimeError):
-        next(stream)
-
-
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """A folder of each family's models; of VQ one for images of 16 codes, which are soon made."""
+def folders(tmp_path_factory):
+    """A folder of each family's models. The VQ model is for small images, of 16 tokens."""
     vq = shutil.copytree(small_vq_checkpoint(), tmp_path_factory.mktemp("vq") / "own")
     (vq / "cspd.json").write_text(json.dumps({"num_tokens": 16, "classes": list("abcdefghij")}))
     return {"MAR": small_checkpoint(), "VQ": vq}
 
 
 @pytest.mark.parametrize("family, settings", [("MAR", QUICK), ("VQ", OF_VQ)])
-def test_what_is_saved_is_loaded_back(family, settings, places, tmp_path):
-    engine = cspd.load(places[family], max_batch=1, device="cpu")
+def test_saved_models_are_loaded_back(family, settings, folders, tmp_path):
+    engine = cspd.load(folders[family], max_batch=1, device="cpu")
     engine.save_pretrained(tmp_path / "own")
     with pytest.raises(ValueError):
         engine.save_pretrained(tmp_path / "own")
     again = cspd.load(tmp_path / "own", max_batch=1, device="cpu")
-    assert again.runner.seq_len == engine.runner.seq_len  # which weights of VQ do not show
+    assert again.runner.seq_len == engine.runner.seq_len  # the weights of a VQ model do not give it
     first, second = (each.sample(2, seed=4, **settings)[0] for each in (engine, again))
     assert torch.equal(first.image, second.image)
     assert first.class_name == second.class_name == {"MAR": "2", "VQ": "c"}[family]
@@ -363,25 +299,24 @@ def test_a_model_that_could_not_be_loaded_is_not_saved(models, tmp_path):
     assert not (tmp_path / "own").exists()
 
 
-def test_without_a_description_a_thousand_classes_are_imagenets(tmp_path):
+def test_without_a_description_1000_classes_are_imagenets(tmp_path):
     assert described(tmp_path, 1000)[0] is imagenet() and not described(tmp_path, 10)[0].texts
 
 
-def test_bundled_classes_have_names(digits):
-    assert digits.check(Request("seven")).label == 7
+# ---- Checkpoints on the Hugging Face Hub
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
-    """A function that lays files out as the hub's client keeps them, offline."""
+def cached(tmp_path, monkeypatch):
+    """A function that lays files out like the cache of the hub's client, offline."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     fetched.cache_clear()
 
-    def keep(repo, files):
+    def add(repo, files):
         folder, commit = tmp_path / f"models--{repo.replace('/', '--')}", "0123456789" * 4
-        for place in ("blobs", "refs", f"snapshots/{commit}"):
-            (folder / place).mkdir(parents=True)
+        for name in ("blobs", "refs", f"snapshots/{commit}"):
+            (folder / name).mkdir(parents=True)
         (folder / "refs" / "main").write_text(commit)
         for number, (name, source) in enumerate(files.items()):
             link = folder / "snapshots" / commit / name
@@ -390,24 +325,24 @@ def kept(tmp_path, monkeypatch):
             link.symlink_to(os.path.relpath(folder / "blobs" / f"b{number}", link.parent))
         return folder / "snapshots" / commit
 
-    return keep
+    return add
 
 
 @pytest.mark.parametrize("family, inside", [("MAR", "sub/"), ("VQ", "")])
-def test_a_name_on_the_hub(family, inside, kept, places):
-    place = places[family]
-    snapshot = kept("org/name", {f"{inside}{path.name}": path for path in Path(place).iterdir() if path.is_file()})
+def test_a_name_on_the_hub(family, inside, cached, folders):
+    folder = folders[family]
+    snapshot = cached("org/name", {f"{inside}{path.name}": path for path in Path(folder).iterdir() if path.is_file()})
     name = f"org/name/{inside}".rstrip("/")
     assert checkpoint_files(name)["target"] == snapshot / inside / "target.safetensors"
-    own, other = (cspd.load(each, max_batch=1, device="cpu") for each in (name, place))
+    own, other = (cspd.load(each, max_batch=1, device="cpu") for each in (name, folder))
     settings = QUICK if family == "MAR" else OF_VQ
     assert torch.equal(own.sample(1, **settings)[0].image, other.sample(1, **settings)[0].image)
-    if family == "MAR":  # what is fitted is kept elsewhere
+    if family == "MAR":  # calibrations are cached elsewhere
         own.sample(1, method="speculative", window=2, num_iter=1, num_sampling_steps=25, cfg=1.0)
     assert not list(snapshot.rglob("calibration"))
 
 
-def test_what_is_fetched_lies_beside_the_target(monkeypatch, tmp_path):
+def test_a_target_is_fetched_with_its_companions(monkeypatch, tmp_path):
     listed = ["README.md", "vae.safetensors", "sub/target.safetensors", "sub/vae.safetensors", "sub/other.bin"]
     asked = []
 
@@ -424,36 +359,22 @@ def test_what_is_fetched_lies_beside_the_target(monkeypatch, tmp_path):
         fetched("org/fetched", *patterns)
 
 
-def test_a_hub_repository_with_several_targets(kept, tmp_path):
+def test_a_hub_repository_with_several_targets(cached, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     files = ("c2i_B_256.pt", "c2i_L_256.pt", "vq_ds16_c2i.pt", "README.md")
-    snapshot = kept("org/llamagen", dict.fromkeys(files, tmp_path / "file"))
+    snapshot = cached("org/llamagen", dict.fromkeys(files, tmp_path / "file"))
     with pytest.raises(CheckpointError, match=r"org/llamagen/c2i_B_256\.pt"):
         checkpoint_files("org/llamagen")
     found = checkpoint_files("org/llamagen/c2i_L_256.pt")
     assert found["target"] == snapshot / "c2i_L_256.pt" and found["tokenizer"].name == "vq_ds16_c2i.pt"
 
 
-def test_a_hub_that_cannot_be_reached(kept, monkeypatch):
-    """Its client logs each attempt: that is one line of ours, which says why."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between its attempts
-    logged, handler = [], logging.Handler()
-    monkeypatch.setattr(handler, "emit", logged.append)
-    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
-    with pytest.raises(CheckpointError):
-        cspd.load("org/none")
-    assert not logged
-
-
-def test_a_name_that_the_hub_has_not(kept, tmp_path, monkeypatch):
-    kept("org/other", {"README.md": small_checkpoint() + "/vae.safetensors"})
-    with pytest.raises(CheckpointError, match="org/none"):
-        cspd.load("org/none")
-    with pytest.raises(CheckpointError, match="org/other"):
-        cspd.load("org/other")
+def test_a_name_that_the_hub_does_not_have(cached, tmp_path, monkeypatch):
+    cached("org/other", {"README.md": small_checkpoint() + "/vae.safetensors"})
+    for name in ("org/none", "org/other"):
+        with pytest.raises(CheckpointError, match=name):
+            cspd.load(name)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "org").mkdir()  # a mistyped place here is no name on the hub
+    (tmp_path / "org").mkdir()  # so this is a mistyped path, and no name on the hub
     with pytest.raises(CheckpointError, match="org/none"):
         cspd.load("org/none")

@@ -40,7 +40,6 @@ from cspd.comparison.study import (
 )
 from cspd.device import describe, pick_device
 from cspd.engine import Engine
-from cspd.evaluation import metrics
 from cspd.evaluation.images import (
     GRID,
     ImageFolder,
@@ -67,7 +66,7 @@ from cspd.evaluation.metrics import (
     unmeasured,
 )
 from cspd.evaluation.run import EXPLODED, MANIFEST, RECORD, Processes, Shards, sample_shards, shards_store
-from cspd.files import misfit, read_json, write_json
+from cspd.files import checked_json, write_json
 from cspd.option import BUNDLED, DEFAULTS, option_names
 from cspd.plots import grid
 from cspd.request import Request, to_pil
@@ -85,13 +84,13 @@ from cspd.runs import (
 )
 from cspd.terminal import if_stopped
 
-# The report of `cspd evaluate` as text, a number on each line.
+# The report of `cspd evaluate` as text.
 
 Line = tuple[str, str, str]  # a title, a value, a note
 
 
 def format_evaluation(report: dict) -> str:
-    """The report as text, a number on each line."""
+    """The report as text, with a number on each line."""
     num = f"{report['num']:,}"
     lines = [("images", num, _space_note(report))]
     if report["space"]:
@@ -103,48 +102,60 @@ def format_evaluation(report: dict) -> str:
     if "sampling" in report:
         lines += _sampling_lines(report["sampling"], report["settings"]["request"])
     ran = report["ran"]
-    lines += [(model["role"], "", model_line(model)) for model in ran["models"]]
-    lines.append(("machine", "", f"{ran['machine']['device']}, threads: {ran['machine']['threads']}"))
-    return "\n".join(f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines)
+    for model in ran["models"]:
+        lines.append((model["role"], "", model_line(model)))
+    machine = ran["machine"]
+    lines.append(("machine", "", f"{machine['device']}, threads: {machine['threads']}"))
+    texts = [f"{title:<18} {value:>10}  {note}".rstrip() for title, value, note in lines]
+    return "\n".join(texts)
 
 
 def _space_note(report: dict) -> str:
-    """The space of features, and the reference."""
+    """The feature space and the reference, or the reason why there is no space."""
     if not report["space"]:
         return report["missing"]["fid"]
-    reference = report["reference"]
-    against = f"against {reference['name']} ({reference['fingerprint'][:12]})" if reference else ""
-    return f"{report['space']} space {against}"
+    note = f"{report['space']} space"
+    if report["reference"]:
+        note += f" against {_named(report['reference'])}"
+    return note
+
+
+def _named(file: dict) -> str:
+    """The name of a file, and the beginning of its fingerprint."""
+    return f"{file['name']} ({file['fingerprint'][:12]})"
 
 
 def _quality_lines(report: dict) -> list[Line]:
     """The metrics of features, and the classifier's accuracy."""
-    spread = "" if report["inception_score_std"] is None else f"+- {report['inception_score_std']:.3f} over ten parts"
-    recognised = "recognised as their class"
+    notes = dict(report["missing"])
+    if report["inception_score_std"] is not None:
+        notes["inception_score"] = f"+- {report['inception_score_std']:.3f} over ten parts"
     if report["accuracy_ci95"] is not None:
         low, high = report["accuracy_ci95"]
-        recognised += f", 95 % interval {low:.1%} to {high:.1%}"
+        notes["accuracy"] = f"recognised as their class, 95 % interval {low:.1%} to {high:.1%}"
     forms = (
-        ("fid", "FID", ".3f", ""),
-        ("inception_score", "inception score", ".3f", spread),
-        ("kid", "KID", ".5f", ""),
-        ("precision", "precision", ".3f", ""),
-        ("recall", "recall", ".3f", ""),
-        ("accuracy", "accuracy", ".1%", recognised),
+        ("fid", "FID", ".3f"),
+        ("inception_score", "inception score", ".3f"),
+        ("kid", "KID", ".5f"),
+        ("precision", "precision", ".3f"),
+        ("recall", "recall", ".3f"),
+        ("accuracy", "accuracy", ".1%"),
     )
     lines = []
-    for name, title, form, note in forms:
+    for name, title, form in forms:
         value = report[name]
         text = "-" if value is None else format(value, form)
-        lines.append((title, text, report["missing"].get(name, note)))
+        lines.append((title, text, notes.get(name, "")))
     return lines
 
 
 def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
     """The method, its costs and the speed."""
-    start = request.get("first_timestep")
-    chains = f", chains from timestep {start}" if start is not None else ""
-    lines = [("method", request["method"], sampling["guarantee"] + chains)]
+    guarantee = sampling["guarantee"]
+    if request.get("first_timestep") is not None:
+        guarantee += f", chains from timestep {request['first_timestep']}"
+    lines = [("method", request["method"], guarantee)]
+    # the cost of VQ models is their forward passes, of MAR its head calls
     if "step_compression" in sampling:
         lines.append(("tokens per forward pass", f"{sampling['step_compression']:.2f}", ""))
     else:
@@ -152,10 +163,10 @@ def _sampling_lines(sampling: dict, request: dict) -> list[Line]:
         lines.append(("head calls per token", f"{sampling['head_calls_per_token']:.1f}", calls))
     if sampling["bound_per_image"] > 0:
         bound = f"{min(sampling['bound_per_image'], 1):.3f}"
-        lines.append(("TV bound", bound, "of an image's codes, from the target's (docs/bounds.md)"))
+        lines.append(("TV bound", bound, "of an image's tokens, from the target's distribution (docs/bounds.md)"))
     lines += measured_lines(sampling)
     if not sampling["images_made"]:
-        return [*lines, ("images/s", "-", "all were there already")]
+        return [*lines, ("images/s", "-", "all images existed already")]
     generated = f"{sampling['images_made']} images in {sampling['seconds']:.1f} s"
     if sampling["processes"] > 1:
         generated += f" by {sampling['processes']} processes"
@@ -167,14 +178,15 @@ def _clip_line(report: dict) -> list[Line]:
     if report["clip_score"] is None:
         missing = report["missing"].get("clip_score")
         return [("CLIP score", "-", missing)] if missing else []
-    error, model = report["clip_score_error"], report["clip"]
-    spread = "" if error is None else f"+- {error:.2f} (standard error), "
-    return [("CLIP score", f"{report['clip_score']:.2f}", f"{spread}by {model['name']} ({model['fingerprint'][:12]})")]
+    note = f"by {_named(report['clip'])}"
+    if report["clip_score_error"] is not None:
+        note = f"+- {report['clip_score_error']:.2f} (standard error), {note}"
+    return [("CLIP score", f"{report['clip_score']:.2f}", note)]
 
 
 # `cspd compare`: configurations side by side.
 
-FILES = ("vae", "draft_checkpoint", "eagle", "text_encoder")  # the files among a row's models
+FILES = ("vae", "draft_checkpoint", "eagle", "text_encoder")  # the files among a configuration's models
 RUN_DEFAULTS = dict.fromkeys(RUN) | {"num": 20, "labels": list(range(10)), "seed": 0, "max_batch": 4}
 
 
@@ -187,8 +199,11 @@ def run_compare(args: argparse.Namespace) -> None:
     asked_for = asking_for(blank, prompts[0] if prompts else 0)
 
     def with_models(models: Mapping[str, object]) -> argparse.Namespace:
-        files = {key: Path(models[key]) if key in models else None for key in FILES}
-        return argparse.Namespace(**vars(args) | {"arch": None} | models | files)
+        own = dict.fromkeys(("arch", *FILES)) | models
+        for key in FILES:
+            if own[key] is not None:
+                own[key] = Path(own[key])
+        return argparse.Namespace(**vars(args) | own)
 
     def load(models: Mapping[str, object]) -> Engine:
         return load_engine(with_models(models), settings["max_batch"])
@@ -201,11 +216,12 @@ def run_compare(args: argparse.Namespace) -> None:
     subjects = prompts or class_numbers(settings["labels"], rows[0].engine)
     num = settings["num"]
 
-    def told() -> str:
-        total = len(rows) * -(-num // settings["max_batch"])
+    def progress() -> str:
+        chunks_per_row = -(-num // settings["max_batch"])
+        total = len(rows) * chunks_per_row
         return files_told(args.out, f"{CHUNKS}/*.npz", total, "chunks of images")
 
-    with if_stopped(told), comparison_store(args.out) as store:
+    with if_stopped(progress), comparison_store(args.out) as store:
         report, images = compare(
             rows,
             subjects,
@@ -218,38 +234,51 @@ def run_compare(args: argparse.Namespace) -> None:
             **how,
         )
         print(text_table(report))
-        print(f"wrote {', '.join(write(report, images, args.out))} to {args.out}/")
+        written = ", ".join(write(report, images, args.out))
+        print(f"wrote {written} to {args.out}/")
 
 
 def _study(args: argparse.Namespace) -> tuple[dict, dict, list[dict]]:
-    """The settings of the run, those of all rows, and the rows' entries: a study's file, overridden by flags."""
+    """The settings of the run, the settings of all configurations, and the configurations' own entries.
+
+    They come from a study file; flags override it.
+    """
     if args.config and args.methods:
-        raise ValueError("--methods and --config: give one of them")
+        raise ValueError("--methods and --config exclude each other: give only one of them")
     common, entries = read_study(args.config) if args.config else ({}, None)
-    asked = {name: getattr(args, name) for name in (*RUN, *MODELS)} | settings_of(request_of(args))
+    asked = {name: getattr(args, name) for name in (*RUN, *MODELS)}
+    asked |= settings_of(request_of(args))
     given = {key: value for key, value in asked.items() if value is not None}
     if any(key in given for key in SUBJECTS):  # prompts replace a file's classes too
         common = {key: value for key, value in common.items() if key not in SUBJECTS}
     common = common | given
-    settings = RUN_DEFAULTS | {key: common.pop(key) for key in RUN if key in common}
+    settings = dict(RUN_DEFAULTS)
+    for key in RUN:
+        if key in common:
+            settings[key] = common.pop(key)
+    # without a study: baseline sampling and the default method of the checkpoint's family
     if entries is None:
         common = {"checkpoint": BUNDLED["MAR"]} | common
-        entries = named_entries(args.methods or ["ar", DEFAULTS[family_of(common["checkpoint"])]])
+        default = DEFAULTS[family_of(common["checkpoint"])]
+        entries = named_entries(args.methods or ["ar", default])
     return settings, common, entries
 
 
 def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> dict:
     """The space, weights and reference of an evaluation, checked before there are images; {} without a space."""
-    spaces = {space_of(checkpoint_files(row.models["checkpoint"])["target"]) for row in rows}
-    own = spaces.pop() if len(spaces) == 1 else None
-    space = INCEPTION if args.weights else own
+    targets = [checkpoint_files(row.models["checkpoint"])["target"] for row in rows]
+    spaces = set(map(space_of, targets))
+    # values of different spaces cannot be compared
+    space = spaces.pop() if len(spaces) == 1 else None
+    if args.weights:
+        space = INCEPTION
     if space is None:
         if args.ref:
-            raise ValueError(f"--ref {args.ref}: features of these models' images are Inception's: give --weights too")
+            raise ValueError(f"--ref {args.ref} needs the features of Inception-v3 for these models: give --weights")
         return {}
     reference = reference_for(space, args.ref)
     for side in {row.engine.runner.image_size for row in rows}:
-        metrics.check(side, space=space, weights=args.weights, reference=reference, device=args.device)
+        check(side, space=space, weights=args.weights, reference=reference, device=args.device)
     return {"space": space, "weights": args.weights, "reference": reference}
 
 
@@ -258,23 +287,27 @@ def how_to_evaluate(args: argparse.Namespace, rows: Sequence[Configuration]) -> 
 EVALUATION_SCHEMA = "cspd.evaluation/2"
 SHOWN, COLUMNS = 100, 10  # images in the grid
 MEASURES_ONLY = ("images", "out", "ref", "space", "weights", "clip", "prompts", "npz", "device")
-MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # arguments that sampling does not need
+MEASURING = {"command", "line", "default_of", *MEASURES_ONLY}  # arguments that measuring existing images needs
 USUAL_NUM = 500  # images of a class-conditional model
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
     processes = Processes()
     if args.images:
+        # there is nothing to share: other processes of torchrun end at once
         if processes.rank == 0:
             _measure_folder(args)
         return
     prompts = read_prompts(args.prompts) if args.prompts else None
+    # by default an image of each prompt
     args.num = args.num or (len(prompts) if prompts else USUAL_NUM)
 
-    def told() -> str:
-        return f"{Shards(args.out, args.num).num_written()} of {args.num} images are in {args.out}/"
+    def progress() -> str:
+        written = Shards(args.out, args.num).num_written()
+        return f"{written} of {args.num} images are in {args.out}/"
 
-    with if_stopped(told), shards_store(args.out) as store:
+    # the store outlives the other processes: the first one still writes the report
+    with if_stopped(progress), shards_store(args.out) as store:
         with processes:
             args.device = processes.device(args.device)
             engine, request, subjects, settings, how = processes.together(
@@ -283,6 +316,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
             shards, manifest, summary = sample_shards(
                 engine, request, subjects, args.num, store, settings, processes, overwrite=args.overwrite
             )
+        # the other processes are gone by now: measuring uses one device
         if processes.rank == 0:
             about = _about_sampling(args, engine, manifest, summary) | shards.largest_tokens()
             _report(args, shards, shards.subjects(), how, about)
@@ -296,25 +330,35 @@ def _measure_folder(args: argparse.Namespace) -> None:
     if args.prompts:
         prompts = read_prompts(args.prompts, images.files)
         if len(images) % len(prompts):
-            counts = f"{args.images} has {len(images)} images and {args.prompts} {len(prompts)} texts"
-            raise ValueError(f"{counts}: give --prompts a file with a text of each image, in the order of their names")
+            raise ValueError(
+                f"{args.images} has {len(images)} images, and {args.prompts} has {len(prompts)} prompts: give --prompts"
+                " a file with a prompt for each image, in the order of their names"
+            )
         subjects = in_turn(prompts, len(images))
     _check_extras(args, are_texts(subjects))
     how = _how_to_measure(args, images.shape[1:], args.device, are_texts(subjects))
     with Store(args.out, RECORD, EVALUATION_SCHEMA, {}, compared=()) as store:
         store.claim({}, [GRID])
         ran = what_ran(describe(pick_device(args.device)), command=args.line)
-        _report(args, images, subjects, how, {"folder": str(args.images), "ran": ran, **store.lists()})
+        about = {"folder": str(args.images), "ran": ran, **store.lists()}
+        _report(args, images, subjects, how, about)
 
 
 def _check_measuring(args: argparse.Namespace) -> None:
     """Raises ValueError if --images comes with options that it would ignore, or with the folder of a run."""
-    given = [name for name, value in vars(args).items() if name not in MEASURING and value != args.default_of(name)]
+    given = []
+    for name, value in vars(args).items():
+        if name not in MEASURING and value != args.default_of(name):
+            given.append(_flag(name))
     if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"--images samples none: leave out {options}, or --images")
+        options = ", ".join(given)
+        raise ValueError(f"--images measures existing images and does not sample: leave out {options}, or --images")
     if (args.out / MANIFEST).exists():
         raise ValueError(f"{args.out} holds the report of a run that sampled: give another --out")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, summary: dict) -> dict:
@@ -322,7 +366,7 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, su
     summary["machine"] = engine.describe()
     ran = what_ran(summary["machine"], models_of(manifest, engine.runner), args.line)
     settings = without_folders(manifest)
-    if not summary["images_made"]:  # an earlier run sampled, and measured its speed
+    if not summary["images_made"]:  # an earlier run sampled, and its report has the speed
         summary = _earlier_sampling(args.out / RECORD, settings) or summary
     return {"settings": settings, "sampling": summary, "ran": ran}
 
@@ -330,10 +374,10 @@ def _about_sampling(args: argparse.Namespace, engine: Engine, manifest: dict, su
 def _earlier_sampling(path: Path, settings: dict) -> dict | None:
     """The summary of sampling in an earlier report of the same run, or None."""
     try:
-        report = read_json(path)
-    except (OSError, ValueError):
+        report = checked_json(path, {"sampling": dict, "settings": dict}, "")
+    except ValueError:
         return None
-    if misfit(report, {"sampling": dict, "settings": dict}) or differences(report["settings"], settings):
+    if differences(report["settings"], settings):
         return None
     return report["sampling"]
 
@@ -341,7 +385,7 @@ def _earlier_sampling(path: Path, settings: dict) -> dict | None:
 def _prepare(
     args: argparse.Namespace, prompts: list[str] | None, rank: int
 ) -> tuple[Engine, Request, list[Subject], dict, dict]:
-    """Does all that can fail before the first image."""
+    """Everything that can fail before the first image: engine, request, subjects, settings, and how to measure."""
     check_method(args)
     if rank == 0:
         _check_extras(args, prompts is not None)
@@ -349,17 +393,20 @@ def _prepare(
     if engine.device.index is not None:
         torch.cuda.set_device(engine.device)
     runner = engine.runner
-    subjects = prompts or class_numbers(args.labels or range(runner.num_classes) or [0], engine)
+    labels = args.labels or range(runner.num_classes) or [0]
+    subjects = prompts or class_numbers(labels, engine)
     blank = request_of(args, None, args.seed, negative_prompt=args.negative_prompt)
     request = asking_for(blank, subjects[0])  # text-to-image models refuse a class
-    settings, how = run_settings(args, engine.check(request)), {}
+    settings = run_settings(args, engine.check(request))
+    how = {}  # only the first process measures
     if rank == 0:
-        how = _how_to_measure(args, (runner.image_size, runner.image_size), engine.device, are_texts(subjects))
+        size = runner.image_size, runner.image_size
+        how = _how_to_measure(args, size, engine.device, are_texts(subjects))
     return engine, request, subjects, settings, how
 
 
 def _check_extras(args: argparse.Namespace, of_texts: bool) -> None:
-    """Raises an error if CLIP's folder or the .npz would fail after sampling."""
+    """Raises now the errors that CLIP's folder or the .npz would raise after sampling."""
     if args.clip:
         check_clip(args.clip, args.device, of_texts)
     if args.npz:
@@ -379,15 +426,18 @@ def _how_to_measure(
 
 
 def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool) -> str | None:
-    """Inception's if its weights are given, or the bundled models' own; for other images the first of their size.
+    """Inception's if its weights are given, or the bundled models' own. For other images, the first of their size.
 
-    None for images that others generated from prompts, without --ref.
+    None for other images of prompts, without --ref.
     """
+    if args.weights:
+        return INCEPTION
     own = None if args.images else space_of(checkpoint_files(args.checkpoint)["target"])
-    if args.weights or own:
-        return INCEPTION if args.weights else own
+    if own:
+        return own
     if of_texts:
         return INCEPTION if args.ref else None
+    # images of unknown origin are likely those of the bundled models if they have their size
     for name, space in SPACES.items():
         if size == (space.sizes.size, space.sizes.size):
             return name
@@ -395,10 +445,10 @@ def _usual_space(args: argparse.Namespace, size: tuple[int, int], of_texts: bool
 
 
 def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: Path | None) -> dict:
-    """All measurements of images, whose `subjects` may be known."""
+    """All measurements of images. `subjects`: their classes or prompts, or None if they are not known."""
     of_texts = are_texts(subjects)
     if how["space"] is None:
-        values = unmeasured(len(images), "no features are taken: give --ref, or Inception's file, --weights")
+        values = unmeasured(len(images), "no feature space: give --ref, or --weights with Inception's file")
     else:
         with tqdm(total=len(images), desc="measuring", unit=" image") as bar:
             values = measure(Watched(images, bar), labels=None if of_texts else subjects, **how)
@@ -408,34 +458,46 @@ def _measured(images: Dataset, subjects: list[Subject] | None, how: dict, clip: 
     elif of_texts:
         model = Clip(clip, how["device"])
         with tqdm(total=len(images), desc="by CLIP", unit=" image") as bar:
-            mean, error = mean_and_error(model.scores(Watched(images, bar), subjects))
+            scores = model.scores(Watched(images, bar), subjects)
+        mean, error = mean_and_error(scores)
         values |= {"clip_score": mean, "clip_score_error": error, "clip": model.about}
     return values
 
 
 def _report(args: argparse.Namespace, images: Dataset, subjects: list[Subject] | None, how: dict, about: dict) -> None:
     """Measures the images, writes the report, and prints it."""
-    values = _measured(images, subjects, how, args.clip)
+    report = {
+        "schema": EVALUATION_SCHEMA,
+        "space": how["space"],
+        "weights": None,
+        "reference": None,
+        **_measured(images, subjects, how, args.clip),
+        "largest_token": None,
+        "exploded": None,
+        "files": [GRID],
+        **about,
+    }
     reference, weights = how["reference"], how["weights"]
-    report = {"schema": EVALUATION_SCHEMA, "space": how["space"], "weights": None, "reference": None, **values}
-    report |= {"largest_token": None, "exploded": None, "files": [GRID], **about}
     if weights:  # None: torch-fidelity's download, or the bundled classifier
         report["weights"] = {"name": weights.name, "fingerprint": file_fingerprint(weights)}
     if reference:
         report["reference"] = {"name": reference.name, "fingerprint": reference.fingerprint}
     write_json(args.out / RECORD, report)
-    shown = [to_pil(images[i]) for i in range(min(SHOWN, len(images)))]
-    captions = [str(subject) for subject in (subjects or [""] * len(shown))[:SHOWN]]
-    write_png(args.out / GRID, grid(shown, captions, min(COLUMNS, len(shown))))
+
+    count = min(SHOWN, len(images))
+    shown = [to_pil(images[i]) for i in range(count)]
+    captions = list(map(str, subjects[:SHOWN])) if subjects else [""] * count
+    write_png(args.out / GRID, grid(shown, captions, min(COLUMNS, count)))
     print(format_evaluation(report))
-    wrote = [f"{args.out / RECORD} (all numbers and settings)", f"{args.out / GRID} (the first images)"]
+    wrote = [f"{args.out / RECORD} (all numbers and settings)"]
+    wrote.append(f"{args.out / GRID} (the first images)")
     if args.npz:
         export_npz(images, args.npz)
         wrote.append(f"{args.npz} (for ADM's evaluator)")
     print(f"wrote {', '.join(wrote)}")
 
 
-# `cspd tune`: the fastest way to sample on this machine, within limits.
+# `cspd tune`: the fastest configuration on this machine, within limits.
 
 TUNE_SCHEMA = "cspd.tune/1"
 MODEL = (
@@ -454,28 +516,36 @@ MODEL = (
 
 def run_tune(args: argparse.Namespace) -> None:
     divergence = 0.0 if args.exact else args.divergence
-    limits = args.tolerance or {"fid": 0.02}
     if divergence is not None:
         limits = {"divergence": divergence}
+    else:
+        limits = args.tolerance or {"fid": 0.02}
     engine = load_engine(args, args.max_batch)
     check_classes(engine, "cspd tune", "cspd compare --prompts FILE")
-    models = {name: getattr(args, name) for name in MODEL if getattr(args, name) is not None}
+    models = {name: getattr(args, name) for name in MODEL}
+    models = {name: value for name, value in models.items() if value is not None}
     request = request_of(args, family=family_of(args.checkpoint)).but(method="ar")
-    plain = Configuration("ar", request, engine, models)
+    baseline = Configuration("ar", request, engine, models)
     engine.check(request)
     labels = class_numbers(args.labels, engine)
-    found, left_out = candidates(plain, divergence)
-    plain, *found = [replace(row, files=run_settings(args, engine.check(row.request))) for row in [plain, *found]]
-    how = how_to_evaluate(args, [plain])
+    # the record of the run must name the files that each candidate's images depend on
+    found, left_out = candidates(baseline, divergence)
+    rows = []
+    for row in (baseline, *found):
+        files = run_settings(args, engine.check(row.request))
+        rows.append(replace(row, files=files))
+    baseline, *found = rows
+    how = how_to_evaluate(args, [baseline])
     _check_limits(limits, how)
 
-    def told() -> str:
-        return f"{len(list((args.out / CHUNKS).glob('*.npz')))} chunks of images are in {args.out}/"
+    def progress() -> str:
+        written = len(list((args.out / CHUNKS).glob("*.npz")))
+        return f"{written} chunks of images are in {args.out}/"
 
-    print(f"{len(found)} candidates, looking for the fastest with {wanted(limits)}")
-    with if_stopped(told), comparison_store(args.out) as store:
+    print(f"{len(found)} candidates; looking for the fastest with {wanted(limits)}")
+    with if_stopped(progress), comparison_store(args.out) as store:
         report, images = tune(
-            plain,
+            baseline,
             found,
             labels,
             args.num,
@@ -493,9 +563,11 @@ def run_tune(args: argparse.Namespace) -> None:
         tuned["told"] = choice_told(report) if chosen else shortfall(report)
         written = write(report, images, args.out)
         write_json(args.out / TUNE, {"schema": TUNE_SCHEMA, **tuned})
-    print(f"\nPareto front of {len(found)} candidates, and ar; {report['images']} images of each:\n")
+    print(f"\nPareto front of {len(found)} candidates and ar, {report['images']} images of each:\n")
     print(front_table(report))
-    print(f"\nwrote {', '.join([*written, TUNE])} to {args.out}/")
+    names = ", ".join([*written, TUNE])
+    print(f"\nwrote {names} to {args.out}/")
+    # the files above say how near the candidates came
     if not chosen:
         raise ValueError(tuned["told"])
     print(f"\n{tuned['told']}\n\n  {tuned['command']}")
@@ -503,30 +575,35 @@ def run_tune(args: argparse.Namespace) -> None:
 
 def _check_limits(limits: Mapping[str, float], how: Mapping[str, object]) -> None:
     """Raises ValueError if images of these models have no value for a limit."""
+    # a divergence is measured when a method is fitted, and needs no images
     if "divergence" in limits:
         return
     if not how:
-        raise ValueError("--tolerance: these models have no judge of their own: give Inception's file, --weights")
+        raise ValueError("--tolerance needs the features of Inception-v3 for these models: give --weights")
     if "fid" in limits and how["reference"] is None:
-        raise ValueError("--tolerance fid: there is no reference: give --ref")
+        raise ValueError("--tolerance fid needs a reference: give --ref")
     if "accuracy" in limits and how["space"] == INCEPTION:
-        raise ValueError("--tolerance accuracy: only the bundled models' images have a classifier: leave it out")
+        raise ValueError("--tolerance accuracy needs a classifier, which only bundled models have: leave it out")
 
 
 def command(args: argparse.Namespace, row: Configuration) -> str:
-    """The `cspd sample` command of a row."""
+    """The `cspd sample` command of a configuration."""
     words = ["cspd", "sample", "--method", str(row.request.method)]
     usual = {"checkpoint": "digits32", "device": "auto", "precision": "fp32"}
-    settings = {name: value for name, value in settings_of(row.request).items() if name in option_names()}
+    settings = settings_of(row.request)
+    options = {name: settings[name] for name in settings if name in option_names()}
     for file in args.plugin or ():
         words += ["--plugin", str(file)]
-    given = {name: getattr(args, name) for name in MODEL} | settings | {"max_batch": args.max_batch}
+    models = {name: getattr(args, name) for name in MODEL}
+    given = models | options | {"max_batch": args.max_batch}
+    # flags at their defaults are left out; True and False become --name and --no-name
     for name, value in given.items():
-        flag = "--" + name.replace("_", "-")
+        if value is None or value == usual.get(name):
+            continue
         if value is True:
-            words.append(flag)
-        elif value is False and (name in settings or name == "graphs"):
-            words.append(f"--no-{name.replace('_', '-')}")
-        elif value is not None and value is not False and value != usual.get(name):
-            words += [flag, str(value)]
+            words.append(_flag(name))
+        elif value is not False:
+            words += [_flag(name), str(value)]
+        elif name in options or name == "graphs":  # True by default
+            words.append(_flag(f"no_{name}"))
     return shlex.join(words)

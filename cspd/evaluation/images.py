@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
@@ -17,15 +16,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cspd.files import check_file, misfit, publishing, read_json
+from cspd.files import check_file, checked_json, explained, publishing
 from cspd.request import Request, to_uint8
 
-# Images to be measured, 8 bits a channel, in memory or in a folder.
+# Images to be measured, with 8 bits per channel, in memory or in a folder.
 
-GRID, HEATMAP = OVERVIEWS = ("grid.png", "heatmap.png")  # written by our commands next to images
+GRID = "grid.png"
+HEATMAP = "heatmap.png"
+OVERVIEWS = (GRID, HEATMAP)  # our commands write these next to images
 SUFFIXES = (".png", ".jpg", ".jpeg")
-DIGITS = 20  # of a number in a file's name; seeds have at most 19
-FORMATS = ("PNG", "JPEG")  # without them, Pillow would run Ghostscript for some files
+DIGITS = 20  # of the numbers in files' names; seeds have at most 19
+FORMATS = ("PNG", "JPEG")  # Pillow's default includes formats that it opens with Ghostscript
 
 
 class ImageList(Dataset):
@@ -42,7 +43,7 @@ class ImageList(Dataset):
 
 
 class Watched(Dataset):
-    """A data set that moves a progress bar when it is read."""
+    """A data set that advances a progress bar when it is read."""
 
     def __init__(self, images: Dataset, bar: tqdm) -> None:
         self.images, self.bar = images, bar
@@ -51,37 +52,38 @@ class Watched(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Tensor:
-        # the first image is read twice, for its size
-        self.bar.update(max(0, index + 1 - self.bar.n))
+        # an image that is read again, as the first is for its size, does not count twice
+        if index >= self.bar.n:
+            self.bar.update(index + 1 - self.bar.n)
         return self.images[index]
 
 
 def image_files(folder: Path) -> list[Path]:
-    """A folder's PNGs (and JPEGs), without hidden files and our own overviews.
+    """A folder's PNGs and JPEGs, without hidden files and our own overviews.
 
-    They are in the order of their names, and of the numbers in them: 2.png comes before 10.png.
+    They are sorted by their names, and by the numbers in the names: 2.png comes before 10.png.
 
-    Raises ValueError if there are no such files.
+    Raises ValueError if there is no such folder or file.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"{folder}: no such folder: give a folder of images")
     files = []
     for path in folder.iterdir():
-        is_image = path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-        if is_image and path.name not in OVERVIEWS:
+        is_ours_or_hidden = path.name in OVERVIEWS or path.name.startswith(".")
+        if path.suffix.lower() in SUFFIXES and not is_ours_or_hidden:
             files.append(path)
     if not files:
-        raise ValueError(f"{folder}: there are no images in it (PNG or JPEG, not in subfolders)")
+        raise ValueError(f"{folder} has no images: give a folder with PNGs or JPEGs, not in subfolders")
     return sorted(files, key=_by_number)
 
 
 class ImageFolder(Dataset):
     """A data set of uint8 [3, H, W] over a folder's `image_files`.
 
-    The headers of all files are read at once, which takes a second for 10,000; the pixels on access, by `read_image`.
+    All headers are read at once, which takes a second for 10,000 files; pixels are read on access, by `read_image`.
 
     Attributes:
-        files: their paths. shape: (3, H, W) of each image.
+        files: paths of the images. shape: (3, H, W) of each image.
 
     Raises:
         ValueError: no images, files that are not images, or images of several sizes; the message names the first.
@@ -93,8 +95,8 @@ class ImageFolder(Dataset):
         for path in self.files:
             own_width, own_height = _size(path)
             if (own_width, own_height) != (width, height):
-                sizes = f"{width}x{height} and {own_width}x{own_height}"
-                raise ValueError(f"{path}: images of {sizes} pixels in one folder: give one of equal sizes")
+                sizes = f"{own_width}x{own_height} pixels, and others have {width}x{height}"
+                raise ValueError(f"{path} has {sizes}: give a folder of images of one size")
         self.shape = 3, height, width
 
     def __len__(self) -> int:
@@ -105,37 +107,39 @@ class ImageFolder(Dataset):
 
     @property
     def labels(self) -> list[int] | None:
-        """The classes in names as of `cspd sample`, or None if a file has another name."""
-        found = [re.search(r"_label(\d+)_", path.name) for path in self.files]
-        return [int(match[1]) for match in found] if all(found) else None
+        """The classes in the names that `cspd sample` gives, or None if a file has another name."""
+        labels = []
+        for path in self.files:
+            match = re.search(r"_label(\d+)_", path.name)
+            if match is None:
+                return None
+            labels.append(int(match[1]))
+        return labels
 
 
 def _by_number(path: Path) -> tuple[str, str]:
     """A key to sort files by name, and by the numbers in their names."""
-    return re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), path.name), path.name
+    # zeros in front let 2 come before 10; the name itself decides between 1.png and 01.png
+    padded = re.sub(r"\d+", lambda number: number[0].zfill(DIGITS), path.name)
+    return padded, path.name
 
 
 def beginning(path: Path) -> str:
-    """The first bytes of a file, for messages: they reveal an error page or a Git LFS pointer."""
+    """The first bytes of a file, for messages: they show whether it is an error page or a Git LFS pointer."""
     with path.open("rb") as file:
         return repr(file.read(40))
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """A PNG or JPEG, its pixels not read yet. Raises ValueError, which names the file, for any failure."""
+    """A PNG or JPEG whose pixels are not read yet. Raises ValueError, which names the file, for any failure."""
     try:
-        if not path.is_file():  # reading a pipe would wait
-            raise OSError("not a file, or a link that leads nowhere")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(path, formats=FORMATS)
-        with image:
+        with Image.open(path, formats=FORMATS) as image:
             yield image
     except UnidentifiedImageError as error:
-        raise ValueError(f"{path}: no PNG or JPEG: it begins with {beginning(path)}") from error
+        raise ValueError(f"{path} is not a PNG or JPEG: it begins with {beginning(path)}") from error
     except Exception as error:  # a damaged file can fail anywhere in the decoders
-        raise ValueError(f"{path}: cannot be used as an image ({error})") from error
+        raise ValueError(f"{path} cannot be used as an image ({error}): give another file") from error
 
 
 def _size(path: Path) -> tuple[int, int]:
@@ -147,19 +151,24 @@ def _size(path: Path) -> tuple[int, int]:
 def read_image(path: Path) -> Tensor:
     """uint8 [3, H, W] of a PNG or JPEG, as torch-fidelity reads it.
 
-    Pillow converts grey images, palettes and CMYK to RGB; a coloured image of 16 bits loses the lower eight. In a grey
-    one of 16 bits, 65535 becomes 255, other values in proportion.
+    Pillow converts grey images, palettes and CMYK to RGB. A coloured image of 16 bits loses the lower eight. A grey
+    image of 16 bits is scaled: 65535 becomes 255.
 
     Raises:
-        ValueError: a damaged file, or one that viewers show differently: with transparent pixels, or rotated by EXIF.
+        ValueError: a damaged file, or an image that viewers show differently: with transparent pixels, or rotated by
+            its EXIF data.
     """
     with _opened(path) as image:
-        if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] < 255:
-            raise ValueError("it has transparent pixels: paint it on a background")
+        # an alpha channel that is opaque everywhere does no harm
+        if image.has_transparency_data:
+            lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
+            if lowest < 255:
+                raise ValueError("it has transparent pixels: put it on a background")
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            raise ValueError("its EXIF data turn it: turn its pixels instead")
-        if image.mode.startswith("I"):  # 16 bits, which Pillow's own conversion clips to 8
-            image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+            raise ValueError("its EXIF data rotate it: rotate its pixels instead")
+        if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip instead of scaling
+            scaled = np.rint(np.asarray(image) / 257)
+            image = Image.fromarray(scaled.astype(np.uint8))
         pixels = np.array(image.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
@@ -170,39 +179,40 @@ def to_pixels(images: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: another shape, no images, or other numbers.
     """
-    if images.ndim != 4 or images.shape[3] != 3 or 0 in images.shape:
+    if images.ndim != 4 or images.shape[3] != 3 or images.size == 0:
         raise ValueError(f"images of shape {list(images.shape)}: give [N, H, W, 3], one or more")
-    dtype = images.dtype
-    if dtype == np.uint8:
+    if images.dtype == np.uint8:
         return images
-    if dtype.kind not in "iuf":
-        raise ValueError(f"images of {dtype}: give uint8")
     low, high = images.min(), images.max()
-    if dtype.kind == "f" and low >= 0 and high <= 1:  # one image at a time, since a copy of all as floats is large
-        return np.stack([to_uint8(torch.from_numpy(image.astype(np.float32))).numpy() for image in images])
-    if low >= 0 and high <= 255 and all((image % 1 == 0).all() for image in images):
+    is_float = images.dtype.kind == "f"
+    if is_float and low >= 0 and high <= 1:
+        pixels = np.empty(images.shape, np.uint8)
+        for i, image in enumerate(images):  # a float32 copy of all images would take four times their memory
+            pixels[i] = to_uint8(torch.from_numpy(image.astype(np.float32))).numpy()
+        return pixels
+    are_integers = not is_float or all((image % 1 == 0).all() for image in images)
+    if low >= 0 and high <= 255 and are_integers:
         return images.astype(np.uint8)
     raise ValueError(
-        f"images of {dtype} from {low:g} to {high:g}: give uint8, other whole numbers in 0..255, or floats in 0..1"
+        f"images of {images.dtype} from {low:g} to {high:g}: give uint8, other integers in 0..255, or floats in 0..1"
     )
 
 
 def check_npz(path: Path) -> None:
     """Creates the folder for `export_npz`; raises ValueError or OSError if no file can be written there."""
-    try:
+    with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"{path} cannot be written ({error.strerror}): give another --npz") from error
     check_file(path, "--npz")
 
 
 def export_npz(images: Dataset, path: Path) -> None:
     """Writes a data set as ADM's evaluator reads it: an uncompressed .npz with arr_0, uint8 [N, H, W, 3].
 
-    It writes image by image, since 50,000 of 256x256 are 10 GB. Raises OSError as `publishing`.
+    It writes one image at a time, since 50,000 images of 256x256 pixels take 10 GB. Raises OSError as `publishing`.
     """
     check_npz(path)
     height, width = images[0].shape[1:]
+    # np.savez would need all images in memory
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), height, width, 3)}
     with publishing(path) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         with archive.open("arr_0.npy", "w", force_zip64=True) as file:
@@ -212,14 +222,16 @@ def export_npz(images: Dataset, path: Path) -> None:
                 file.write(pixels.tobytes())
 
 
-# The subject of an image in runs and reports: a class by its number, or a prompt.
+# The subject of an image in runs and reports.
 
-Subject = int | str
+Subject = int | str  # the number of a class, or a prompt
 
 
 def asking_for(request: Request, subject: Subject) -> Request:
     """The request with another class or prompt."""
-    return request.but(prompt=subject) if isinstance(subject, str) else request.but(label=subject)
+    if isinstance(subject, str):
+        return request.but(prompt=subject)
+    return request.but(label=subject)
 
 
 def subject_of(request: Request) -> Subject:
@@ -228,12 +240,12 @@ def subject_of(request: Request) -> Subject:
 
 
 def in_turn(subjects: Sequence[Subject], num: int) -> list[Subject]:
-    """The subjects of `num` images, which cycle."""
+    """The subjects of `num` images, which cycle through the given ones."""
     return list(islice(cycle(subjects), num))
 
 
 def are_texts(subjects: Sequence[Subject] | None) -> bool:
-    """Whether subjects are known and prompts."""
+    """Whether the subjects are prompts; False if they are not known (None)."""
     return bool(subjects) and isinstance(subjects[0], str)
 
 
@@ -241,13 +253,14 @@ RECORD = "samples.json"
 
 
 def prompts_of(folder: ImageFolder) -> list[str] | None:
-    """The prompts of a folder's images, from the record of their run, or None if it lacks one."""
+    """The prompts of a folder's images, from the record of their run, or None if it lacks one of them."""
+    shape = {"images": [{"file": str, "request": dict}]}
     try:
-        record = read_json(folder.files[0].parent / RECORD)
-    except (OSError, ValueError):
+        record = checked_json(folder.files[0].parent / RECORD, shape, "")
+    except ValueError:
         return None
-    if misfit(record, {"images": [{"file": str, "request": dict}]}):
-        return None
-    prompts = {image["file"]: image["request"].get("prompt") for image in record["images"]}
+    prompts = {}
+    for image in record["images"]:
+        prompts[image["file"]] = image["request"].get("prompt")
     found = [prompts.get(path.name) for path in folder.files]
     return None if None in found else found

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,16 +36,16 @@ from cspd.terminal import shortened
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
-REMEDY = f"torchrun sets {', '.join(VARIABLES)}; for one process unset them"
-PATIENCE = timedelta(days=7)  # for the slowest process to finish; one that died is noticed at once
+REMEDY = f"torchrun sets {', '.join(VARIABLES)}; unset them to use one process"
+PATIENCE = timedelta(days=7)  # for the slowest process to finish; a process that dies is noticed at once
 POLL = 0.05  # seconds
 
 
 class Processes:
-    """This process among those that share the work, a context manager; the only one if torchrun did not start it.
+    """This process and the others that share the work, as a context manager. Without torchrun there is only this one.
 
     Attributes:
-        rank: 0 .. size - 1. size: the number of processes. local: the rank among those of this machine.
+        rank: 0 .. size - 1. size: the number of processes. local: the rank among the processes of this machine.
     """
 
     def __init__(self) -> None:
@@ -56,7 +55,8 @@ class Processes:
         self.local = _number("LOCAL_RANK", 0)
         missing = [name for name in VARIABLES if name not in os.environ]
         if self.size > 1 and missing:
-            raise ValueError(f"WORLD_SIZE={self.size} without {', '.join(missing)}: {REMEDY}")
+            names = ", ".join(missing)
+            raise ValueError(f"WORLD_SIZE={self.size} without {names}: {REMEDY}")
         if self.size > 1:
             _number("MASTER_PORT", 0, high=65535)
 
@@ -66,16 +66,18 @@ class Processes:
                 dist.init_process_group("gloo")  # messages are short
                 self._waiting = dist.new_group(timeout=PATIENCE)
             except RuntimeError as error:
-                place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                raise OSError(f"not all of the {self.size} processes of this run have met at {place}") from error
+                address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                raise OSError(
+                    f"not all of the {self.size} processes reached {address}: start them again with torchrun"
+                ) from error
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        if self.size > 1 and failure is None:  # after a failure it would wait for the other processes
+        if self.size > 1 and failure is None:  # after a failure, this would wait for the other processes
             dist.destroy_process_group()
 
     def device(self, wanted: str) -> str:
-        """A GPU of its own for each process, unless the user names one."""
+        """The device of this process: a GPU of its own, unless the user names one."""
         if self.size > 1 and torch.cuda.is_available() and wanted in ("auto", "cuda"):
             return f"cuda:{self.local}"
         return wanted
@@ -87,11 +89,12 @@ class Processes:
             ValueError, OSError, OutOfMemoryError: from `work`, in the first process in which it failed.
             SystemExit: it failed in another process, which reports it. OSError: another process is gone.
         """
-        result, error = None, None
+        result = error = None
         try:
             result = work()
         except (ValueError, OSError, torch.OutOfMemoryError) as failure:
             error = failure
+        # every process learns who failed, so that none waits for a process that has ended
         failures = self._exchange(error is not None)
         if any(failures):
             first = failures.index(True)
@@ -100,7 +103,8 @@ class Processes:
 
     def from_first(self, work: Callable[[], T]) -> T:
         """Runs `work` in the first process only, and returns its result in all; errors as in `together`."""
-        return self._exchange(self.together(lambda: work() if self.rank == 0 else None))[0]
+        result = self.together(lambda: work() if self.rank == 0 else None)
+        return self._exchange(result)[0]
 
     def _exchange(self, value: object) -> list:
         """The values of all processes, by rank."""
@@ -110,7 +114,7 @@ class Processes:
                 self._wait()
                 dist.all_gather_object(values, value)
             except RuntimeError as gone:
-                raise OSError("another process of this run is gone; the same command goes on from here") from gone
+                raise OSError("another process of this run is gone: repeat the command, it resumes here") from gone
         return values
 
     def _wait(self) -> None:
@@ -124,23 +128,22 @@ class Processes:
 def _number(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
     """The launcher's variable of this name."""
     text = os.environ.get(name, str(default))
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not low <= int(text) <= high:
-        to = "on" if high == math.inf else f"to {high}"
-        why = " (WORLD_SIZE - 1)" if name == "RANK" else ""
-        raise ValueError(f"{name}={shortened(text)} is not a whole number from {low} {to}{why}: {REMEDY}")
+    is_number = re.fullmatch(r"\d{1,9}", text, re.ASCII)
+    if not is_number or not low <= int(text) <= high:
+        raise ValueError(f"{name}={shortened(text)} is not an integer from {low} to {high}: {REMEDY}")
     return int(text)
 
 
-# A run's images in numbered files (shards), and a manifest of everything that they depend on.
+# The images of a run in numbered files (shards), and a manifest of everything that they depend on.
 #
-# The number of a shard determines its images, so that any number of processes can generate them and resume.
+# The number of a shard determines its images. So any number of processes can generate them and resume.
 
 SCHEMA = "cspd.shards/1"
 MANIFEST = "manifest.json"
 RECORD = "evaluation.json"  # the report
-SIZE = 16  # images in a shard: a killed process loses at most as many, besides the images in flight
+SIZE = 16  # images in a shard: a killed process loses at most this many, and the images in flight
 LONG = ("by_lag", "by_step", "by_rank")  # statistics that are not written
-EXPLODED = 30.0  # MAR's tokens have unit variance; strong guidance may take them a third of this way
+EXPLODED = 30.0  # MAR's tokens have unit variance, and strong guidance takes them to about 20
 LARGEST = torch.finfo(torch.float32).max
 SHAPE = {"images": int, "seed": int, "labels": [(int, str)], "request": dict}  # of the manifest
 
@@ -148,14 +151,14 @@ SHAPE = {"images": int, "seed": int, "labels": [(int, str)], "request": dict}  #
 class Shards(Dataset):
     """The folder of a run of `num` images; as a data set, its images, uint8 [3, H, W].
 
-    A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or texts, `seeds` int64 [n], and `stats`, as
-    JSON.
+    A shard is an .npz of `images` uint8 [n, H, W, 3], `labels` [n], int64 or prompts, `seeds` int64 [n], and `stats`,
+    as JSON.
 
     Attributes:
-        manifest: what the images depend on, needed to write or check shards.
+        manifest: everything that the images depend on, needed to write or check shards.
 
     Raises:
-        OSError: an image is read whose shard no longer belongs to this `manifest`.
+        OSError: the shard of an image no longer belongs to this `manifest` when the image is read.
     """
 
     def __init__(self, folder: Path, num: int, manifest: Mapping | None = None) -> None:
@@ -170,21 +173,28 @@ class Shards(Dataset):
         if not 0 <= index < self.num:
             raise IndexError(index)
         shard = index // SIZE
+        # images are read in order: the last shard is enough of a cache
         if self._last is None or self._last[0] != shard:
             self._last = shard, self._images(shard)
-        return torch.from_numpy(self._last[1][index % SIZE]).permute(2, 0, 1)
+        _, images = self._last
+        return torch.from_numpy(images[index % SIZE]).permute(2, 0, 1)
 
     def name(self, shard: int) -> str:
         return f"{shard:05d}.npz"
 
     def indices(self, shard: int) -> range:
         """The indices of a shard's images."""
-        return range(shard * SIZE, min((shard + 1) * SIZE, self.num))
+        start = shard * SIZE
+        return range(start, min(start + SIZE, self.num))
 
     def num_written(self) -> int:
         """The number of images in existing shards."""
         existing = {path.name for path in self.folder.glob("*.npz")}
-        return sum(len(self.indices(shard)) for shard in range(self.count) if self.name(shard) in existing)
+        num = 0
+        for shard in range(self.count):
+            if self.name(shard) in existing:
+                num += len(self.indices(shard))
+        return num
 
     def read(self, shard: int, name: str) -> np.ndarray:
         """One array of a shard."""
@@ -192,15 +202,13 @@ class Shards(Dataset):
             return file[name]
 
     def _images(self, shard: int) -> np.ndarray:
-        """The images of a shard. A process that outlived the first one of an earlier run may have replaced it."""
+        """The images of a shard. A process of an earlier run may have outlived that run and replaced them."""
         if not self.manifest:
             return self.read(shard, "images")
         path = self.folder / self.name(shard)
         arrays = read_item(path, self._made_of(shard), {})
         if arrays is None:
-            raise OSError(
-                f"{path} was changed meanwhile, as by a process of another run: end it and repeat the command"
-            )
+            raise OSError(f"another process changed {path} meanwhile: end it and repeat the command")
         return arrays["images"]
 
     def stats(self) -> Iterator[dict]:
@@ -210,7 +218,10 @@ class Shards(Dataset):
 
     def subjects(self) -> list[Subject]:
         """The class or prompt of each image."""
-        return [label for shard in range(self.count) for label in self.read(shard, "labels").tolist()]
+        subjects = []
+        for shard in range(self.count):
+            subjects += self.read(shard, "labels").tolist()
+        return subjects
 
     def largest_tokens(self) -> dict:
         """The largest magnitude of MAR's tokens, and how many images reach `EXPLODED`.
@@ -220,16 +231,25 @@ class Shards(Dataset):
         sizes = [stats.get("largest_token") for stats in self.stats()]
         if None in sizes:
             return {"largest_token": None, "exploded": None}
-        return {"largest_token": max(sizes), "exploded": sum(size >= EXPLODED for size in sizes)}
+        exploded = [size for size in sizes if size >= EXPLODED]
+        return {"largest_token": max(sizes), "exploded": len(exploded)}
 
     def write(self, shard: int, arrays: dict[str, np.ndarray]) -> None:
         """Writes a shard from the `arrays_of` all its images, in order. Raises OSError as `publishing`."""
-        write_item(self.folder / self.name(shard), arrays, self._made_of(shard))
+        path = self.folder / self.name(shard)
+        write_item(path, arrays, self._made_of(shard))
 
     def missing(self, side: int) -> list[int]:
-        """The shards still to be generated. Damaged ones, and those of other images, are removed. `side`: in pixels."""
+        """The shards still to be generated. Damaged shards, and shards of other images, are removed.
+
+        `side`: of an image, in pixels.
+        """
         shards = {self.name(shard): shard for shard in range(self.count)}
-        missing = missing_files(self.folder, shards, lambda name: self._is_whole(shards[name], side))
+
+        def is_whole(name: str) -> bool:
+            return self._is_whole(shards[name], side)
+
+        missing = missing_files(self.folder, shards, is_whole)
         for name in missing:
             (self.folder / name).unlink(missing_ok=True)
         return [shards[name] for name in missing]
@@ -238,11 +258,13 @@ class Shards(Dataset):
         """Everything that the images of a shard depend on."""
         indices = self.indices(shard)
         subjects = self.manifest["labels"]
+        labels = [subjects[i % len(subjects)] for i in indices]
         seeds = [self.manifest["seed"] + i for i in indices]
-        return {"manifest": self.manifest, "labels": [subjects[i % len(subjects)] for i in indices], "seeds": seeds}
+        return {"manifest": self.manifest, "labels": labels, "seeds": seeds}
 
     def _is_whole(self, shard: int, side: int) -> bool:
-        num, made_of = len(self.indices(shard)), self._made_of(shard)
+        num = len(self.indices(shard))
+        made_of = self._made_of(shard)
         like = {
             "images": (np.uint8, (num, side, side, 3)),
             "stats": (np.str_, ()),
@@ -252,7 +274,7 @@ class Shards(Dataset):
         arrays = read_item(self.folder / self.name(shard), made_of, like)
         if arrays is None:
             return False
-        # shards of older versions have no digest that covers these
+        # labels and seeds are compared here, since shards of older versions have no digest
         return all(arrays[name].tolist() == made_of[name] for name in ("labels", "seeds"))
 
 
@@ -263,11 +285,13 @@ def shards_store(folder: Path) -> Store:
 
 def arrays_of(outputs: Sequence[Output]) -> dict[str, np.ndarray]:
     """The arrays of a shard of these images."""
+    images = [to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]
+    stats = [_stats_of(output) for output in outputs]
     return {
-        "images": np.stack([to_uint8(output.image).permute(1, 2, 0).numpy() for output in outputs]),
+        "images": np.stack(images),
         "labels": np.array([subject_of(output.request) for output in outputs]),
         "seeds": np.array([output.request.seed for output in outputs]),
-        "stats": np.array(json.dumps([_stats_of(output) for output in outputs])),
+        "stats": np.array(json.dumps(stats)),
     }
 
 
@@ -276,7 +300,7 @@ def _stats_of(output: Output) -> dict:
     for name in LONG:
         del stats[name]
     if output.tokens.is_floating_point():
-        tokens = output.tokens.nan_to_num(nan=LARGEST)  # JSON has no NaN and no infinity
+        tokens = output.tokens.nan_to_num(nan=LARGEST)  # JSON has neither NaN nor infinity
         stats["largest_token"] = tokens.abs().max().item()
     return stats
 
@@ -285,7 +309,7 @@ def _stats_of(output: Output) -> dict:
 
 WRITING = 2  # shards that may wait for the disk before sampling waits too
 BAR = "{l_bar}{bar}| {n:.1f}/{total} images [{elapsed}<{remaining}, {rate_fmt}]"
-LAG = 60  # seconds until a file of another machine is visible, at most
+LAG = 60  # seconds until a shared file system shows another machine's file, at most
 
 
 def sample_shards(
@@ -306,8 +330,8 @@ def sample_shards(
     processes.
 
     Args:
-        request: the settings of all images. settings: what the images depend on besides, as plain values.
-        store: the folder, see `shards_store`; it stays claimed until the store's `with` block ends.
+        request: the settings of all images. settings: everything else that the images depend on, as plain values.
+        store: the folder, see `shards_store`. It stays claimed until the store's `with` block ends.
         overwrite: remove another run from the folder, once all settings are checked.
 
     Returns:
@@ -318,8 +342,9 @@ def sample_shards(
         ValueError: a bad setting, or as `Store.claim`. OSError: the folder cannot be written.
         Others as in `Processes.together`.
     """
+    # the first process claims the folder before the others write there
     plan = functools.partial(_plan, engine, request, subjects, num, store, settings, overwrite)
-    manifest, missing = processes.from_first(plan)  # the first process claims the folder before others write there
+    manifest, missing = processes.from_first(plan)
     shards = Shards(store.folder, num, manifest)
     common = Request(**manifest["request"])
     requests = []
@@ -350,7 +375,7 @@ def _plan(
     """Claims the folder and writes the manifest; returns the manifest, and the shards to be generated."""
     for subject in dict.fromkeys(subjects):
         engine.check(asking_for(request, subject))
-    engine.check(request.but(seed=request.seed + num - 1))
+    engine.check(request.but(seed=request.seed + num - 1))  # the largest seed
     checked = engine.check(request)
     manifest = {
         "schema": SCHEMA,
@@ -364,6 +389,7 @@ def _plan(
     shards = Shards(store.folder, num, manifest)
     names = [shards.name(shard) for shard in range(shards.count)]
     earlier = store.claim(manifest, [*names, RECORD, GRID], overwrite)
+    # settings that a method chooses, such as the window, are those of the run that is resumed
     choices = earlier_choices(checked.settings, earlier and earlier["request"])
     manifest["request"] = _common(engine.resolve(checked.but(**choices)))
     store.begin(manifest)
@@ -373,25 +399,30 @@ def _plan(
 def _common(request: Request) -> dict:
     """The settings that the requests of all images share."""
     settings = request.but(prompt=None).to_dict()
-    return {name: value for name, value in settings.items() if name not in ("label", "seed")}
+    for own in ("label", "seed"):
+        settings.pop(own, None)
+    return settings
 
 
 def _sample(engine: Engine, requests: Sequence[Request], shards: Shards, todo: Sequence[int], bar: _Progress) -> None:
-    """Generates the shards `todo`, in one stream so that the engine's slots stay full; another thread writes them.
+    """Generates the shards `todo`, in one stream so that the engine's slots stay full. Another thread writes them.
 
-    The other thread uses no tensor: once a second thread uses torch, OpenMP lets the first one's workers sleep between
-    products, since there are more of them than cores, and rounds on a CPU take longer.
+    The other thread uses no tensor. Once a second thread uses torch, OpenMP has more workers than cores and lets them
+    sleep between products, and rounds on a CPU take longer.
     """
     order = [index for shard in todo for index in shards.indices(shard)]
-    finished: dict[int, dict[int, Output]] = defaultdict(dict)
+    finished: dict[int, dict[int, Output]] = defaultdict(dict)  # of each shard, by the index of the image
     writing: deque = deque()
     with ThreadPoolExecutor(1) as writer:
-        for k, output in engine.stream([requests[index] for index in order], on_progress=bar.watch):
-            shard = order[k] // SIZE
-            finished[shard][order[k]] = output
-            if len(finished[shard]) == len(shards.indices(shard)):
+        stream = engine.stream([requests[index] for index in order], on_progress=bar.watch)
+        for position, output in stream:
+            index = order[position]
+            shard = index // SIZE
+            finished[shard][index] = output
+            indices = shards.indices(shard)
+            if len(finished[shard]) == len(indices):
                 outputs = finished.pop(shard)
-                arrays = arrays_of([outputs[i] for i in shards.indices(shard)])
+                arrays = arrays_of([outputs[i] for i in indices])
                 writing.append(writer.submit(shards.write, shard, arrays))
             if len(writing) > WRITING:
                 writing.popleft().result()  # raises its errors
@@ -405,45 +436,42 @@ def _wait_for_files(shards: Shards) -> None:
     end = time.monotonic() + LAG
     while shards.num_written() < shards.num:
         if time.monotonic() > end:
-            raise OSError(f"{shards.folder} lacks images of other processes: is it shared by all of the machines?")
+            raise OSError(f"{shards.folder} lacks images of other processes: give a folder that all machines share")
         time.sleep(1)
 
 
 class _Progress:
-    """A bar of the images of all processes: those in shards, and `unwritten` ones of this process."""
+    """A progress bar over the images of all processes: those in shards, and this process's unwritten ones."""
 
     def __init__(self, shards: Shards, shown: bool) -> None:
         self.unwritten = 0
         self._fractions: dict[Request, float] = {}
-        self._shards, self._stop = shards, threading.Event()
-        written = shards.num_written() if shown else 0
-        form = {"unit": " image", "bar_format": BAR}
-        self._bar = tqdm(total=shards.num, initial=written, smoothing=0, disable=not shown, **form)
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._shards = shards
+        self._last_shown = time.monotonic()
+        self._bar = tqdm(total=shards.num, smoothing=0, disable=not shown, unit=" image", bar_format=BAR)
+        if shown:
+            self._bar.initial = self._bar.n = shards.num_written()
 
     def watch(self, request: Request, fraction: float, preview: object) -> None:
         """Notes the finished fraction of a request of this process."""
         self._fractions[request] = fraction
         if fraction == 1:
             del self._fractions[request]
-
-    def _show(self) -> None:
-        done = self._shards.num_written() + self.unwritten + sum(list(self._fractions.values()))
-        self._bar.n = min(done, self._shards.num)
-        self._bar.refresh()
-
-    def _run(self) -> None:
-        while not self._stop.wait(1):
+        # counting the shards lists a folder: once a second is enough
+        if time.monotonic() > self._last_shown + 1:
             self._show()
 
+    def _show(self) -> None:
+        if self._bar.disable:
+            return
+        done = self._shards.num_written() + self.unwritten + sum(self._fractions.values())
+        self._bar.n = min(done, self._shards.num)
+        self._bar.refresh()
+        self._last_shown = time.monotonic()
+
     def __enter__(self) -> _Progress:
-        if not self._bar.disable:
-            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._bar.disable:
-            self._stop.set()
-            self._thread.join()
-            self._show()
+        self._show()
         self._bar.close()

@@ -1,4 +1,4 @@
-"""Spaces of features: an entry, its files and a bundled model are all that another one needs."""
+"""Feature spaces: a new one needs an entry in `SPACES`, its files and a bundled model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PLAIN = [*QUICK, "--first-timestep", "950"]
 
 @pytest.fixture(scope="module", autouse=True)
 def toy(tmp_path_factory):
-    """A space of 16x16 images in ten classes, beside a model that makes some; all weights are random."""
+    """A space of 16x16 images in ten classes, and a model that generates such images; all weights are random."""
     folder = tmp_path_factory.mktemp("checkpoints") / "toy16"
     folder.mkdir()
     shutil.copy(checkpoint_files("digits32")["vae"], folder)
@@ -57,8 +57,8 @@ def toy(tmp_path_factory):
         yield
 
 
-def test_evaluate_takes_the_models_own(tmp_path):
-    """And, of images without a model, that of their size."""
+def test_evaluate_takes_the_models_own_space(tmp_path):
+    """For images without a model, it takes the space of their size."""
     out = tmp_path / "out"
     assert main(["evaluate", *PLAIN, "--method", "ar", "--num", str(NUM), "--out", str(out)]) == 0
     report = json.loads((out / "evaluation.json").read_text())
@@ -78,11 +78,11 @@ def test_evaluate_takes_the_models_own(tmp_path):
     assert again["space"] == "toy" and again["fid"] == pytest.approx(report["fid"], rel=1e-5)
 
 
-def test_compare_and_tune_judge_in_it():
+def test_compare_and_tune_take_it_too():
     row = Configuration("ar", cspd.Request(0), cspd.load("toy16", max_batch=1, device="cpu"), {"checkpoint": "toy16"})
-    judge = how_to_evaluate(argparse.Namespace(weights=None, ref=None, device="cpu"), [row])
-    assert judge["space"] == "toy" and len(judge["reference"].images) == 25
-    _check_limits({"accuracy": 0.1, "fid": 0.1}, judge)
+    how = how_to_evaluate(argparse.Namespace(weights=None, ref=None, device="cpu"), [row])
+    assert how["space"] == "toy" and len(how["reference"].images) == 25
+    _check_limits({"accuracy": 0.1, "fid": 0.1}, how)
 
 
 @pytest.mark.slow
@@ -91,35 +91,20 @@ def test_compare_and_bench_as_a_whole(tmp_path):
     report = json.loads((tmp_path / "comparison.json").read_text())
     assert report["space"] == "toy" and all(row["fid"] is not None for row in report["rows"])
     numbers = tmp_path / "bench.json"
-    assert (
-        main(
-            [
-                "bench",
-                *PLAIN,
-                "--methods",
-                "disa:upper=2:lower=2",
-                "--batch",
-                "1",
-                "--runs",
-                "1",
-                "--json",
-                str(numbers),
-            ]
-        )
-        == 0
-    )
+    options = ["--methods", "disa:upper=2:lower=2", "--batch", "1", "--runs", "1", "--json", str(numbers)]
+    assert main(["bench", *PLAIN, *options]) == 0
     assert all("accuracy" in row for row in json.loads(numbers.read_text())["rows"])
 
 
-def test_what_does_not_fit():
-    with pytest.raises(ValueError):
+def test_other_sizes_and_unknown_spaces_are_refused():
+    with pytest.raises(ValueError, match="32x32"):
         check(32, space="toy")
-    with pytest.raises(ValueError, match="space"):
+    with pytest.raises(ValueError, match="toy"):
         check(16, space="vgg")
 
 
 def test_a_reference_is_of_the_training_distribution(tmp_path):
-    """Coloured digits are those of the bundled reference; of a folder all classes are drawn equally often."""
+    """Coloured digits are drawn as in training; a folder gives all its classes equally often."""
     digits = argparse.Namespace(data="digits", size=32, upright="")
     images, _ = coloured_digits(3, HELD_OUT_SEED, labels=torch.arange(3))
     made = drawn(data_of(digits), 3)
