@@ -34,9 +34,6 @@ def main(argv: list[str] | None = None) -> int:
     0: success. 1: a check failed. 2: an error of the user or the machine, printed in one line. 128 + n: stopped by
     signal n, after printing the progress and how to resume.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the shell closed it: `cspd methods >&-`
-            setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal cannot show must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -216,9 +216,6 @@ COMMANDS = ["sample", "compare", "evaluate", "bench", "calibrate"]
         (["sample", "--sed=4"], "--seed"),
         (["methods", "--mark"], "--markdown"),  # no short forms
         (["sample", "more"], "more"),
-        *(([command, "--out", "a" * 300], "--out") for command in ("sample", "edit", "compare", "tune", "evaluate")),
-        (["bench", "--json", "a" * 300], "--json"),
-        (["gpu-check", "--out", "a" * 300], "--out"),
     ],
 )
 def test_arguments_that_cannot_be_are_told_before_any_work(arguments, hint, tmp_path, monkeypatch, capsys):
