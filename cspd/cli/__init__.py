@@ -34,18 +34,22 @@ def main(argv: list[str] | None = None) -> int:
     0: success. 1: a check failed. 2: an error of the user or the machine, printed in one line. 128 + n: stopped by
     signal n, after printing the progress and how to resume.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the terminal cannot show must not end a run
+    # characters that the terminal cannot show must not end a run
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with stoppable():  # before the slow imports
+        # before the slow imports, so that Ctrl-C works at once
+        with stoppable():
             follow_launcher()
             return _run(argv)
     except Stopped as stop:
-        if os.environ.get("RANK", "0") == "0":  # only one of several processes prints
+        # of several processes under torchrun, only one prints
+        if os.environ.get("RANK", "0") == "0":
             progress = f": {stop.done}" if stop.done else ""
             print(f"cspd: stopped{progress}", file=sys.stderr)
         return 128 + stop.number
-    except BrokenPipeError:  # `cspd methods | head -1`: Python must not report an error when it flushes at exit
+    except BrokenPipeError:
+        # `cspd methods | head -1`: the output goes nowhere, so that Python reports no error when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
@@ -58,7 +62,8 @@ def _run(argv: list[str] | None) -> int:
         command = args.command.replace("-", "_")
         module = importlib.import_module(MODULES[command])
         status = getattr(module, f"run_{command}")(args)
-        sys.stdout.flush()  # here an error can still be reported
+        # an error of the last write can be reported here, but not at exit
+        sys.stdout.flush()
     except BrokenPipeError:
         raise
     except _expected_errors() as error:

@@ -98,6 +98,7 @@ def bench(
     Raises:
         ValueError: an invalid request.
     """
+    # Fill in the defaults of the models, and reject invalid requests before anything is timed.
     cases = []
     for request in requests:
         request = replace(request, **_common_settings(engine.resolve(with_method(request, "ar"))))
@@ -107,7 +108,7 @@ def bench(
                 engine.check(contender)
         cases.append((request, timed_requests))
 
-    # before the timed runs, and from small to large: a peak includes whatever earlier work left in the process
+    # Memory comes before the timed runs, and small batches first: a peak includes what earlier work left behind.
     memory = []
     for batch in sorted(batches):
         memory += [_memory(engine, requests[0], batch, num) for num in (batch, queued) if num]
@@ -118,10 +119,11 @@ def bench(
         for batch, (request, timed_requests) in itertools.product(batches, cases):
             own = engine.with_slots(batch)
             timed: dict[str, list[dict]] = {name: [] for name in timed_requests}
+            # run 0 warms up: compilation, graph capture, calibration
             for run in range(runs + 1):
                 for name, contender in timed_requests.items():
                     result = _timed(own, contender, request, batch, run, accuracy)
-                    if run > 0:  # the first run warms up
+                    if run > 0:
                         timed[name].append(result)
                     bar.update()
             rows += [_row(name, batch, request, timed[name], timed["ar"]) for name in timed]
@@ -154,6 +156,7 @@ def _timed(
 ) -> dict:
     """Times one batch."""
     requests = _requests(engine, contender or request, batch, first=run * batch)
+    # without a contender, the authors' own sampler runs at the same settings; it returns images without statistics
     sample = functools.partial(_published, engine) if contender is None else engine.generate
     results: list = []
     timed: dict = {"seconds": seconds_of(lambda: results.extend(sample(requests)), engine.device)}
@@ -179,7 +182,7 @@ def _published(engine: Engine, requests: list[Request]) -> list[Tensor | None]:
 
 
 def _mean_stats(stats: list[RoundStats]) -> dict:
-    """Means over the images of a batch."""
+    """Means over the images of a batch, and `stats` itself, for means over all runs."""
     verified = sum(sum(each.by_lag[0]) for each in stats)
     accepted = sum(sum(each.by_lag[1]) for each in stats)
     guarantee = stats[0].guarantee
@@ -190,11 +193,13 @@ def _mean_stats(stats: list[RoundStats]) -> dict:
     }
     for name in ("head_calls_per_token", "backbone_calls", "head_calls", "draft_backbone_calls", "draft_head_calls"):
         means[name] = statistics.mean(getattr(each, name) for each in stats)
-    if stats[0].committed:  # a VQ model
+    # only VQ models have counts of committed tokens
+    if stats[0].committed:
         seconds = {phase: sum(each.seconds[phase] for each in stats) for phase in ("backbone", "draft", "other")}
         means["overhead"] = seconds["other"] / sum(seconds.values())
         means["bound"] = None
-        if guarantee != "heuristic":  # a total variation distance is at most 1
+        if guarantee != "heuristic":
+            # the mean of the summed local bounds; a total variation distance is never above 1
             means["bound"] = min(1.0, statistics.mean(each.bound for each in stats))
         means["step_compression"] = statistics.mean(each.step_compression for each in stats)
     return means
@@ -212,6 +217,7 @@ def _row(name: str, batch: int, request: Request, timed: list[dict], baseline: l
         "speed_up": spread([base["seconds"] / run["seconds"] for run, base in zip(timed, baseline)]),
         "images_per_second": batch / seconds["median"],
     }
+    # a value per run becomes its mean over the runs
     row |= measured([image for run in timed for image in run.get("stats", [])])
     for key in timed[0].keys() - {"seconds", "stats"}:
         values = [run[key] for run in timed]
@@ -277,7 +283,8 @@ def _runs_told(runs: int) -> str:
     """What the numbers are, and the probability that the true median lies between the minimum and the maximum."""
     if runs == 1:
         return "one run of each"
-    coverage = 1 - 0.5 ** (runs - 1)  # all runs are on one side of the true median with probability 2 / 2^runs
+    # independent runs all lie on one side of the true median with probability 2 / 2^runs
+    coverage = 1 - 0.5 ** (runs - 1)
     return f"medians of {runs} runs (least..most holds the true median with {coverage:.0%})"
 
 
@@ -311,14 +318,16 @@ def run_bench(args: argparse.Namespace) -> None:
     names = args.methods
     if names is None:
         guaranteed = [each.name for each in METHODS if each.family == family and each.guarantee != "heuristic"]
-        names = [name for name in guaranteed if name != "ar"] + [PUBLISHED]  # ar is always timed
+        # ar is always timed
+        names = [name for name in guaranteed if name != "ar"] + [PUBLISHED]
     if "cspd" not in method_names([family]) and (args.gamma or args.verify):
         raise ValueError(
             "--gamma and --verify set options of the method `cspd`, which these models do not have. Put options after"
             " a method's name, e.g. --methods sd:gamma=4"
         )
+    # report misspelt names before the models are loaded
     for name in names:
-        parse_method(name, more=[PUBLISHED])  # before the models are loaded
+        parse_method(name, more=[PUBLISHED])
     engine = load_engine(args, 1)
     check_classes(engine, "cspd bench", "cspd compare --prompts FILE")
     requests = []
@@ -385,7 +394,8 @@ def _panel(report: dict) -> Panel:
         setting = f", batch {row['batch']}, cfg {row['cfg']:g}" if has_several_settings else ""
         speed_up = row["speed_up"]
         limits = speed_up["min"], speed_up["max"]
-        guarantee = row.get("guarantee", "exact")  # the authors' own sampler has no such entry, and is exact
+        # the row of the authors' own sampler has no guarantee; it samples from the same distribution as ar
+        guarantee = row.get("guarantee", "exact")
         points.append(
             Point(options, speed_up["median"], row["accuracy"], method + setting, limits, guarantee=guarantee)
         )
@@ -449,6 +459,7 @@ def _show_speculative(engine: Engine, request: Request, force: bool) -> None:
     costs = tuning.costs(request.guided, force)
     calibration = calibrations.get(request)
     print(f"head calls per token, simulated on the chains of the fit (full chain: {num_steps}):")
+    # a window longer than the chain is never full
     for window, calls in zip(WINDOWS, calibration.calls):
         if window <= num_steps:
             print(f"  window {window:>2}: {calls.mean():5.1f}")
@@ -469,6 +480,7 @@ def run_gpu_check(args: argparse.Namespace) -> int:
     if args.show:
         report = read_report(args.show)
     else:
+        # check everything that is cheap first: a whole check takes minutes
         device = pick_device(args.device)
         if device.type == "cpu" and not args.tiny:
             raise ValueError("there is no GPU, and official sizes take hours on a CPU: give --tiny to try the command")

@@ -119,6 +119,7 @@ class Parser(argparse.ArgumentParser):
         """Exits with status 2, after suggesting the valid words that were probably meant."""
         typed: list[str] = []
         valid: Collection[str] = []
+        # argparse passes only the finished message, so the typed and the valid words are parsed from it
         choices = re.search(r"invalid choice: '?([^\s']*)'? \(choose from (.*)\)", message)
         if choices:
             typed = [choices[1]]
@@ -177,6 +178,7 @@ def parser_of(argv: Sequence[str], methods: Sequence[Method] = ()) -> Parser:
     commands = top.add_subparsers(dest="command", required=True, help=argparse.SUPPRESS, parser_class=Parser)
     for name, (_, declare) in COMMANDS.items():
         parser = commands.add_parser(name, prog=f"cspd {name}", usage=f"cspd {name} [flags]")
+        # the flags of the other commands are never needed, and take time
         if [name] == argv[:1]:
             parser.methods = methods
             declare(parser)
@@ -342,6 +344,7 @@ def _compare(parser: Parser) -> None:
     _add_checkpoint(group)
     _add_settings(parser, group)
     _add_machine(parser)
+    # None: a study file may name the checkpoint
     parser.set_defaults(checkpoint=None)
 
 
@@ -362,6 +365,7 @@ All candidates generate 20 images, the better third of them 60, and so on up to 
 to baseline sampling (ar) at your settings, which is also sampled with other seeds, to show how much the
 numbers vary by chance.
 """
+    # the search sets the method, but requests are made from the same attributes as in other commands
     parser.set_defaults(method=None)
     group = parser.add_argument_group("limits (one of them)").add_mutually_exclusive_group()
     text = (
@@ -383,7 +387,8 @@ numbers vary by chance.
     _add_quality(parser)
     group = parser.add_argument_group("sampling")
     _add_checkpoint(group)
-    _add_settings(parser, group, of_methods=False)  # the search sets the options of methods itself
+    # nor are there flags for the options of methods
+    _add_settings(parser, group, of_methods=False)
     _add_machine(parser)
 
 
@@ -432,6 +437,7 @@ def _evaluate(parser: Parser) -> None:
     _rare(_add_path(group, "--npz", "FILE", "also write the images as an .npz for ADM's evaluator"))
     _add_sampling(parser)
     _add_machine(parser)
+    # to find the flags that were given, which --images rejects if they are about sampling
     parser.set_defaults(default_of=parser.get_default)
 
 
@@ -451,6 +457,7 @@ def _bench(parser: Parser) -> None:
         " own sampler (default: published and all methods that are not heuristic)"
     )
     group.add_argument("--methods", type=name_list, metavar="LIST", help=text)
+    # SUPPRESS: without the flag, the default of --checkpoint stays
     group.add_argument(
         "--vq",
         action="store_const",
@@ -695,6 +702,7 @@ def _argument(same_name: list[Use], several: bool) -> dict:
     if isinstance(option.kind, type):
         parse = {int: number_list, float: float_list}[option.kind] if several else option.kind
         return {"type": parse, "metavar": option.metavar or option.name.upper()}
+    # which words a method accepts is checked with the request
     words = list(dict.fromkeys(word for use in same_name for word in use.option.kind))
     return {"type": word_list(words), "metavar": ",".join(words)} if several else {"choices": words}
 
@@ -706,5 +714,6 @@ def _help(same_name: list[Use], with_owners: bool) -> str:
         owners = use.owners() if with_owners else use.condition()
         text = f"{owners}: {use.option.help}" if owners else use.option.help
         default = use.default()
+        # each meaning has its own default, so argparse's is not used
         parts.append(f"{text} (default: {default})" if default else text)
     return "; ".join(parts).replace("%", "%%")

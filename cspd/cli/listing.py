@@ -64,6 +64,7 @@ class Use:
         if len(by_default) > FEW:
             return "the method's own"
 
+        # sorted() is stable: among equally common defaults the first declared one counts as usual
         most_common, *others = sorted(by_default, key=lambda default: -len(by_default[default]))
         parts = [most_common]
         for default in others:
@@ -79,6 +80,7 @@ class Use:
                 with_another += [owner for owner, _ in declared]
         found = Use(self.option)
         for owner, option in by_default[default]:
+            # one default is the method's default, whatever the option depends on
             if owner not in with_another:
                 option = option.but(only_with=None)
             found.declared.append((owner, option))
@@ -106,6 +108,7 @@ def uses(methods: Iterable[Method] = ()) -> list[Use]:
     for method in methods:
         declared += [(method, option) for option in method.options]
 
+    # options of one name that differ in their help text mean different things
     found: dict[tuple[str, str], Use] = {}
     for owner, option in declared:
         use = found.setdefault((option.name, option.help), Use(option))
@@ -115,6 +118,7 @@ def uses(methods: Iterable[Method] = ()) -> list[Use]:
 
 def format_table(methods: Sequence[Method]) -> str:
     """The methods as text, with the meanings of their guarantees and the titles of their papers."""
+    # imported here because cspd.method imports torch, and --help needs this module
     from cspd.method import GUARANTEES
 
     lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]

@@ -64,7 +64,8 @@ def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
     if suffix == ".json":
         prompts = _prompts_of_json(path, content, images)
     else:
-        prompts = content.rstrip().split("\n")  # not splitlines(), which splits at characters that editors do not
+        # not splitlines(), which also splits at characters that editors do not take for a line's end
+        prompts = content.rstrip().split("\n")
     if not any(prompts):
         raise ValueError(f"{path} is empty: {FORMS}")
     for number, prompt in enumerate(prompts, start=1):
@@ -98,6 +99,7 @@ def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path])
 
     Raises ValueError if an image is named as in COCO, and the file has no caption for it.
     """
+    # COCO has five captions per image, in no particular order
     captions: dict[str, str] = {}
     for annotation in annotations:
         number = str(annotation["image_id"]).zfill(COCO_DIGITS)
@@ -107,7 +109,8 @@ def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path])
         name = COCO_NAME.fullmatch(image.stem)
         number = name[1] if name else ""
         caption = captions.get(number.zfill(COCO_DIGITS))
-        if caption is None and len(number) == COCO_DIGITS:  # shorter numbers may be of any images
+        # shorter numbers may be names of any images
+        if caption is None and len(number) == COCO_DIGITS:
             raise ValueError(f"{path} has no caption for {image.name}: pass the file with the captions of these images")
         own.append(caption)
     if None in own or not own:
@@ -158,6 +161,7 @@ def load_plugins(argv: Sequence[str]) -> None:
         ValueError: a file is not Python, or registers no method.
         FileNotFoundError: a file does not exist. Errors of the file's own code are passed on.
     """
+    # a parser of this one flag: the other flags are not known before the plugins have run
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     add_plugin(early)
     for file in early.parse_known_args(argv)[0].plugin or ():
@@ -174,6 +178,7 @@ def load_plugins(argv: Sequence[str]) -> None:
 
 def request_of(args: argparse.Namespace, label: int | str | None = 0, seed: int = 0, **changes: object) -> Request:
     """The request of the flags for settings, with `changes`."""
+    # a command has flags for some options only; an option without a flag stays open
     given = {name: getattr(args, name) for name in sorted(option_names()) if hasattr(args, name)}
     return Request(label, seed, getattr(args, "method", None), **given | changes)
 
@@ -190,6 +195,7 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
     """What images depend on besides their requests: version, rounding, and the files that a checked request uses."""
     files = checkpoint_files(args.checkpoint)
     decoder = "tokenizer" if "tokenizer" in files else "vae"
+    # files that the request does not use, such as an EAGLE drafter for sjd, may change between runs
     used = {"target": files["target"], decoder: args.vae or files[decoder]}
     given = {"draft": args.draft_checkpoint, "eagle": args.eagle}
     for name in sorted(method_of(request).uses(request)):

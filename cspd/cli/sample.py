@@ -96,13 +96,15 @@ def sample_to_folder(
     overviews = OVERVIEWS if heatmap else (GRID,)
     journal = out / JOURNAL
     with Store(out, RECORD, SCHEMA, SHAPE, ("settings", "requests")) as store:
+        # lock the folder and look for an earlier run; everything up to store.begin leaves its files as they are
         earlier = store.claim(record, [*names, *overviews, JOURNAL], overwrite)
         existing = _existing(journal, earlier, names) if earlier else {}
         prepared = _prepared(engine, checked, names, store, existing)
         missing = set(missing_files(out, names, lambda name: _is_whole(out / name, existing.get(name))))
         record["images"] = [existing[name] for name in names if name not in missing]
         store.begin(record)
-        journal.unlink(missing_ok=True)  # its images are now in the record
+        # the record now has the images of the journal
+        journal.unlink(missing_ok=True)
 
         todo = [index for index, name in enumerate(names) if name in missing]
         new = _generate(engine, prepared, out, names, todo, progress, heatmap, finish)
@@ -115,8 +117,10 @@ def sample_to_folder(
         journal.unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, prepared, heatmap, before)
 
-        if speed and todo:  # after everything is written: an interruption here loses nothing
-            seconds = new.seconds - new.capture_seconds  # baseline sampling would share these graphs
+        # after everything is written: an interruption here loses nothing
+        if speed and todo:
+            # without the capture of CUDA graphs, which later runs of these shapes share
+            seconds = new.seconds - new.capture_seconds
             rounds = seconds - new.seconds_between_rounds
             summary |= against_plain(engine, prepared[0].request, len(todo), seconds, rounds)
             store.save(record)
@@ -136,7 +140,8 @@ def _existing(journal: Path, record: dict, names: Sequence[str]) -> dict[str, di
     entries = record["images"]
     if journal.exists():
         for line in journal.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):  # half a line of a killed run: its image is generated again
+            # a killed run may leave half a line: its image is generated again
+            with contextlib.suppress(ValueError):
                 entries.append(parse_json(line))
     return {names[entry["index"]]: entry for entry in entries}
 
@@ -148,7 +153,8 @@ def _prepared(
     for name, each in zip(names, checked):
         if name in existing:
             store.refuse(differences(existing[name]["request"], each.request.to_dict()))
-    if existing:  # decisions of the earlier run, such as its window, stay valid
+    if existing:
+        # keep the decisions of the earlier run, such as its window: the image of a seed depends on them
         earlier = next(iter(existing.values()))["request"]
         decided = []
         for each in checked:
@@ -214,6 +220,7 @@ def _generate(
         finished = time.perf_counter()
         index = todo[k]
         stats = output.stats.to_dict()
+        # the long counts are summed over the images; everything else is recorded per image
         for name in DRAFT_COUNTS:
             counts = stats.pop(name)
             draft_counts[name] = _sum(draft_counts[name], counts) if name in draft_counts else counts
@@ -225,6 +232,7 @@ def _generate(
             "request": output.request.to_dict(),
         }
         if heatmap:
+            # JSON has no NaN
             entry["token_cost"] = [None if math.isnan(value) else value for value in output.token_cost.tolist()]
         entry["stats"] = stats
         entries.append(entry)
@@ -234,7 +242,8 @@ def _generate(
         writing += time.perf_counter() - finished
     seconds = time.perf_counter() - start
 
-    # all images of a batch report the seconds in which it was decoded; on a GPU, rounds run meanwhile
+    # All images of a batch report the same seconds of decoding, so equal values count once. On a GPU, decoding overlaps
+    # later rounds, except for the last batch.
     decoding = [entry["stats"]["seconds"]["decode"] for entry in entries]
     waiting = decoding[-1] if engine.device.type == "cuda" and decoding else sum(set(decoding))
     return Generated(entries, draft_counts, seconds, engine.graphs.seconds - captured, writing + waiting)
@@ -266,13 +275,15 @@ def _write_overviews(
         with Image.open(out / names[index]) as image:
             images.append(image.convert("RGB"))
         captions.append(engine.name_of(prepared[index].request))
+    # full rows of 10 or 8 if possible
     num = len(before) + len(entries)
     columns = next((n for n in (10, 8) if num % n == 0), min(10, num))
     all_images = [image for _, image in before] + images
     all_captions = [caption for caption, _ in before] + captions
     write_png(out / GRID, grid(all_images, all_captions, columns))
     if heatmap:
-        token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]  # heat: of older versions
+        # older versions called the costs heat
+        token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]
         accepted = prepared[0].method.token_cost == "accepted"
         write_png(out / HEATMAP, token_cost_grid(images, token_cost, captions, columns, accepted))
 
@@ -319,6 +330,7 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
         _tell_vq_cost(summary)
     else:
         _tell_mar_cost(summary)
+    # only methods that choose the window themselves can give a reason for it
     if summary["window"] is not None and checked.method.resolve is not as_it_is:
         why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
         print(f"window {summary['window']}: {why}")
@@ -373,20 +385,22 @@ GREY = 0.5  # shade of the part to generate, in grid.png
 
 def run_edit(args: argparse.Namespace) -> None:
     check_method(args)
+    # Read the image before the models are loaded, in case it is unreadable. A box depends on the model's image size.
     given = None
-    if args.place is None:  # before the models are loaded: the image may be unreadable
+    if args.place is None:
         given = Inpainting.of(args.image, args.mask if args.keep is None else 1 - args.keep)
     engine = load_engine(args, min(args.max_batch, args.num))
     asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
     runner = engine.runners[engine.checked(asked).method.family]
     size = runner.image_size
     known = given or placed(args.image, args.place, size)
+    # a change of size is printed once, not as a warning of every request
     resized = cropping(known.image, size)
     if resized:
         print(f"{args.image}: {resized}")
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Resized)  # printed above
+        warnings.simplefilter("ignore", Resized)
         checked = [engine.checked(asked.but(seed=args.seed + i, known=known)) for i in range(args.num)]
     first = checked[0].request
     if first.known is None:
@@ -394,6 +408,7 @@ def run_edit(args: argparse.Namespace) -> None:
             "no token would be kept: a token is kept only if its whole patch of pixels is. Keep a larger area (black in"
             " the mask), or use `cspd sample` to generate a whole image"
         )
+    # the folder of another image, mask or way to paste is another run
     settings = run_settings(args, first) | {"paste": args.paste, "place": args.place, "keep": args.keep}
     for name in ("image", "mask"):
         path = getattr(args, name)
@@ -440,7 +455,8 @@ def run_serve(args: argparse.Namespace) -> None:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
     names = list(dict.fromkeys(args.checkpoint or bundled_here()))
     for name in names:
-        checkpoint_files(name)  # raises on a missing file before any model is loaded
+        # raises on a missing file before any model is loaded
+        checkpoint_files(name)
     check_of_one(names, args.arch, args.vae, args.draft_checkpoint, args.eagle, args.text_encoder)
 
     with listening(args.host, args.port) as listener:
@@ -448,7 +464,8 @@ def run_serve(args: argparse.Namespace) -> None:
         for name in names:
             own = argparse.Namespace(**vars(args) | {"checkpoint": name})
             engines[name] = load_engine(own, args.max_batch)
-        warnings.simplefilter("ignore", Resized)  # the page shows the change
+        # the page itself shows how an image is cropped and resized
+        warnings.simplefilter("ignore", Resized)
         host, port = listener.getsockname()[:2]
         is_local = ipaddress.ip_address(host).is_loopback
         app = make_app(
