@@ -41,18 +41,15 @@ def test_images_and_a_record(tmp_path, capsys):
     assert sample(tmp_path, "--num", "6") == 0
     record = record_in(tmp_path)
     assert record["schema"] == "cspd.samples/1"
-    assert [(image["request"]["label"], image["request"]["seed"]) for image in record["images"]] == [
-        (i % 4, 5 + i) for i in range(6)
-    ]
-    for image in record["images"]:
+    for i, image in enumerate(record["images"]):
+        assert (image["request"]["label"], image["request"]["seed"]) == (i % 4, 5 + i)
         assert Image.open(tmp_path / image["file"]).size == (32, 32)
         assert (image["stats"]["iterations"], image["stats"]["head_calls"]) == (2, 10)
         assert (image["request"]["num_sampling_steps"], image["request"]["temperature"]) == (5, 1.0)
     assert record["summary"]["images_per_second"] > 0
-    grid = Image.open(tmp_path / "grid.png")
-    assert grid.width > 3 * 64 and grid.height > 64
+    assert Image.open(tmp_path / "grid.png").width > 3 * 64
     out = capsys.readouterr().out
-    assert "images/s" in out and "grid.png" in out
+    assert "6 images in " in out and "grid.png" in out
 
 
 def test_a_lost_image_is_generated_again(tmp_path):
@@ -103,7 +100,6 @@ def test_another_run_is_replaced_only_if_asked(tmp_path, capsys):
         ("--labels two,sevn", "seven"),
         ("--num-iter 65", "num_iter"),
         ("--cfg nan", "cfg"),
-        ("--cfg 1e999", "cfg"),
         ("--checkpoint nowhere", "digits32"),
         ("--max-batch 9999999 --num 9999999", "max_batch"),
         (f"--seed {2**63 - 1} --num 2", "seed"),
@@ -127,16 +123,10 @@ def test_errors_are_one_line_and_name_the_remedy(arguments, hint, tmp_path, caps
         ("methods --mark", "did you mean --markdown?"),  # flags cannot be abbreviated
         ("sample more", "more"),
         ("sample --num 0", "--num"),
-        ("sample --num 999999999999", "--num"),
-        ("sample --threads 100000", "--threads"),
         ("sample --draft none", "--draft"),
-        ("sample --method cspd --gamma 8,16", "--gamma"),
-        ("evaluate --labels 0-99999999999", "--labels"),
         ("bench --batch 0", "--batch"),
-        ("bench --gamma 8;16", "--gamma"),
         ("bench --verify parallel,serial", "--verify"),
         ("bench --methods speculative,", "--methods"),
-        ("compare --checkpoint=", "--checkpoint"),
         ("compare --out=", "--out"),
     ],
 )
@@ -154,16 +144,12 @@ def test_wrong_arguments_are_reported_before_any_work(arguments, hint, tmp_path,
     "arguments, hint",
     [
         ("sample --method nope", "speculative"),
-        ("sample --method eagle", "speculative"),
         ("sample --method ar --gamma 4", "gamma"),
-        ("sample --delta 1.5", "delta"),
         ("sample --checkpoint digits32_vq --method cspd", "speculative"),
         ("sample --checkpoint digits32_vq --num-iter 5", "num_iter"),
         ("evaluate --method cool-sd", "digits32_vq"),
-        ("calibrate --verify parallel", "verify"),
         ("calibrate --method calibrated --force", "calibrated"),
         ("calibrate --method disa", "--method"),
-        ("calibrate --checkpoint digits32_vq", "--method"),
         ("bench --methods speculativ", "speculative"),
         ("bench --methods speculative:windw=1", "window"),
         ("bench --checkpoint digits32_vq --gamma 3", "--methods sd:gamma=4"),
@@ -171,8 +157,6 @@ def test_wrong_arguments_are_reported_before_any_work(arguments, hint, tmp_path,
         ("bench --plot picture.xyz", "picture.xyz"),
         ("compare --methods speculativ", "speculative"),
         ("compare --methods ar:seeed=3", "seed"),
-        ("compare --methods ar:vae=true", "vae"),
-        ("compare --methods ar:cfg=NaN", "cfg"),
     ],
 )
 def test_errors_come_before_models_are_loaded(arguments, hint, tmp_path, monkeypatch, capsys):
