@@ -279,7 +279,7 @@ def _cell(row: dict, key: str, form: str) -> str:
     return format(value, form)
 
 
-def _runs_told(runs: int) -> str:
+def _runs_line(runs: int) -> str:
     """What the numbers are, and the probability that the true median lies between the minimum and the maximum."""
     if runs == 1:
         return "one run of each"
@@ -299,7 +299,7 @@ def format_bench(report: dict) -> str:
     columns = [column for column in COLUMNS if any(_has(row, column[2]) for row in rows)]
     name_width = max(len(row["name"]) for row in rows)
     titles = [title.rjust(width) for title, width, _, _ in columns]
-    lines = [f"{about}; {_runs_told(report['runs'])}", "", " ".join(["sampler".ljust(name_width), *titles])]
+    lines = [f"{about}; {_runs_line(report['runs'])}", "", " ".join(["sampler".ljust(name_width), *titles])]
     for row in rows:
         cells = [_cell(row, key, form).rjust(width) for _, width, key, form in columns]
         lines.append(" ".join([row["name"].ljust(name_width), *cells]))

@@ -172,7 +172,7 @@ def parser_of(argv: Sequence[str], methods: Sequence[Method] = ()) -> Parser:
     """The parser for a command line: it has the flags of the command that `argv` names, and of `methods`."""
     listed = [f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items()]
     description = "\n".join([ABOUT, "", "commands:", *listed])
-    top = Parser(prog="cspd", usage="cspd command [flags]", description=description, epilog=EXAMPLES)
+    top = Parser(prog="cspd", usage="cspd COMMAND [flags]", description=description, epilog=EXAMPLES)
     top.add_argument("-h", "--help", action="help", help="show this help")
     top.add_argument("--version", action="version", version=f"cspd {__version__}", help="show the version")
     commands = top.add_subparsers(dest="command", required=True, help=argparse.SUPPRESS, parser_class=Parser)
@@ -684,11 +684,11 @@ def _add_settings(
         is_family_wide = name in family_wide
         # the owner is left out of the text if it is every family, or the one method whose help was asked for
         is_owner_clear = same_name[0].is_of_all_families or (len(parser.methods) == 1 and not is_family_wide)
-        action = (group if is_family_wide else special).add_argument(
-            same_name[0].option.flag,
-            help=_help(same_name, with_owners=not is_owner_clear),
-            **_argument(same_name, name in several),
-        )
+        text = _help(same_name, with_owners=not is_owner_clear)
+        if name in several:
+            text += "; or a list with commas, to time each value"
+        owner = group if is_family_wide else special
+        action = owner.add_argument(same_name[0].option.flag, help=text, **_argument(same_name, name in several))
         action.of_method = not is_family_wide  # type: ignore[attr-defined]
         if name not in SHOWN:
             _rare(action)

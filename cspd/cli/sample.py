@@ -57,7 +57,7 @@ LONGEST_NAME = 60  # characters of a prompt in a file name
 DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
 
-def images_told(out: Path, num: int) -> str:
+def progress_message(out: Path, num: int) -> str:
     """Progress message for an interrupted run: how many of the `num` images are in the folder."""
     return files_told(out, "*_seed*.png", num, "images")
 
@@ -300,7 +300,7 @@ def run_sample(args: argparse.Namespace) -> None:
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     checked = [engine.checked(request) for request in requests]
     settings = run_settings(args, checked[0].request)
-    with if_stopped(lambda: images_told(args.out, num)):
+    with if_stopped(lambda: progress_message(args.out, num)):
         record = sample_to_folder(
             engine, checked, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap, speed=True
         )
@@ -327,9 +327,9 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
     else:
         print(f"all {num} images were there already")
     if "step_compression" in summary:
-        _tell_vq_cost(summary)
+        _print_vq_cost(summary)
     else:
-        _tell_mar_cost(summary)
+        _print_mar_cost(summary)
     # only methods that choose the window themselves can give a reason for it
     if summary["window"] is not None and checked.method.resolve is not as_it_is:
         why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
@@ -348,7 +348,7 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
         print(line)
 
 
-def _tell_mar_cost(summary: dict) -> None:
+def _print_mar_cost(summary: dict) -> None:
     iterations = f"{summary['iterations_per_image']:.0f} iterations"
     backbone_calls = f"{summary['backbone_calls_per_image']:.0f} backbone calls"
     lazy_calls = summary[f"{LAZY}_per_image"]
@@ -356,13 +356,13 @@ def _tell_mar_cost(summary: dict) -> None:
         backbone_calls += f" ({lazy_calls:.0f} lazy)"
     per_token = f"{summary['head_calls_per_token']:.1f} per token"
     head_calls = f"{summary['head_calls_per_image']:.0f} sequential head calls ({per_token})"
-    print(f"per image: {iterations}, {backbone_calls}, {head_calls}; {_time_told(summary)}")
+    print(f"per image: {iterations}, {backbone_calls}, {head_calls}; {_phases_line(summary)}")
 
 
-def _tell_vq_cost(summary: dict) -> None:
+def _print_vq_cost(summary: dict) -> None:
     """Also prints the bound of the images' distance from the target's distribution."""
     passes = f"{summary['backbone_calls_per_image']:.1f} target forward passes"
-    print(f"per image: {passes}, {summary['step_compression']:.2f} tokens each; {_time_told(summary)}")
+    print(f"per image: {passes}, {summary['step_compression']:.2f} tokens each; {_phases_line(summary)}")
     if summary["bound_per_image"] > 0:
         bound = f"{min(summary['bound_per_image'], 1):.3f}"
         error = summary["bound_standard_error"]
@@ -371,7 +371,7 @@ def _tell_vq_cost(summary: dict) -> None:
         print(f"total variation distance from the target, for the tokens of an image: at most {bound} (docs/bounds.md)")
 
 
-def _time_told(summary: dict) -> str:
+def _phases_line(summary: dict) -> str:
     """The fractions of the time that the phases take."""
     seconds = summary["seconds_by_phase"]
     total = sum(seconds.values()) or 1
@@ -421,7 +421,7 @@ def run_edit(args: argparse.Namespace) -> None:
     def pasted(output: Output) -> torch.Tensor:
         return shown.pasted(output.image, output.request.known.mask)
 
-    with if_stopped(lambda: images_told(args.out, args.num)):
+    with if_stopped(lambda: progress_message(args.out, args.num)):
         record = sample_to_folder(
             engine,
             checked,
