@@ -31,7 +31,8 @@ def closest(word: object, valid: Collection[str]) -> str | None:
     """The valid word that was probably meant, or None."""
     text = str(word)
     longest = max(map(len, valid), default=0)
-    if len(text) > 3 * longest:  # it resembles none of them, and difflib is slow with long texts
+    # a much longer text resembles none of them, and difflib would be slow
+    if len(text) > 3 * longest:
         return None
     matches = difflib.get_close_matches(text, valid, n=1)
     return matches[0] if matches else None
@@ -119,7 +120,8 @@ def label_list(text: str) -> list[int | str | None]:
 
 def label_of(text: str) -> int | str | None:
     """One class, by number or name, or None for "none"."""
-    if "," in text or re.fullmatch(r"[\s\d]+-[\s\d-]*", text):  # a list is rejected before it is expanded
+    # reject a list without expanding it: requests over HTTP may have any
+    if "," in text or re.fullmatch(r"[\s\d]+-[\s\d-]*", text):
         raise unexpected(text, "a single class, by number or name")
     return label_list(text)[0]
 
@@ -169,7 +171,8 @@ def number_between(low: float, high: float, expected: str) -> Callable[[str], fl
             value = float(text)
         except ValueError:
             value = low
-        if not low < value < high:  # true for NaN too
+        # a NaN fails both comparisons
+        if not low < value < high:
             raise unexpected(text, expected)
         return value
 
@@ -294,6 +297,7 @@ def stoppable() -> Iterator[None]:
             handlers[number] = handler
 
     def stop(number: int, frame: FrameType | None) -> None:
+        # from now on, signals have their default effect: the clean-up may hang
         for each in handlers:
             signal.signal(each, signal.SIG_DFL)
         raise Stopped(number)
@@ -319,7 +323,8 @@ def if_stopped(say: Callable[[], str]) -> Iterator[None]:
 
 def follow_launcher() -> None:
     """Ends this process soon after its launcher, torchrun, is gone: a killed torchrun cannot stop its processes."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a process started by a shell may outlive it
+    # a process that a shell has started may outlive the shell
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_follow, args=[os.getppid()], daemon=True).start()
 
 
@@ -328,7 +333,8 @@ def _follow(launcher: int) -> None:
         time.sleep(POLL)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
-    os._exit(128 + signal.SIGTERM)  # the main thread waits for the other processes, in code that handles no signals
+    # the main thread still waits for the other processes, in code that handles no signals
+    os._exit(128 + signal.SIGTERM)
 
 
 # Progress of slow work, on the error stream.
@@ -371,6 +377,7 @@ def counting(what: str, total: float) -> Iterator[Advance]:
         nonlocal done, bar
         done += amount
         spent = time.perf_counter() - start
+        # the first report after `PATIENCE` gives the estimate and starts the bar
         if bar is not None:
             bar.update(amount)
         elif spent > PATIENCE:

@@ -158,6 +158,7 @@ class Help(argparse.Action):
 
 def help_wanted(argv: Sequence[str]) -> str | None:
     """The help that a command line asks for: "all", a method's name, or "" for the short help; None without --help."""
+    # needed before argparse runs: it decides whether torch is imported
     for this, following in zip(argv, [*argv[1:], "-"]):
         if this == "--help-all":
             return "all"
@@ -305,6 +306,7 @@ Users can paint over an image to regenerate that part. More in docs/serve.md.
         "generate images only for clients that send this key. The environment variable CSPD_API_KEY does the same, and"
         " other users of this machine cannot read it"
     )
+    # the help does not show the default, which may be a key
     group.add_argument("--api-key", type=api_key, default=os.environ.get(API_KEY), metavar="KEY", help=text)
     text = "other host names under which browsers reach this server, such as a proxy's: demo.example.org,gpu1"
     group.add_argument("--allowed-hosts", type=host_names, default=[], metavar="LIST", help=text)
