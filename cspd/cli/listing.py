@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 OURS = "ours"  # in place of a paper
 WIDTH = 120  # of the meaning of a guarantee, in characters
+METHODS_HEADER = """\
+| method | models | guarantee | needs | what it does | paper |
+| --- | --- | --- | --- | --- | --- |"""
+OPTIONS_HEADER = """\
+| setting | of | values | default | what it is |
+| --- | --- | --- | --- | --- |"""
 FEW = 4  # up to this many methods are named one by one; more are summed up by their families
 
 
@@ -51,8 +57,8 @@ class Use:
                 words.setdefault(other, []).extend(values)
         conditions = []
         for other, values in words.items():
-            distinct = dict.fromkeys(values)
-            conditions.append(f"with --{other} {', '.join(distinct)}")
+            distinct = ", ".join(dict.fromkeys(values))
+            conditions.append(f"with --{other} {distinct}")
         return ", ".join(conditions)
 
     def default(self) -> str:
@@ -121,10 +127,11 @@ def format_table(methods: Sequence[Method]) -> str:
     # imported here because cspd.method imports torch, and --help needs this module
     from cspd.method import GUARANTEES
 
-    lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
+    lines = ["method       models guarantee  needs          what it does (source)"]
     titles: dict[str, str] = {}
     for method in methods:
-        source = f"arXiv {', '.join(method.papers)}" if method.papers else OURS
+        papers = ", ".join(method.papers)
+        source = f"arXiv {papers}" if papers else OURS
         columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
         lines.append(f"{columns} {method.summary} ({source})")
         titles |= method.papers
@@ -142,18 +149,20 @@ def format_table(methods: Sequence[Method]) -> str:
 
 def markdown_table(methods: Iterable[Method]) -> str:
     """The table of methods in docs/methods.md."""
-    lines = [_row("method", "models", "guarantee", "needs", "what it does", "paper"), _row(*["---"] * 6)]
+    lines = [METHODS_HEADER]
     for method in methods:
-        default = " (default)" if DEFAULTS[method.family] == method.name else ""
-        papers = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers)
-        about = method.family, method.guarantee, method.needs, method.summary, papers or OURS
-        lines.append(_row(f"`{method.name}`{default}", *about))
+        name = f"`{method.name}`"
+        if DEFAULTS[method.family] == method.name:
+            name += " (default)"
+        papers = [f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers]
+        source = ", ".join(papers) or OURS
+        lines.append(_row(name, method.family, method.guarantee, method.needs, method.summary, source))
     return "\n".join(lines)
 
 
 def options_table(methods: Iterable[Method]) -> str:
     """The table of options in docs/api.md."""
-    lines = [_row("setting", "of", "values", "default", "what it is"), _row(*["---"] * 5)]
+    lines = [OPTIONS_HEADER]
     for use in uses(methods):
         option = use.option
         lines.append(_row(f"`{option.name}`", use.owners(), option.range, use.default(), option.help))
