@@ -87,13 +87,6 @@ def test_files_that_are_refused(name, content, reason, tmp_path):
         read_prompts(tmp_path / name)
 
 
-def test_a_missing_file_is_reported_before_any_work(tmp_path, capsys):
-    file = tmp_path / "none.txt"
-    assert main(["evaluate", "--prompts", str(file), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert str(file) in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
-
-
 def run(command, checkpoint, *more):
     return main([command, "--checkpoint", str(checkpoint), "--device", "cpu", *map(str, more)])
 

@@ -119,14 +119,6 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_command_runs_in_any_thread(capsys):
-    statuses = []
-    thread = threading.Thread(target=lambda: statuses.append(main(["methods"])))
-    thread.start()
-    thread.join()
-    assert statuses == [0] and "speculative" in capsys.readouterr().out
-
-
 def test_a_closed_pipe_ends_a_command_quietly(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
