@@ -1,4 +1,4 @@
-"""What a person types and reads: parsing, words of errors, progress, Ctrl-C, the version. It imports no torch."""
+"""The terminal: parsing what is typed, words for errors, progress, signals, and the version. It imports no torch."""
 
 from __future__ import annotations
 
@@ -20,189 +20,171 @@ from types import FrameType
 
 from tqdm import tqdm
 
-# The text that users type, on the command line and in study files: numbers, words, paths, and what was meant.
+# Words for errors.
 
-MOST = 10_000_000  # of what is counted, such as images
-MOST_LISTED = 100_000  # numbers in a list
 MOST_NAMED = 60  # words that an error lists
-LARGEST_SEED = 2**63 - 1
-API_KEY = "CSPD_API_KEY"  # the environment variable that has the key of `cspd serve`
-MEASURES = {"fid": "fid", "is": "inception_score", "accuracy": "accuracy"}  # that `cspd tune` limits, by their names
-NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # arrays drop the first at an end; JSON may have halves of characters
-SPAN = re.compile(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", re.ASCII)  # "5" or "0-3"
-_SHORT = reprlib.Repr()  # never the whole of what may be endless
+_SHORT = reprlib.Repr()  # its texts have a bounded length
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def closest(word: object, known: Collection[str]) -> str | None:
-    """The one of the words that are known which was perhaps meant."""
+def closest(word: object, valid: Collection[str]) -> str | None:
+    """The valid word that was probably meant, or None."""
     text = str(word)
-    if len(text) > 3 * max(map(len, known), default=0):  # like none of them, and difflib is slow at long words
+    longest = max(map(len, valid), default=0)
+    # a much longer text resembles none of them, and difflib would be slow
+    if len(text) > 3 * longest:
         return None
-    return next(iter(difflib.get_close_matches(text, known, n=1)), None)
+    matches = difflib.get_close_matches(text, valid, n=1)
+    return matches[0] if matches else None
 
 
-def choice(word: object, known: Collection[str]) -> str:
-    """What an error over an unknown word ends with: what was perhaps meant, or else all that there is."""
-    meant = closest(word, known)
-    more = f" ... ({len(known):,} in all)" if len(known) > MOST_NAMED else ""
-    return f"did you mean {meant}?" if meant else f"choose one of {', '.join([*known][:MOST_NAMED])}{more}"
+def choice(word: object, valid: Collection[str]) -> str:
+    """The end of an error about an invalid word: the word that was probably meant, or else a list of all."""
+    meant = closest(word, valid)
+    if meant:
+        return f"did you mean {meant}?"
+    more = f" ... ({len(valid):,} in all)" if len(valid) > MOST_NAMED else ""
+    return f"choose one of {', '.join([*valid][:MOST_NAMED])}{more}"
+
+
+def shortened(value: object) -> str:
+    """A value in an error: one line of about 80 characters at most. Long texts lose their middle."""
+    if type(value).__repr__ is object.__repr__:  # it would show an address
+        return f"an object of type {type(value).__name__}"
+    try:
+        shown = _SHORT.repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        shown = "a number of thousands of digits"
+    shown = re.sub(r"\s*\n\s*", " ", shown)  # tensors and arrays have several lines
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
+
+
+# Parsers of what is typed, on the command line and in study files. As argparse wants it, they raise ArgumentTypeError.
+
+MOST = 10_000_000  # of countable things, such as images
+MOST_LISTED = 100_000  # numbers or classes in a list
+LARGEST_SEED = 2**63 - 1
+API_KEY = "CSPD_API_KEY"  # the environment variable for the key of `cspd serve`
+MEASURES = {"fid": "fid", "is": "inception_score", "accuracy": "accuracy"}  # name in --tolerance -> key in records
+NO_CHARACTER = re.compile(r"[\0\ud800-\udfff]")  # numpy drops a null at the end; JSON may hold halves of a character
+SPAN = re.compile(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", re.ASCII)  # "5" or "0-3"
+
+
+def unexpected(text: str, expected: str) -> argparse.ArgumentTypeError:
+    """The error about a text of another form than expected."""
+    return argparse.ArgumentTypeError(f"expected {expected}, got {shortened(text)}")
 
 
 def number_list(text: str) -> list[int]:
-    """ "0-3,7" to [0, 1, 2, 3, 7]; at most `MOST_LISTED` numbers, of at most 8 digits."""
-    spans = [SPAN.fullmatch(part) for part in text.split(",")]
-    ends = [(int(span[1]), int(span[2] or span[1])) for span in spans if span]
-    is_list = len(ends) == len(spans) and all(low <= high for low, high in ends)
-    if not is_list or sum(high - low + 1 for low, high in ends) > MOST_LISTED:
-        limits = f"at most {MOST_LISTED:,} numbers, of at most 8 digits"
-        raise argparse.ArgumentTypeError(
-            f"{shortened(text)} is no list of numbers: write it like 0-9 or 1,5,7-9 ({limits})"
-        )
-    return [number for low, high in ends for number in range(low, high + 1)]
+    """ "0-3,7" -> [0, 1, 2, 3, 7]; at most `MOST_LISTED` numbers."""
+    expected = f"a list of at most {MOST_LISTED:,} integers such as 0-9 or 1,5,7-9"
+    spans = []
+    total = 0
+    for part in text.split(","):
+        span = SPAN.fullmatch(part)
+        if span is None:
+            raise unexpected(text, expected)
+        low = int(span[1])
+        high = int(span[2] or low)
+        total += high - low + 1
+        if low > high or total > MOST_LISTED:
+            raise unexpected(text, expected)
+        spans.append(range(low, high + 1))
+    return [number for span in spans for number in span]
+
+
+def count_list(text: str) -> list[int]:
+    """`number_list` of numbers above 0."""
+    numbers = number_list(text)
+    if min(numbers) < 1:
+        raise unexpected(text, "a list of integers above 0")
+    return numbers
 
 
 def label_list(text: str) -> list[int | str | None]:
-    """ "0-2,golden retriever,none" to [0, 1, 2, "golden retriever", None]: classes by number or name, or no class.
+    """ "0-2,golden retriever,none" -> [0, 1, 2, "golden retriever", None]; at most `MOST_LISTED` classes.
 
-    Raises:
-        ArgumentTypeError: a part is neither a name nor a list of numbers, or there are more than `MOST_LISTED` classes.
+    None is the unconditional branch. Names are not looked up here.
     """
     labels: list[int | str | None] = []
     for part in text.split(","):
         if re.fullmatch(r"[\s\d-]*", part):
             labels += number_list(part)
         else:
-            labels.append(None if part.strip() == "none" else part.strip())
+            name = part.strip()
+            labels.append(None if name == "none" else name)
         if len(labels) > MOST_LISTED:
-            raise argparse.ArgumentTypeError(f"{shortened(text)} lists too many classes: give at most {MOST_LISTED:,}")
+            raise unexpected(text, f"at most {MOST_LISTED:,} classes")
     return labels
 
 
 def label_of(text: str) -> int | str | None:
-    """One class, by number or name, or None for "none". Raises ArgumentTypeError on a list, which is not expanded."""
+    """One class, by number or name, or None for "none"."""
+    # reject a list without expanding it: requests over HTTP may have any
     if "," in text or re.fullmatch(r"[\s\d]+-[\s\d-]*", text):
-        raise argparse.ArgumentTypeError(f"{shortened(text)} lists several classes: give one")
+        raise unexpected(text, "a single class, by number or name")
     return label_list(text)[0]
 
 
 def value_of(text: str) -> object:
-    """A number, true, false, null or quoted word of JSON; else the text as it is."""
+    """A number, true, false, null or quoted word of JSON; any other text unchanged."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # a word; nothing, thousands of brackets deep
+    except (ValueError, RecursionError):  # not JSON, or nested thousands of brackets deep
         return text
     return text if isinstance(value, (dict, list)) else value
 
 
 def float_list(text: str) -> list[float]:
-    """ "1,3" to [1.0, 3.0]."""
+    """ "1,3.5" -> [1.0, 3.5]."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is no list of numbers: write it like 1,3") from None
+        raise unexpected(text, "a list of numbers such as 1,3.5") from None
 
 
 def word_list(words: Collection[str]) -> Callable[[str], list[str]]:
-    """A parser of "parallel,sequential" to its parts, each one of `words`."""
+    """A parser of lists such as "parallel,sequential", whose parts are some of `words`."""
 
     def parse(text: str) -> list[str]:
-        if not set(text.split(",")) <= set(words):
-            raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(words)}")
-        return text.split(",")
+        parts = text.split(",")
+        if not set(parts) <= set(words):
+            raise unexpected(text, f"one or several of {','.join(words)}")
+        return parts
 
     return parse
 
 
-def count_list(text: str) -> list[int]:
-    """As `number_list`, of numbers above 0."""
-    numbers = number_list(text)
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{shortened(text)}: give numbers above 0")
-    return numbers
-
-
 def name_list(text: str) -> list[str]:
-    """ "ar,cspd:gamma=8" to ["ar", "cspd:gamma=8"]; none is empty, or there twice."""
+    """ "ar,cspd:gamma=8" -> ["ar", "cspd:gamma=8"]. No name may be empty or occur twice."""
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if not name:
-            raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write it like ar,cspd:gamma=8")
-        if names.count(name) > 1:
-            raise argparse.ArgumentTypeError(f"{text!r} has {name!r} twice: give it once")
+    if "" in names or len(set(names)) < len(names):
+        raise unexpected(text, "a list of different names such as ar,cspd:gamma=8")
     return names
 
 
-def share(text: str) -> float:
-    """A number inside 0..1."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1
-    if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is no share of the tokens: give a number between 0 and 1")
-    return share
+def number_between(low: float, high: float, expected: str) -> Callable[[str], float]:
+    """A parser of numbers between two limits, which are not allowed themselves."""
 
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = low
+        # a NaN fails both comparisons
+        if not low < value < high:
+            raise unexpected(text, expected)
+        return value
 
-def box(text: str) -> tuple[int, ...]:
-    """ "8,8,16,16" to (8, 8, 16, 16)."""
-    if not re.fullmatch(r"\d{1,6}(,\d{1,6}){3}", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is no box: give left,top,width,height in pixels")
-    return tuple(map(int, text.split(",")))
-
-
-def tolerance(text: str) -> dict[str, float]:
-    """ "fid=2%,accuracy=1%" to {"fid": 0.02, "accuracy": 0.01}."""
-    limits = {}
-    for part in text.split(","):
-        name, _, amount = part.strip().partition("=")
-        if name not in MEASURES:
-            raise argparse.ArgumentTypeError(f"{shortened(part)} limits nothing: {choice(name, MEASURES)}, like fid=2%")
-        if not re.fullmatch(r"\d{1,3}(\.\d{1,6})?%", amount, re.ASCII):
-            raise argparse.ArgumentTypeError(f"{shortened(part)} is no percentage: write it like fid=2%")
-        if MEASURES[name] in limits:
-            raise argparse.ArgumentTypeError(f"{shortened(text)} has {name} twice: give it once")
-        limits[MEASURES[name]] = float(amount[:-1]) / 100
-    return limits
-
-
-def nats(text: str) -> float:
-    """A divergence."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:  # a NaN neither
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is no divergence: give nats per token above 0, like 0.5")
-    return value
-
-
-def api_key(text: str) -> str:
-    """A key that HTTP headers can have. Raises ArgumentTypeError on another one, whose text it does not repeat."""
-    if not re.fullmatch(r"[\x21-\x7e]+", text):
-        raise argparse.ArgumentTypeError(
-            f"the key (also of {API_KEY}) needs ASCII letters, digits or marks, and no spaces"
-        )
-    return text
-
-
-def host_names(text: str) -> list[str]:
-    """ "demo.example.org,gpu1" to its names."""
-    names = name_list(text)
-    for name in names:
-        if not re.fullmatch(r"[\w.-]+|[\da-f:]+", name, re.ASCII | re.IGNORECASE):
-            raise argparse.ArgumentTypeError(
-                f"{shortened(name)} is not a host's name: give it without http:// and port"
-            )
-    return names
+    return parse
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A parser of whole numbers in low..high."""
+    """A parser of integers in low..high."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"\d{1,19}", text, re.ASCII) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{shortened(text)} is no whole number, {low}..{high}")
+            raise unexpected(text, f"an integer in {low}..{high}")
         return int(text)
 
     return parse
@@ -210,58 +192,87 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 count = whole(1, MOST)
 seed = whole(0, LARGEST_SEED)
+fraction = number_between(0, 1, "a number between 0 and 1")
+nats = number_between(0, 1e6, "a divergence in nats per token, above 0, such as 0.5")
 
 
-def word(text: str) -> str:
-    """Text that is not empty: an empty one is mostly a variable of the shell that was never set."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing: give a name, or . for the current folder")
+def box(text: str) -> tuple[int, ...]:
+    """ "8,8,16,16" -> (8, 8, 16, 16)."""
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6}){3}", text, re.ASCII):
+        raise unexpected(text, "a box LEFT,TOP,WIDTH,HEIGHT in pixels")
+    return tuple(map(int, text.split(",")))
+
+
+def tolerance(text: str) -> dict[str, float]:
+    """ "fid=2%,accuracy=1%" -> {"fid": 0.02, "accuracy": 0.01}."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, amount = part.strip().partition("=")
+        measure = MEASURES.get(name)
+        is_percentage = re.fullmatch(r"\d{1,3}(\.\d{1,6})?%", amount, re.ASCII)
+        if measure is None or measure in limits or not is_percentage:
+            raise unexpected(text, f"percentages of some of {', '.join(MEASURES)}, such as fid=2%,accuracy=1%")
+        limits[measure] = float(amount[:-1]) / 100
+    return limits
+
+
+def api_key(text: str) -> str:
+    """A key that fits into an HTTP header. The error does not repeat a key that does not."""
+    if not re.fullmatch(r"[\x21-\x7e]+", text):
+        raise argparse.ArgumentTypeError(
+            f"the key (also of {API_KEY}) needs ASCII letters, digits or punctuation, and no spaces"
+        )
     return text
 
 
-def place(text: str) -> Path:
-    """A file or folder, of a name that the file system can have."""
-    path = Path(word(text))
-    if is_too_long(path):
-        raise argparse.ArgumentTypeError(f"{shortened(text)} is too long for the file system: give a shorter name")
-    return path
+def host_names(text: str) -> list[str]:
+    """ "demo.example.org,gpu1" -> ["demo.example.org", "gpu1"]."""
+    names = name_list(text)
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+|[\da-f:]+", name, re.ASCII | re.IGNORECASE):
+            raise unexpected(name, "the name of a host, without http:// and port")
+    return names
+
+
+def word(text: str) -> str:
+    """Text that is not empty. An empty argument often comes from a shell variable that was never set."""
+    if not text.strip():
+        raise unexpected(text, "a name, or . for the current directory")
+    return text
+
+
+def path_argument(text: str) -> Path:
+    """The path of a file or a directory."""
+    return Path(word(text))
 
 
 def is_too_long(path: Path) -> bool:
-    """Whether the file system can have no such name."""
+    """Whether the file system does not allow a path of this length."""
     try:
         path.lstat()
     except OSError as error:
         return error.errno == errno.ENAMETOOLONG
-    except ValueError:  # a null character, which no file's name has
+    except ValueError:  # a null character, which no path has
         pass
     return False
 
 
-def shortened(value: object) -> str:
-    """A value as an error shows it, in one line of about 60 characters at most; long texts lose their middle."""
-    if type(value).__repr__ is object.__repr__:  # which shows an address
-        return f"an object of type {type(value).__name__}"
-    try:
-        shown = _SHORT.repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        shown = "a number of thousands of digits"
-    shown = re.sub(r"\s*\n\s*", " ", shown)  # of tensors and arrays
-    return shown if len(shown) <= 80 else f"{shown[:80]}..."
+# Ending early: on a signal, with a report of the progress, and when the launcher is gone. A command can be stopped
+# from its first moment, so this must not need any slow import.
 
-
-# Ending early: on a signal, with what was done, and when the launcher is gone.
-#
-# It imports nothing that takes time, so that a command can be stopped from its first moment.
-
-# Ctrl-C; the machine or a scheduler; the terminal was closed (Windows knows no SIGHUP)
+# Ctrl-C; termination by the machine or a scheduler; a closed terminal (Windows has no SIGHUP)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 POLL = 1.0  # seconds between looks at the launcher
 GRACE = 5.0  # seconds that a process without its launcher has to end by itself
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ends the command. `number` is the signal's; `done` says what was done, "" if nothing is known."""
+    """A signal ends the command.
+
+    Attributes:
+        number: of the signal.
+        done: the progress so far, for the user; "" if unknown.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.strsignal(number))
@@ -271,34 +282,38 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within it, the first of `SIGNALS` raises `Stopped`; the next one ends the process at once.
+    """Inside the block, the first of `SIGNALS` raises `Stopped`; the next one ends the process at once.
 
-    What is ignored, as SIGHUP under nohup, stays ignored. Python handles signals in its main thread only, so that in
-    another one nothing changes.
+    Ignored signals, such as SIGHUP under nohup, stay ignored. Python handles signals only in its main thread: in
+    another thread the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heeded = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    handlers = {}
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        if handler not in (signal.SIG_IGN, None):
+            handlers[number] = handler
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for each in heeded:
+        # from now on, signals have their default effect: the clean-up may hang
+        for each in handlers:
             signal.signal(each, signal.SIG_DFL)
         raise Stopped(number)
 
-    for number in heeded:
+    for number in handlers:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in heeded.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def if_stopped(say: Callable[[], str]) -> Iterator[None]:
-    """If the command is stopped within it, `say` tells what was done."""
+    """If the command is stopped inside the block, `say` returns the progress to report."""
     try:
         yield
     except Stopped as stop:
@@ -307,8 +322,9 @@ def if_stopped(say: Callable[[], str]) -> Iterator[None]:
 
 
 def follow_launcher() -> None:
-    """Ends this process soon after torchrun, if that started it, is gone: killed, it cannot stop its processes."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a shell that started this process may well end before it
+    """Ends this process soon after its launcher, torchrun, is gone: a killed torchrun cannot stop its processes."""
+    # a process that a shell has started may outlive the shell
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_follow, args=[os.getppid()], daemon=True).start()
 
 
@@ -317,23 +333,24 @@ def _follow(launcher: int) -> None:
         time.sleep(POLL)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
-    os._exit(128 + signal.SIGTERM)  # the main thread is waiting for the other processes, outside Python
+    # the main thread still waits for the other processes, in code that handles no signals
+    os._exit(128 + signal.SIGTERM)
 
 
-# Saying what takes its time.
+# Progress of slow work, on the error stream.
 
-PATIENCE = 0.7  # seconds
-Advance = Callable[[float], None]  # is told how much more is done
+PATIENCE = 0.7  # seconds; faster work is not mentioned
+Advance = Callable[[float], None]  # reports how much more is done
 BAR = "{l_bar}{bar}| [{elapsed}<{remaining}]"
 
 
 def no_advance(amount: float) -> None:
-    """For work that nobody waits for."""
+    """For work whose progress nobody watches."""
 
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Says on the error stream what is being done, if it is not done in a moment."""
+    """Prints what is being done, if it takes longer than `PATIENCE`."""
     timer = threading.Timer(PATIENCE, lambda: print(f"cspd: {what} ...", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -345,12 +362,12 @@ def telling(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting(what: str, total: float) -> Iterator[Advance]:
-    """Says on the error stream what is being done, and about how long it takes, if it is not done in a moment.
+    """Prints what is being done and an estimate of its seconds, if it takes longer than `PATIENCE`.
 
-    On a terminal a bar follows.
+    On a terminal a progress bar follows.
 
     Yields:
-        A function that is told how much more of `total` is done.
+        A function to call with each further amount of `total` that is done.
     """
     start = time.perf_counter()
     done = 0.0
@@ -360,11 +377,12 @@ def counting(what: str, total: float) -> Iterator[Advance]:
         nonlocal done, bar
         done += amount
         spent = time.perf_counter() - start
-        if bar is None and spent > PATIENCE:
+        # the first report after `PATIENCE` gives the estimate and starts the bar
+        if bar is not None:
+            bar.update(amount)
+        elif spent > PATIENCE:
             print(f"cspd: {what}: about {spent * total / done:.0f} s", file=sys.stderr, flush=True)
             bar = tqdm(total=total, initial=done, leave=False, bar_format=BAR, disable=None)
-        elif bar is not None:
-            bar.update(amount)
 
     try:
         yield advance

@@ -1,6 +1,6 @@
-"""Speed and quality against the number of iterations: python examples/sweep.py
+"""Speed and quality by the number of iterations: python examples/sweep.py
 
-Makes the same 20 seeds at several K with `ar`. Prints the speed and the share that the classifier recognises.
+Generates the same 20 seeds at several K with `ar`. Prints the speed and the fraction that the classifier recognises.
 """
 
 import time
@@ -10,14 +10,17 @@ import torch
 import cspd
 from cspd.evaluation.metrics import accuracy, load_classifier
 
-engine, classifier = cspd.load("digits32", max_batch=10), load_classifier("digits")
+engine = cspd.load("digits32", max_batch=10)
+classifier = load_classifier("digits")
+labels = torch.arange(20) % 10
 for num_iter in (4, 8, 16, 32, 64):
-    requests = [cspd.Request(i % 10, seed=i, method="ar", num_iter=num_iter, cfg=3.0) for i in range(20)]
+    requests = []
+    for seed, label in enumerate(labels.tolist()):
+        requests.append(cspd.Request(label, seed=seed, method="ar", num_iter=num_iter, cfg=3.0))
     start = time.perf_counter()
     outputs = engine.generate(requests, progress=True)
     seconds = time.perf_counter() - start
 
     images = torch.stack([output.image for output in outputs])
-    labels = torch.tensor([request.label for request in requests])
     recognised = accuracy(classifier, images, labels)
     print(f"K = {num_iter:>2}: {len(outputs) / seconds:5.2f} images/s, {recognised:.0%} recognised")

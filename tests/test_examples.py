@@ -1,4 +1,4 @@
-"""The examples: a method of one's own is one file of 40 lines and a line in the list, and keeps what it promises."""
+"""The examples: a method of one's own is one file of 40 lines, and does what it promises."""
 
 from __future__ import annotations
 
@@ -19,29 +19,26 @@ from cspd.discrete.drafts import DRAFTS
 from cspd.heads.chain import DENOISERS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+DENOISER = ["--plugin", str(EXAMPLES / "own_denoiser.py")]
 
 
 @pytest.fixture
 def added(monkeypatch):
-    """A function that imports an example, which adds its method to the list, for one test."""
+    """A function that imports an example, whose method is registered for one test."""
     registries = [(registry, dict(registry)) for registry in (DENOISERS, DRAFTS)]
-    before_all = list(method.METHODS)
+    methods = list(method.METHODS)
 
     def add(name):
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
         monkeypatch.syspath_prepend(str(EXAMPLES))
         monkeypatch.delitem(sys.modules, name, raising=False)
         __import__(name)
 
     yield add
-    method.METHODS[:] = before_all
+    method.METHODS[:] = methods
     for registry, before in registries:
         registry.clear()
         registry.update(before)
-
-
-@pytest.mark.parametrize("name", ["own_denoiser", "own_draft"])
-def test_a_method_of_ones_own_is_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
 
 
 def test_the_draft_is_exact(added):
@@ -49,12 +46,12 @@ def test_the_draft_is_exact(added):
     request, models = request_of("ngram", gamma=3), toy_models()
     observed, statistics = draw({"target": models["target"]}, request, 20000)
     assert p_value(counts(observed), distribution(models["target"], request)) > 1e-3
-    judged, accepted = (sum(sum(s.by_lag[i]) for s in statistics) for i in (0, 1))
-    assert 0 < accepted < judged  # it does draft, and is not always right
+    verified, accepted = (sum(sum(stats.by_lag[i]) for stats in statistics) for i in (0, 1))
+    assert 0 < accepted < verified  # it does draft, and is not always right
 
 
 @pytest.mark.parametrize("share, plain", [(1.0, {"cfg": 2.0}), (0.0, {"cfg": 1.0})])
-def test_the_denoiser_is_ar_where_all_or_none_of_the_steps_are_guided(share, plain, added, small_mar):
+def test_the_denoiser_is_ar_if_all_or_none_of_the_steps_are_guided(share, plain, added, small_mar):
     added("own_denoiser")
     engine = Engine(MARModels(small_mar), max_batch=2, device="cpu")
     settings = {"num_iter": 3, "num_sampling_steps": 30, "temperature": 1.0}
@@ -65,7 +62,7 @@ def test_the_denoiser_is_ar_where_all_or_none_of_the_steps_are_guided(share, pla
         assert output.stats.head_evaluations == expected.stats.head_evaluations
 
 
-def test_the_denoiser_evaluates_the_null_class_where_it_is_guided(added, small_mar):
+def test_the_denoiser_evaluates_the_unconditional_branch_in_guided_steps(added, small_mar):
     added("own_denoiser")
     request = Request(1, method="early-guidance", guided_share=0.4, cfg=2.0, num_iter=6, num_sampling_steps=30)
     stats = Engine(MARModels(small_mar), max_batch=1, device="cpu").generate(request)[0].stats
@@ -79,30 +76,27 @@ def test_one_image(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "seven.png").exists() and "guarantee: exact" in capsys.readouterr().out
 
 
-def test_the_command_line_has_it(added, tmp_path, capsys):
-    plugin = ["--plugin", str(EXAMPLES / "own_denoiser.py")]
+def test_plugins_on_the_command_line(added, tmp_path, capsys):
+    """Their methods generate, are listed, and have help for their flags."""
     models = ["--checkpoint", small_checkpoint(), "--device", "cpu", "--labels", "3", "--out", str(tmp_path)]
     own = ["--method", "early-guidance", "--guided-share", "0.4", "--num-iter", "2", "--num-sampling-steps", "20"]
-    assert main(["sample", *plugin, *models, *own]) == 0
+    assert main(["sample", *DENOISER, *models, *own]) == 0
     (image,) = json.loads((tmp_path / "samples.json").read_text())["images"]
     assert (image["request"]["method"], image["request"]["guided_share"]) == ("early-guidance", 0.4)
+    capsys.readouterr()
     assert main(["methods", "--plugin", str(EXAMPLES / "own_draft.py")]) == 0
-    assert "guarantee" in capsys.readouterr().out
-
-
-def test_help_names_its_flag(added, capsys):
+    assert "\nngram " in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["sample", "--plugin", str(EXAMPLES / "own_denoiser.py"), "--help", "early-guidance"])
-    shown = capsys.readouterr().out
-    assert "--guided-share" in shown and "early-guidance" in shown
+        main(["sample", *DENOISER, "--help", "early-guidance"])
+    assert "--guided-share" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text, message", [("x = 1", "method"), (None, "")])
-def test_a_plugin_that_is_none(text, message, tmp_path, capsys):
+@pytest.mark.parametrize("text, reason", [("x = 1", "registers no method"), (None, "no such file"), ("a b", "not a P")])
+def test_files_that_are_no_plugins(text, reason, tmp_path, capsys):
     if text:
         (tmp_path / "own.py").write_text(text)
     assert main(["methods", "--plugin", str(tmp_path / "own.py")]) == 2
-    assert "--plugin" in (error := capsys.readouterr().err) and message in error
+    assert reason in capsys.readouterr().err
 
 
 def test_what_cannot_be_registered(added):
@@ -114,6 +108,6 @@ def test_what_cannot_be_registered(added):
         register(dataclasses.replace(own, guarantee="sure"))
     with pytest.raises(TypeError, match="ngram"):
         register("ngram")
-    again = dataclasses.replace(own, summary="as where a cell is run twice")
+    again = dataclasses.replace(own, summary="a notebook cell that is run twice")
     register(again)
     assert method.METHODS[-1] is again and own not in method.METHODS

@@ -1,8 +1,8 @@
-"""What takes long says so within a second, and names classes and windows as it ends."""
+"""Parsing what is typed, and the progress of slow work."""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import io
 import re
 import sys
@@ -14,22 +14,83 @@ from stores import small_checkpoint
 
 from cspd import terminal
 from cspd.cli import main
-from cspd.heads.calibration import WINDOWS
 from cspd.heads.tuning import Costs
 from cspd.method import PLAIN
+from cspd.terminal import (
+    MOST_LISTED,
+    box,
+    count_list,
+    float_list,
+    fraction,
+    host_names,
+    label_list,
+    label_of,
+    name_list,
+    number_list,
+    seed,
+    tolerance,
+    value_of,
+    whole,
+)
 
 
-def test_what_takes_long_is_told_and_nothing_else(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "parse, text, value",
+    [
+        (number_list, "3", [3]),
+        (number_list, "1,5,7-9", [1, 5, 7, 8, 9]),
+        (label_list, "0-2,golden retriever,none", [0, 1, 2, "golden retriever", None]),
+        (label_of, " 3 ", 3),
+        (label_of, "none", None),
+        (label_of, " golden retriever", "golden retriever"),
+        (float_list, "1,3.5", [1.0, 3.5]),
+        (name_list, "ar, cspd:gamma=8", ["ar", "cspd:gamma=8"]),
+        (fraction, "0.5", 0.5),
+        (box, "8,8,16,16", (8, 8, 16, 16)),
+        (tolerance, "fid=2%, accuracy=0.5%", {"fid": 0.02, "accuracy": 0.005}),
+        (host_names, "demo.example.org,::1", ["demo.example.org", "::1"]),
+        (value_of, "1.5", 1.5),
+        (value_of, "cosine", "cosine"),
+        (value_of, "[1]", "[1]"),
+        (seed, f"{2**63 - 1}", 2**63 - 1),
+    ],
+)
+def test_what_is_parsed(parse, text, value):
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    "parse, texts",
+    [
+        (number_list, ["", "a", "1-", "3-1", "1,,2", "0-99999999", "0-99999,1"]),
+        (count_list, ["0", "3-1"]),
+        (label_list, ["1-", "3-1,none", "seven,1-", "0-99999,two", "a," * MOST_LISTED]),
+        (label_of, ["1,2", "0-99999", "3-", ""]),
+        (float_list, ["", "a"]),
+        (name_list, ["", "ar,", "ar,ar"]),
+        (fraction, ["0", "1", "nan", "x"]),
+        (box, ["1,2,3", "1,2,3,-4"]),
+        (tolerance, ["fid", "fid=2", "ssim=2%", "fid=1%,fid=2%"]),
+        (host_names, ["http://gpu1"]),
+        (whole(1, 9), ["0", "10", "-1", "1.0", "\u0663"]),
+    ],
+)
+def test_what_is_rejected(parse, texts):
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError, match="expected ") as error:
+            parse(text)
+        assert len(str(error.value)) < 200
+
+
+def test_only_slow_work_is_mentioned(monkeypatch, capsys):
+    with terminal.telling("counting sheep"):
+        pass
     monkeypatch.setattr(terminal, "PATIENCE", 0.01)
     with terminal.telling("counting sheep"):
         for thread in threading.enumerate():
             if isinstance(thread, threading.Timer):
                 thread.join()
     assert capsys.readouterr().err == "cspd: counting sheep ...\n"
-    monkeypatch.setattr(terminal, "PATIENCE", 1000.0)
-    with terminal.telling("counting sheep"):
-        pass
-    assert capsys.readouterr().err == ""
 
 
 class Terminal(io.StringIO):
@@ -38,43 +99,50 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream, has_bar", [(io.StringIO, False), (Terminal, True)])
-def test_work_that_is_counted_says_once_how_long_it_takes(stream, has_bar, monkeypatch):
-    """From what the first part of it took; a bar follows on a terminal, and nothing is said of what is done at once."""
+def test_counted_work_is_estimated_once(stream, has_bar, monkeypatch):
+    """On a terminal a bar follows."""
     monkeypatch.setattr(sys, "stderr", err := stream())
-    with terminal.counting("counting sheep", 40) as advance:
-        advance(40)
-    assert err.getvalue() == ""
     monkeypatch.setattr(terminal, "PATIENCE", 0.05)
     with terminal.counting("counting sheep", 40) as advance:
-        for _ in range(8):
+        for _ in range(5):
             time.sleep(0.1)
             advance(1)
     first, *rest = err.getvalue().split("\n")
-    told = re.fullmatch(r"cspd: counting sheep: about (\d+) s", first)
-    assert told and 4 <= int(told[1]) < 40
-    assert "".join(rest).count("%|") > 3 if has_bar else rest == [""]
+    estimate = re.fullmatch(r"cspd: counting sheep: about (\d+) s", first)
+    assert estimate and 4 <= int(estimate[1]) < 40
+    assert "".join(rest).count("%|") > 2 if has_bar else rest == [""]
 
 
-@pytest.mark.parametrize("rows, may", [(1, True), (64, False), (10**8, False)])
-def test_nothing_is_calibrated_where_no_window_could_be_taken(rows, may):
-    """A round costs as its inputs do beyond eight of them; of very many rows there is no memory for it."""
+@pytest.mark.parametrize("rows, calibrates", [(1, True), (64, False), (10**8, False)])
+def test_no_calibration_if_no_window_can_pay(rows, calibrates):
+    """A round costs in proportion to its inputs beyond eight; for very many rows there is no memory."""
     sizes = [1, 2, 4, 8, 16, 32, 64, 128]
-    seconds = [1e-3 * max(1, size / 8) for size in sizes]
     inputs = [8 * size for size in sizes]
-    costs = Costs(sizes, seconds, [1e-5] * 8, inputs, [1e-3 * max(1, size / 8) for size in inputs], 10**9)
-    with pytest.raises(ZeroDivisionError) if may else contextlib.nullcontext():
-        assert costs.choose(100, rows, lambda: 1 / 0).config == PLAIN
-    assert WINDOWS[-1] < 100
+
+    def seconds(of):
+        return [1e-3 * max(1, size / 8) for size in of]
+
+    costs = Costs(sizes, seconds(sizes), [1e-5] * 8, inputs, seconds(inputs), 10**9)
+    calls = []
+
+    def calibrate():
+        calls.append(1)
+        raise InterruptedError
+
+    if calibrates:
+        with pytest.raises(InterruptedError):
+            costs.choose(100, rows, calibrate)
+    else:
+        assert costs.choose(100, rows, calibrate).config == PLAIN
+    assert bool(calls) == calibrates
 
 
 def test_a_window_of_0_is_explained(tmp_path, capsys):
     quick = ["--checkpoint", small_checkpoint(), "--device", "cpu", "--num-iter", "2", "--labels", "3"]
-    why = [*quick, "--num-sampling-steps", "2", "--out", str(tmp_path)]
-    assert main(["sample", *why]) == 0
+    command = ["sample", *quick, "--num-sampling-steps", "2", "--out", str(tmp_path)]
+    assert main(command) == 0
     shown = capsys.readouterr()
-    assert (
-        "window 0: nothing was drafted: temperature=1.0, num_sampling_steps=2: there is nothing to draft" in shown.out
-    )
-    assert "2 tokens" not in shown.err and "/64 tokens [" in shown.err
-    assert main(["sample", *why]) == 0  # all is there: no bar of nothing
+    assert "window 0: nothing was drafted: temperature=1.0, num_sampling_steps=2" in shown.out
+    assert "/64 tokens [" in shown.err
+    assert main(command) == 0  # nothing is left to do: no progress bar
     assert "[" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: `cspd sample`, `cspd compare` and the others, as `cspd --help` has them."""
+"""The command line: `cspd sample`, `cspd compare` and the others, see `cspd --help`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import sys
 from cspd.cli.flags import COMMANDS, help_wanted, parser_of
 from cspd.terminal import Stopped, follow_launcher, stoppable, telling
 
-# The command line: `cspd sample`, `cspd compare` and the others, as `cspd --help` has them.
-
-HOMES = {  # each command's module has a function `run_COMMAND`
+MODULES = {  # the module with a command's function `run_COMMAND`; only this one is imported
     "sample": "cspd.cli.sample",
     "edit": "cspd.cli.sample",
     "serve": "cspd.cli.sample",
@@ -27,29 +25,31 @@ HOMES = {  # each command's module has a function `run_COMMAND`
     "calibrate": "cspd.cli.bench",
     "methods": "cspd.cli.options",
 }
-BROKEN_PIPE = 141  # as a shell has it of a process that SIGPIPE ended
+BROKEN_PIPE = 141  # what shells report of a process that SIGPIPE ended: 128 + 13
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit status.
+    """Runs a command and returns its exit status.
 
-    That is 0, or 1 where a check failed, or 2 after an error of the user's, which is printed in one line, or 128 + n
-    after signal n, with what was done and how to go on.
+    0: success. 1: a check failed. 2: an error of the user or the machine, printed in one line. 128 + n: stopped by
+    signal n, after printing the progress and how to resume.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # the shell closed it: `cspd methods >&-`
-            setattr(sys, name, open(os.devnull, "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show does not end a run
+    # characters that the terminal cannot show must not end a run
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with stoppable():  # before anything is imported that takes time
+        # before the slow imports, so that Ctrl-C works at once
+        with stoppable():
             follow_launcher()
             return _run(argv)
     except Stopped as stop:
-        if os.environ.get("RANK", "0") == "0":  # one of several processes speaks for all
-            print(f"cspd: stopped{stop.done and ': '}{stop.done}", file=sys.stderr)
+        # of several processes under torchrun, only one prints
+        if os.environ.get("RANK", "0") == "0":
+            progress = f": {stop.done}" if stop.done else ""
+            print(f"cspd: stopped{progress}", file=sys.stderr)
         return 128 + stop.number
-    except BrokenPipeError:  # `cspd methods | head -1`: nobody reads on, and nobody is to be told when Python flushes
+    except BrokenPipeError:
+        # `cspd methods | head -1`: the output goes nowhere, so that Python reports no error when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
@@ -58,10 +58,12 @@ def _run(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         args = _parse(argv)
-        args.line = shlex.join(["cspd", *argv])  # as reports name it
+        args.line = shlex.join(["cspd", *argv])  # for reports
         command = args.command.replace("-", "_")
-        status = getattr(importlib.import_module(HOMES[command]), f"run_{command}")(args)
-        sys.stdout.flush()  # while an error can still be told
+        module = importlib.import_module(MODULES[command])
+        status = getattr(module, f"run_{command}")(args)
+        # an error of the last write can be reported here, but not at exit
+        sys.stdout.flush()
     except BrokenPipeError:
         raise
     except _expected_errors() as error:
@@ -70,16 +72,17 @@ def _run(argv: list[str] | None) -> int:
     except Stopped as stop:
         if stop.done:
             again = " without --overwrite" if args.overwrite else ""
-            stop.done += f"; the same command{again} goes on from here"
+            stop.done += f"; run the same command{again} again to resume"
         raise
     return status or 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments of a command. The methods' flags, and the methods of plugins, are read if they may be needed."""
+    """Parses the arguments. Methods and plugins, which import torch, are loaded only if their flags may be needed."""
     wanted = help_wanted(argv)
     if wanted == "" or not argv or argv[0] not in COMMANDS:
-        return parser_of(argv or ["--help"]).parse_args(argv or ["--help"])
+        argv = argv or ["--help"]
+        return parser_of(argv).parse_args(argv)
     with telling("loading PyTorch") if sys.stderr.isatty() else contextlib.nullcontext():
         from cspd.cli.options import load_plugins
         from cspd.method import METHODS, method_names
@@ -89,11 +92,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if wanted is not None and wanted != "all":
         methods = [method for method in METHODS if method.name == wanted]
         if not methods:
-            raise ValueError(f"--help {wanted}: no such method: {choice(wanted, method_names())}")
+            raise ValueError(f"--help {wanted}: there is no such method: {choice(wanted, method_names())}")
     return parser_of(argv, methods).parse_args(argv)
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:
-    """Errors that a user or the machine causes, which are printed in one line; torch's own if it was imported."""
+    """Errors that the user or the machine causes. torch's own exists only if torch was imported."""
+    expected: list[type[BaseException]] = [ValueError, OSError, FloatingPointError]
     torch = sys.modules.get("torch")
-    return (ValueError, OSError, FloatingPointError, *([torch.OutOfMemoryError] if torch else []))
+    if torch:
+        expected.append(torch.OutOfMemoryError)
+    return tuple(expected)

@@ -1,4 +1,4 @@
-"""The methods and their options as text: for `cspd methods`, `--help`, README and docs."""
+"""The methods and their options as text: for `cspd methods`, `--help` and the tables in the docs."""
 
 from __future__ import annotations
 
@@ -12,125 +12,164 @@ from cspd.option import COMMON, DEFAULTS, Option
 if TYPE_CHECKING:
     from cspd.method import Method
 
+    Owner = str | Method  # a method, or the name of a family
+    Declared = list[tuple[Owner, Option]]
 
-# The methods and their options as text: for `cspd methods`, `--help`, README and docs.
-
-OURS = "ours"  # in the place of a paper
-WIDTH = 120  # of what a guarantee means
-FEW = 4  # methods that are named one by one; of more it is said whose models they decode
-
-
-@dataclass
-class Owners:
-    """Whose an option is.
-
-    Attributes:
-        owners: families (by name) or methods. selected: words of other options that it goes with.
-    """
-
-    owners: list[str | Method] = field(default_factory=list)
-    selected: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, owner: str | Method, option: Option) -> None:
-        """Adds a family or a method that has the option."""
-        if option.only_with:
-            selector, words = option.only_with
-            self.selected.setdefault(selector, []).extend(words)
-        else:
-            self.owners.append(owner)
-
-    def __str__(self) -> str:
-        with_others = [f"with --{name} {', '.join(dict.fromkeys(words))}" for name, words in self.selected.items()]
-        return ", ".join(filter(None, [_few(self.owners), *with_others]))
+OURS = "ours"  # in place of a paper
+WIDTH = 120  # of the meaning of a guarantee, in characters
+METHODS_HEADER = """\
+| method | models | guarantee | needs | what it does | paper |
+| --- | --- | --- | --- | --- | --- |"""
+OPTIONS_HEADER = """\
+| setting | of | values | default | what it is |
+| --- | --- | --- | --- | --- |"""
+FEW = 4  # up to this many methods are named one by one; more are summed up by their families
 
 
 @dataclass
 class Use:
-    """What an option means to some methods: one of those that mean it, whose it is, and who has each default."""
+    """One meaning of an option's name. `gamma` has several: drafted tokens of `cspd`, or the height of a tree.
+
+    Attributes:
+        option: the first declaration with this meaning.
+        declared: all declarations with this meaning, each with the method or family that has it.
+    """
 
     option: Option
-    whose: Owners = field(default_factory=Owners)
-    defaults: dict[str, list[tuple[str | Method, Option]]] = field(default_factory=dict)
+    declared: Declared = field(default_factory=list)
 
-    def add(self, owner: str | Method, option: Option) -> None:
-        """Adds a family or a method that has the option."""
-        self.whose.add(owner, option)
-        default = "" if option.default is None else f"{option.default}"
-        self.defaults.setdefault(default, []).append((owner, option))
+    @property
+    def is_of_all_families(self) -> bool:
+        owners = [owner for owner, _ in self.declared]
+        return owners == list(COMMON)
+
+    def owners(self) -> str:
+        """Who has the option, such as "disa, with --denoiser annealed"."""
+        names = _names([owner for owner, option in self.declared if option.only_with is None])
+        return ", ".join(filter(None, [names, self.condition()]))
+
+    def condition(self) -> str:
+        """The values of other options that this one needs, such as "with --rule gsd"; empty if it needs none."""
+        words: dict[str, list[str]] = {}
+        for _, option in self.declared:
+            if option.only_with:
+                other, values = option.only_with
+                words.setdefault(other, []).extend(values)
+        conditions = []
+        for other, values in words.items():
+            distinct = ", ".join(dict.fromkeys(values))
+            conditions.append(f"with --{other} {distinct}")
+        return ", ".join(conditions)
 
     def default(self) -> str:
-        """The most common default, and whose are others; empty where there is none."""
-        values = sorted(self.defaults, key=lambda value: -len(self.defaults[value]))
-        if len(values) > FEW:
+        """The most common default, then the others and who has them; empty if there is none."""
+        by_default: dict[str, Declared] = {}
+        for owner, option in self.declared:
+            default = "" if option.default is None else str(option.default)
+            by_default.setdefault(default, []).append((owner, option))
+        if len(by_default) > FEW:
             return "the method's own"
-        usual, *others = values
-        exceptions = [f"{value or 'none'} of {self._whose_default(value)}" for value in others]
-        return "; ".join(filter(None, [usual, *exceptions]))
 
-    def _whose_default(self, value: str) -> Owners:
-        """Those that have this default; of those with several, by what they go with."""
-        others = [owner for other, pairs in self.defaults.items() if other != value for owner, _ in pairs]
-        found = Owners()
-        for owner, option in self.defaults[value]:
-            found.add(owner, option if owner in others else option.but(only_with=None))
-        return found
+        # sorted() is stable: among equally common defaults the first declared one counts as usual
+        most_common, *others = sorted(by_default, key=lambda default: -len(by_default[default]))
+        parts = [most_common]
+        for default in others:
+            owners = self._owners_of_default(by_default, default)
+            parts.append(f"{default or 'none'} for {owners}")
+        return "; ".join(filter(None, parts))
+
+    def _owners_of_default(self, by_default: dict[str, Declared], default: str) -> str:
+        """Who has a default. A method that also has another one is named by the condition of this one only."""
+        with_another = []
+        for other, declared in by_default.items():
+            if other != default:
+                with_another += [owner for owner, _ in declared]
+        found = Use(self.option)
+        for owner, option in by_default[default]:
+            # one default is the method's default, whatever the option depends on
+            if owner not in with_another:
+                option = option.but(only_with=None)
+            found.declared.append((owner, option))
+        return found.owners()
 
 
-def _few(owners: list[str | Method]) -> str:
-    names = dict.fromkeys(owner if isinstance(owner, str) else owner.name for owner in owners)
+def _names(owners: Sequence[Owner]) -> str:
+    """Families and methods by name. More than `FEW` are summed up by their families."""
+    names = {}
+    for owner in owners:
+        if isinstance(owner, str):
+            names[owner] = owner
+        else:
+            names[owner.name] = owner.family
     if len(names) <= FEW:
         return ", ".join(names)
-    return " and ".join(dict.fromkeys(owner if isinstance(owner, str) else owner.family for owner in owners))
+    return " and ".join(dict.fromkeys(names.values()))
 
 
 def uses(methods: Iterable[Method] = ()) -> list[Use]:
-    """What every option means, to whom: first those of whole families, then those of `methods`."""
+    """Every meaning of every option: first the options of whole families, then those of `methods`."""
+    declared: Declared = []
+    for family, options in COMMON.items():
+        declared += [(family, option) for option in options]
+    for method in methods:
+        declared += [(method, option) for option in method.options]
+
+    # options of one name that differ in their help text mean different things
     found: dict[tuple[str, str], Use] = {}
-    declared: list[tuple[str | Method, Option]] = []
-    declared += [(family, option) for family, options in COMMON.items() for option in options]
-    declared += [(method, option) for method in methods for option in method.options]
     for owner, option in declared:
-        found.setdefault((option.name, option.help), Use(option)).add(owner, option)
+        use = found.setdefault((option.name, option.help), Use(option))
+        use.declared.append((owner, option))
     return list(found.values())
 
 
 def format_table(methods: Sequence[Method]) -> str:
-    """The methods as text, what their guarantees mean, and the papers they are from."""
+    """The methods as text, with the meanings of their guarantees and the titles of their papers."""
+    # imported here because cspd.method imports torch, and --help needs this module
     from cspd.method import GUARANTEES
 
-    lines = [f"{'method':<12} {'models':<6} {'guarantee':<10} {'needs':<14} what it does (source)"]
+    lines = ["method       models guarantee  needs          what it does (source)"]
+    titles: dict[str, str] = {}
     for method in methods:
+        papers = ", ".join(method.papers)
+        source = f"arXiv {papers}" if papers else OURS
         columns = f"{method.name:<12} {method.family:<6} {method.guarantee:<10} {method.needs:<14}"
-        source = f"arXiv {', '.join(method.papers)}" if method.papers else OURS
         lines.append(f"{columns} {method.summary} ({source})")
-    titles = {number: title for method in methods for number, title in method.papers.items()}
-    given = {method.guarantee for method in methods}
-    meanings = [_indented(f"{name:<10} {meaning}") for name, meaning in GUARANTEES.items() if name in given]
-    return "\n".join([*lines, "", *meanings, "", *(f"arXiv {number}  {title}" for number, title in titles.items())])
+        titles |= method.papers
 
+    lines.append("")
+    shown = {method.guarantee for method in methods}
+    for name, meaning in GUARANTEES.items():
+        if name in shown:
+            lines.append(textwrap.fill(f"{name:<10} {meaning}", WIDTH, subsequent_indent=" " * 11))
 
-def _indented(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent=" " * 11)
+    lines.append("")
+    lines += [f"arXiv {number}  {title}" for number, title in titles.items()]
+    return "\n".join(lines)
 
 
 def markdown_table(methods: Iterable[Method]) -> str:
-    """The methods as docs/methods.md has them."""
-    rows = [("method", "models", "guarantee", "needs", "what it does", "paper"), ("---",) * 6]
+    """The table of methods in docs/methods.md."""
+    lines = [METHODS_HEADER]
     for method in methods:
-        name = f"`{method.name}`" + (" (default)" if DEFAULTS[method.family] == method.name else "")
-        papers = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers)
-        rows.append((name, method.family, method.guarantee, method.needs, method.summary, papers or OURS))
-    return _markdown(rows)
+        name = f"`{method.name}`"
+        if DEFAULTS[method.family] == method.name:
+            name += " (default)"
+        papers = [f"[{number}](https://arxiv.org/abs/{number})" for number in method.papers]
+        source = ", ".join(papers) or OURS
+        lines.append(_row(name, method.family, method.guarantee, method.needs, method.summary, source))
+    return "\n".join(lines)
 
 
 def options_table(methods: Iterable[Method]) -> str:
-    """The options as docs/api.md has them."""
-    rows = [("setting", "of", "values", "default", "what it is"), ("---",) * 5]
+    """The table of options in docs/api.md."""
+    lines = [OPTIONS_HEADER]
     for use in uses(methods):
         option = use.option
-        rows.append((f"`{option.name}`", f"{use.whose}", option.range, use.default(), option.help))
-    return _markdown(rows)
+        lines.append(_row(f"`{option.name}`", use.owners(), option.range, use.default(), option.help))
+    return "\n".join(lines)
 
 
-def _markdown(rows: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+def _row(*cells: str) -> str:
+    """A row of a Markdown table."""
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"

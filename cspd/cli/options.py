@@ -1,4 +1,4 @@
-"""From the flags that commands share to what they ask for: plugins, subjects, requests, and an engine."""
+"""From the flags that commands share to prompts, classes, requests and engines; and `cspd methods`."""
 
 from __future__ import annotations
 
@@ -23,134 +23,150 @@ from cspd.option import option_names
 from cspd.request import Label, Request
 from cspd.terminal import NO_CHARACTER, __version__
 
-# `cspd methods`: what can be run, and what each method guarantees.
-
 
 def run_methods(args: argparse.Namespace) -> None:
-    table = options_table if args.options else markdown_table if args.markdown else format_table
-    print(table(METHODS))
+    if args.options:
+        print(options_table(METHODS))
+    elif args.markdown:
+        print(markdown_table(METHODS))
+    else:
+        print(format_table(METHODS))
 
 
-# What images are to be of: classes, or texts of a file.
+# The prompts of --prompts FILE, and the classes of --labels.
 
-FORMS = "give --prompts a file with one text a line; or .json: a list of texts, or captions as COCO has them"
-OTHERS = (".jsonl", ".csv", ".tsv")  # whose lines are no texts
-COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # of a picture: COCO_val2014_000000000139, 000000000139, 139
-COCO_DIGITS = 12  # of a number as COCO writes it
+FORMS = "--prompts takes a file with one prompt per line, or .json: a list of prompts, or captions in COCO's format"
+OTHER_FORMATS = (".jsonl", ".csv", ".tsv")  # their lines are not prompts
+COCO_NAME = re.compile(r"(?:COCO_\w+_)?(\d+)")  # image names: COCO_val2014_000000000139, 000000000139, 139
+COCO_DIGITS = 12  # COCO pads numbers to this length
 COCO = {"annotations": [{"image_id": (int, str), "caption": str}]}
 
 
 def read_prompts(path: Path, images: Sequence[Path] = ()) -> list[str]:
-    """The texts of a file, in its order: one a line, or of a .json file, see `FORMS`.
-
-    Of COCO's captions each image's first is taken.
+    """The prompts of a file, in its order. COCO's files have several captions per image: the first one is taken.
 
     Args:
-        images: pictures that have the texts. Where they are COCO's own, by their names, each has its own caption.
+        images: files that the prompts belong to. If all are named as in COCO, each gets the caption of its own number.
 
     Raises:
-        OSError: the file cannot be read. ValueError: it has no texts, one that is blank or damaged, or another form.
+        OSError: the file cannot be read.
+        ValueError: the file is empty or has another format, or a prompt is blank or damaged.
     """
     try:
         content = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text in UTF-8: {FORMS}") from None
+        raise ValueError(f"{path} is not text in UTF-8: {FORMS}") from None
     except OSError as error:
         raise OSError(f"{path}: {error.strerror}: {FORMS}") from None
-    if path.suffix.lower() in OTHERS:
-        raise ValueError(f"{path}: {path.suffix} is not read: {FORMS}")
-    is_json = path.suffix.lower() == ".json"
-    if is_json:
-        texts = _texts_of_json(path, content, images)
+    suffix = path.suffix.lower()
+    if suffix in OTHER_FORMATS:
+        raise ValueError(f"{path}: {suffix} files are not supported: {FORMS}")
+    if suffix == ".json":
+        prompts = _prompts_of_json(path, content, images)
     else:
-        texts = content.rstrip().split("\n")  # nowhere else, as editors do
-    if not any(texts):
+        # not splitlines(), which also splits at characters that editors do not take for a line's end
+        prompts = content.rstrip().split("\n")
+    if not any(prompts):
         raise ValueError(f"{path} is empty: {FORMS}")
-    for number, text in enumerate(texts, start=1):
-        where = f"{path}: {'text' if is_json else 'line'} {number}"
-        if not text.strip():
-            raise ValueError(f"{where} is blank: give it a text or remove it")
-        if damaged := NO_CHARACTER.search(text):
-            raise ValueError(f"{where} has {damaged[0]!r}, which is no character: remove it")
-    return [text.strip() for text in texts]
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt.strip():
+            raise ValueError(f"{path}: prompt {number} is blank: fill it in or remove it")
+        if damaged := NO_CHARACTER.search(prompt):
+            raise ValueError(f"{path}: prompt {number} contains {damaged[0]!r}, which is not a character: remove it")
+    return [prompt.strip() for prompt in prompts]
 
 
-def _texts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[str]:
+def _prompts_of_json(path: Path, content: str, images: Sequence[Path]) -> list[str]:
     try:
         found = parse_json(content)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): {FORMS}") from None
-    if isinstance(found, list):
-        texts = [_text_of(entry) for entry in found]
-        wrong = misfit(texts, [str])
-    else:
-        wrong = misfit(found, COCO)
-        texts = [] if wrong else _first_captions(path, found["annotations"], images)
+        raise ValueError(f"{path} is not valid JSON ({error}): {FORMS}") from None
+    is_list = isinstance(found, list)
+    prompts = [_prompt_of(entry) for entry in found] if is_list else []
+    wrong = misfit(prompts, [str]) if is_list else misfit(found, COCO)
     if wrong:
-        raise ValueError(f"{path}: {wrong} is of another form: {FORMS}")
-    return texts
+        raise ValueError(f"{path}: unexpected value at {wrong}: {FORMS}")
+    return prompts if is_list else _first_captions(path, found["annotations"], images)
 
 
-def _text_of(entry: object) -> object:
-    """The text of a list's entry: it, or its "prompt" or "caption"."""
+def _prompt_of(entry: object) -> object:
+    """The prompt of a list's entry: the entry itself, or its "prompt" or "caption"."""
     return entry.get("prompt", entry.get("caption")) if isinstance(entry, dict) else entry
 
 
 def _first_captions(path: Path, annotations: list[dict], images: Sequence[Path]) -> list[str]:
-    """One caption of each image: of these where all have one by their names, else of all in the file's order.
+    """The first caption of each of `images` if their names tell it, or else of every image, in the file's order.
 
-    Raises ValueError where an image is named as COCO's are, and the file has no caption of it.
+    Raises ValueError if an image is named as in COCO, and the file has no caption for it.
     """
+    # COCO has five captions per image, in no particular order
     captions: dict[str, str] = {}
     for annotation in annotations:
-        captions.setdefault(str(annotation["image_id"]).zfill(COCO_DIGITS), annotation["caption"])
+        number = str(annotation["image_id"]).zfill(COCO_DIGITS)
+        captions.setdefault(number, annotation["caption"])
     own = []
     for image in images:
-        number = COCO_NAME.fullmatch(image.stem)
-        own.append(captions.get(number[1].zfill(COCO_DIGITS)) if number else None)
-        if number and own[-1] is None and len(number[1]) == COCO_DIGITS:
-            raise ValueError(f"{path} has no caption of {image.name}: give the captions of these pictures")
-    return own if own and None not in own else [*captions.values()]
+        name = COCO_NAME.fullmatch(image.stem)
+        number = name[1] if name else ""
+        caption = captions.get(number.zfill(COCO_DIGITS))
+        # shorter numbers may be names of any images
+        if caption is None and len(number) == COCO_DIGITS:
+            raise ValueError(f"{path} has no caption for {image.name}: pass the file with the captions of these images")
+        own.append(caption)
+    if None in own or not own:
+        return list(captions.values())
+    return own
 
 
 def class_numbers(labels: Iterable[Label], engine: Engine) -> list[int]:
-    """Classes by number, where some are given by a name that an engine's models have.
+    """The numbers of classes that are given by number or name.
 
-    Raises ValueError where they have no such name, and on None: what is measured has a class.
+    Raises ValueError on an unknown name, and on None: the commands that measure images need their classes.
     """
-    labels = list(labels)
-    if None in labels:
-        raise ValueError("--labels has none, and only `cspd sample` makes images of no class: leave it out")
-    return [engine.check(Request(label)).label if isinstance(label, str) else label for label in labels]
+    numbers = []
+    for label in labels:
+        if label is None:
+            raise ValueError(
+                "--labels none: only `cspd sample` generates unconditional images: remove none from the list"
+            )
+        numbers.append(engine.check(Request(label)).label if isinstance(label, str) else label)
+    return numbers
 
 
 def check_classes(engine: Engine, command: str, instead: str) -> None:
-    """Raises ValueError where an engine has a model of texts: `command` makes images of classes."""
+    """Raises ValueError if the engine holds a text-to-image model: `command` supports class-conditional models only."""
     if any(runner.num_classes == 0 for runner in engine.runners.values()):
-        raise ValueError(f"{command} makes images of classes, and these models make images of texts: use {instead}")
+        raise ValueError(f"{command} supports class-conditional models only: use {instead} for text-to-image models")
 
 
-# From the flags that commands share to what they ask for: plugins, requests, and an engine with its models.
+# Plugins, requests, and engines with their models.
 
 
 def bundled_here() -> list[str]:
-    """The bundled models that this installation can run: those of texts need libraries of an extra."""
-    complete = {name: folder for name, folder in bundled().items() if (folder / "target.safetensors").is_file()}
-    of_classes = [name for name, folder in complete.items() if not (folder / "text_encoder").is_dir()]
-    return of_classes if missing_library() else [*complete]
+    """The bundled models that this installation can run: text-to-image models need the libraries of an extra."""
+    without_texts = missing_library() is not None
+    names = []
+    for name, folder in bundled().items():
+        is_complete = (folder / "target.safetensors").is_file()
+        needs_library = (folder / "text_encoder").is_dir()
+        if is_complete and not (needs_library and without_texts):
+            names.append(name)
+    return names
 
 
 def load_plugins(argv: Sequence[str]) -> None:
-    """Runs the files that --plugin names; the methods that they register have flags and help as all others.
+    """Runs the files of --plugin, before the flags are parsed: the methods that they register have flags too.
 
     Raises:
-        ValueError: a file is not Python, or registers nothing. FileNotFoundError, and what its own code raises.
+        ValueError: a file is not Python, or registers no method.
+        FileNotFoundError: a file does not exist. Errors of the file's own code are passed on.
     """
+    # a parser of this one flag: the other flags are not known before the plugins have run
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     add_plugin(early)
     for file in early.parse_known_args(argv)[0].plugin or ():
         if not file.is_file():
-            raise FileNotFoundError(f"--plugin {file}: no such file")
+            raise FileNotFoundError(f"--plugin {file}: there is no such file")
         before = list(METHODS)
         try:
             runpy.run_path(str(file), run_name=file.stem)
@@ -161,23 +177,25 @@ def load_plugins(argv: Sequence[str]) -> None:
 
 
 def request_of(args: argparse.Namespace, label: int | str | None = 0, seed: int = 0, **changes: object) -> Request:
-    """The request that the flags of settings ask for, with `changes`."""
+    """The request of the flags for settings, with `changes`."""
+    # a command has flags for some options only; an option without a flag stays open
     given = {name: getattr(args, name) for name in sorted(option_names()) if hasattr(args, name)}
     return Request(label, seed, getattr(args, "method", None), **given | changes)
 
 
 def check_method(args: argparse.Namespace) -> Method:
-    """The method that is asked for, which is known before loading.
+    """The method that the flags ask for, without loading models.
 
-    Raises ValueError where the checkpoint's models lack it or an option.
+    Raises ValueError if the checkpoint's models do not have it, or it does not have an option.
     """
     return choose(request_of(args), [family_of(args.checkpoint)])[1]
 
 
 def run_settings(args: argparse.Namespace, request: Request) -> dict:
-    """What images depend on beside their requests: version, rounding, and the files that a checked request uses."""
+    """What images depend on besides their requests: version, rounding, and the files that a checked request uses."""
     files = checkpoint_files(args.checkpoint)
     decoder = "tokenizer" if "tokenizer" in files else "vae"
+    # files that the request does not use, such as an EAGLE drafter for sjd, may change between runs
     used = {"target": files["target"], decoder: args.vae or files[decoder]}
     given = {"draft": args.draft_checkpoint, "eagle": args.eagle}
     for name in sorted(method_of(request).uses(request)):
@@ -193,19 +211,23 @@ def run_settings(args: argparse.Namespace, request: Request) -> dict:
 
 
 def _stored(file: Path) -> dict:
-    """By what a run knows the file of a model again; of a model of `transformers`, all files of its folder."""
+    """The fingerprint that identifies a model file when a run is resumed.
+
+    For a `transformers` model it covers all files in the directory.
+    """
     more: dict = {}
     weights = [file]
     if is_hf(file):
         file = file / CONFIG if file.is_dir() else file
         weights = weight_files(file.parent)
         more["folder"] = identity_of(file.parent)
-    file, size = file.resolve(), sum(each.stat().st_size for each in weights)
-    return {"file": str(file), "bytes": size, "modified": file.stat().st_mtime_ns, **more}
+    file = file.resolve()
+    num_bytes = sum(each.stat().st_size for each in weights)
+    return {"file": str(file), "bytes": num_bytes, "modified": file.stat().st_mtime_ns, **more}
 
 
 def load_engine(args: argparse.Namespace, max_batch: int) -> Engine:
-    """The engine that the flags of models ask for."""
+    """The engine of the flags for models and the machine."""
     if args.threads:
         torch.set_num_threads(args.threads)
     return load(

@@ -1,4 +1,4 @@
-"""The commands that generate images, `cspd sample`, `cspd edit` and `cspd serve`, and the folder of the images."""
+"""The commands that generate images: `cspd sample`, `cspd edit` and `cspd serve`; and the folder of the images."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -46,17 +47,18 @@ from cspd.runs import (
 from cspd.speed import against_plain
 from cspd.terminal import API_KEY, if_stopped
 
-# Sampling into a folder: PNGs, a labelled grid and a JSON record. An interrupted run resumes.
+# Sampling into a folder: PNGs, a grid with captions and a JSON record. An interrupted run resumes.
 
 SCHEMA = "cspd.samples/1"
-JOURNAL = "samples.journal"  # a line of JSON for each image since the record was written
+JOURNAL = "samples.journal"  # one line of JSON for each image since the record was written
 SHAPE = {"settings": dict, "images": [{"index": int, "request": dict, "stats": dict}]}  # of the record
-GRID_LIMIT = 400  # images in the grid, at most
-LONGEST_NAME = 60  # characters of a prompt in a file's name
+GRID_LIMIT = 400  # maximum number of images in the grid
+LONGEST_NAME = 60  # characters of a prompt in a file name
+DRAFT_COUNTS = ("by_lag", "by_step", "by_rank")  # statistics of which the record has only the sums: they are long
 
 
-def images_told(out: Path, num: int) -> str:
-    """How many of `num` images are in a folder, printed when the run is interrupted."""
+def progress_message(out: Path, num: int) -> str:
+    """Progress message for an interrupted run: how many of the `num` images are in the folder."""
     return files_told(out, "*_seed*.png", num, "images")
 
 
@@ -73,73 +75,72 @@ def sample_to_folder(
     finish: Callable[[Output], Tensor] = attrgetter("image"),
     speed: bool = False,
 ) -> dict:
-    """Generates `requests` into `out` and returns the record, which samples.json has with the names of all files.
+    """Generates `requests` into the folder `out` and returns the record, which is also written to samples.json.
 
-    Existing images of an earlier run with the same settings and requests are not generated again, if they are
-    undamaged.
+    If an earlier run with the same settings and requests is there, only its missing and damaged images are generated.
 
     Args:
-        requests: of one method and its settings, each with its label or prompt, and seed.
-        settings: what the images depend on besides the requests (checkpoint, precision); written to the record.
-        heatmap: also write heatmap.png; existing images of a run without it are blank there.
-        before: captions and images that grid.png shows first. finish: an output's image, [3, H, W].
-        speed: once all is written, also time how fast baseline sampling would have been, see `cspd.speed`.
+        requests: one method with the same settings, each request with its own seed and class or prompt.
+        settings: whatever else the images depend on (checkpoint, precision); written to the record.
+        heatmap: also write heatmap.png. It is blank for images of an earlier run without it.
+        before: captions and images to show first in grid.png.
+        finish: turns an output into the image to write, [3, H, W].
+        speed: at the end, also time how fast baseline sampling would have been, see `cspd.speed`.
 
     Raises:
-        ValueError: a bad request, or as `Store.claim`.
+        ValueError: an invalid request, or as `Store.claim`.
     """
     checked = [engine.checked(request) for request in requests]
     names = [f"{i:05d}_{_subject(each.request)}_seed{each.request.seed}.png" for i, each in enumerate(checked)]
     record = {"schema": SCHEMA, "settings": settings, "requests": len(requests)}
     overviews = OVERVIEWS if heatmap else (GRID,)
+    journal = out / JOURNAL
     with Store(out, RECORD, SCHEMA, SHAPE, ("settings", "requests")) as store:
+        # lock the folder and look for an earlier run; everything up to store.begin leaves its files as they are
         earlier = store.claim(record, [*names, *overviews, JOURNAL], overwrite)
-        existing = _existing(store, earlier, names) if earlier else {}
+        existing = _existing(journal, earlier, names) if earlier else {}
         prepared = _prepared(engine, checked, names, store, existing)
-        first = prepared[0].request
         missing = set(missing_files(out, names, lambda name: _is_whole(out / name, existing.get(name))))
-        todo = [index for index, name in enumerate(names) if name in missing]
         record["images"] = [existing[name] for name in names if name not in missing]
         store.begin(record)
-        (out / JOURNAL).unlink(missing_ok=True)  # the record has its images
+        # the record now has the images of the journal
+        journal.unlink(missing_ok=True)
 
-        start = time.perf_counter()
-        captured = engine.graphs.seconds
-        generated, totals, outside = _sample(engine, prepared, out, names, todo, progress, heatmap, finish)
-        seconds = time.perf_counter() - start
-        images = sorted([*record["images"], *generated], key=lambda image: image["index"])
-        record["images"] = images
-        record["summary"] = summary_of([image["stats"] for image in images], len(generated), seconds)
-        record["summary"]["window"] = first.window
-        record["summary"]["judged_and_accepted"] = totals  # of the images of this run
+        todo = [index for index, name in enumerate(names) if name in missing]
+        new = _generate(engine, prepared, out, names, todo, progress, heatmap, finish)
+        record["images"] = sorted([*record["images"], *new.entries], key=lambda entry: entry["index"])
+        summary = summary_of([entry["stats"] for entry in record["images"]], len(todo), new.seconds)
+        summary["window"] = prepared[0].request.window
+        summary["judged_and_accepted"] = new.draft_counts
+        record["summary"] = summary
         store.save(record)
-        (out / JOURNAL).unlink(missing_ok=True)
+        journal.unlink(missing_ok=True)
         _write_overviews(engine, out, names, record, prepared, heatmap, before)
-        if speed and generated:  # nothing is lost if it is interrupted here
-            seconds -= engine.graphs.seconds - captured  # once for all runs of these shapes, baseline ones too
-            rounds = seconds - outside - _decoding(engine, generated)
-            record["summary"] |= against_plain(engine, first, len(generated), seconds, rounds)
+
+        # after everything is written: an interruption here loses nothing
+        if speed and todo:
+            # without the capture of CUDA graphs, which later runs of these shapes share
+            seconds = new.seconds - new.capture_seconds
+            rounds = seconds - new.seconds_between_rounds
+            summary |= against_plain(engine, prepared[0].request, len(todo), seconds, rounds)
             store.save(record)
     return record
 
 
 def _subject(request: Request) -> str:
-    """The class or prompt of an image, in its file's name."""
+    """The class or prompt of an image, for its file name."""
     if request.prompt is None:
         return f"label{'none' if request.label is None else request.label}"
     words = re.findall("[a-z0-9]+", request.prompt.lower())
     return "-".join(["text", *words])[:LONGEST_NAME].rstrip("-")
 
 
-def _existing(store: Store, record: dict, names: Sequence[str]) -> dict[str, dict]:
-    """The entries of an earlier run's images, by their files' names: of its record, and of its journal since then.
-
-    A killed run may leave half a line in the journal. Its image is generated again.
-    """
+def _existing(journal: Path, record: dict, names: Sequence[str]) -> dict[str, dict]:
+    """The entries of an earlier run's images by file name, from its record and from its journal."""
     entries = record["images"]
-    journal = store.folder / JOURNAL
     if journal.exists():
         for line in journal.read_text(errors="replace").splitlines():
+            # a killed run may leave half a line: its image is generated again
             with contextlib.suppress(ValueError):
                 entries.append(parse_json(line))
     return {names[entry["index"]]: entry for entry in entries}
@@ -148,19 +149,23 @@ def _existing(store: Store, record: dict, names: Sequence[str]) -> dict[str, dic
 def _prepared(
     engine: Engine, checked: Sequence[Prepared], names: Sequence[str], store: Store, existing: Mapping[str, dict]
 ) -> list[Prepared]:
-    """The requests, ready to run. Raises ValueError if an existing image has another request."""
+    """The requests, ready to run. Raises ValueError if an existing image is of another request."""
     for name, each in zip(names, checked):
         if name in existing:
             store.refuse(differences(existing[name]["request"], each.request.to_dict()))
-    if existing:  # the earlier run's decisions hold, such as its window
+    if existing:
+        # keep the decisions of the earlier run, such as its window: the image of a seed depends on them
         earlier = next(iter(existing.values()))["request"]
-        decided = [each.request.but(**earlier_choices(each.request.settings, earlier)) for each in checked]
-        checked = [engine.checked(request) for request in decided]
+        decided = []
+        for each in checked:
+            choices = earlier_choices(each.request.settings, earlier)
+            decided.append(engine.checked(each.request.but(**choices)))
+        checked = decided
     return [engine.prepare(each) for each in checked]
 
 
 def _is_whole(path: Path, entry: dict | None) -> bool:
-    """Whether a file has the digest of its entry. An entry of an older version, without one, gets the file's."""
+    """Whether a file has the digest of its entry. An entry of an older version without a digest gets the file's."""
     if entry is None or not path.is_file():
         return False
     if "sha256" not in entry and not _is_readable(path):
@@ -178,7 +183,24 @@ def _is_readable(path: Path) -> bool:
     return True
 
 
-def _sample(
+class Generated(NamedTuple):
+    """The new images of a run.
+
+    Attributes:
+        entries: of the record.
+        draft_counts: [verified, accepted] drafts, summed over the images; each a list as in `RoundStats`.
+        seconds: wall time. capture_seconds: the part spent capturing CUDA graphs.
+        seconds_between_rounds: the part spent decoding and writing images while no round ran.
+    """
+
+    entries: list[dict]
+    draft_counts: dict[str, list]
+    seconds: float
+    capture_seconds: float
+    seconds_between_rounds: float
+
+
+def _generate(
     engine: Engine,
     requests: Sequence[Prepared],
     out: Path,
@@ -187,20 +209,21 @@ def _sample(
     progress: bool,
     heatmap: bool,
     finish: Callable[[Output], Tensor],
-) -> tuple[list[dict], dict, float]:
-    """Generates the images with the indices `todo`.
-
-    Returns their entries in the record, counts of all of them, and the seconds spent outside the engine.
-    """
+) -> Generated:
+    """Generates and writes the images with the indices `todo`."""
     entries = []
-    totals: dict[str, list] = {}
-    outside = 0.0
-    for k, output in engine.stream([requests[i] for i in todo], progress):
-        start = time.perf_counter()
+    draft_counts: dict[str, list] = {}
+    writing = 0.0
+    captured = engine.graphs.seconds
+    start = time.perf_counter()
+    for k, output in engine.stream([requests[index] for index in todo], progress):
+        finished = time.perf_counter()
         index = todo[k]
         stats = output.stats.to_dict()
-        for name in ("by_lag", "by_step", "by_rank"):  # long: only their sums are written
-            totals[name] = _add(totals.get(name), stats.pop(name))
+        # the long counts are summed over the images; everything else is recorded per image
+        for name in DRAFT_COUNTS:
+            counts = stats.pop(name)
+            draft_counts[name] = _sum(draft_counts[name], counts) if name in draft_counts else counts
         content = png_of(to_pil(finish(output)))
         entry = {
             "index": index,
@@ -209,20 +232,29 @@ def _sample(
             "request": output.request.to_dict(),
         }
         if heatmap:
+            # JSON has no NaN
             entry["token_cost"] = [None if math.isnan(value) else value for value in output.token_cost.tolist()]
         entry["stats"] = stats
         entries.append(entry)
         # the journal comes first: a file without an entry would be generated again
         append_json(out / JOURNAL, entry)
         write_bytes(out / names[index], content)
-        outside += time.perf_counter() - start
-    return entries, totals, outside
+        writing += time.perf_counter() - finished
+    seconds = time.perf_counter() - start
+
+    # All images of a batch report the same seconds of decoding, so equal values count once. On a GPU, decoding overlaps
+    # later rounds, except for the last batch.
+    decoding = [entry["stats"]["seconds"]["decode"] for entry in entries]
+    waiting = decoding[-1] if engine.device.type == "cuda" and decoding else sum(set(decoding))
+    return Generated(entries, draft_counts, seconds, engine.graphs.seconds - captured, writing + waiting)
 
 
-def _decoding(engine: Engine, generated: Sequence[dict]) -> float:
-    """The seconds in which images were decoded and no round ran. All images of a batch have the same seconds."""
-    seconds = [image["stats"]["seconds"]["decode"] for image in generated]
-    return seconds[-1] if engine.device.type == "cuda" else sum(set(seconds))  # a GPU runs rounds meanwhile
+def _sum(total: list[list], counts: list[list]) -> list[list]:
+    """Elementwise sums of [verified, accepted]. Shorter lists, from other settings, are padded with 0."""
+    sums = []
+    for pair in zip(total, counts):
+        sums.append([a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)])
+    return sums
 
 
 def _write_overviews(
@@ -234,46 +266,41 @@ def _write_overviews(
     heatmap: bool,
     before: Sequence[tuple[str, Image.Image]],
 ) -> None:
-    """Writes the grid of the first images, after the images `before`, and the heat map of token costs if asked for."""
+    """Writes the grid, which begins with the images `before`, and the map of token costs if asked for."""
     entries = record["images"][:GRID_LIMIT]
+    images = []
+    captions = []
+    for entry in entries:
+        index = entry["index"]
+        with Image.open(out / names[index]) as image:
+            images.append(image.convert("RGB"))
+        captions.append(engine.name_of(prepared[index].request))
+    # full rows of 10 or 8 if possible
     num = len(before) + len(entries)
     columns = next((n for n in (10, 8) if num % n == 0), min(10, num))
-    images = []
-    for entry in entries:
-        with Image.open(out / names[entry["index"]]) as image:
-            images.append(image.convert("RGB"))
-    captions = [engine.name_of(prepared[entry["index"]].request) for entry in entries]
     all_images = [image for _, image in before] + images
     all_captions = [caption for caption, _ in before] + captions
     write_png(out / GRID, grid(all_images, all_captions, columns))
     if heatmap:
+        # older versions called the costs heat
         token_cost = [entry.get("token_cost", entry.get("heat")) for entry in entries]
         accepted = prepared[0].method.token_cost == "accepted"
         write_png(out / HEATMAP, token_cost_grid(images, token_cost, captions, columns, accepted))
 
 
-def _add(total: list | None, counts: list) -> list:
-    """Elementwise sums of [verified, accepted]; shorter counts, from other settings, are padded."""
-    if total is None:
-        return counts
-    sums = []
-    for pair in zip(total, counts):
-        sums.append([a + b for a, b in itertools.zip_longest(*pair, fillvalue=0)])
-    return sums
-
-
-# `cspd sample`: images into a folder.
+# `cspd sample`
 
 
 def run_sample(args: argparse.Namespace) -> None:
     asked = _asked(args)
     num = args.num or len(asked)
     check_method(args)
-    engine = load_engine(args, min(args.max_batch, num))  # the window is chosen for the images that really run at once
+    # no more slots than images: the window of `speculative` is chosen for their number
+    engine = load_engine(args, min(args.max_batch, num))
     requests = [request_of(args, seed=args.seed + i, **asked[i % len(asked)]) for i in range(num)]
     checked = [engine.checked(request) for request in requests]
     settings = run_settings(args, checked[0].request)
-    with if_stopped(lambda: images_told(args.out, num)):
+    with if_stopped(lambda: progress_message(args.out, num)):
         record = sample_to_folder(
             engine, checked, args.out, settings, overwrite=args.overwrite, heatmap=args.heatmap, speed=True
         )
@@ -281,7 +308,7 @@ def run_sample(args: argparse.Namespace) -> None:
 
 
 def _asked(args: argparse.Namespace) -> list[dict]:
-    """The classes or prompts of requests, which cycle. Raises ValueError, OSError."""
+    """The classes or prompts, which the images cycle through. Raises ValueError or OSError."""
     negative = {"negative_prompt": args.negative_prompt}
     if args.prompt is None and args.prompts is None:
         return [{"label": label, **negative} for label in args.labels]
@@ -290,15 +317,20 @@ def _asked(args: argparse.Namespace) -> list[dict]:
 
 
 def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bool) -> None:
-    """Prints the costs of the images in a folder, generated by requests like this one, and the folder's files."""
-    summary, num = record["summary"], record["requests"]
+    """Prints the costs of the images in a folder, the guarantee, and the files. `checked`: one of the requests."""
+    summary = record["summary"]
+    num = record["requests"]
     generated = summary["images_made"]
     if generated:
-        speed = f"{summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s"
-        print(f"{generated} image{'s' if generated > 1 else ''} in {speed}")
+        images = "1 image" if generated == 1 else f"{generated} images"
+        print(f"{images} in {summary['seconds']:.1f} s: {summary['images_per_second']:.2f} images/s")
     else:
         print(f"all {num} images were there already")
-    _tell_cost(summary)
+    if "step_compression" in summary:
+        _print_vq_cost(summary)
+    else:
+        _print_mar_cost(summary)
+    # only methods that choose the window themselves can give a reason for it
     if summary["window"] is not None and checked.method.resolve is not as_it_is:
         why = engine.runners[checked.method.family].tuning.why(checked.request, engine.num_slots)
         print(f"window {summary['window']}: {why}")
@@ -308,63 +340,75 @@ def tell(engine: Engine, checked: Prepared, record: dict, out: Path, heatmap: bo
     for title, value, meaning in measured_lines(summary):
         print(f"{title} {value} {meaning}")
     if heatmap:
-        print(f"wrote {out / HEATMAP} (what each token cost)")
-    pngs = f"{num} PNG{'s' if num > 1 else ''}"
+        print(f"wrote {out / HEATMAP} (the cost of each token)")
+    pngs = "1 PNG" if num == 1 else f"{num} PNGs"
     print(f"wrote {out / GRID} (all images), {out / RECORD} (settings, statistics), {pngs}")
     line = speed_line(summary, engine.num_slots)
     if line:
         print(line)
 
 
-def _tell_cost(summary: dict) -> None:
-    """Prints the costs of an image, and for VQ models the bound of its distance from the target's distribution."""
+def _print_mar_cost(summary: dict) -> None:
+    iterations = f"{summary['iterations_per_image']:.0f} iterations"
+    backbone_calls = f"{summary['backbone_calls_per_image']:.0f} backbone calls"
+    lazy_calls = summary[f"{LAZY}_per_image"]
+    if lazy_calls:
+        backbone_calls += f" ({lazy_calls:.0f} lazy)"
+    per_token = f"{summary['head_calls_per_token']:.1f} per token"
+    head_calls = f"{summary['head_calls_per_image']:.0f} sequential head calls ({per_token})"
+    print(f"per image: {iterations}, {backbone_calls}, {head_calls}; {_phases_line(summary)}")
+
+
+def _print_vq_cost(summary: dict) -> None:
+    """Also prints the bound of the images' distance from the target's distribution."""
+    passes = f"{summary['backbone_calls_per_image']:.1f} target forward passes"
+    print(f"per image: {passes}, {summary['step_compression']:.2f} tokens each; {_phases_line(summary)}")
+    if summary["bound_per_image"] > 0:
+        bound = f"{min(summary['bound_per_image'], 1):.3f}"
+        error = summary["bound_standard_error"]
+        if error is not None:
+            bound += f" +- {error:.3f}"
+        print(f"total variation distance from the target, for the tokens of an image: at most {bound} (docs/bounds.md)")
+
+
+def _phases_line(summary: dict) -> str:
+    """The fractions of the time that the phases take."""
     seconds = summary["seconds_by_phase"]
     total = sum(seconds.values()) or 1
-    time = "time: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
-    backbone_calls = summary["backbone_calls_per_image"]
-    if "step_compression" not in summary:
-        lazy_calls = summary[f"{LAZY}_per_image"]
-        lazy = f" ({lazy_calls:.0f} lazy)" if lazy_calls else ""
-        iterations = f"{summary['iterations_per_image']:.0f} iterations, {backbone_calls:.0f} backbone calls{lazy}"
-        head_calls = f"{summary['head_calls_per_image']:.0f} sequential head calls"
-        print(f"per image: {iterations}, {head_calls} ({summary['head_calls_per_token']:.1f} per token); {time}")
-        return
-    print(
-        f"per image: {backbone_calls:.1f} target forward passes, {summary['step_compression']:.2f} tokens each; {time}"
-    )
-    if summary["bound_per_image"] > 0:
-        bound, error = min(summary["bound_per_image"], 1), summary["bound_standard_error"]
-        spread = "" if error is None else f" +- {error:.3f}"
-        print(f"total variation from the target, of an image's codes: at most {bound:.3f}{spread} (docs/bounds.md)")
+    return "time: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())
 
 
 # `cspd edit`: a part of an image is given, and the rest is generated to match it.
 
-GREY = 0.5  # the generated part of the given image in grid.png
+GREY = 0.5  # shade of the part to generate, in grid.png
 
 
 def run_edit(args: argparse.Namespace) -> None:
     check_method(args)
-    given = _given(args) if args.place is None else None  # before loading: an image may be unreadable
+    # Read the image before the models are loaded, in case it is unreadable. A box depends on the model's image size.
+    given = None
+    if args.place is None:
+        given = Inpainting.of(args.image, args.mask if args.keep is None else 1 - args.keep)
     engine = load_engine(args, min(args.max_batch, args.num))
     asked = request_of(args, args.label, args.seed, prompt=args.prompt, negative_prompt=args.negative_prompt)
     runner = engine.runners[engine.checked(asked).method.family]
     size = runner.image_size
     known = given or placed(args.image, args.place, size)
+    # a change of size is printed once, not as a warning of every request
     resized = cropping(known.image, size)
     if resized:
         print(f"{args.image}: {resized}")
 
-    requests = [asked.but(seed=args.seed + i, known=known) for i in range(args.num)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Resized)  # printed above
-        checked = [engine.checked(request) for request in requests]
+        warnings.simplefilter("ignore", Resized)
+        checked = [engine.checked(asked.but(seed=args.seed + i, known=known)) for i in range(args.num)]
     first = checked[0].request
     if first.known is None:
         raise ValueError(
-            "no token is kept: a patch of pixels is, where none of them is made anew; black is kept in a mask, and"
-            " `cspd sample` makes whole images"
+            "no token would be kept: a token is kept only if its whole patch of pixels is. Keep a larger area (black in"
+            " the mask), or use `cspd sample` to generate a whole image"
         )
+    # the folder of another image, mask or way to paste is another run
     settings = run_settings(args, first) | {"paste": args.paste, "place": args.place, "keep": args.keep}
     for name in ("image", "mask"):
         path = getattr(args, name)
@@ -377,7 +421,7 @@ def run_edit(args: argparse.Namespace) -> None:
     def pasted(output: Output) -> torch.Tensor:
         return shown.pasted(output.image, output.request.known.mask)
 
-    with if_stopped(lambda: images_told(args.out, args.num)):
+    with if_stopped(lambda: progress_message(args.out, args.num)):
         record = sample_to_folder(
             engine,
             checked,
@@ -389,24 +433,19 @@ def run_edit(args: argparse.Namespace) -> None:
             finish=pasted if args.paste else attrgetter("image"),
             speed=True,
         )
-    print(f"{first.known.num_generated} of {runner.seq_len} tokens of the first picture were made anew")
+    print(f"{first.known.num_generated} of {runner.seq_len} tokens of the first image were regenerated")
     tell(engine, checked[0], record, args.out, args.heatmap)
 
 
-def _given(args: argparse.Namespace) -> Inpainting:
-    """The given image, and the mask of the part to generate."""
-    return Inpainting.of(args.image, args.mask if args.keep is None else 1 - args.keep)
-
-
 def _kept(image: torch.Tensor, generated: torch.Tensor) -> Image.Image:
-    """An image [3, H, W], grey at generated tokens, bool [L]."""
-    side = round(len(generated) ** 0.5)
+    """An image [3, H, W] in grey at the generated tokens, bool [L]."""
+    side = math.isqrt(len(generated))
     tokens = generated.view(1, 1, side, side).float()
     pixels = functional.interpolate(tokens, image.shape[1:])[0]
     return to_pil(image.lerp(torch.full_like(image, GREY), pixels))
 
 
-# `cspd serve`: a web page whose users share the engines.
+# `cspd serve`: a web page whose clients share the engines.
 
 
 def run_serve(args: argparse.Namespace) -> None:
@@ -416,7 +455,8 @@ def run_serve(args: argparse.Namespace) -> None:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
     names = list(dict.fromkeys(args.checkpoint or bundled_here()))
     for name in names:
-        checkpoint_files(name)  # raises before others are loaded
+        # raises on a missing file before any model is loaded
+        checkpoint_files(name)
     check_of_one(names, args.arch, args.vae, args.draft_checkpoint, args.eagle, args.text_encoder)
 
     with listening(args.host, args.port) as listener:
@@ -424,7 +464,8 @@ def run_serve(args: argparse.Namespace) -> None:
         for name in names:
             own = argparse.Namespace(**vars(args) | {"checkpoint": name})
             engines[name] = load_engine(own, args.max_batch)
-        warnings.simplefilter("ignore", Resized)  # the page shows it
+        # the page itself shows how an image is cropped and resized
+        warnings.simplefilter("ignore", Resized)
         host, port = listener.getsockname()[:2]
         is_local = ipaddress.ip_address(host).is_loopback
         app = make_app(
@@ -437,11 +478,14 @@ def run_serve(args: argparse.Namespace) -> None:
             key=args.api_key,
         )
         if not is_local and args.api_key is None:
-            warning = f"anybody who can reach {host}, port {port}, can use this page: give --api-key, or set {API_KEY}"
-            print(f"cspd: warning: {warning}", file=sys.stderr)
-        shown = f"[{host}]" if ":" in host else host
+            print(
+                f"cspd: warning: anybody who can reach {host}, port {port}, can use this page: give --api-key, or set"
+                f" {API_KEY}",
+                file=sys.stderr,
+            )
+        address = f"[{host}]" if ":" in host else host
         asks = "" if args.api_key is None else "; the page asks for the API key"
-        print(f"http://{shown}:{port} serves {', '.join(names)}{asks}; Ctrl-C ends it", flush=True)
+        print(f"http://{address}:{port} serves {', '.join(names)}{asks}; stop it with Ctrl-C", flush=True)
         Server(app).run(sockets=[listener])
 
 
@@ -451,6 +495,4 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(
-            f"{host}:{port} cannot be listened on ({error.strerror}): give another --port or --host"
-        ) from None
+        raise OSError(f"cannot listen on {host}:{port} ({error.strerror}): give another --port or --host") from None

@@ -1,8 +1,9 @@
-"""Texts on the command line: their files, and `evaluate`, `compare` and `edit` of them; what is refused."""
+"""Prompts on the command line: their files, and `evaluate`, `compare` and `edit` with them; what is refused."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from cspd.evaluation.run import Shards
 from cspd.runs import differences
 
 COCO = [(7, "A fox."), (7, "a red animal"), (2, " a ship "), (9, "a boat at sea"), (2, "the sea")]
-NUM = 20  # images of two files
+NUM = 20  # images: two files of an evaluation
 TEXTS = ["a fox", "blue, and long", "a fox and a ship in a green harbour"]
 
 
@@ -36,20 +37,18 @@ def file(tmp_path):
     return path
 
 
-def test_the_first_caption_of_each_image_of_cocos(tmp_path):
-    """Pictures that are named by COCO's numbers have theirs whatever the order; others have all in the file's order."""
+def test_the_first_caption_of_each_image_in_coco(tmp_path):
+    """Images named as in COCO have their own captions in any order; others have all captions in the file's order."""
     in_order = ["A fox.", "a ship", "a boat at sea", "ten"]
     file = coco(tmp_path / "captions.json", [*COCO, (10, "ten")])
     assert read_prompts(file) == in_order
     for name in ("{:012}.jpg", "COCO_val2014_{:012}.jpg", "{}.png"):
         images = [Path(name.format(number)) for number in (2, 7, 10)]
         assert read_prompts(file, images) == ["a ship", "A fox.", "ten"]
-        other = Path(name.format(8))
-        if name == "{}.png":  # any pictures may have such names
-            assert read_prompts(file, [*images, other]) == in_order
-        else:
-            with pytest.raises(ValueError, match=str(other)):
-                read_prompts(file, [*images, other])
+    without = Path("000000000008.jpg")
+    with pytest.raises(ValueError, match=str(without)):
+        read_prompts(file, [without])
+    assert read_prompts(file, [*images, Path("8.png")]) == in_order  # any images may have such names
     assert read_prompts(file, [Path(f"00003_seed{number}.png") for number in (2, 7, 9, 10)]) == in_order
 
 
@@ -61,37 +60,31 @@ def test_the_first_caption_of_each_image_of_cocos(tmp_path):
         ("a.JSON", '[{"prompt": "a fox"}, {"caption": "blue", "id": 3}]'),
     ],
 )
-def test_forms_of_files(name, content, tmp_path):
+def test_formats_of_files(name, content, tmp_path):
     (tmp_path / name).write_text(content, newline="")
     assert read_prompts(tmp_path / name) == ["a fox", "blue"]
 
 
 @pytest.mark.parametrize(
-    "name, content, told",
+    "name, content, reason",
     [
-        ("none.txt", None, "--prompts"),
-        ("a.txt", b"\n \n", "a.txt"),
-        ("a.txt", "zum Grünen".encode("latin-1"), "a.txt"),
-        ("a.txt", b"a fox\n \nblue", "a.txt"),
-        ("a.json", b"[]", "a.json"),
-        ("a.jsonl", b'{"prompt": "a fox"}', "a.jsonl"),
-        ("a.json", b'["a fox", ""]', "a.json"),
-        ("a.json", rb'["a fox", "blue \ud83d"]', "a.json"),
-        ("a.txt", b"a fox\0", "a.txt"),
-        ("a.json", b"a fox", "a.json"),
-        ("a.json", b'["a fox", 5]', "a.json"),
-        ("a.json", b'[{"text": "a fox"}]', "a.json"),
-        ("a.json", b'{"captions": []}', "a.json"),
-        ("a.json", b'{"annotations": [{"caption": "a fox"}]}', "a.json"),
-        ("a.json", b'"a fox"', "a.json"),
+        ("a.txt", b"\n \n", "empty"),
+        ("a.txt", "zum Gr\xfcnen".encode("latin-1"), "UTF-8"),
+        ("a.txt", b"a fox\n \nblue", "prompt 2 is blank"),
+        ("a.txt", b"a fox\0", "prompt 1"),
+        ("a.jsonl", b'{"prompt": "a fox"}', ".jsonl"),
+        ("a.json", rb'["a fox", "blue \ud83d"]', "prompt 2"),
+        ("a.json", b"a fox", "JSON"),
+        ("a.json", b"[]", "empty"),
+        ("a.json", b'["a fox", 5]', "[1]"),
+        ("a.json", b'[{"text": "a fox"}]', "[0]"),
+        ("a.json", b'{"captions": []}', "annotations"),
     ],
 )
-def test_files_that_are_refused(name, content, told, tmp_path, capsys):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert main(["evaluate", "--prompts", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert told in error and error.startswith("cspd: ") and error.count("\n") == 1 and not (tmp_path / "out").exists()
+def test_files_that_are_refused(name, content, reason, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        read_prompts(tmp_path / name)
 
 
 def run(command, checkpoint, *more):
@@ -106,8 +99,8 @@ def report_of(out):
     return json.loads((out / "evaluation.json").read_text())
 
 
-def test_an_evaluation_goes_on_where_it_was(text_checkpoint, file, tmp_path, capsys):
-    """One image of each text. Nothing is made again; other texts are another run."""
+def test_an_evaluation_resumes(text_checkpoint, file, tmp_path, capsys):
+    """One image per prompt. Nothing is generated again; other prompts are another run."""
     out = tmp_path / "out"
     assert evaluate(text_checkpoint, file, out, "--negative-prompt", "snow") == 0
     shown = capsys.readouterr().out
@@ -126,8 +119,8 @@ def test_an_evaluation_goes_on_where_it_was(text_checkpoint, file, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_images_of_one(file, tmp_path, capsys):
-    """Two files of images, of texts in turn; one process goes on from what two have made."""
+def test_two_processes_generate_the_images_of_one(file, tmp_path, capsys):
+    """Two files of images, whose prompts cycle; one process resumes the run of two."""
     command = ["evaluate", "--checkpoint", saved(tmp_path / "janus", "janus"), "--method", "sjd", "--window", 4]
     command += ["--prompts", file, "--num-images", NUM, "--seed", 5, "--max-batch", 3, "--device", "cpu", "--out"]
     log, one, two = (tmp_path / name for name in ("log", "one", "two"))
@@ -151,7 +144,7 @@ def test_two_processes_make_the_images_of_one(file, tmp_path, capsys):
 
 @pytest.mark.slow  # transformers takes seconds to import
 def test_clip_scores_of_an_evaluation_and_of_a_folder(text_checkpoint, file, tmp_path, capsys):
-    """The same of images that `cspd sample` made, whose record knows the texts, and of those that a file tells."""
+    """The same for images of `cspd sample`, with the prompts of its record or of a file."""
     clip = ["--clip", small_clip()]
     assert evaluate(text_checkpoint, file, tmp_path / "out", *clip) == 0
     assert "+- " in capsys.readouterr().out
@@ -168,52 +161,38 @@ def test_clip_scores_of_an_evaluation_and_of_a_folder(text_checkpoint, file, tmp
         assert again["clip_score"] == pytest.approx(made["clip_score"], abs=1e-4) and again["clip"] == made["clip"]
 
 
-def test_a_folders_images_and_texts_belong_together(file, tmp_path, capsys):
-    """By the numbers in names, padded or not; a text too few or too many would shift them."""
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
+def test_a_folder_is_not_measured_before_what_would_fail_afterwards(file, tmp_path, capsys):
+    """Images are in the order of the numbers in their names; one prompt more or less would shift them."""
+    images = tmp_path / "images"
+    images.mkdir()
     for i in (0, 10, 2):
-        Image.new("RGB", (8, 8)).save(pictures / f"{i}.png")
-    assert [path.name for path in ImageFolder(pictures).files] == ["0.png", "2.png", "10.png"]
-    (pictures / "2.png").unlink()
-    assert main(["evaluate", "--images", str(pictures), "--prompts", str(file), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert "--prompts" in error
-
-
-def test_a_folder_is_not_measured_before_what_would_fail_afterwards(tmp_path, capsys):
-    """CLIP of images of no texts, and an .npz in no folder."""
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    Image.new("RGB", (8, 8)).save(pictures / "0.png")
-    folder = [
-        "evaluate",
-        "--images",
-        str(pictures),
-        "--weights",
-        str(tmp_path / "none.pth"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main([*folder, "--clip", str(tmp_path)]) == 2
-    assert "--prompts" in capsys.readouterr().err
-    assert main([*folder, "--npz", str(pictures / "0.png" / "a.npz")]) == 2
-    assert "a.npz" in capsys.readouterr().err
+        Image.new("RGB", (8, 8)).save(images / f"{i}.png")
+    assert [path.name for path in ImageFolder(images).files] == ["0.png", "2.png", "10.png"]
+    (images / "2.png").unlink()
+    weights = ["--weights", str(tmp_path / "none.pth")]
+    wrong = {
+        "--prompts": ["--prompts", str(file)],  # 3 prompts for 2 images
+        "--clip": ["--clip", str(tmp_path), *weights],  # without prompts
+        "a.npz": ["--npz", str(images / "0.png" / "a.npz"), *weights],  # in no folder
+    }
+    for flag, more in wrong.items():
+        assert main(["evaluate", "--images", str(images), "--out", str(tmp_path / "out"), *more]) == 2
+        assert flag in capsys.readouterr().err
 
 
 def compare(checkpoint, out, *more):
     return run("compare", checkpoint, "--methods", "ar,sjd:window=4", "--num", 4, "--out", out, *more)
 
 
-def test_a_comparison_over_texts(text_checkpoint, file, tmp_path):
-    """Each row has the same texts and seeds; the page has the texts whole, the picture as much as fits."""
+def test_a_comparison_of_prompts(text_checkpoint, file, tmp_path):
+    """Each row has the same prompts and seeds; the page has the whole prompts, the picture as much as fits."""
     long = "a fox in " + "a very green and quiet harbour " * 4
     file.write_text("\n".join([*TEXTS[:2], long.strip(), "x" * 300]))
     with pytest.warns():
         assert compare(text_checkpoint, tmp_path, "--prompts", file) == 0
     report = json.loads((tmp_path / "comparison.json").read_text())
     assert report["labels"] == [*TEXTS[:2], long.strip(), "x" * 300]
-    assert report["rows"][1]["pixel_difference"] == 0  # sjd makes ar's images of the same texts and seeds
+    assert report["rows"][1]["pixel_difference"] == 0  # sjd gives ar's images
     assert "give --clip FOLDER" in report["missing"]["clip_score"] and report["rows"][0]["clip_score"] is None
     page = (tmp_path / "report.html").read_text()
     assert all(text in page for text in report["labels"]) and "The texts are above" in page and "classes" not in page
@@ -221,7 +200,7 @@ def test_a_comparison_over_texts(text_checkpoint, file, tmp_path):
 
 @pytest.mark.slow
 def test_clip_scores_of_a_comparison(text_checkpoint, file, tmp_path, capsys):
-    """Rows of the same images have the same score; the change from baseline sampling is then none."""
+    """Rows with the same images have the same score, and a difference of 0 from baseline sampling."""
     assert compare(text_checkpoint, tmp_path, "--prompts", file, "--clip", small_clip()) == 0
     assert "CLIP" in capsys.readouterr().out
     report = json.loads((tmp_path / "comparison.json").read_text())
@@ -233,8 +212,8 @@ def test_clip_scores_of_a_comparison(text_checkpoint, file, tmp_path, capsys):
     assert "CLIP score" in (tmp_path / "report.html").read_text()
 
 
-def test_a_studys_file_of_texts(text_checkpoint, file, tmp_path, capsys):
-    """Flags come before what is in it; classes and texts are not both."""
+def test_a_study_file_with_prompts(text_checkpoint, file, tmp_path, capsys):
+    """Classes and prompts exclude each other, also between the file and the flags."""
     study = tmp_path / "study.yaml"
     study.write_text(f"prompts: {file}\nnum: 2\nnegative_prompt: snow\nconfigurations: [{{method: ar}}]\n")
     assert run("compare", text_checkpoint, "--config", study, "--out", tmp_path / "out") == 0
@@ -247,67 +226,48 @@ def test_a_studys_file_of_texts(text_checkpoint, file, tmp_path, capsys):
     assert "prompts" in capsys.readouterr().err
 
 
-def test_an_edit_by_a_text(text_checkpoint, tmp_path, capsys):
-    """The upper half of the picture's codes is kept."""
+def test_an_edit_with_a_prompt(text_checkpoint, tmp_path, capsys):
+    """The upper half of the image's tokens is kept."""
     mask = Image.new("L", (8, 8))
     mask.paste(255, (0, 4, 8, 8))
     mask.save(tmp_path / "mask.png")
     Image.new("RGB", (8, 8), "red").save(tmp_path / "in.png")
-    place = ["--image", tmp_path / "in.png", "--mask", tmp_path / "mask.png", "--out", tmp_path / "out"]
-    assert run("edit", text_checkpoint, *place, "--method", "ar", "--prompt", "A fox!", "--num", 2) == 0
+    given = ["--image", tmp_path / "in.png", "--mask", tmp_path / "mask.png", "--out", tmp_path / "out"]
+    assert run("edit", text_checkpoint, *given, "--method", "ar", "--prompt", "A fox!", "--num", 2) == 0
     assert "8 of 16" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "out").glob("0*.png"))
     assert names == ["00000_text-a-fox_seed0.png", "00001_text-a-fox_seed1.png"]
-    assert run("edit", text_checkpoint, *place, "--label", 1) == 2
-    assert capsys.readouterr().err
+    assert run("edit", text_checkpoint, *given, "--label", 1) == 2
+    assert "prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "command, more, told",
+    "command, advice",
     [
-        (
-            "evaluate",
-            ["--num", 2],
-            "--prompt",
-        ),
-        ("compare", ["--num", 2], "--prompt"),
-        (
-            "bench",
-            [],
-            "cspd compare",
-        ),
-        (
-            "tune",
-            [],
-            "cspd compare",
-        ),
+        ("evaluate", "--prompt"),
+        ("compare", "--prompt"),
+        ("bench", "cspd compare --prompts"),
+        ("tune", "cspd compare --prompts"),
     ],
 )
-def test_commands_of_classes(command, more, told, text_checkpoint, tmp_path, capsys):
+def test_classes_are_for_class_conditional_models(command, advice, text_checkpoint, tmp_path, capsys):
     out = [] if command == "bench" else ["--out", tmp_path / "out"]
-    assert run(command, text_checkpoint, *more, *out) == 2
+    assert run(command, text_checkpoint, *out) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert advice in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare"])
-def test_texts_are_for_models_of_texts(command, text_checkpoint, file, tmp_path, capsys):
-    out = ["--out", tmp_path / "out"]
-    told = {
-        (small_checkpoint(), "--prompts", file): "prompt",
-        (small_checkpoint(), "--clip", tmp_path): "--prompts",
-        (
-            text_checkpoint,
-            "--prompts",
-            file,
-            "--clip",
-            tmp_path,
-        ): "config.json",
+def test_prompts_are_for_text_to_image_models(command, text_checkpoint, file, tmp_path, capsys):
+    wrong = {
+        "prompt": [small_checkpoint(), "--prompts", file],
+        "--prompts": [small_checkpoint(), "--clip", tmp_path],
+        "config.json": [text_checkpoint, "--prompts", file, "--clip", tmp_path],  # no CLIP model is there
     }
-    for (checkpoint, *more), message in told.items():
-        assert run(command, checkpoint, *more, *out) == 2
+    for reason, arguments in wrong.items():
+        assert run(command, *arguments, "--out", tmp_path / "out") == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+        assert reason in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
     with pytest.raises(SystemExit):
         run(command, text_checkpoint, "--prompts", file, "--labels", 3)
-    assert capsys.readouterr().err
+    assert "not allowed with" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Commands that are stopped: by signals, by a pipe that is closed, by a launcher that is gone."""
+"""Commands that are stopped: by signals, by a closed pipe, by a launcher that is gone."""
 
 from __future__ import annotations
 
@@ -36,64 +36,60 @@ def stamps(command, out):
     return {path.name: path.stat().st_mtime_ns for path in out.glob(ITEMS[command])}
 
 
-@pytest.mark.parametrize(
-    "command, number", [("sample", signal.SIGINT), ("compare", signal.SIGTERM), ("evaluate", signal.SIGHUP)]
-)
-def test_a_signal_ends_a_command_with_what_was_done(command, number, tmp_path, capsys):
-    before = [signal.getsignal(each) for each in SIGNALS]
-
-    def stop():
-        wait_until(lambda: stamps(command, tmp_path))
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=stop)
+def stopping(met, number):
+    """A thread that sends a signal to this process once a condition is met."""
+    thread = threading.Thread(target=lambda: (wait_until(met), os.kill(os.getpid(), number)))
     thread.start()
-    assert main(arguments(command, tmp_path)) == 128 + number
+    return thread
+
+
+@pytest.mark.parametrize(
+    "command, number, more",
+    [
+        ("sample", signal.SIGINT, ["--overwrite"]),
+        ("compare", signal.SIGTERM, []),
+        ("evaluate", signal.SIGHUP, []),
+    ],
+)
+def test_a_signal_ends_a_command_which_reports_its_progress(command, number, more, tmp_path, capsys):
+    before = [signal.getsignal(each) for each in SIGNALS]
+    thread = stopping(lambda: stamps(command, tmp_path), number)
+    assert main([*arguments(command, tmp_path), *more]) == 128 + number
     thread.join()
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(r"cspd: stopped: \d+ of \d+ (chunks of )?images are in ", told)
-    assert told.endswith("; the same command goes on from here")
-    done, total = map(int, re.findall(r"(\d+) of (\d+)", told)[0])
-    kept = stamps(command, tmp_path)
-    assert done == len(kept) * (16 if command == "evaluate" else 1) and 0 < done < total
+    line = capsys.readouterr().err.splitlines()[-1]
+    progress = re.match(r"cspd: stopped: (\d+) of (\d+) (chunks of )?images are in ", line)
+    without = " without --overwrite" if more else ""
+    assert progress and line.endswith(f"; run the same command{without} again to resume")
+    done, total = map(int, progress.groups()[:2])
+    existing = stamps(command, tmp_path)
+    assert done == len(existing) * (16 if command == "evaluate" else 1) and 0 < done < total
     assert not list(tmp_path.rglob("*.tmp"))
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
     assert main(arguments(command, tmp_path)) == 0
     after = stamps(command, tmp_path)
-    assert {name: after[name] for name in kept} == kept and len(after) > len(kept)
-
-
-def test_without_overwrite_it_goes_on(tmp_path, capsys):
-    """The same command would begin anew."""
-    timer = threading.Thread(target=lambda: (wait_until(lambda: stamps("sample", tmp_path)), os.kill(os.getpid(), 15)))
-    timer.start()
-    assert main([*arguments("sample", tmp_path), "--overwrite"]) == 128 + signal.SIGTERM
-    timer.join()
-    assert "--overwrite" in capsys.readouterr().err
+    assert after.items() >= existing.items() and len(after) > len(existing)
 
 
 @pytest.mark.slow
-def test_calibrate_keeps_what_was_finished(tmp_path, monkeypatch, capsys):
+def test_calibrate_caches_what_was_finished(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     costs = tmp_path / "cspd" / "costs.json"
-    timer = threading.Thread(target=lambda: (wait_until(costs.exists), os.kill(os.getpid(), signal.SIGTERM)))
-    timer.start()
+    thread = stopping(costs.exists, signal.SIGTERM)
     assert main(["calibrate", "--checkpoint", small_checkpoint(), "--cfg", "1.7"]) == 128 + signal.SIGTERM
-    timer.join()
+    thread.join()
     assert capsys.readouterr().err.splitlines()[-1].endswith("cspd: stopped")
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["costs.json"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc tells when torch is being loaded")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_command_that_is_being_imported(number):
+def test_a_signal_ends_a_command_during_its_imports():
     command = [sys.executable, "-m", "cspd", "methods"]
     run = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     wait_until(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text())
-    run.send_signal(number)
-    assert run.communicate()[1].count("\n") == 1
-    assert run.returncode == 128 + number
+    run.send_signal(signal.SIGINT)
+    assert run.communicate()[1] == "cspd: stopped\n"
+    assert run.returncode == 128 + signal.SIGINT
 
 
 STUBBORN = """
@@ -108,12 +104,12 @@ print("not reached")
 """
 
 
-def test_a_second_signal_ends_it_at_once():
+def test_a_second_signal_ends_the_process_at_once():
     run = subprocess.run([sys.executable, "-c", STUBBORN], env=environment(), capture_output=True, text=True)
     assert run.returncode == -signal.SIGINT and not run.stdout + run.stderr
 
 
-def test_what_is_ignored_stays_ignored():
+def test_an_ignored_signal_stays_ignored():
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -121,14 +117,6 @@ def test_what_is_ignored_stays_ignored():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_command_runs_in_any_thread(capsys):
-    statuses = []
-    thread = threading.Thread(target=lambda: statuses.append(main(["methods"])))
-    thread.start()
-    thread.join()
-    assert statuses == [0] and "speculative" in capsys.readouterr().out
 
 
 def test_a_closed_pipe_ends_a_command_quietly(monkeypatch, capsys):
@@ -141,30 +129,24 @@ def test_a_closed_pipe_ends_a_command_quietly(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, wrong",
     [
         ({"RANK": "x"}, "RANK"),
         ({"RANK": "2"}, "RANK"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
-        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
-        ({"RANK": "9" * 5000}, "RANK"),
-        ({"LOCAL_RANK": "9" * 5000}, "LOCAL_RANK"),
-        ({"MASTER_PORT": "abc"}, "MASTER_PORT"),
         ({"LOCAL_RANK": None}, "WORLD_SIZE"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "WORLD_SIZE"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT"),
         ({"WORLD_SIZE": None, "RANK": "1"}, "RANK"),
     ],
 )
-def test_what_the_launcher_sets_is_checked(changes, told, monkeypatch, tmp_path, capsys):
+def test_the_variables_of_the_launcher_are_checked(changes, wrong, monkeypatch, tmp_path, capsys):
     for name, value in (LAUNCHED | changes).items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     assert main(arguments("evaluate", tmp_path / "out")) == 2
     error = capsys.readouterr().err
-    assert told in error and error.count("\n") == 1 and len(error) < 300 and not (tmp_path / "out").exists()
+    assert wrong in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
