@@ -461,7 +461,7 @@ def _refresh_slots(
             refresh.
     """
     slots, committed, num_ahead = numbers
-    tokens, order, embedding = _inputs(runner, slots, num_branches)
+    tokens, order, embedding = runner.inputs("target", slots, num_branches)
     positions, is_padding = stretch(runner.order[slots], committed, num_ahead, most)
     with runner.precision.fast():
         x = refresh(
@@ -505,7 +505,7 @@ def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, numbers: Tensor
     """z [G, B, M, D] of the next tokens, by `lazy`; numbers: int64 [5, B], slots and the four counts."""
     num_branches = caches.num_branches
     slots, *counts = numbers
-    tokens, order, embedding = _inputs(runner, slots, num_branches)
+    tokens, order, embedding = runner.inputs("target", slots, num_branches)
     counts = torch.stack(counts, dim=1).repeat(num_branches, 1)
     with runner.precision.fast():
         model = runner.precision.prepare(runner.target)
@@ -558,17 +558,6 @@ def planned(runner: MARRunner, batch: list[Sequence], rows: Rows, committed_befo
     others = np.maximum(retained - predicted, new + math.ceil(MIN_SELECTED * num_positions))
     others = np.minimum(others, num_positions - predicted)
     return np.stack([committed, new, predicted, others], axis=1)
-
-
-def _inputs(runner: MARRunner, slots: Tensor, num_branches: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, order, class embedding) of slots [B], repeated for each branch, the unconditional branch second."""
-    embedding = runner.classes["target"][runner.label[slots]]
-    if num_branches == 2:
-        unconditional = runner.target.fake_latent.expand_as(embedding)
-        embedding = torch.cat([embedding, unconditional])
-    tokens = runner.tokens[slots].repeat(num_branches, 1, 1)
-    order = runner.order[slots].repeat(num_branches, 1)
-    return tokens, order, embedding
 
 
 def _conditions(runner: MARRunner, x: Tensor, positions: Tensor) -> Tensor:
