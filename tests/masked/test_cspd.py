@@ -122,21 +122,6 @@ def test_the_models_share_only_noise_and_only_if_aligned(align, target, draft):
     assert seen <= {drafted_chain, target_chain} | candidates | prefilled
 
 
-def test_other_random_numbers_are_independent():
-    """Uniforms of tokens and of chains, candidates of tokens and of states, the draft model's and the target's."""
-    seed, position, step = torch.arange(4000), torch.full((4000,), 9), torch.zeros(4000, dtype=torch.int64)
-    target, draft = (noise.chain(seed, position, 1, 1, 0, index) for index in (0, 1))
-    assert torch.equal(target[0], draft[0]) and torch.equal(target[1], draft[1])  # aligned
-    streams = [noise.token_accept_uniforms(seed, position), target[2], draft[2]]
-    streams += noise.token_candidates(seed, position, 0, 1, 1)
-    for offset in (0, noise.DRAFT_OFFSET):
-        streams += noise.candidates(seed, position, step, 0, 1, 1, offset)
-    for index in (0, 1):
-        streams += [noise.initial(seed, position, 1, index), noise.steps(seed, position, step[:1], 1, index)]
-    correlation = np.corrcoef(torch.stack([stream.flatten() for stream in streams]).numpy()) - np.eye(len(streams))
-    assert np.abs(correlation).max() < 0.08  # 5 standard errors
-
-
 # ---- bad settings
 
 

@@ -14,7 +14,6 @@ from toys import SMALL, staggered, toy_mar
 
 from cspd import Engine, MARModels, Request, noise
 from cspd.gpu_check.run import SAMPLE_SETTINGS, GoldenNoise
-from cspd.masked import runner as masked_runner
 from cspd.masked.orders import timetable
 from cspd.method import METHODS
 from mar.head import schedule
@@ -22,7 +21,7 @@ from mar.model import MAR, MARConfig
 
 LENGTH, CHANNELS, STEPS = 4, 3, 12
 NUM = 200
-SAME, OTHER = 1e-4, 1e-8  # p-values
+SAME = 1e-4  # p-value
 GIVEN = [[0], [1, 2], [0, 1, 3], []]  # positions of given tokens: image i has GIVEN[i % 4]
 CFG, TEMPERATURE, SCALE = 2.0, 0.9, 0.3
 EXACT = {"ar": {}, "speculative": {"window": 3, "draft": "frozen"}}
@@ -117,28 +116,6 @@ def test_generated_tokens_follow_the_distribution_given_the_others(method, num, 
     """Images with different given tokens, and with none, in one batch."""
     with torch.inference_mode():
         assert normal_pvalue(scores(toy, method, num)) > SAME
-
-
-@pytest.mark.slow  # that the test above sees bugs is shown once in a while
-def test_a_planted_bug_shows(toy, monkeypatch):
-    """The given tokens are written after the image is generated, so that the encoder does not see them."""
-    give, results = masked_runner.MARRunner._give, masked_runner.MARRunner.results
-
-    def late(runner, sequences):
-        give(runner, sequences)
-        slots = [sequence.slot for sequence in sequences]
-        runner.late = runner.tokens[slots].clone()
-        runner.tokens[slots] = 0
-
-    def shown(runner, sequences):
-        slots = [sequence.slot for sequence in sequences]
-        runner.tokens[slots] = torch.where(runner.tokens[slots] == 0, runner.late[slots], runner.tokens[slots])
-        return results(runner, sequences)
-
-    monkeypatch.setattr(masked_runner.MARRunner, "_give", late)
-    monkeypatch.setattr(masked_runner.MARRunner, "results", shown)
-    with torch.inference_mode():
-        assert normal_pvalue(scores(toy, "ar", 3 * NUM)) < OTHER
 
 
 # ---- every method
