@@ -417,15 +417,18 @@ def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
         return EVALUATIONS[kinds[0]](runner, batch, rows)
 
     # the sequences of each kind together; then the rows in the batch's order again
-    parts, indices = [], []
+    kind_of_row = kinds[rows.owner]
+    parts, row_indices = [], []
     for name in np.unique(kinds):
         members = np.flatnonzero(kinds == name)
         own = [batch[i] for i in members]
-        own_rows = runner.rows(own, [rows.committed[i] for i in members], [rows.counts[i] for i in members])
+        committed = [rows.committed[i] for i in members]
+        counts = [rows.counts[i] for i in members]
+        own_rows = runner.rows(own, committed, counts)
         parts.append(EVALUATIONS[name](runner, own, own_rows))
-        indices.append(np.flatnonzero(kinds[rows.owner] == name))
-    back = send_integers(np.argsort(np.concatenate(indices)), runner.device)
-    return torch.cat(parts, dim=1)[:, back]
+        row_indices.append(np.flatnonzero(kind_of_row == name))
+    back = np.argsort(np.concatenate(row_indices))
+    return torch.cat(parts, dim=1)[:, send_integers(back, runner.device)]
 
 
 def _refresh_batch(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
@@ -477,8 +480,9 @@ def _refresh_slots(
         )
     x = x.unflatten(0, (num_branches, -1))
     if caches.distance is not None:
+        conditional, unconditional = x
         entries = positions.masked_fill(is_padding, runner.seq_len)
-        caches.distance[slots.unsqueeze(-1), entries] = (x[1] - x[0]).float()
+        caches.distance[slots.unsqueeze(-1), entries] = (unconditional - conditional).float()
     return _conditions(runner, x, positions)
 
 
@@ -488,7 +492,8 @@ def _lazy_batch(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     slots = np.array([sequence.slot for sequence in batch])
     counts = planned(runner, batch, rows, caches.committed[slots])
     most_committed, *most_others = counts.max(axis=0).tolist()
-    most = Counts(runner.target.padded(most_committed), *(runner.graphs.size(filled(most)) for most in most_others))
+    sizes = [runner.graphs.size(filled(most)) for most in most_others]
+    most = Counts(runner.target.padded(most_committed), *sizes)
 
     evaluate = functools.partial(_lazy_slots, runner, caches, most)
     # the evaluation reads these values before it overwrites them: a captured graph must restore them
@@ -505,15 +510,17 @@ def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, numbers: Tensor
     """z [G, B, M, D] of the next tokens, by `lazy`; numbers: int64 [5, B], slots and the four counts."""
     num_branches = caches.num_branches
     slots, *counts = numbers
-    tokens, order, embedding = runner.inputs("target", slots, num_branches)
     counts = torch.stack(counts, dim=1).repeat(num_branches, 1)
+    tokens, order, embedding = runner.inputs("target", slots, num_branches)
+    model = runner.precision.prepare(runner.target)
     with runner.precision.fast():
-        model = runner.precision.prepare(runner.target)
         x, positions = lazy(model, caches.cache, caches.slots(slots), tokens, order, counts, embedding, most)
     x = x.unflatten(0, (num_branches, -1))
-    positions = positions[: len(slots)]
-    if caches.distance is not None:  # the unconditional branch is as far from the conditional one as at the refresh
-        x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
+    positions = positions[: len(slots)]  # the same in each branch
+    if caches.distance is not None:
+        # the unconditional branch is taken to be as far from the conditional one as at the refresh
+        distance = caches.distance[slots.unsqueeze(-1), positions]
+        x = torch.cat([x, x + distance])
     return _conditions(runner, x, positions)
 
 
@@ -550,12 +557,15 @@ def planned(runner: MARRunner, batch: list[Sequence], rows: Rows, committed_befo
     """The counts [B, 4] of `lazy`; committed_before: int64 [B], committed tokens at the last evaluation."""
     request = batch[0].request
     num_positions = runner.config.buffer_size + runner.seq_len
-    committed, predicted = np.array(rows.committed), np.array(rows.counts)
+    committed = np.array(rows.committed)
+    predicted = np.array(rows.counts)
     new = committed - committed_before
+
     # the schedule is for 64 iterations; with another number, it depends on the fraction of them that are done
     progress = [len(FRACTIONS) * each.iteration // each.request.num_iter for each in batch]
     retained = np.floor(request.retain * FRACTIONS[progress] * num_positions).astype(np.int64)
-    others = np.maximum(retained - predicted, new + math.ceil(MIN_SELECTED * num_positions))
+    least = new + math.ceil(MIN_SELECTED * num_positions)
+    others = np.maximum(retained - predicted, least)
     others = np.minimum(others, num_positions - predicted)
     return np.stack([committed, new, predicted, others], axis=1)
 

@@ -203,8 +203,9 @@ class MARRunner:
             self.device,
         )
         slot = sent["slot"]
-        random_orders = self.noise.order(sent["seed"], self.seq_len).split([len(own) for own in by_order.values()])
-        arranged = [ORDERS[name].arrange(own, self.config.grid_size) for name, own in zip(by_order, random_orders)]
+        random_orders = self.noise.order(sent["seed"], self.seq_len)
+        parts = random_orders.split([len(own) for own in by_order.values()])
+        arranged = [ORDERS[name].arrange(part, self.config.grid_size) for name, part in zip(by_order, parts)]
         self.label[slot] = sent["label"]
         self.order[slot] = torch.cat(arranged)
         self.tokens.index_fill_(0, slot, 0)
@@ -216,8 +217,9 @@ class MARRunner:
         given = self.given(own)
         if given is None:
             return
+        slots = np.array([sequence.slot for sequence in own])
         tokens = np.stack([sequence.request.known.image.numpy() for sequence in own])  # type: ignore[union-attr]
-        sent = send({"slot": np.array([sequence.slot for sequence in own]), "tokens": tokens}, self.device)
+        sent = send({"slot": slots, "tokens": tokens}, self.device)
         slot = sent["slot"]
         order = self.order[slot]
         # a stable sort keeps the random order of the given tokens, and that of the others

@@ -278,7 +278,8 @@ def about(engines: Mapping[str, Engine]) -> dict:
     Raises:
         ValueError: a text-to-image model has no text encoder.
     """
-    colours = np.asarray(coloured(np.linspace(0, 1, COLOURS)[None]))[0]
+    fractions = np.linspace(0, 1, COLOURS)[None]  # an image of one row
+    (colours,) = np.asarray(coloured(fractions))
     first = next(iter(engines.values()))
     return {
         "models": [_model(engine, name) for name, engine in engines.items()],
@@ -389,6 +390,7 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
 
     @app.post("/api/images")
     async def images(request: fastapi.Request, asked: Annotated[Asked, fastapi.Depends(body_of)]) -> StreamingResponse:
+        # the thread of the engines puts the events of all runs into one inbox, which the answer reads
         inbox: asyncio.Queue[dict] = asyncio.Queue()
         tell = functools.partial(_tell, asyncio.get_running_loop(), inbox)
         try:
