@@ -331,7 +331,7 @@ RETAIN = Option(
     "fraction of the positions that the deeper decoder layers compute in the first iterations; it falls later",
     default=1.0,
     high=1,
-    metavar="SHARE",
+    metavar="FRACTION",
 )
 REUSE_NULL = Option(
     "reuse_null",

@@ -38,18 +38,19 @@ class GaussianHead(MixtureHead):
         return self.map(z)
 
     def moments(self, mean_z):
-        """Mean [..., d] and variance of tokens under guided map z, propagated in float64 (DDPM's posterior)."""
-        s, mean, variance = schedule(STEPS), torch.zeros_like(mean_z), 1.0
+        """Mean [..., d] and variance of tokens with the guided map z: the chain's moments, step by step, in float64."""
+        s = schedule(STEPS)
+        mean, variance = torch.zeros_like(mean_z), 1.0
         for t in reversed(range(STEPS)):
             abar = s.alphas_cumprod[t]
-            slope = np.sqrt(1 - abar) / (abar * SCALE**2 + 1 - abar)  # of eps in x
-            of_x = s.posterior_mean_coef2[t] + s.posterior_mean_coef1[t] * (1 - np.sqrt(1 - abar) * slope) / abar**0.5
-            of_z = s.posterior_mean_coef1[t] * np.sqrt(1 - abar) * slope
-            mean, variance = of_x * mean + of_z * mean_z, of_x**2 * variance
-            if t:
-                f = (self.v(s.timestep_map[t]) + 1) / 2
-                log_variance = f * np.log(s.betas[t]) + (1 - f) * s.posterior_log_variance_clipped[t]
-                variance += TEMPERATURE**2 * np.exp(log_variance)
+            slope = np.sqrt(1 - abar) / (abar * SCALE**2 + 1 - abar)  # eps = slope (x - sqrt(abar) map z)
+            of_x = s.mean_x[t] + s.mean_eps[t] * slope
+            of_z = -s.mean_eps[t] * slope * np.sqrt(abar)
+            mean = of_x * mean + of_z * mean_z
+            variance = of_x**2 * variance
+            if t:  # the last step adds no noise
+                log_sigma = s.log_sigma_base[t] + s.log_sigma_slope[t] * self.v(s.timestep_map[t])
+                variance += (TEMPERATURE * np.exp(log_sigma)) ** 2
         return mean, variance
 
 
@@ -61,7 +62,7 @@ def toy():
     model = MAR(MARConfig(img_size=8, vae_stride=4, vae_embed_dim=CHANNELS, diffloss_d=1, **sizes))
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)  # conditions differ much with what is known
+            torch.nn.init.normal_(parameter, std=0.3)  # conditions depend strongly on the committed tokens
     model.diffloss.net = GaussianHead(12)
     return model.eval().requires_grad_(False)
 
@@ -91,8 +92,11 @@ def scores(model, method, num=NUM):
     for i in range(num):
         given[i, GIVEN[i % 4]] = True
     assert torch.equal(made[given], tokens[given])
-    order = noise.order(torch.arange(num), LENGTH)
-    order = torch.stack([torch.cat([row[own[row]], row[~own[row]]]) for row, own in zip(order, given)])
+    orders = []
+    for order, own in zip(noise.order(torch.arange(num), LENGTH), given):
+        is_given = own[order]
+        orders.append(torch.cat([order[is_given], order[~is_given]]))
+    order = torch.stack(orders)
     labels = torch.arange(num) % 3
     found = []
     for rank in range(LENGTH):
