@@ -225,7 +225,7 @@ def _encode_new(
     buffer_entries = torch.arange(buffer, device=order.device).expand(len(order), -1)
     entries = torch.cat([buffer_entries, (ranks + buffer).masked_fill(is_padding, padding)], dim=1)
 
-    # the queries see the first `length` entries, of which the committed tokens have the first
+    # the queries see `length` entries: the buffer, the committed tokens, and others that the mask hides
     length = min(math.ceil((buffer + most.committed) / PAD_TO) * PAD_TO, padding)
     is_committed = torch.arange(length, device=order.device) < (num.committed + buffer).unsqueeze(-1)
     x = model.embed(tokens, new, ~is_padding, class_embedding)
@@ -263,30 +263,38 @@ def _decode_changed(
     before = cache.decoder[0][slots, :size]
     cache.decoder[0][slots, :size] = own.to(before.dtype)
 
-    # select the tokens to predict, then those of the smallest similarity: new tokens count as the least similar ones,
-    # and tokens to predict, which are selected already, as the most similar ones
+    # select the tokens to predict, and the positions whose values changed most
     positions, is_padding = stretch(order, num.committed, num.next, filled(most.next))
     num_next = positions.shape[1]
-    entries_to_predict = positions + buffer
-    next_entries = entries_to_predict.masked_fill(is_padding, padding)
-    similarity = F.pad(_similarity(own, before, model.config.num_heads), (0, 1))
-    similarity = similarity.scatter(1, new_entries, -torch.inf)
-    similarity = similarity.scatter(1, next_entries, torch.inf)
-    num_others = min(filled(most.others), size)
-    others = similarity[:, :size].topk(num_others, largest=False).indices
-    is_padding = torch.arange(num_others, device=order.device) >= num.others.unsqueeze(-1)
-    entries = torch.cat([next_entries, others.masked_fill(is_padding, padding)], dim=1)
+    next_indices = positions + buffer
+    next_entries = next_indices.masked_fill(is_padding, padding)
+    similarity = _similarity(own, before, model.config.num_heads)
+    others = _least_similar(similarity, new_entries, next_entries, filled(most.others))
+    is_padding = torch.arange(others.shape[1], device=order.device) >= num.others.unsqueeze(-1)
+    selected = torch.cat([next_indices, others], dim=1)
+    selected_entries = torch.cat([next_entries, others.masked_fill(is_padding, padding)], dim=1)
 
     # the other layers compute the selected positions only, over the cached keys and values of all
-    selected = torch.cat([entries_to_predict, others], dim=1)
     x = attend(first, _gathered(x, selected), _gathered(normed, selected), own)
     for layer, block in zip(cache.decoder[1:], later_blocks):
         normed = block.norm1(x)
-        _write(layer, slots, entries, keys_values(block, normed))
+        _write(layer, slots, selected_entries, keys_values(block, normed))
         if block is later_blocks[-1]:  # its output is needed at the tokens to predict only
             x, normed = x[:, :num_next], normed[:, :num_next]
         x = attend(block, x, normed, layer[slots, :size])
     return x[:, :num_next], positions
+
+
+def _least_similar(similarity: Tensor, new_entries: Tensor, next_entries: Tensor, most: int) -> Tensor:
+    """The `most` entries of smallest similarity [B, N], the smallest first; all of them if N is smaller.
+
+    New tokens come first. Tokens to predict come last, since they are selected anyway.
+    """
+    size = similarity.shape[1]
+    similarity = F.pad(similarity, (0, 1))  # one more entry, for padding
+    similarity = similarity.scatter(1, new_entries, -torch.inf)
+    similarity = similarity.scatter(1, next_entries, torch.inf)
+    return similarity[:, :size].topk(min(most, size), largest=False).indices
 
 
 def _gathered(x: Tensor, entries: Tensor) -> Tensor:
