@@ -121,6 +121,7 @@ def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     left = np.empty(num_iter, dtype=np.int64)
     before = seq_len
     for iteration in range(num_iter):
+        # in float64, as in the released code: float32 would round some counts to another integer
         by_cosine = int(np.floor(seq_len * np.cos(np.pi / 2 * (iteration + 1) / num_iter)))
         left[iteration] = max(1, min(before - 1, by_cosine))
         before = left[iteration]
@@ -151,6 +152,7 @@ def two_stages(num_iter: int, first: int, second: int, reconstruction: int) -> t
     # the first half cannot use more iterations than it has tokens; the second half then has the others
     num_late = max(min(reconstruction, second), num_iter - first)
     num_late = min(num_late, num_iter)
+    # `early` counts tokens of the first half only; the second half stays masked until its own iterations
     early, _ = cosine(num_iter - num_late, first)
     late = second - second * np.arange(1, num_late + 1) // num_late
     masked = np.concatenate([second + early, late])

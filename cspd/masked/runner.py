@@ -151,6 +151,7 @@ class MARRunner:
         request = with_tokens(request, self, (self.seq_len, self.config.token_dim))
         num_generated = request.num_generated(self.seq_len)
         usual = self.defaults
+        # a model has two default temperatures, with guidance and without it
         cfg = usual.cfg if request.cfg is None else request.cfg
         defaults = {
             "num_iter": min(usual.num_iter, num_generated),
@@ -173,6 +174,7 @@ class MARRunner:
         """A checked request with the method's choices for this device. Raises ValueError if memory is too small."""
         masked = timetable(request, self.seq_len).masked
         num_tokens = largest(masked, request.num_generated(self.seq_len))
+        # fewer iterations than usual predict more tokens in one, which takes more memory in the head
         if num_tokens > self._checked_tokens:
             check_memory(self.target, self.num_slots, num_tokens, self.device)
             self._checked_tokens = num_tokens
@@ -299,6 +301,7 @@ class MARRunner:
             },
             self.device,
         )
+        # all numbers from the CPU were sent in one copy; positions are looked up in the orders on the device
         return Rows(
             sequences=batch,
             committed=committed,
@@ -361,7 +364,7 @@ class MARRunner:
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [B, L, d], token costs [B, L], which tokens are finite, bool [B, L] in generation order)."""
-        slots = send_integers([s.slot for s in sequences], self.device)
+        slots = send_integers([sequence.slot for sequence in sequences], self.device)
         tokens = self.tokens[slots]
         finite = tokens.isfinite().all(-1)
         token_cost = self.token_cost[slots]
@@ -383,7 +386,7 @@ class MARRunner:
         if self.vae is None:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale
-        with self.precision.full():
+        with self.precision.full():  # pixels do not depend on the policy
             return to_unit(decoded(self._decode, latents))
 
     def _decode(self, latents: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ def numbers(output: Output, share: float) -> list[tuple[str, str]]:
     found = []
     for name, (title, form) in NUMBERS.items():
         value = getattr(output.stats, name)
+        # 0 or None: the statistic does not apply, except that no draft may have been accepted
         if name == "head_calls_per_token" and share < 1:
             continue  # a mean over all tokens
         if value or (name == "alpha" and value is not None):
@@ -151,6 +152,7 @@ class EngineLoop:
         Raises:
             Full: too many requests are unfinished.
         """
+        # the other thread may remove jobs meanwhile, so that a copy is counted
         num_own = sum(job.client == client for job in list(self.jobs))
         if num_own + len(requests) > self.most_each:
             raise Full(
