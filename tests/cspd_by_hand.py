@@ -146,6 +146,7 @@ def scales(request: Request) -> list[float]:
 class ByHand(NamedTuple):
     tokens: Tensor
     accepted: list  # by rank; None for prefilled tokens
+    by_lag: np.ndarray  # verified and accepted drafts by draft position, [2, gamma]
     rounds: int
     drafted: int
     tries: int
@@ -179,6 +180,7 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
 
     is_sequential = request.verify == "sequential"
     index = 1 if request.align is False else 0
+    by_lag = np.zeros((2, request.gamma), dtype=int)
     while committed < LENGTH:
         ranks = range(committed, min(committed + request.gamma, LENGTH))
         rounds += 1
@@ -192,6 +194,7 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
             at = order[rank : rank + 1]
             uniform = noise.token_accept_uniforms(seed, at)
             accepted[rank] = uniform.log().item() < ratio(q[rank].mean, p[rank], q[rank])
+            by_lag[:, rank - ranks.start] += [1, accepted[rank]]
             committed = rank + 1
             if accepted[rank]:
                 continue
@@ -206,4 +209,4 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
                     break
             if is_sequential:
                 break
-    return ByHand(tokens, accepted, rounds, drafted, tries)
+    return ByHand(tokens, accepted, by_lag, rounds, drafted, tries)
