@@ -1,7 +1,7 @@
-"""CSpD on models of known score, and its Algorithm 1 (arXiv 2411.11925) written down once more.
+"""CSpD's Algorithm 1 (arXiv 2411.11925) written a second time, and models of known score to run it on.
 
-The models have a small MAR's backbone and a head of known score, whose tokens are of order one: every image can be made
-again, token by token and in float64.
+The models have a small MAR's backbone and a head of known score, whose tokens are of order one. So an image can be
+computed again, token by token and in float64.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ LEFT = {64: [*range(63, 0, -1), 1], 8: [62, 59, 53, 45, 35, 24, 12, 1]}  # mask_
 
 
 class KnownHead(MixtureHead):
-    """Predicts the noise of tokens ~ N(map z +- 0.4, 0.4^2); `apart` moves the map, `shift` the variance channel."""
+    """The exact head for tokens ~ N(map z +- 0.4, 0.4^2).
+
+    Args:
+        apart: how far the map is from that of the target. shift: added to the variance channel.
+    """
 
     def __init__(self, apart: float = 0.0, shift: float = 0.0) -> None:
         means = [0.4] * CHANNELS, [-0.4] * CHANNELS
         super().__init__(means, scales=[0.4, 0.4], weights=[0.5, 0.5], wobble=0.2)
-        self.map, self.shift = torch.nn.Linear(96, CHANNELS, bias=False), shift
         same, other = (torch.randn(CHANNELS, 96, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+        self.map = torch.nn.Linear(96, CHANNELS, bias=False)
         self.map.weight.data = (same + apart * other) * 0.05
+        self.shift = shift
 
     def cond_embed(self, z: Tensor) -> Tensor:
         return self.map(z)
@@ -47,7 +52,7 @@ class KnownHead(MixtureHead):
 def with_head(model: MAR, head: KnownHead) -> MAR:
     model = copy.deepcopy(model).requires_grad_(False)
     model.diffloss.net = head
-    model.fake_latent *= 10  # so that guidance shows
+    model.fake_latent *= 10  # so that guidance changes the tokens
     return model
 
 
@@ -58,7 +63,7 @@ def known_target(small_mar):
 
 @pytest.fixture(scope="module", name="draft")
 def known_draft(small_mar):
-    """Right about a token in three."""
+    """About a third of its tokens are accepted."""
     return with_head(small_mar, KnownHead(apart=0.15, shift=0.01))
 
 
@@ -72,7 +77,7 @@ def plain(label: int = 3, seed: int = 5, **changes) -> Request:
 
 
 def generate(target: MAR, draft: MAR | None, *requests: Request, max_batch: int = 1, **functions) -> list:
-    """Outputs; `functions` take the place of those of `cspd.noise`."""
+    """Outputs; `functions` replace those of `cspd.noise` with the same names."""
     source = SimpleNamespace(**(vars(noise) | functions))
     return Engine(MARModels(target, draft), max_batch=max_batch, device="cpu", noise=source).generate(list(requests))
 
@@ -81,7 +86,7 @@ def order_of(request: Request) -> Tensor:
     return noise.order(torch.tensor([request.seed]), LENGTH)[0]
 
 
-# ---- Algorithm 1 written down once more: slow, in float64, one thing at a time
+# ---- Algorithm 1: slow, in float64, one token at a time
 
 
 class Chain(NamedTuple):
@@ -93,18 +98,19 @@ class Chain(NamedTuple):
 
 
 def denoise(head: torch.nn.Module, z: Tensor, scale: float | Tensor, request: Request, x: Tensor, eps_t: list) -> Chain:
-    """Chains from x_T under z [2, R, D], null class second, with the noise eps_t[t] [R, d]."""
-    s, path = schedule(request.num_sampling_steps), 0
+    """Chains from x_T with conditions z [2, R, D], the unconditional branch second, and the noise eps_t[t] [R, d]."""
+    s = schedule(request.num_sampling_steps)
+    path = 0
     for t in reversed(range(request.num_sampling_steps)):
         t_embed = head.time_embed(torch.tensor([s.timestep_map[t]]))
         out = head.denoise(x.float(), head.split(head.modulations(t_embed, head.cond_embed(z)))).double()
         eps, v = out.chunk(2, -1)
-        eps, v = eps[1] + scale * (eps[0] - eps[1]), v[0]
+        eps = eps[1] + scale * (eps[0] - eps[1])
         x0 = x / s.alphas_cumprod[t] ** 0.5 - (1 / s.alphas_cumprod[t] - 1) ** 0.5 * eps
         mean = s.posterior_mean_coef1[t] * x0 + s.posterior_mean_coef2[t] * x
-        f = (v + 1) / 2
-        variance = f * np.log(s.betas[t]) + (1 - f) * s.posterior_log_variance_clipped[t]
-        log_sigma = 0.5 * variance + math.log(request.temperature)
+        f = (v[0] + 1) / 2
+        log_variance = f * np.log(s.betas[t]) + (1 - f) * s.posterior_log_variance_clipped[t]
+        log_sigma = 0.5 * log_variance + math.log(request.temperature)
         if t:
             path = path + log_sigma.sum(-1)
             x = mean + log_sigma.exp() * eps_t[t]
@@ -125,17 +131,22 @@ def log_ratio(x: Tensor, p: Chain, q: Chain, ratio_temperature: float, sigma: st
 
 
 def scales(request: Request) -> list[float]:
-    """s of each token, by its rank in the order."""
-    by_rank, lefts = [], LEFT[request.num_iter]
-    for left, masked in zip(lefts, [*lefts[:-1], 0]):  # the last iteration leaves none, with the s of 1
-        s = request.cfg if request.cfg_schedule == "constant" else 1 + (request.cfg - 1) * (LENGTH - left) / LENGTH
-        by_rank += [s] * (LENGTH - masked - len(by_rank))
+    """The guidance scale of each token, by its rank in the order: that of its iteration."""
+    by_rank: list[float] = []
+    lefts = LEFT[request.num_iter]
+    masked = [*lefts[:-1], 0]  # the last iteration leaves no token masked, although its scale is that of one
+    for left, after in zip(lefts, masked):
+        s = request.cfg
+        if request.cfg_schedule != "constant":
+            s = 1 + (request.cfg - 1) * (LENGTH - left) / LENGTH
+        by_rank += [s] * (LENGTH - after - len(by_rank))
     return by_rank
 
 
 class ByHand(NamedTuple):
     tokens: Tensor
-    accepted: list  # by rank; None where the target alone made the token
+    accepted: list  # by rank; None for prefilled tokens
+    by_lag: np.ndarray  # verified and accepted drafts by draft position, [2, gamma]
     rounds: int
     drafted: int
     tries: int
@@ -146,47 +157,56 @@ def by_hand(target: MAR, draft: MAR, request: Request) -> ByHand:
     seed, order, s = torch.tensor([request.seed]), order_of(request), scales(request)
     tokens, accepted = torch.zeros(LENGTH, CHANNELS), [None] * LENGTH
 
-    def chain(model: MAR, rank: int, known: int, index: int = 0) -> Chain:
+    def chain(model: MAR, rank: int, committed: int, index: int = 0) -> Chain:
         at = order[rank : rank + 1]
         classes = torch.cat([model.class_emb.weight[[request.label]], model.fake_latent])
-        z = model(tokens.repeat(2, 1, 1), order.repeat(2, 1), [known] * 2, classes, at.repeat(2, 1))
+        z = model(tokens.repeat(2, 1, 1), order.repeat(2, 1), [committed] * 2, classes, at.repeat(2, 1))
         x = noise.initial(seed, at, CHANNELS, index).double()
         eps_t = noise.steps(seed, at, torch.arange(request.num_sampling_steps), CHANNELS, index)
         return denoise(model.head, z, s[rank], request, x, eps_t)
 
-    def judge(x: Tensor, p: Chain, q: Chain) -> float:
+    def ratio(x: Tensor, p: Chain, q: Chain) -> float:
         return log_ratio(x, p, q, request.ratio_temperature or 42, request.sigma).item()
 
-    rounds = drafted = tries = known = 0
+    # prefill: the target alone, by MAR's schedule
+    rounds = drafted = tries = committed = 0
     prefill = math.ceil(request.prefill * LENGTH)
-    while known < prefill:
+    while committed < prefill:
         left = LEFT[request.num_iter][rounds] if rounds + 1 < request.num_iter else 0
-        ranks = range(known, min(LENGTH - left, prefill))
-        tokens[order[ranks]] = torch.cat([chain(target, rank, known).mean for rank in ranks]).float()
-        known, rounds = ranks.stop, rounds + 1
-    while known < LENGTH:
-        ranks = range(known, min(known + request.gamma, LENGTH))
+        ranks = range(committed, min(LENGTH - left, prefill))
+        tokens[order[ranks]] = torch.cat([chain(target, rank, committed).mean for rank in ranks]).float()
+        committed = ranks.stop
+        rounds += 1
+
+    is_sequential = request.verify == "sequential"
+    index = 1 if request.align is False else 0
+    by_lag = np.zeros((2, request.gamma), dtype=int)
+    while committed < LENGTH:
+        ranks = range(committed, min(committed + request.gamma, LENGTH))
+        rounds += 1
+        drafted += len(ranks)
         q = {}
         for rank in ranks:
             q[rank] = chain(draft, rank, rank)
             tokens[order[rank]] = q[rank].mean[0]
-        sequential, index = request.verify == "sequential", 1 if request.align is False else 0
-        p = {rank: chain(target, rank, rank if sequential else known, index) for rank in ranks}
+        p = {rank: chain(target, rank, rank if is_sequential else committed, index) for rank in ranks}
         for rank in ranks:
             at = order[rank : rank + 1]
-            accepted[rank] = noise.token_accept_uniforms(seed, at).log().item() < judge(q[rank].mean, p[rank], q[rank])
-            known = rank + 1
+            uniform = noise.token_accept_uniforms(seed, at)
+            accepted[rank] = uniform.log().item() < ratio(q[rank].mean, p[rank], q[rank])
+            by_lag[:, rank - ranks.start] += [1, accepted[rank]]
+            committed = rank + 1
             if accepted[rank]:
                 continue
+            # resample: the first accepted candidate, or the target's own token
             tokens[at] = p[rank].mean.float()
             for i in range(100):
                 normal, uniform = noise.token_candidates(seed, at, i, 1, CHANNELS)
                 y = p[rank].mean + p[rank].last.exp() * normal[0]
                 tries += 1
-                if uniform.item() < 1 - math.exp(-judge(y, p[rank], q[rank])):
+                if uniform.item() < 1 - math.exp(-ratio(y, p[rank], q[rank])):
                     tokens[at] = y.float()
                     break
-            if sequential:
+            if is_sequential:
                 break
-        rounds, drafted = rounds + 1, drafted + len(ranks)
-    return ByHand(tokens, accepted, rounds, drafted, tries)
+    return ByHand(tokens, accepted, by_lag, rounds, drafted, tries)

@@ -1,4 +1,4 @@
-"""A page that is really served, on this machine, and visitors of it."""
+"""A site that is really served, on this machine, and its clients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import signal
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 
@@ -18,36 +19,38 @@ from launching import free_port, wait_until
 from PIL import Image
 
 from cspd.cli import main
+from cspd.files import link_of as link_of_png
+from cspd.request import png_of
 from cspd.serving.app import Server, make_app
 
 
 class Site:
-    """A server and what a visitor, known by a cookie, can do with it."""
+    """A server, and requests of clients, which a cookie identifies."""
 
     def __init__(self, app, port):
         self.loop, self.port = app.state.loop, port
         self.address = f"http://127.0.0.1:{port}"
 
-    def ask(self, path, body=None, visitor="ann", method=None, **headers):
+    def ask(self, path, body=None, client="ann", method=None, **headers):
         """The answer, whose events come as they are read. Headers of None are left out."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        how = {"Cookie": f"visitor={visitor}", "Connection": "close", "Content-Type": "application/json"}
-        how = {name: value for name, value in (how | headers).items() if value is not None}
-        connection.request(method or ("GET" if body is None else "POST"), path, body, how)
+        usual = {"Cookie": f"visitor={client}", "Connection": "close", "Content-Type": "application/json"}
+        sent = {name: value for name, value in (usual | headers).items() if value is not None}
+        connection.request(method or ("GET" if body is None else "POST"), path, body, sent)
         return connection.getresponse()
 
-    def make(self, visitor="ann", **wanted):
+    def make(self, client="ann", **wanted):
         body = {"model": "mar", "label": "three", "seed": 5, "methods": ["ar"], **wanted}
-        return self.ask("/api/images", json.dumps(body), visitor)
+        return self.ask("/api/images", json.dumps(body), client)
 
     def status(self):
         return json.load(self.ask("/api/status"))
 
 
 @contextlib.contextmanager
-def served(engines, **how) -> Iterator[Site]:
-    """A site of engines by name, for as long as it is needed. `how`: limits, and who may use it."""
-    app = make_app(engines, **how)
+def served(engines, **settings) -> Iterator[Site]:
+    """Serves engines by name inside the context; settings as in `make_app`."""
+    app = make_app(engines, **settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -60,7 +63,7 @@ def served(engines, **how) -> Iterator[Site]:
 
 
 def run_command(visit: Callable[[str], None], *options: str) -> int:
-    """The exit status of `cspd serve`, in this thread, which Ctrl-C ends when `visit(address)` has in another one."""
+    """The exit status of `cspd serve` in this thread; Ctrl-C ends it after `visit(address)` in another thread."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
 
@@ -77,11 +80,20 @@ def run_command(visit: Callable[[str], None], *options: str) -> int:
         finally:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    visitor = threading.Thread(target=visit_and_stop)
-    visitor.start()
+    client = threading.Thread(target=visit_and_stop)
+    client.start()
     status = main(["serve", "--port", str(port), "--device", "cpu", *options])
-    visitor.join()
+    client.join()
     return status
+
+
+def status_of(address: str, headers: dict[str, str] | None = None) -> int:
+    """The HTTP status of a GET request."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers or {}), timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def events(answer) -> Iterator[dict]:
@@ -98,10 +110,8 @@ def finished(answer) -> list[dict]:
     return [last[run] for run in sorted(last)]
 
 
-def link_of(picture: Image.Image) -> str:
-    buffer = io.BytesIO()
-    picture.save(buffer, format="png")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+def link_of(image: Image.Image) -> str:
+    return link_of_png(png_of(image))
 
 
 def pixels(link: str) -> np.ndarray:

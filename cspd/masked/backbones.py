@@ -57,7 +57,7 @@ def backbone(name: str, **attributes: Any) -> Callable[[Conditions], Conditions]
     return named
 
 
-# MAR's backbone with LazyMAR's caches (arXiv 2503.12450).
+# MAR's transformer with LazyMAR's caches (arXiv 2503.12450).
 #
 # A refresh evaluates the whole transformer and caches it. A lazy evaluation then computes
 #
@@ -67,6 +67,10 @@ def backbone(name: str, **attributes: Any) -> Callable[[Conditions], Conditions]
 #   tokens and the tokens to predict, over the cached keys and values of all positions.
 #
 # If every committed token is new and every position is selected, a lazy evaluation is a full one.
+#
+# Encoder and decoder see the buffer first. So the token of rank r in the generation order has the encoder's entry
+# buffer + r, and position i of the image the decoder's entry buffer + i. Sequences of a batch differ in the number of
+# their tokens; a shorter one is padded, and its padding is written to one more entry, which is never read.
 
 SELECTING = 3  # the layer, from 0, by whose values the released code selects; its models have 12 to 20 layers
 
@@ -76,8 +80,7 @@ def selecting_layer(model: MAR) -> int:
     return min(SELECTING, model.config.depth // 2)
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """Keys, values and inputs of earlier evaluations, in slots; N = buffer + L entries, and one to write padding to.
 
     Attributes:
@@ -95,19 +98,17 @@ class Cache:
         """Allocates the cache; dtype: of the keys and values, as the model computes them."""
         dim, depth = model.config.embed_dim, model.config.depth
         size = model.config.buffer_size + model.config.seq_len + 1
-
-        def keys_values_of(layers: int) -> Tensor:
-            return torch.zeros(layers, num_slots, size, 2 * dim, dtype=dtype, device=device)
-
-        inputs = torch.zeros(num_slots, size, dim, device=device)
-        return cls(keys_values_of(depth), keys_values_of(depth - selecting_layer(model)), inputs)
+        num_cached_in_decoder = depth - selecting_layer(model)
+        return cls(
+            encoder=torch.zeros(depth, num_slots, size, 2 * dim, dtype=dtype, device=device),
+            decoder=torch.zeros(num_cached_in_decoder, num_slots, size, 2 * dim, dtype=dtype, device=device),
+            inputs=torch.zeros(num_slots, size, dim, device=device),
+        )
 
 
 def cache_bytes(model: MAR, dtype: torch.dtype) -> int:
-    """Bytes of a slot of `Cache`."""
-    size = model.config.buffer_size + model.config.seq_len + 1
-    layers = 2 * model.config.depth - selecting_layer(model)
-    return size * model.config.embed_dim * (layers * 2 * dtype.itemsize + 4)
+    """Bytes of one slot of `Cache`; allocates nothing."""
+    return sum(tensor.nbytes for tensor in Cache.empty(model, 1, dtype, torch.device("meta")))
 
 
 def stretch(order: Tensor, start: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,9 @@ def refresh(
     Returns:
         The last block's output [B, M, D] at the positions, from which `MAR.condition` computes z.
     """
-    size, buffer = len(slots), model.config.buffer_size
+    buffer = model.config.buffer_size
+    num_cached = len(slots)
+
     known, is_known = model.known(order, num_known, padded)
     x = model.embed(tokens, known, is_known, class_embedding)
     mask = model.attention_mask(F.pad(is_known, (buffer, 0), value=True))
@@ -144,23 +147,23 @@ def refresh(
     for layer, block in zip(cache.encoder, model.encoder_blocks):
         normed = block.norm1(x)
         own = keys_values(block, normed)
-        layer[slots, : x.shape[1]] = own[:size].to(layer.dtype)
+        layer[slots, : x.shape[1]] = own[:num_cached].to(layer.dtype)
         layer[slots, x.shape[1] :] = zero  # an earlier sequence may have left NaN there, which a mask does not stop
         x = attend(block, x, normed, own, mask)
 
     x = model.arrange(model.encoder_norm(x), known, is_known)
-    length, selecting = x.shape[1], selecting_layer(model)
-    cache.inputs[slots, :length] = x[:size]
+    length = x.shape[1]
+    cache.inputs[slots, :length] = x[:num_cached]
+    selecting = selecting_layer(model)
     for block in model.decoder_blocks[:selecting]:
         x = block(x)
-    *_, last = model.decoder_blocks
-    index = (positions + buffer).unsqueeze(-1).expand(-1, -1, x.shape[-1])
+    entries = positions + buffer
     for layer, block in zip(cache.decoder, model.decoder_blocks[selecting:]):
         normed = block.norm1(x)
         own = keys_values(block, normed)
-        layer[slots, :length] = own[:size].to(layer.dtype)
-        if block is last:
-            x, normed = x.gather(1, index), normed.gather(1, index)
+        layer[slots, :length] = own[:num_cached].to(layer.dtype)
+        if block is model.decoder_blocks[-1]:  # its output is needed at the positions only
+            x, normed = _gathered(x, entries), _gathered(normed, entries)
         x = attend(block, x, normed, own)
     return x
 
@@ -196,10 +199,11 @@ def lazy(
     Returns:
         The last block's output [B, M, D] at the positions to predict, and these positions [B, M]; padded at the end.
     """
-    most = most or Counts(*map(max, zip(*counts)))
+    if most is None:
+        most = Counts(*map(max, zip(*counts)))
     num = Counts(*torch.as_tensor(counts, device=order.device).unbind(1))
-    at_new = _encode_new(model, cache, slots, tokens, order, num, most, class_embedding)
-    return _decode_changed(model, cache, slots, order, num, most, at_new)
+    new_entries = _encode_new(model, cache, slots, tokens, order, num, most, class_embedding)
+    return _decode_changed(model, cache, slots, order, num, most, new_entries)
 
 
 def _encode_new(
@@ -212,71 +216,95 @@ def _encode_new(
     most: Counts,
     class_embedding: Tensor,
 ) -> Tensor:
-    """Encodes buffer and new tokens over all committed ones; returns the new ones' indices [B, M] in the decoder."""
-    buffer, padding = model.config.buffer_size, cache.inputs.shape[1] - 1
+    """Encodes buffer and new tokens over all committed ones; returns the new tokens' entries [B, M] in the decoder."""
+    buffer = model.config.buffer_size
+    padding = cache.inputs.shape[1] - 1  # the entry that padding is written to
     first_new = num.committed - num.new
     new, is_padding = stretch(order, first_new, num.new, filled(most.new))
     ranks = first_new.unsqueeze(-1) + torch.arange(new.shape[1], device=order.device)
-    at_buffer = torch.arange(buffer, device=order.device).expand(len(order), -1)
-    indices = torch.cat([at_buffer, (ranks + buffer).masked_fill(is_padding, padding)], dim=1)
+    buffer_entries = torch.arange(buffer, device=order.device).expand(len(order), -1)
+    entries = torch.cat([buffer_entries, (ranks + buffer).masked_fill(is_padding, padding)], dim=1)
+
+    # the queries see `length` entries: the buffer, the committed tokens, and others that the mask hides
     length = min(math.ceil((buffer + most.committed) / PAD_TO) * PAD_TO, padding)
+    is_committed = torch.arange(length, device=order.device) < (num.committed + buffer).unsqueeze(-1)
     x = model.embed(tokens, new, ~is_padding, class_embedding)
-    is_known = torch.arange(length, device=order.device) < (num.committed + buffer).unsqueeze(-1)
-    mask = model.attention_mask(is_known)
+    mask = model.attention_mask(is_committed)
     for layer, block in zip(cache.encoder, model.encoder_blocks):
         normed = block.norm1(x)
-        _write(layer, slots, indices, keys_values(block, normed))
+        _write(layer, slots, entries, keys_values(block, normed))
         x = attend(block, x, normed, layer[slots, :length], mask)
     encoded = model.decoder_embed(model.encoder_norm(x))
 
-    at_new = (new + buffer).masked_fill(is_padding, padding)
-    indices = torch.cat([at_buffer, at_new], dim=1)
-    position_embedding = model.decoder_pos_embed_learned[0, indices.clamp(max=padding - 1)]
-    _write(cache.inputs, slots, indices, encoded + position_embedding)
-    return at_new
+    # the decoder's input at the buffer and at the new tokens, in place of the mask token
+    new_entries = (new + buffer).masked_fill(is_padding, padding)
+    entries = torch.cat([buffer_entries, new_entries], dim=1)
+    position_embedding = model.decoder_pos_embed_learned[0, entries.clamp(max=padding - 1)]
+    _write(cache.inputs, slots, entries, encoded + position_embedding)
+    return new_entries
 
 
 def _decode_changed(
-    model: MAR, cache: Cache, slots: Tensor, order: Tensor, num: Counts, most: Counts, at_new: Tensor
+    model: MAR, cache: Cache, slots: Tensor, order: Tensor, num: Counts, most: Counts, new_entries: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Decodes all positions up to the selecting layer, and then only the selected ones; returns as `lazy`."""
     buffer = model.config.buffer_size
     size = cache.inputs.shape[1] - 1
     padding = size  # the entry that padding is written to
+
+    # all positions, up to the keys and values of the selecting layer
     x = cache.inputs[slots, :size]
     selecting = selecting_layer(model)
     for block in model.decoder_blocks[:selecting]:
         x = block(x)
-    first, *blocks = model.decoder_blocks[selecting:]
+    first, *later_blocks = model.decoder_blocks[selecting:]
     normed = first.norm1(x)
-    own, before = keys_values(first, normed), cache.decoder[0][slots, :size]
+    own = keys_values(first, normed)
+    before = cache.decoder[0][slots, :size]
     cache.decoder[0][slots, :size] = own.to(before.dtype)
 
-    # select the tokens to predict, the new tokens, and the positions whose values changed most
+    # select the tokens to predict, and the positions whose values changed most
     positions, is_padding = stretch(order, num.committed, num.next, filled(most.next))
-    at_next = (positions + buffer).masked_fill(is_padding, padding)
-    similarity = F.pad(_similarity(own, before, model.config.num_heads), (0, 1))
-    similarity = similarity.scatter(1, at_new, -torch.inf).scatter(1, at_next, torch.inf)
-    chosen = similarity[:, :size].topk(min(filled(most.others), size), largest=False).indices
-    is_padding = torch.arange(chosen.shape[1], device=order.device) >= num.others.unsqueeze(-1)
-    selected = torch.cat([at_next, chosen.masked_fill(is_padding, padding)], dim=1)
+    num_next = positions.shape[1]
+    next_indices = positions + buffer
+    next_entries = next_indices.masked_fill(is_padding, padding)
+    similarity = _similarity(own, before, model.config.num_heads)
+    others = _least_similar(similarity, new_entries, next_entries, filled(most.others))
+    is_padding = torch.arange(others.shape[1], device=order.device) >= num.others.unsqueeze(-1)
+    selected = torch.cat([next_indices, others], dim=1)
+    selected_entries = torch.cat([next_entries, others.masked_fill(is_padding, padding)], dim=1)
 
     # the other layers compute the selected positions only, over the cached keys and values of all
-    index = torch.cat([positions + buffer, chosen], dim=1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
-    x = attend(first, x.gather(1, index), normed.gather(1, index), own)
-    num_next = positions.shape[1]
-    for layer, block in zip(cache.decoder[1:], blocks):
+    x = attend(first, _gathered(x, selected), _gathered(normed, selected), own)
+    for layer, block in zip(cache.decoder[1:], later_blocks):
         normed = block.norm1(x)
-        _write(layer, slots, selected, keys_values(block, normed))
-        if block is blocks[-1]:
+        _write(layer, slots, selected_entries, keys_values(block, normed))
+        if block is later_blocks[-1]:  # its output is needed at the tokens to predict only
             x, normed = x[:, :num_next], normed[:, :num_next]
         x = attend(block, x, normed, layer[slots, :size])
     return x[:, :num_next], positions
 
 
-def _write(layer: Tensor, slots: Tensor, indices: Tensor, values: Tensor) -> None:
+def _least_similar(similarity: Tensor, new_entries: Tensor, next_entries: Tensor, most: int) -> Tensor:
+    """The `most` entries of smallest similarity [B, N], the smallest first; all of them if N is smaller.
+
+    New tokens come first. Tokens to predict come last, since they are selected anyway.
+    """
+    size = similarity.shape[1]
+    similarity = F.pad(similarity, (0, 1))  # one more entry, for padding
+    similarity = similarity.scatter(1, new_entries, -torch.inf)
+    similarity = similarity.scatter(1, next_entries, torch.inf)
+    return similarity[:, :size].topk(min(most, size), largest=False).indices
+
+
+def _gathered(x: Tensor, entries: Tensor) -> Tensor:
+    """The entries [B, M] of x [B, N, D]: [B, M, D]."""
+    return x.gather(1, entries.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def _write(layer: Tensor, slots: Tensor, entries: Tensor, values: Tensor) -> None:
     """Writes values [B, M, D] to the entries [B, M] of slots [B]."""
-    layer[slots.unsqueeze(-1), indices] = values.to(layer.dtype)
+    layer[slots.unsqueeze(-1), entries] = values.to(layer.dtype)
 
 
 def _similarity(own: Tensor, before: Tensor, num_heads: int) -> Tensor:
@@ -311,7 +339,7 @@ RETAIN = Option(
     "fraction of the positions that the deeper decoder layers compute in the first iterations; it falls later",
     default=1.0,
     high=1,
-    metavar="SHARE",
+    metavar="FRACTION",
 )
 REUSE_NULL = Option(
     "reuse_null",
@@ -319,14 +347,14 @@ REUSE_NULL = Option(
     "evaluate the unconditional branch only with the full transformer, and reuse its difference in between",
     default=True,
 )
-OPTIONS = (REFRESH, WARMUP, RETAIN, REUSE_NULL)
-RUNS = [(1, 20), (0.6, 1), (0.5, 4), (0.4, 5), (0.15, 5), (0.12, 5), (0.05, 24)]  # (share, iterations of 64)
-SHARES = np.repeat(*zip(*RUNS))
-SPARE = 15 / 320  # of the positions: the least that are selected beside the mandatory ones
+# the released code's fraction of selected positions, by iteration of 64: (number of iterations, fraction)
+SCHEDULE = [(20, 1.0), (1, 0.6), (4, 0.5), (5, 0.4), (5, 0.15), (5, 0.12), (24, 0.05)]
+FRACTIONS = np.concatenate([np.full(num_iterations, fraction) for num_iterations, fraction in SCHEDULE])
+MIN_SELECTED = 15 / 320  # of the positions, in addition to the tokens to predict and the new ones: the released code's
 
 
 class Caches:
-    """The caches of sequences, in slots. Requests that need equal caches share them, in different slots.
+    """The caches of sequences, in slots. Requests that need caches of the same shape share them, in different slots.
 
     Attributes:
         shape: the requests that they serve, see `_shape`.
@@ -337,42 +365,42 @@ class Caches:
     """
 
     def __init__(self, runner: MARRunner, request: Request) -> None:
-        model, slots = runner.target, runner.num_slots
-        self.shape = self.num_branches, has_distance = _shape(request)
-        self.cache = Cache.empty(model, self.num_branches * slots, runner.precision.dtype, runner.device)
+        model, num_slots = runner.target, runner.num_slots
+        self.shape = _shape(request)
+        self.num_branches, has_distance = self.shape
+        self.cache = Cache.empty(model, self.num_branches * num_slots, runner.precision.dtype, runner.device)
         self.distance = None
         if has_distance:
-            self.distance = torch.zeros(slots, runner.seq_len + 1, model.config.embed_dim, device=runner.device)
-        self.committed = np.zeros(slots, dtype=np.int64)
+            self.distance = torch.zeros(num_slots, runner.seq_len + 1, model.config.embed_dim, device=runner.device)
+        self.committed = np.zeros(num_slots, dtype=np.int64)
 
     def slots(self, slots: Tensor) -> Tensor:
         """Indices into `cache` of the sequences in these slots, the unconditional branch second."""
-        return torch.cat([slots + branch * len(self.committed) for branch in range(self.num_branches)])
+        num_slots = len(self.committed)
+        return torch.cat([slots + branch * num_slots for branch in range(self.num_branches)])
 
 
 def _shape(request: Request) -> tuple[int, bool]:
     """(number of branches with a cache of the transformer, whether the unconditional branch's distance is cached)."""
-    reuses_null = request.guided and request.reuse_null
-    num_branches = 2 if request.guided and not request.reuse_null else 1
-    return num_branches, reuses_null
-
-
-def _model(runner: MARRunner) -> MAR:
-    return runner.precision.prepare(runner.target)
+    if not request.guided:
+        return 1, False
+    return (1, True) if request.reuse_null else (2, False)
 
 
 def bytes_per_slot(runner: MARRunner, request: Request) -> int:
     """Bytes of the caches that a slot adds."""
     num_branches, has_distance = _shape(request)
-    distance = 4 * (runner.seq_len + 1) * runner.config.embed_dim
-    return num_branches * cache_bytes(runner.target, runner.precision.dtype) + has_distance * distance
+    total = num_branches * cache_bytes(runner.target, runner.precision.dtype)
+    if has_distance:
+        total += 4 * (runner.seq_len + 1) * runner.config.embed_dim
+    return total
 
 
 def resolve(request: Request, runner: MARRunner) -> Request:
     """The unchanged request; raises ValueError if it needs new caches that would not fit into memory."""
     if _shared(runner, request) is None:
-        what, fix = " with backbone='cached'", "use backbone='full'"
-        check_fits(bytes_per_slot(runner, request), runner.num_slots, what, fix, runner.device)
+        num_bytes = bytes_per_slot(runner, request)
+        check_fits(num_bytes, runner.num_slots, " with backbone='cached'", "use backbone='full'", runner.device)
     return request
 
 
@@ -380,54 +408,63 @@ def kind(sequence: Sequence) -> str:
     """The evaluation of a sequence's next iteration: "full", "refresh" (full, and cached), or "lazy"."""
     request = sequence.request
     since_warmup = sequence.iteration - request.warmup
-    is_last = sequence.iteration + 1 == request.num_iter
-    if since_warmup >= 0 and since_warmup % request.refresh:
+    if since_warmup < 0:
+        return "full"
+    if since_warmup % request.refresh:
         return "lazy"
-    is_cache_used = since_warmup >= 0 and request.refresh > 1 and not is_last
-    return "refresh" if is_cache_used else "full"
+    is_last = sequence.iteration + 1 == request.num_iter
+    is_cache_read = request.refresh > 1 and not is_last
+    return "refresh" if is_cache_read else "full"
 
 
-@backbone("cached", options=OPTIONS, resolve=resolve)
+@backbone("cached", options=(REFRESH, WARMUP, RETAIN, REUSE_NULL), resolve=resolve)
 def conditions(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
-    """z of the rows [G, R, D], as `MARRunner.conditions` or an approximation of it (arXiv 2503.12450).
-
-    Sequences are grouped by the kind of their evaluation.
-    """
+    """z of the rows [G, R, D], as `MARRunner.conditions` or an approximation of it (arXiv 2503.12450)."""
     kinds = np.array([kind(sequence) for sequence in batch])
     if (kinds == kinds[0]).all():
         return EVALUATIONS[kinds[0]](runner, batch, rows)
-    of_row = np.repeat(kinds, rows.counts)
-    parts, which = [], []
+
+    # the sequences of each kind together; then the rows in the batch's order again
+    kind_of_row = kinds[rows.owner]
+    parts, row_indices = [], []
     for name in np.unique(kinds):
         members = np.flatnonzero(kinds == name)
         own = [batch[i] for i in members]
-        own_rows = runner.rows(own, [rows.committed[i] for i in members], [rows.counts[i] for i in members])
+        committed = [rows.committed[i] for i in members]
+        counts = [rows.counts[i] for i in members]
+        own_rows = runner.rows(own, committed, counts)
         parts.append(EVALUATIONS[name](runner, own, own_rows))
-        which.append(np.flatnonzero(of_row == name))
-    back = send_integers(np.argsort(np.concatenate(which)), runner.device)
-    return torch.cat(parts, dim=1)[:, back]
+        row_indices.append(np.flatnonzero(kind_of_row == name))
+    back = np.argsort(np.concatenate(row_indices))
+    return torch.cat(parts, dim=1)[:, send_integers(back, runner.device)]
 
 
-def _refreshed(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
+def _refresh_batch(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows by a full evaluation, which fills the caches."""
-    caches, num_branches = _caches(runner, batch), 2 if batch[0].request.guided else 1
-    slots, committed = np.array([s.slot for s in batch]), np.array(rows.committed)
+    caches = _caches(runner, batch)
+    num_branches = 2 if batch[0].request.guided else 1
+    slots = np.array([sequence.slot for sequence in batch])
+    committed = np.array(rows.committed)
+
     # the unconditional branch's distance is needed for every token that is predicted before the next refresh
     committed_later = []
     for sequence in batch:
         num_iterations = 1 if caches.distance is None else sequence.request.refresh
         committed_later.append(_committed_after(sequence, num_iterations, runner.seq_len))
     num_ahead = np.array(committed_later) - committed
+
     padded = runner.target.padded(int(committed.max()))
     most = runner.graphs.size(filled(int(num_ahead.max())))
-    evaluate = functools.partial(_refresh, runner, caches, num_branches, padded, most)
+    evaluate = functools.partial(_refresh_slots, runner, caches, num_branches, padded, most)
     numbers = send_integers(runner.padded_batch([slots, committed, num_ahead]), runner.device)
     z = runner.graphs.run(("refresh", caches, num_branches, padded, most), evaluate, numbers)
     caches.committed[slots] = committed
     return z[:, rows.sequence, rows.offset]
 
 
-def _refresh(runner: MARRunner, caches: Caches, num_branches: int, padded: int, most: int, numbers: Tensor) -> Tensor:
+def _refresh_slots(
+    runner: MARRunner, caches: Caches, num_branches: int, padded: int, most: int, numbers: Tensor
+) -> Tensor:
     """z [G, B, most, D] of the tokens after the committed ones, by `refresh`.
 
     Args:
@@ -435,24 +472,38 @@ def _refresh(runner: MARRunner, caches: Caches, num_branches: int, padded: int, 
             refresh.
     """
     slots, committed, num_ahead = numbers
-    tokens, order, embedding = _inputs(runner, slots, num_branches)
+    tokens, order, embedding = runner.inputs("target", slots, num_branches)
     positions, is_padding = stretch(runner.order[slots], committed, num_ahead, most)
-    inputs = tokens, order, committed.repeat(num_branches), embedding, positions.repeat(num_branches, 1), padded
     with runner.precision.fast():
-        x = refresh(_model(runner), caches.cache, caches.slots(slots), *inputs).unflatten(0, (num_branches, -1))
+        x = refresh(
+            runner.precision.prepare(runner.target),
+            caches.cache,
+            caches.slots(slots),
+            tokens,
+            order,
+            committed.repeat(num_branches),
+            embedding,
+            positions.repeat(num_branches, 1),
+            padded,
+        )
+    x = x.unflatten(0, (num_branches, -1))
     if caches.distance is not None:
+        conditional, unconditional = x
         entries = positions.masked_fill(is_padding, runner.seq_len)
-        caches.distance[slots.unsqueeze(-1), entries] = (x[1] - x[0]).float()
+        caches.distance[slots.unsqueeze(-1), entries] = (unconditional - conditional).float()
     return _conditions(runner, x, positions)
 
 
-def _lazy(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
+def _lazy_batch(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     """z of the rows by a lazy evaluation, which updates the caches."""
-    caches, slots = _caches(runner, batch), np.array([s.slot for s in batch])
+    caches = _caches(runner, batch)
+    slots = np.array([sequence.slot for sequence in batch])
     counts = planned(runner, batch, rows, caches.committed[slots])
-    most_committed, *others = counts.max(axis=0).tolist()
-    most = Counts(runner.target.padded(most_committed), *(runner.graphs.size(filled(most)) for most in others))
-    evaluate = functools.partial(_evaluate_lazily, runner, caches, most)
+    most_committed, *most_others = counts.max(axis=0).tolist()
+    sizes = [runner.graphs.size(filled(most)) for most in most_others]
+    most = Counts(runner.target.padded(most_committed), *sizes)
+
+    evaluate = functools.partial(_lazy_slots, runner, caches, most)
     # the evaluation reads these values before it overwrites them: a captured graph must restore them
     changed = caches.cache.decoder[0]
     numbers = send_integers(runner.padded_batch([slots, *counts.T]), runner.device)
@@ -463,20 +514,25 @@ def _lazy(runner: MARRunner, batch: list[Sequence], rows: Rows) -> Tensor:
     return z[:, rows.sequence, rows.offset]
 
 
-def _evaluate_lazily(runner: MARRunner, caches: Caches, most: Counts, numbers: Tensor) -> Tensor:
+def _lazy_slots(runner: MARRunner, caches: Caches, most: Counts, numbers: Tensor) -> Tensor:
     """z [G, B, M, D] of the next tokens, by `lazy`; numbers: int64 [5, B], slots and the four counts."""
+    num_branches = caches.num_branches
     slots, *counts = numbers
-    tokens, order, embedding = _inputs(runner, slots, caches.num_branches)
-    counts = torch.stack(counts, dim=1).repeat(caches.num_branches, 1)
+    counts = torch.stack(counts, dim=1).repeat(num_branches, 1)
+    tokens, order, embedding = runner.inputs("target", slots, num_branches)
+    model = runner.precision.prepare(runner.target)
     with runner.precision.fast():
-        x, positions = lazy(_model(runner), caches.cache, caches.slots(slots), tokens, order, counts, embedding, most)
-    x, positions = x.unflatten(0, (caches.num_branches, -1)), positions[: len(slots)]
+        x, positions = lazy(model, caches.cache, caches.slots(slots), tokens, order, counts, embedding, most)
+    x = x.unflatten(0, (num_branches, -1))
+    positions = positions[: len(slots)]  # the same in each branch
     if caches.distance is not None:
-        x = torch.cat([x, x + caches.distance[slots.unsqueeze(-1), positions]])
+        # the unconditional branch is taken to be as far from the conditional one as at the refresh
+        distance = caches.distance[slots.unsqueeze(-1), positions]
+        x = torch.cat([x, x + distance])
     return _conditions(runner, x, positions)
 
 
-EVALUATIONS = {"full": MARRunner.conditions, "refresh": _refreshed, "lazy": _lazy}
+EVALUATIONS = {"full": MARRunner.conditions, "refresh": _refresh_batch, "lazy": _lazy_batch}  # by `kind`
 
 
 def _caches(runner: MARRunner, batch: list[Sequence]) -> Caches:
@@ -509,24 +565,20 @@ def planned(runner: MARRunner, batch: list[Sequence], rows: Rows, committed_befo
     """The counts [B, 4] of `lazy`; committed_before: int64 [B], committed tokens at the last evaluation."""
     request = batch[0].request
     num_positions = runner.config.buffer_size + runner.seq_len
-    committed, predicted = np.array(rows.committed), np.array(rows.counts)
+    committed = np.array(rows.committed)
+    predicted = np.array(rows.counts)
     new = committed - committed_before
-    progress = [len(SHARES) * s.iteration // s.request.num_iter for s in batch]
-    retained = np.floor(request.retain * SHARES[progress] * num_positions).astype(np.int64)
-    others = np.maximum(retained - predicted, new + math.ceil(SPARE * num_positions))
+
+    # the schedule is for 64 iterations; with another number, it depends on the fraction of them that are done
+    progress = [len(FRACTIONS) * each.iteration // each.request.num_iter for each in batch]
+    retained = np.floor(request.retain * FRACTIONS[progress] * num_positions).astype(np.int64)
+    least = new + math.ceil(MIN_SELECTED * num_positions)
+    others = np.maximum(retained - predicted, least)
     others = np.minimum(others, num_positions - predicted)
     return np.stack([committed, new, predicted, others], axis=1)
-
-
-def _inputs(runner: MARRunner, slots: Tensor, num_branches: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, order, class embedding) of slots [B], repeated for each branch, the unconditional branch second."""
-    embedding = runner.classes["target"][runner.label[slots]]
-    if num_branches == 2:
-        embedding = torch.cat([embedding, runner.target.fake_latent.expand_as(embedding)])
-    return runner.tokens[slots].repeat(num_branches, 1, 1), runner.order[slots].repeat(num_branches, 1), embedding
 
 
 def _conditions(runner: MARRunner, x: Tensor, positions: Tensor) -> Tensor:
     """z [G, B, M, D] of hidden states [G, B, M, D] at positions [B, M]."""
     with runner.precision.fast():
-        return _model(runner).condition(x, positions).float()
+        return runner.precision.prepare(runner.target).condition(x, positions).float()

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from cspd.device import send, send_integers
-from cspd.heads import (
-    calibrated,  # noqa: F401 - the samplers of the head register their names
-    solvers,  # noqa: F401 - the samplers of the head register their names
-    speculative,  # noqa: F401 - the samplers of the head register their names
-)
+from cspd.heads import calibrated, solvers, speculative  # noqa: F401 - they register their denoisers
 from cspd.heads.chain import DENOISERS, Denoised, Rows, advance, check_ancestral
 from cspd.heads.verify import first_accepted
 from cspd.masked.runner import MARRunner
@@ -34,11 +30,12 @@ SIGMA = Option(
 
 
 class Paths(NamedTuple):
-    """Tokens, and the Gaussians of the chains that made them.
+    """Tokens, and the Gaussians of the chains that drew them.
 
     Attributes:
-        tokens: [..., d], the means of the last step. log_sigma: [...], summed over channels and the steps T - 1 .. 1.
-            log_sigma_last: [..., d], at step 0, where sampling adds no noise but a sigma exists.
+        tokens: [..., d], the means of the last step, which adds no noise.
+        log_sigma: [...], log sigma summed over channels and the steps T - 1 .. 1.
+        log_sigma_last: [..., d], log sigma of the last step, 0: it exists, although sampling does not use it.
     """
 
     tokens: Tensor
@@ -50,13 +47,14 @@ class Paths(NamedTuple):
 
 
 def log_ratio(x: Tensor, p: Paths, q: Paths, ratio_temperature: float, sigma: str | None = None) -> Tensor:
-    """log of eq. 4's p(x) / q(x), Sigma included, for tokens x [R, n, d]: [R, n].
+    """log of eq. 4's p(x) / q(x), Sigma included, for tokens x [R, n, d]: [R, n]."""
+    # Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1: both chains have the same noise, so the other factors of
+    # their densities cancel. This is eq. 4; the supplement's 14-17 drop a minus sign
+    log_big_sigma = q.log_sigma - p.log_sigma
+    if sigma == "published":
+        log_big_sigma = p.log_sigma - q.log_sigma
 
-    Sigma = prod sigma_q / sigma_p over the steps T - 1 .. 1 (as in eq. 4; the supplement's 14-17 drop a minus sign), or
-    its inverse, see `SIGMA`.
-    """
-    log_big_sigma = p.log_sigma - q.log_sigma if sigma == "published" else q.log_sigma - p.log_sigma
-    # the last step's Gaussians; only the z-scores are tempered
+    # the last step's Gaussians N(x; mean, sigma): log p - log q, in which only the z-scores are tempered
     mean_p, mean_q = p.tokens[:, None], q.tokens[:, None]
     log_sigma_p, log_sigma_q = p.log_sigma_last[:, None], q.log_sigma_last[:, None]
     z_p = (x - mean_p) * torch.exp(-log_sigma_p) / ratio_temperature
@@ -104,7 +102,7 @@ OPTIONS = (
         if option.name != "audit"  # an audit of two models' chains is not reported
     ),
 )
-MAX_TRIES = 100
+MAX_TRIES = 100  # candidates of a rejected token, before the target's own token is taken
 
 
 def _denoise(
@@ -115,32 +113,11 @@ def _denoise(
     return Paths(made.tokens, made.log_sigma, made.log_sigma_last), made
 
 
-class _Counts:
-    """Counts of each sequence's verified and accepted drafts, by steps ahead and by rank."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.by_lag: dict[Sequence, np.ndarray] = {}
-        self.by_rank: dict[Sequence, np.ndarray] = {}
-
-    def count(self, sequence: Sequence, accepted: np.ndarray) -> None:
-        """Adds a round's decisions on a sequence's next tokens: bool [n], in their order."""
-        by_lag = self.by_lag.setdefault(sequence, np.zeros((2, sequence.request.gamma), dtype=np.int64))
-        by_rank = self.by_rank.setdefault(sequence, np.zeros((2, self.length), dtype=np.int64))
-        num, first_rank = len(accepted), sequence.num_committed
-        verified_and_accepted = np.stack([np.ones_like(accepted), accepted])
-        by_lag[:, :num] += verified_and_accepted
-        by_rank[:, first_rank : first_rank + num] += verified_and_accepted
-
-
-def _counts(runner: MARRunner, sequence: Sequence) -> _Counts:
-    return runner.round_state[sequence.key].setdefault("counts", _Counts(runner.seq_len))
-
-
 def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: Stopwatch) -> Paths:
     """Drafts counts[i] tokens of batch[i] one after the other and writes them to the slots: fields [B, gamma, ...]."""
-    request, channels = batch[0].request, runner.config.token_dim
+    request = batch[0].request
     shape = len(batch), max(counts)
+    channels = runner.config.token_dim
     drafted = Paths(
         tokens=torch.zeros(*shape, channels, device=runner.device),
         log_sigma=torch.zeros(shape, device=runner.device),
@@ -150,13 +127,14 @@ def _draft(runner: MARRunner, batch: list[Sequence], counts: list[int], watch: S
     for offset in range(max(counts)):
         index = [i for i, count in enumerate(counts) if count > offset]
         active = [batch[i] for i in index]
-        rows = runner.rows(active, [sequence.num_committed + offset for sequence in active], [1] * len(active))
+        num_before = [sequence.num_committed + offset for sequence in active]
+        rows = runner.rows(active, num_before, [1] * len(active))
         z = runner.conditions(active, rows, "draft")
         paths, made = _denoise(runner, "draft", request, rows, z)
         runner.commit(rows, paths.tokens)
         drafting = send_integers(index, runner.device)
-        for values, of_step in zip(drafted, paths):
-            values[drafting, offset] = of_step
+        for values, of_token in zip(drafted, paths):
+            values[drafting, offset] = of_token
         for sequence, head_calls in zip(active, made.head_calls_by_sequence(len(active))):
             sequence.stats.draft_backbone_calls += 1
             sequence.stats.draft_head_calls += head_calls
@@ -188,30 +166,23 @@ def _resample(
 
 def run_round(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """Prefills sequences that are at their start; runs a round of Algorithm 1 for the others."""
-    length = runner.config.seq_len
-    prefill = math.ceil(batch[0].request.prefill * length)
-    starting = [sequence for sequence in batch if sequence.num_committed < prefill]
+    num_prefilled = math.ceil(batch[0].request.prefill * runner.seq_len)
+    starting = [sequence for sequence in batch if sequence.num_committed < num_prefilled]
+    drafting = [sequence for sequence in batch if sequence.num_committed >= num_prefilled]
     if starting:
-        rows = runner.next_rows(starting, limit=prefill)
+        rows = runner.next_rows(starting, limit=num_prefilled)
         advance(runner, starting, rows, watch)
-        runner.token_cost[rows.slot, rows.position] = torch.full_like(rows.scale[:, 0], torch.nan)
-    prefilled = [sequence for sequence in batch if sequence not in starting]
-    if prefilled:
-        _speculate(runner, prefilled, watch)
-    finished = [sequence for sequence in batch if sequence.num_committed == length]
-    counts = _counts(runner, batch[0])
-    for sequence in finished:
-        if sequence in counts.by_lag:
-            sequence.stats.by_lag = counts.by_lag.pop(sequence).tolist()
-            sequence.stats.by_rank = counts.by_rank.pop(sequence).tolist()
-    return finished
+        runner.token_cost[rows.slot, rows.position] = torch.full_like(rows.scale[:, 0], torch.nan)  # not drafted
+    if drafting:
+        _speculate(runner, drafting, watch)
+    return [sequence for sequence in batch if sequence.num_committed == runner.seq_len]
 
 
 def _speculate(runner: MARRunner, batch: list[Sequence], watch: Stopwatch) -> None:
     """Runs a round of Algorithm 1."""
-    request, length = batch[0].request, runner.seq_len
+    request = batch[0].request
     committed = [sequence.num_committed for sequence in batch]
-    counts = [min(request.gamma, length - num_committed) for num_committed in committed]
+    counts = [min(request.gamma, runner.seq_len - num_committed) for num_committed in committed]
     rows = runner.rows(batch, committed, counts)
 
     # draft: gamma tokens one after the other, with the same noise as the target
@@ -277,13 +248,12 @@ def _account(
     tries: np.ndarray,
 ) -> None:
     """Adds a round to the statistics; `accepted` and `tries` are of all drafted tokens [R], sequence by sequence."""
-    counts = _counts(runner, batch[0])
     first = 0
     head_calls = made.head_calls_by_sequence(len(batch))
     for sequence, count, own_decided, own_calls in zip(batch, rows.counts, num_decided, head_calls):
-        drafted, decided = slice(first, first + count), slice(first, first + own_decided)
+        drafted = slice(first, first + count)
+        decided = slice(first, first + own_decided)
         first += count
-        counts.count(sequence, accepted[decided])
         stats = sequence.stats
         stats.iterations += 1
         stats.backbone_calls += 1
@@ -292,13 +262,24 @@ def _account(
         stats.head_evaluations += made.evaluations[drafted].sum().item()
         stats.resample_tries += int(np.minimum(tries[decided], MAX_TRIES).sum())
         stats.fallbacks += int((tries[decided] > MAX_TRIES).sum())
+        stats.by_lag = _added(stats.by_lag, sequence.request.gamma, 0, accepted[decided])
+        stats.by_rank = _added(stats.by_rank, runner.seq_len, sequence.num_committed, accepted[decided])
+
+
+def _added(counts: list[list[int]], length: int, first: int, accepted: np.ndarray) -> list[list[int]]:
+    """Numbers of verified and of accepted drafts, [2][length], plus decisions `accepted`, bool [n], from `first` on."""
+    total = np.array(counts) if counts[0] else np.zeros((2, length), dtype=np.int64)
+    total[:, first : first + len(accepted)] += np.stack([np.ones_like(accepted), accepted])
+    return total.tolist()
 
 
 def check(request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if gamma is above the sequence's length, or temperature is 0."""
+    """Raises ValueError if gamma is above the sequence's length, temperature is 0, or the chains cannot be run."""
     check_integer("gamma", request.gamma, 1, runner.seq_len, "a round drafts at most all of the sequence's tokens")
     if request.temperature == 0:
-        raise ValueError("temperature=0: method 'cspd' compares densities, which need noise; give one above 0")
+        raise ValueError(
+            "temperature=0: method 'cspd' compares densities, which need noise: give a temperature above 0"
+        )
     if request.prefill:
         check_ancestral(request, runner)  # the prefill uses ancestral chains
     DENOISERS[request.chains].check(request, runner)

@@ -32,13 +32,14 @@ from cspd.request import Request, Sequence, Stopwatch
 from mar.model import MAR
 from mar.vae import AutoencoderKL
 
-# Samplers of MAR: a choice on each of three axes. Published methods are points on them.
+# Samplers of MAR: a choice on each of three axes. Named methods are points on them.
 #
 # * order: the generation order of the tokens, `cspd.masked.orders`.
 # * backbone: how their conditions z are computed, `cspd.masked.backbones`.
 # * denoiser: how a token is drawn from z, `cspd.heads.chain`.
 #
-# A method that is named after its denoiser takes any order and backbone; the others take any denoiser too.
+# A method that is named after its denoiser can be combined with any order and backbone; the others with any denoiser
+# too.
 
 MEANING = {
     "order": "generation order of the tokens: MAR's random order, or a checkerboard's colours one after the other",
@@ -78,7 +79,7 @@ def run_round(usual: Point, runner: MARRunner, batch: list[Sequence], watch: Sto
 
 
 def check(usual: Point, request: Request, runner: MARRunner) -> None:
-    """Raises ValueError if the request does not fit its choice on some axis."""
+    """Raises ValueError if the request is incompatible with its order, backbone or denoiser."""
     for part in usual.of(request).parts:
         part.check(request, runner)
 
@@ -133,7 +134,7 @@ def sampling(
     )
 
 
-# The published samplers of MAR, and ours, by their names: points on the axes of `sampling`.
+# The named samplers of MAR: points on the axes of `sampling`, most of them published.
 
 AR = Method(
     name="ar",
@@ -211,7 +212,7 @@ class MARModels:
         draft: a smaller model of the same tokens, for methods that draft.
         vae: the autoencoder of the target's latents; without it outputs have tokens and no image.
         classes: the names of the target's classes.
-        calibrations: a folder of calibrations of these models, for example beside their checkpoint.
+        calibrations: a folder of calibrations of these models, for example next to their checkpoint.
     """
 
     family: ClassVar[str] = MARRunner.family
@@ -245,8 +246,8 @@ class MARModels:
         copied_bytes = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft))
         check_memory(self.target, num_slots, usual_tokens(self.target), device, copied_bytes)
         with_graphs = graphs is not None and graphs.enabled
-        beside = cache or self.calibrations
-        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, beside, MARRunner)
+        folder = cache or self.calibrations
+        tuning = Tuning(self.target, self.draft, device, precision, compiled, with_graphs, folder, MARRunner)
         return MARRunner(
             self.target,
             num_slots,
@@ -267,7 +268,8 @@ class MARModels:
                 ours, theirs = getattr(config, name), getattr(self.draft.config, name)
                 if ours != theirs:
                     raise ValueError(
-                        f"draft and target do not fit: {name} is {theirs} and {ours}; take a draft of the same tokens"
+                        f"draft model and target are incompatible: {name} is {theirs} in the draft model and {ours} in"
+                        " the target: use a draft model of the same tokens"
                     )
         if self.vae is not None:
             latents = self.vae.config
@@ -278,8 +280,8 @@ class MARModels:
             for name, (theirs, ours) in pairs.items():
                 if ours != theirs:
                     raise ValueError(
-                        f"autoencoder and target do not fit: {name} is {theirs} and {ours}; take the one the target"
-                        " was trained on"
+                        f"autoencoder and target are incompatible: {name} is {theirs} in the autoencoder and {ours} in"
+                        " the target: use the autoencoder that the target was trained with"
                     )
 
 

@@ -33,25 +33,27 @@ class Order:
     Attributes:
         masked: (K, number of generated tokens of each stage, values of its options) -> masked tokens after each
             iteration, int64 [K], and the numbers that guidance uses instead, int64 [K].
-        stages: (which tokens are generated, bool [L], side of the grid) -> number of them in each stage.
+        stages: (which tokens are generated, bool [L], side of the grid) -> number of these tokens in each stage.
         arrange: rearranges random orders: (int64 [B, L], side of the grid) -> int64 [B, L].
         options: its own settings. check: raises ValueError on a bad request.
     """
 
     masked: Callable[..., tuple[np.ndarray, np.ndarray]]
-    stages: Callable[[np.ndarray, int], tuple[int, ...]] = lambda made, side: (int(made.sum()),)
+    stages: Callable[[np.ndarray, int], tuple[int, ...]] = lambda is_generated, side: (int(is_generated.sum()),)
     arrange: Callable[[Tensor, int], Tensor] = lambda order, side: order
     options: tuple[Option, ...] = ()
     check: Callable[[Request, Any], None] = nothing_more
 
 
 class Timetable(NamedTuple):
-    """The iterations of a request's tokens. Given tokens come first in the order; their entries mean nothing.
+    """The iterations of a request's tokens.
 
     Attributes:
         masked: int64 [K], tokens still masked after each iteration.
-        iteration: int64 [L], the iteration that each token is predicted in, from 0, by its rank in the order.
+        iteration: int64 [L], the iteration that predicts each token, from 0, by the token's rank in the order.
         scale: float64 [L], the guidance s of that iteration.
+
+    Given tokens come first in the order; their iteration and scale are 0 and mean nothing.
     """
 
     masked: np.ndarray
@@ -74,8 +76,8 @@ def timetable(request: Request, seq_len: int) -> Timetable:
 @functools.lru_cache(maxsize=1024)
 def _stages(name: str, known: Inpainting | None, seq_len: int) -> tuple[int, ...]:
     """The number of generated tokens in each stage of an order."""
-    made = np.ones(seq_len, dtype=bool) if known is None else known.generated
-    return ORDERS[name].stages(made, math.isqrt(seq_len))
+    is_generated = np.ones(seq_len, dtype=bool) if known is None else known.generated
+    return ORDERS[name].stages(is_generated, math.isqrt(seq_len))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -88,15 +90,20 @@ def _timetable(
     cfg: float,
     cfg_schedule: str,
 ) -> Timetable:
-    """See `timetable`. "linear" guidance is 1 + (cfg - 1)(L - left)/L if an iteration leaves `left` tokens masked."""
+    """See `timetable`."""
     masked, left = ORDERS[name].masked(num_iter, *stages, *parameters)
-    num_generated = sum(stages)
-    counts = -np.diff(masked, prepend=num_generated)
     scale = np.full(num_iter, cfg, dtype=np.float64)
     if cfg_schedule == "linear":
+        # MAR's: s rises from near 1 to cfg with the tokens that an iteration leaves unmasked
         scale = 1 + (cfg - 1) * (seq_len - left) / seq_len
-    of_tokens = (np.repeat(each, counts) for each in (np.arange(num_iter), scale))
-    return Timetable(masked, *(np.pad(each, (seq_len - num_generated, 0)) for each in of_tokens))
+
+    # from iterations to tokens, in generation order
+    num_generated = sum(stages)
+    num_given = seq_len - num_generated
+    num_predicted = -np.diff(masked, prepend=num_generated)
+    iteration_by_rank = np.repeat(np.arange(num_iter), num_predicted)
+    scale_by_rank = np.repeat(scale, num_predicted)
+    return Timetable(masked, np.pad(iteration_by_rank, (num_given, 0)), np.pad(scale_by_rank, (num_given, 0)))
 
 
 def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,13 +118,16 @@ def cosine(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         (tokens masked after each iteration, the same by the schedule), int64 [K] each.
     """
-    left, masked = np.empty(num_iter, dtype=np.int64), seq_len
+    left = np.empty(num_iter, dtype=np.int64)
+    before = seq_len
     for iteration in range(num_iter):
-        wanted = int(np.floor(seq_len * np.cos(np.pi / 2 * (iteration + 1) / num_iter)))
-        left[iteration] = masked = max(1, min(masked - 1, wanted))
-    after = left.copy()
-    after[-1:] = 0
-    return after, left
+        # in float64, as in the released code: float32 would round some counts to another integer
+        by_cosine = int(np.floor(seq_len * np.cos(np.pi / 2 * (iteration + 1) / num_iter)))
+        left[iteration] = max(1, min(before - 1, by_cosine))
+        before = left[iteration]
+    masked = left.copy()
+    masked[-1:] = 0
+    return masked, left
 
 
 def largest(masked: np.ndarray, seq_len: int) -> int:
@@ -130,26 +140,28 @@ def two_stages(num_iter: int, first: int, second: int, reconstruction: int) -> t
 
     The paper gives tokens per iteration for one K of 256 tokens only: 2.67, 10.67 and 64 for a quarter, a quarter and
     a half of them, that is 24, 6 and 2 iterations. To allow any K, the first half follows MAR's cosine here, and the
-    second is even. The second takes more iterations if the first has fewer tokens than iterations. Guidance depends on
-    the masked tokens, as in MAR.
+    second is even. Guidance depends on the masked tokens, as in MAR.
 
     Args:
         num_iter: K, up to `first + second`. first, second: generated tokens of each half.
-        reconstruction: the least iterations of the second half, if it has as many tokens; below K unless `first` is 0.
+        reconstruction: minimum iterations of the second half, if it has as many tokens; below K unless `first` is 0.
 
     Returns:
         As `cosine`.
     """
-    num_late = min(num_iter, max(min(reconstruction, second), num_iter - first))
+    # the first half cannot use more iterations than it has tokens; the second half then has the others
+    num_late = max(min(reconstruction, second), num_iter - first)
+    num_late = min(num_late, num_iter)
+    # `early` counts tokens of the first half only; the second half stays masked until its own iterations
     early, _ = cosine(num_iter - num_late, first)
     late = second - second * np.arange(1, num_late + 1) // num_late
     masked = np.concatenate([second + early, late])
     return masked, np.maximum(masked, 1)
 
 
-def colours(made: np.ndarray, side: int) -> tuple[int, int]:
-    """The numbers of generated tokens of a checkerboard's first and second colour; made: bool [L]."""
-    row, column = np.divmod(np.flatnonzero(made), side)
+def colours(is_generated: np.ndarray, side: int) -> tuple[int, int]:
+    """The numbers of generated tokens of a checkerboard's first and second colour; is_generated: bool [L]."""
+    row, column = np.divmod(np.flatnonzero(is_generated), side)
     second = int(((row + column) % 2).sum())
     return len(row) - second, second
 
@@ -158,10 +170,10 @@ def checkerboard(order: Tensor, side: int) -> Tensor:
     """Rearranges random orders [B, L] in the stages of GtR's Algorithm 1; within a stage they stay random.
 
     First come the positions whose row and column add up to a multiple of four, then to other even numbers, then to odd
-    ones. So the first quarter is spread over the whole image, and no two tokens of the first half are neighbours. Which
-    of the two quarters is first is our choice.
+    numbers. So the first quarter is spread over the whole image, and no two tokens of the first half are neighbours.
+    The paper does not say which of the two quarters comes first; this is our choice.
     """
-    diagonal = order // side + order % side
+    diagonal = order // side + order % side  # row + column
     stage = torch.where(diagonal % 2 == 1, 2, diagonal % 4 // 2)
     return order.gather(1, stage.argsort(dim=1, stable=True))
 
@@ -171,15 +183,15 @@ def check_checkerboard(request: Request, runner: Any) -> None:
     side, half = runner.config.grid_size, runner.seq_len // 2
     if side % 2:
         raise ValueError(
-            f"order='checkerboard' needs a grid of an even side, and this model's is {side} by {side}: an odd"
-            " one has more positions of one colour than of the other, so they are no halves; take order='random'"
+            f"order='checkerboard' needs a grid with an even side, so that both colours have half of the tokens, and"
+            f" this model's grid is {side} by {side}: give order='random'"
         )
-    check_integer("reconstruction", request.reconstruction, 1, half, "an iteration predicts a token at least")
+    check_integer("reconstruction", request.reconstruction, 1, half, "each iteration predicts at least one token")
     first, second = _stages("checkerboard", request.known, runner.seq_len)
     if first and request.num_iter <= min(request.reconstruction, second):
         raise ValueError(
             f"num_iter={request.num_iter} leaves no iteration for the checkerboard's first colour, since"
-            f" reconstruction={request.reconstruction}: give more, or a smaller reconstruction"
+            f" reconstruction={request.reconstruction}: give a larger num_iter or a smaller reconstruction"
         )
 
 

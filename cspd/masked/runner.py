@@ -33,7 +33,8 @@ from mar.vae import AutoencoderKL
 def usual_tokens(target: MAR) -> int:
     """The tokens of the largest iteration at the model's default settings."""
     length = target.config.seq_len
-    masked, _ = cosine(min(defaults_of(target.config).num_iter, length), length)
+    num_iter = min(defaults_of(target.config).num_iter, length)
+    masked, _ = cosine(num_iter, length)
     return largest(masked, length)
 
 
@@ -44,10 +45,12 @@ def bytes_per_slot(target: MAR, tokens: int) -> int:
     activations that CUDA graphs hold.
     """
     config = target.config
-    state = config.seq_len * (4 * config.token_dim + 8)
-    activations = 14  # per transformer layer: norm, qkv, attention, hidden layer twice, residual
-    backbone = 2 * 4 * (config.buffer_size + config.seq_len) * config.embed_dim * activations
-    head = 4 * 2 * tokens * config.diffloss_w * (3 * config.diffloss_d + 2 + 8)
+    state = config.seq_len * (4 * config.token_dim + 8)  # float32 tokens, int64 order
+    float_bytes, num_branches = 4, 2
+    per_layer = 14  # activations of a transformer layer, in widths: norm, qkv, attention, hidden layer twice, residual
+    backbone = num_branches * float_bytes * (config.buffer_size + config.seq_len) * config.embed_dim * per_layer
+    per_token = 3 * config.diffloss_d + 2 + 8  # modulations and activations of the head, in widths
+    head = num_branches * float_bytes * tokens * config.diffloss_w * per_token
     return state + max(backbone, head)
 
 
@@ -57,14 +60,13 @@ def check_memory(target: MAR, max_batch: int, tokens: int, device: torch.device,
     Args:
         tokens: tokens of a sequence's largest iteration. copied_bytes: bytes of weights that will be copied.
     """
+    what = f" at {tokens} tokens in an iteration"
     fix = "use a larger num_iter, a smaller model or another device"
-    check_fits(
-        bytes_per_slot(target, tokens), max_batch, f" at {tokens} tokens in an iteration", fix, device, copied_bytes
-    )
+    check_fits(bytes_per_slot(target, tokens), max_batch, what, fix, device, copied_bytes)
 
 
 class MARRunner:
-    """Provides what a method needs: the rows that an iteration predicts, their z, and a place to commit tokens.
+    """Owns MAR's models and the slots of running sequences; computes the conditions z of the tokens to predict.
 
     Args:
         target: the model. num_slots: sequences in flight at most. device, precision: where and how it computes.
@@ -74,6 +76,8 @@ class MARRunner:
         graphs: captures and replays work of fixed shape; by default nothing is captured.
 
     Attributes:
+        tokens: float32 [slots, L, d]. order: int64 [slots, L], positions in generation order.
+        label: int64 [slots], classes; the number of classes for unconditional images.
         token_cost: float32 [slots, L], the cost of each token, for heat maps; each method defines its meaning.
         audit: float32 [slots, L], nats, the audited divergence of each token, if an audit is asked for.
         round_state: state that methods keep between rounds, by the key of their sequences.
@@ -95,27 +99,35 @@ class MARRunner:
         tuning: Any = None,
         graphs: Graphs | None = None,
     ) -> None:
-        self.models, self.vae, self.tuning = {"target": target, "draft": draft}, vae, tuning
-        for model in filter(None, self.models.values()):
-            kernels.fuse(model.head, device)
-        self.seq_len, self.num_classes = target.config.seq_len, target.config.class_num
-        self.image_size = target.config.img_size
-        self.defaults = defaults_of(target.config)
-        self._largest = usual_tokens(target)
-        self.target, self.device, self.precision, self.noise = target, device, precision, noise
+        self.target = target
+        self.models = {"target": target, "draft": draft}
+        self.vae = vae
+        self.tuning = tuning
+        self.device, self.precision, self.noise = device, precision, noise
         self.graphs = graphs or Graphs(device, enabled=False)
-        for model in filter(None, self.models.values()):
-            precision.prepare(model)  # before slots take the memory
-        self.config, self.num_slots = target.config, num_slots
-        length = self.config.seq_len
-        self.tokens = torch.zeros(num_slots, length, self.config.token_dim, device=device)
-        self.order = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
+        self.config = target.config
+        self.defaults = defaults_of(target.config)
+        self.seq_len = target.config.seq_len
+        self.num_classes = target.config.class_num
+        self.image_size = target.config.img_size
+        self._checked_tokens = usual_tokens(target)  # tokens per iteration that memory was checked for
+
+        self.classes = {}
+        for name, model in self.models.items():
+            if model is not None:
+                kernels.fuse(model.head, device)
+                precision.prepare(model)  # before slots take the memory
+                self.classes[name] = torch.cat([model.class_emb.weight, model.fake_latent])
+
+        self.num_slots = num_slots
+        shape = num_slots, self.seq_len
+        self.tokens = torch.zeros(*shape, self.config.token_dim, device=device)
+        self.order = torch.zeros(shape, dtype=torch.int64, device=device)
         self.label = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.token_cost = torch.zeros(num_slots, length, device=device)
-        self.audit = torch.zeros(num_slots, length, device=device)
+        self.token_cost = torch.zeros(shape, device=device)
+        self.audit = torch.zeros(shape, device=device)
         self.round_state: dict[Hashable, dict] = defaultdict(dict)
-        self.classes = {name: _classes(model) for name, model in self.models.items() if model is not None}
-        self._posterior = remembered(self._encode)  # of each picture, for other seeds
+        self._posterior = remembered(self._encode)  # one image is often given for many seeds
 
     def adopt(self, other: MARRunner) -> None:
         """Takes over the tuning of another model runner of the same models."""
@@ -133,18 +145,20 @@ class MARRunner:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
-            ValueError: a setting has the wrong type or is out of range, the method needs a draft model and there is
-                none, or the given part of the image does not fit.
+            ValueError: a setting has the wrong type or is out of range, the method needs a draft model and the engine
+                has none, or the given part of the image does not fit the model.
         """
         request = with_tokens(request, self, (self.seq_len, self.config.token_dim))
-        num_generated, published = request.num_generated(self.seq_len), self.defaults
-        unguided = (published.cfg if request.cfg is None else request.cfg) == 1
+        num_generated = request.num_generated(self.seq_len)
+        usual = self.defaults
+        # a model has two default temperatures, with guidance and without it
+        cfg = usual.cfg if request.cfg is None else request.cfg
         defaults = {
-            "num_iter": min(published.num_iter, num_generated),
-            "cfg": published.cfg,
-            "cfg_schedule": published.cfg_schedule,
-            "temperature": published.temperature_unguided if unguided else published.temperature,
-            "num_sampling_steps": published.num_sampling_steps,
+            "num_iter": min(usual.num_iter, num_generated),
+            "cfg": usual.cfg,
+            "cfg_schedule": usual.cfg_schedule,
+            "temperature": usual.temperature_unguided if cfg == 1 else usual.temperature,
+            "num_sampling_steps": usual.num_sampling_steps,
         }
         common = (NUM_ITER.but(high=num_generated), *MAR_OPTIONS[1:])
         request = complete(request, method, common, defaults, self.num_classes)
@@ -158,10 +172,12 @@ class MARRunner:
 
     def resolve(self, request: Request, method: Method) -> Request:
         """A checked request with the method's choices for this device. Raises ValueError if memory is too small."""
-        tokens = largest(timetable(request, self.seq_len).masked, request.num_generated(self.seq_len))
-        if tokens > self._largest:  # more per iteration than memory was checked for
-            check_memory(self.target, self.num_slots, tokens, self.device)
-            self._largest = tokens
+        masked = timetable(request, self.seq_len).masked
+        num_tokens = largest(masked, request.num_generated(self.seq_len))
+        # fewer iterations than usual predict more tokens in one, which takes more memory in the head
+        if num_tokens > self._checked_tokens:
+            check_memory(self.target, self.num_slots, num_tokens, self.device)
+            self._checked_tokens = num_tokens
         return method.resolve(request, self)
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
@@ -173,22 +189,25 @@ class MARRunner:
         """Prepares the slots of sequences that are about to run."""
         if not sequences:
             return
+        # sequences with the same kind of order next to each other, so that each kind is arranged in one call
         by_order = defaultdict(list)
         for sequence in sequences:
             by_order[sequence.request.order or "random"].append(sequence)
-        together = [sequence for own in by_order.values() for sequence in own]
-        labels = [self.num_classes if s.request.label is None else s.request.label for s in together]
+        sorted_sequences = [sequence for own in by_order.values() for sequence in own]
+        requests = [sequence.request for sequence in sorted_sequences]
+        labels = [self.num_classes if request.label is None else request.label for request in requests]
         sent = send(
             {
-                "slot": np.array([s.slot for s in together]),
+                "slot": np.array([sequence.slot for sequence in sorted_sequences]),
                 "label": np.array(labels),
-                "seed": np.array([s.request.seed for s in together]),
+                "seed": np.array([request.seed for request in requests]),
             },
             self.device,
         )
-        slot, random = sent["slot"], self.noise.order(sent["seed"], self.seq_len)
-        by_kind = random.split([len(own) for own in by_order.values()])
-        arranged = [ORDERS[name].arrange(own, self.config.grid_size) for name, own in zip(by_order, by_kind)]
+        slot = sent["slot"]
+        random_orders = self.noise.order(sent["seed"], self.seq_len)
+        parts = random_orders.split([len(own) for own in by_order.values()])
+        arranged = [ORDERS[name].arrange(part, self.config.grid_size) for name, part in zip(by_order, parts)]
         self.label[slot] = sent["label"]
         self.order[slot] = torch.cat(arranged)
         self.tokens.index_fill_(0, slot, 0)
@@ -200,12 +219,14 @@ class MARRunner:
         given = self.given(own)
         if given is None:
             return
+        slots = np.array([sequence.slot for sequence in own])
         tokens = np.stack([sequence.request.known.image.numpy() for sequence in own])  # type: ignore[union-attr]
-        sent = send({"slot": np.array([sequence.slot for sequence in own]), "tokens": tokens}, self.device)
+        sent = send({"slot": slots, "tokens": tokens}, self.device)
         slot = sent["slot"]
         order = self.order[slot]
-        is_made = (~given).long().gather(1, order)
-        self.order[slot] = order.gather(1, is_made.argsort(dim=1, stable=True))
+        # a stable sort keeps the random order of the given tokens, and that of the others
+        is_generated = (~given).long().gather(1, order)
+        self.order[slot] = order.gather(1, is_generated.argsort(dim=1, stable=True))
         self.tokens[slot] = sent["tokens"].where(given.unsqueeze(-1), 0)
         for sequence in own:
             sequence.num_committed = self.seq_len - sequence.request.num_generated(self.seq_len)
@@ -220,48 +241,53 @@ class MARRunner:
         return send({"given": given}, self.device)["given"]
 
     def encode(self, known: Inpainting, seed: Tensor) -> Tensor:
-        """Tokens [L, d], on the CPU, of a given picture, for a seed, int64 [1].
+        """Tokens [L, d], on the CPU, of a given image, for a seed, int64 [1].
 
         They are drawn from the autoencoder's posterior, like the tokens that MAR was trained on; its mean can be out
-        of distribution. Raises ValueError if there is no autoencoder.
+        of distribution. Raises ValueError if the engine has no autoencoder.
         """
         mean, deviation = self._posterior(known)
         length, channels = mean.shape
         return mean + deviation * self.noise.latents(seed, torch.arange(length), channels)
 
     def _encode(self, known: Inpainting) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of a picture's tokens, [L, d] each, on the CPU."""
+        """Mean and standard deviation of an image's tokens, [L, d] each, on the CPU."""
         if self.vae is None:
-            raise ValueError("an image is given and this engine has no autoencoder: give it one, or give tokens")
+            raise ValueError("an image is given and this engine has no autoencoder: load one (vae), or give tokens")
         pixels = known.to_encode(self.image_size).to(self.device)
         with torch.no_grad(), self.precision.full():
             mean, log_variance = self.vae.encode(pixels)
-        both = torch.cat([mean, (log_variance / 2).exp()]) * self.vae.config.scale
+        deviation = (log_variance / 2).exp()
+        both = torch.cat([mean, deviation]) * self.vae.config.scale
         mean, deviation = self.target.patchify(both).cpu().unbind()
         return mean, deviation
 
     def next_rows(self, batch: list[Sequence], limit: int | None = None) -> Rows:
         """The rows that the next iteration of each sequence predicts, until at most `limit` tokens are committed."""
-        length = self.seq_len
+        limit = self.seq_len if limit is None else limit
+        committed = [sequence.num_committed for sequence in batch]
         counts = []
         for sequence in batch:
-            masked = timetable(sequence.request, length).masked
-            committed_after = length - int(masked[sequence.iteration])
-            if limit is not None:
-                committed_after = min(committed_after, limit)
-            counts.append(committed_after - sequence.num_committed)
-        return self.rows(batch, [s.num_committed for s in batch], counts)
+            masked = timetable(sequence.request, self.seq_len).masked
+            committed_after = self.seq_len - int(masked[sequence.iteration])
+            counts.append(min(committed_after, limit) - sequence.num_committed)
+        return self.rows(batch, committed, counts)
 
     def rows(self, batch: list[Sequence], committed: list[int], counts: list[int]) -> Rows:
         """The rows of counts[i] tokens of batch[i] after the first committed[i]; a sequence may occur repeatedly."""
-        owner = np.repeat(np.arange(len(batch)), counts)
-        offset = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        rank = offset + np.asarray(committed)[owner]
         requests = [sequence.request for sequence in batch]
-        timetables = [timetable(request, self.seq_len) for request in requests]
-        scales = np.stack([each.scale for each in timetables])
-        iterations = np.stack([each.iteration for each in timetables])
         slots = [sequence.slot for sequence in batch]
+        timetables = [timetable(request, self.seq_len) for request in requests]
+        iterations = np.stack([each.iteration for each in timetables])
+        scales = np.stack([each.scale for each in timetables])
+        num_iter = np.array([request.num_iter for request in requests])
+        temperature = np.array([request.temperature for request in requests], np.float32)
+
+        # each row's sequence, its index among the sequence's rows, and its index in the generation order
+        owner = np.repeat(np.arange(len(batch)), counts)
+        first_rows = np.cumsum(counts) - counts
+        offset = np.arange(len(owner)) - first_rows[owner]
+        rank = offset + np.array(committed)[owner]
         sent = send(
             {
                 "contexts": self.padded_batch([slots, committed]),
@@ -271,10 +297,11 @@ class MARRunner:
                 "slot": np.array(slots)[owner],
                 "seed": np.array([request.seed for request in requests])[owner],
                 "scale": scales[owner, rank, None].astype(np.float32),
-                "temperature": np.array([request.temperature for request in requests], np.float32)[owner, None],
+                "temperature": temperature[owner, None],
             },
             self.device,
         )
+        # all numbers from the CPU were sent in one copy; positions are looked up in the orders on the device
         return Rows(
             sequences=batch,
             committed=committed,
@@ -283,7 +310,7 @@ class MARRunner:
             **sent,
             owner=owner,
             iteration=iterations[owner, rank],
-            num_iter=np.array([request.num_iter for request in requests])[owner],
+            num_iter=num_iter[owner],
         )
 
     def padded_batch(self, numbers: Several[Several[int] | np.ndarray]) -> np.ndarray:
@@ -297,6 +324,7 @@ class MARRunner:
         num_branches = 2 if batch[0].request.guided else 1
         most = self.graphs.size(filled(max(rows.counts)))
         padded = self.models[model].padded(max(rows.committed))  # type: ignore[union-attr]
+        # the shapes depend on the largest counts only, so that a captured graph can be replayed
         evaluate = functools.partial(self._conditions, model, num_branches, padded, most)
         z = self.graphs.run(("conditions", model, num_branches, padded, most), evaluate, rows.contexts)
         return z[:, rows.sequence, rows.offset]
@@ -307,17 +335,24 @@ class MARRunner:
         Args:
             contexts: see `Rows`.
         """
-        backbone = self.precision.prepare(self.models[model])  # type: ignore[type-var]
         slots, committed = contexts
-        tokens, order = self.tokens[slots], self.order[slots]
-        embedding = self.classes[model][self.label[slots]]
-        if num_branches == 2:
-            embedding = torch.cat([embedding, backbone.fake_latent.expand_as(embedding)])  # type: ignore[union-attr]
-        inputs = tokens, order, committed, following(order, committed, most)
-        tokens, order, committed, positions = (each.repeat(num_branches, *[1] * (each.dim() - 1)) for each in inputs)
+        tokens, order, embedding = self.inputs(model, slots, num_branches)
+        committed = committed.repeat(num_branches)
+        positions = following(order, committed, most)
+        backbone = self.precision.prepare(self.models[model])  # type: ignore[type-var]
         with self.precision.fast():
             z = backbone(tokens, order, committed, embedding, positions, padded).float()  # type: ignore[misc]
         return z.unflatten(0, (num_branches, len(slots)))
+
+    def inputs(self, model: str, slots: Tensor, num_branches: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens, order, class embedding) of slots [B], repeated for each branch, the unconditional branch second."""
+        embedding = self.classes[model][self.label[slots]]
+        if num_branches == 2:
+            unconditional = self.models[model].fake_latent.expand_as(embedding)  # type: ignore[union-attr]
+            embedding = torch.cat([embedding, unconditional])
+        tokens = self.tokens[slots].repeat(num_branches, 1, 1)
+        order = self.order[slots].repeat(num_branches, 1)
+        return tokens, order, embedding
 
     def num_masked(self, request: Request) -> np.ndarray:
         """The number of masked tokens after each iteration of a resolved request, int64 [num_iter]."""
@@ -329,7 +364,7 @@ class MARRunner:
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [B, L, d], token costs [B, L], which tokens are finite, bool [B, L] in generation order)."""
-        slots = send_integers([s.slot for s in sequences], self.device)
+        slots = send_integers([sequence.slot for sequence in sequences], self.device)
         tokens = self.tokens[slots]
         finite = tokens.isfinite().all(-1)
         token_cost = self.token_cost[slots]
@@ -339,10 +374,11 @@ class MARRunner:
         return tokens, token_cost, finite.gather(1, self.order[slots])
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """(tokens [1, L, d], token costs [1, L]) of a running sequence; 0 and NaN for tokens not committed yet."""
+        """(tokens [1, L, d], token costs [1, L]) of a running sequence: 0 and NaN for tokens not committed yet."""
         sequence.refresh()
         tokens, token_cost, _ = self.results([sequence])
-        tokens[:, self.order[sequence.slot, sequence.num_started :]] = 0  # drafts that were rejected
+        # slots may hold drafts that were rejected
+        tokens[:, self.order[sequence.slot, sequence.num_started :]] = 0
         return tokens, token_cost.masked_fill((tokens == 0).all(-1), torch.nan)
 
     def decode(self, tokens: Tensor) -> Tensor | None:
@@ -350,15 +386,11 @@ class MARRunner:
         if self.vae is None:
             return None
         latents = self.target.unpatchify(tokens) / self.vae.config.scale
-        with self.precision.full():
+        with self.precision.full():  # pixels do not depend on the policy
             return to_unit(decoded(self._decode, latents))
 
     def _decode(self, latents: Tensor) -> Tensor:
-        """Images of latents [B, c, h, w], rounded alike in every batch; convolutions of a single image round apart."""
+        """Images of latents [B, c, h, w], rounded alike in every batch."""
+        # convolutions of a single image are rounded differently, so it is decoded twice
         several = latents.repeat(2, 1, 1, 1) if len(latents) == 1 else latents.contiguous()
         return self.vae.decode(several)[: len(latents)]  # type: ignore[union-attr]
-
-
-def _classes(model: MAR) -> Tensor:
-    """Embeddings of a model's classes and of the null class [classes + 1, D]."""
-    return torch.cat([model.class_emb.weight, model.fake_latent])

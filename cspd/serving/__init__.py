@@ -1,1 +1,1 @@
-"""`cspd serve`: a page in the browser, whose visitors share the engines."""
+"""`cspd serve`: a web page whose users share the engines."""

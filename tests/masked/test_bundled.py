@@ -1,4 +1,4 @@
-"""The bundled checkpoints are what their model card says: sizes, autoencoder, classifier, samples."""
+"""The bundled MAR checkpoints are as their model cards say: sizes, autoencoders, classifiers, samples."""
 
 from __future__ import annotations
 
@@ -6,44 +6,60 @@ import argparse
 import configparser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from digits import coloured_digits
 
 import cspd
 from cspd.checkpoints import checkpoint_files
-from cspd.evaluation.metrics import accuracy, load_classifier
+from cspd.evaluation.metrics import SPACES, accuracy, load_classifier
+from cspd.evaluation.run import EXPLODED
 from cspd.models import bundled
-from mar.checkpoint import load_mar, load_vae
+from cspd.serving.app import about
+from mar.checkpoint import SamplingDefaults, create_mar, defaults_of, load_mar, load_vae
 from mar.tensors import CheckpointError
 
 HELD_OUT = {"seed": 10**9, "split": "held-out"}
-EXPLODED = 8.0  # as far as the data go
+EMOJI_CLASSES = "animals,faces,flags,food and plants,hands,objects,people,places,symbols,vehicles".split(",")
 
 
-def parameters(model):
-    return sum(p.numel() for p in model.parameters())
+def num_parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_sizes():
-    files = checkpoint_files("digits32")
-    assert 3e6 <= parameters(load_mar(files["target"])) <= 6e6
-    assert 0.7e6 <= parameters(load_mar(files["draft"])) <= 1.2e6
-    assert sum(path.stat().st_size for path in bundled()["digits32"].iterdir()) < 24e6
+def emojis():
+    """Training images that come with the reference, in -1..1."""
+    with np.load(SPACES["emoji"].reference) as file:
+        return torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2) / 127.5 - 1
+
+
+@pytest.mark.parametrize(
+    "name, target, draft, max_bytes", [("digits32", 4e6, 0.95e6, 24e6), ("emoji64", 5.07e6, 0.935e6, 30e6)]
+)
+def test_sizes_and_defaults(name, target, draft, max_bytes):
+    files = checkpoint_files(name)
+    for model, size in ((load_mar(files["target"]), target), (load_mar(files["draft"]), draft)):
+        assert num_parameters(model) == pytest.approx(size, rel=0.25)
+        if name == "emoji64":
+            assert defaults_of(model.config) == SamplingDefaults(64, 4.0, "constant", 0.9, 1.0, 100)
+    assert sum(path.stat().st_size for path in bundled()[name].iterdir() if path.is_file()) < max_bytes
+    # the emojis' draft has this size too, and other defaults
+    assert defaults_of(create_mar("mar_digits32_draft").config).cfg_schedule == "linear"
 
 
 def test_official_names_load_from_a_folder(tmp_path):
-    """The bundled weights under the official files' names and layout give the bundled weights' images."""
+    """The bundled weights with the official files' names and layout give the same images."""
     files = checkpoint_files("digits32")
     weights = load_mar(files["target"]).state_dict()
-    other = {name: torch.zeros_like(t) for name, t in weights.items()}
+    other = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     official = {"model": other, "model_ema": weights, "args": argparse.Namespace(epochs=1)}
     torch.save(official, tmp_path / "checkpoint-last.pth")
     with pytest.raises(CheckpointError):
         cspd.load(tmp_path)
     torch.save({"model": load_vae(files["vae"]).state_dict()}, tmp_path / "kl16.ckpt")
     request = cspd.Request(label=3, seed=1, method="ar", num_iter=2, num_sampling_steps=5)
-    (ours,), (official,) = (cspd.load(place).generate([request]) for place in ("digits32", tmp_path))
+    (ours,), (official,) = (cspd.load(folder).generate([request]) for folder in ("digits32", tmp_path))
     assert torch.equal(ours.image, official.image)
 
 
@@ -58,62 +74,72 @@ def test_every_package_is_installed():
     assert {name.split(".")[2] for name in listed - code} == set(bundled())  # cspd.checkpoints.NAME
 
 
-def test_autoencoder():
-    vae = load_vae(checkpoint_files("digits32")["vae"])
-    images, _ = coloured_digits(128, **HELD_OUT)
+@pytest.mark.parametrize("name, min_psnr, tolerance", [("digits32", 27, 0.02), ("emoji64", 26, 0.05)])
+def test_autoencoders(name, min_psnr, tolerance):
+    images = coloured_digits(128, **HELD_OUT)[0] if name == "digits32" else emojis()[::4]
+    vae = load_vae(checkpoint_files(name)["vae"])
     with torch.inference_mode():
-        mean, logvar = vae.encode(images)
+        mean, log_variance = vae.encode(images)
         decoded = vae.decode(mean).clamp(-1, 1)
-    assert -10 * torch.log10((decoded - images).square().mean() / 4) >= 27
-    spread = (mean.var() + logvar.exp().mean()).sqrt() * vae.config.scale
-    assert spread == pytest.approx(1, abs=0.02)
+    assert -10 * torch.log10((decoded - images).square().mean() / 4) >= min_psnr
+    spread = (mean.var() + log_variance.exp().mean()).sqrt() * vae.config.scale
+    assert spread == pytest.approx(1, abs=tolerance)
+    if name == "emoji64":  # as in KL-16, all channels carry information
+        nats = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean(dim=(0, 2, 3))
+        assert len(nats) == 16 and nats.min() >= 0.1 * nats.mean()
 
 
-def test_classifier():
-    images, labels = coloured_digits(2000, **HELD_OUT)
-    assert accuracy(load_classifier("digits"), (images + 1) / 2, labels) >= 0.98
+def test_classifiers_and_reference():
+    digits, labels = coloured_digits(2000, **HELD_OUT)
+    assert accuracy(load_classifier("digits"), (digits + 1) / 2, labels) >= 0.98
+
+    logits = load_classifier("emoji")(emojis())
+    assert logits.softmax(1).max(1).values.mean() > 0.7 and logits.argmax(1).bincount(minlength=10).min() >= 10
+    with np.load(SPACES["emoji"].reference) as file:
+        assert file["mu"].shape == (128,) and file["sigma"].shape == (128, 128)
 
 
-def test_data_is_a_function_of_the_seed():
-    a, labels_a = coloured_digits(20, seed=1)
-    b, labels_b = coloured_digits(20, seed=1)
-    c, _ = coloured_digits(20, seed=2)
-    assert torch.equal(a, b) and torch.equal(labels_a, labels_b)
-    assert not torch.equal(a, c)
-    wanted = torch.arange(20) % 10
-    assert torch.equal(coloured_digits(20, seed=1, labels=wanted)[1], wanted)
-    assert a.min() >= -1 and a.max() <= 1
-    with pytest.raises(ValueError):
-        coloured_digits(1, seed=0, split="test")
+def test_classes_of_the_emojis():
+    engine = cspd.load("emoji64", device="cpu")
+    assert [engine.check(cspd.Request(name)).label for name in EMOJI_CLASSES] == list(range(10))
+    (shown,) = about({"emoji64": engine})["models"]  # on the page of `cspd serve`
+    assert shown["classes"] == EMOJI_CLASSES and (shown["image_size"], shown["side"]) == (64, 16)
+
+
+DIGITS = {"cfg": 3.0, "num_sampling_steps": 100}
+QUICK_EMOJIS = {"num_sampling_steps": 12, "first_timestep": 950}
 
 
 @pytest.mark.parametrize(
-    "model, num, num_sampling_steps, least",
+    "name, model, num, settings, min_accuracy",
     [
-        ("target", 20, 25, 0.85),
-        pytest.param("target", 100, 100, 0.85, marks=pytest.mark.slow),
-        pytest.param("draft", 100, 100, 0.5, marks=pytest.mark.slow),
+        ("digits32", "target", 20, DIGITS | {"num_sampling_steps": 25}, 0.85),
+        ("emoji64", "target", 10, QUICK_EMOJIS, 0.7),
+        pytest.param("digits32", "target", 100, DIGITS, 0.85, marks=pytest.mark.slow),
+        pytest.param("digits32", "draft", 100, DIGITS, 0.5, marks=pytest.mark.slow),
+        pytest.param("emoji64", "target", 100, {}, 0.8, marks=pytest.mark.slow),
+        pytest.param("emoji64", "draft", 100, {}, 0.6, marks=pytest.mark.slow),
     ],
 )
-def test_samples_are_recognised(model, num, num_sampling_steps, least):
-    """At K = 16; the card's numbers are over 2,000 images at K = 64."""
-    files = checkpoint_files("digits32")
+def test_samples_are_recognised(name, model, num, settings, min_accuracy):
+    """At K = 16; the model cards have numbers of more images at K = 64."""
+    files = checkpoint_files(name)
     engine = cspd.Engine(cspd.MARModels(load_mar(files[model]), vae=load_vae(files["vae"])), max_batch=50)
-    settings = {"method": "ar", "num_iter": 16, "cfg": 3.0, "num_sampling_steps": num_sampling_steps}
-    requests = [cspd.Request(label=i % 10, seed=i, **settings) for i in range(num)]
-    outputs = engine.generate(requests)
-    labels = torch.tensor([request.label for request in requests])
-    assert accuracy(load_classifier("digits"), torch.stack([o.image for o in outputs]), labels) >= least
-    assert max(o.tokens.abs().max() for o in outputs) < EXPLODED
+    outputs = engine.generate([cspd.Request(i % 10, seed=i, method="ar", num_iter=16, **settings) for i in range(num)])
+    images = torch.stack([output.image for output in outputs])
+    classifier = load_classifier("digits" if name == "digits32" else "emoji")
+    assert accuracy(classifier, images, torch.arange(num) % 10) >= min_accuracy
+    max_size = 8.0 if name == "digits32" else EXPLODED  # 8: as large as tokens of the data
+    assert max(output.tokens.abs().max() for output in outputs) < max_size
 
 
 @pytest.mark.slow
 def test_images_do_not_depend_on_the_batch():
-    """As for the small models, on trained ones: alone, in odd batches, and backwards."""
+    """As for the small models: alone, in odd batches, and backwards."""
     settings = {"method": "ar", "num_iter": 16, "cfg": 3.0, "num_sampling_steps": 50}
     requests = [cspd.Request(label=i, seed=i, **settings) for i in range(8)]
-    alone = [o.image for o in cspd.load("digits32", max_batch=1).generate(requests)]
-    batched = [o.image for o in cspd.load("digits32", max_batch=7).generate(requests)]
-    backwards = [o.image for o in cspd.load("digits32", max_batch=8).generate(requests[::-1])][::-1]
-    for images in (batched, backwards):
-        assert max((a - b).abs().max() for a, b in zip(alone, images)) < 1e-3
+    alone = cspd.load("digits32", max_batch=1).generate(requests)
+    batched = cspd.load("digits32", max_batch=7).generate(requests)
+    backwards = cspd.load("digits32", max_batch=8).generate(requests[::-1])[::-1]
+    for outputs in (batched, backwards):
+        assert max((a.image - b.image).abs().max() for a, b in zip(alone, outputs)) < 1e-3

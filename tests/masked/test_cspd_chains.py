@@ -1,9 +1,8 @@
-"""CSpD's chains by any denoiser: drafted tokens are judged by its densities, on both models, and its costs counted."""
+"""CSpD with every denoiser: it verifies drafts by the densities of the denoiser's chains and counts their cost."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -30,29 +29,30 @@ def request(chains: str, **changes) -> Request:
 
 
 def nothing_drawn(chains: str) -> dict:
-    """Settings with which a denoiser draws nothing beside the noise: the rest is each model's own."""
+    """Settings with which a denoiser uses no other random numbers than the chains' noise, which both models share."""
     return {"window": 0, "num_sampling_steps": 25} if chains == "speculative" else {}
 
 
 @pytest.fixture(scope="module")
 def draft(small_mar: MAR) -> MAR:
-    """Right about few tokens, if any: the weights of its head are a little off."""
+    """The target with noise on the weights of its head: few of its tokens are accepted, if any."""
     model = copy.deepcopy(small_mar)
-    noise = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for weights in model.head.parameters():
-        weights += 0.1 * weights.std() * torch.randn(weights.shape, generator=noise) if weights.numel() > 1 else 0
+        if weights.numel() > 1:
+            weights += 0.1 * weights.std() * torch.randn(weights.shape, generator=generator)
     return model
 
 
 def calls(model: MAR) -> list:
-    """Calls of a model's head, from now on, by its first block."""
+    """A list that gets an entry at each call of a model's head."""
     seen = []
     model.head.res_blocks[0].register_forward_hook(lambda *call: seen.append(1))
     return seen
 
 
 @every_denoiser
-def test_drafted_tokens_are_judged(chains, small_mar, draft):
+def test_drafted_tokens_are_verified(chains, small_mar, draft):
     target, draft = copy.deepcopy(small_mar), copy.deepcopy(draft)
     engine = Engine(MARModels(target, draft), max_batch=1, device="cpu")
     if DENOISERS[chains].needs != "-":
@@ -65,8 +65,7 @@ def test_drafted_tokens_are_judged(chains, small_mar, draft):
     assert stats.draft_backbone_calls == DRAFTED and stats.guarantee == "heuristic"
 
 
-def test_an_audit_of_chains_is_an_error(small_mar):
-    """Since nobody would be told what it found."""
+def test_chains_cannot_be_audited(small_mar):
     engine = Engine(MARModels(small_mar, small_mar), max_batch=1, device="cpu")
     with pytest.raises(ValueError, match="audit"):
         engine.check(request("calibrated", audit=0.1))
@@ -74,7 +73,6 @@ def test_an_audit_of_chains_is_an_error(small_mar):
 
 @every_denoiser
 def test_a_draft_that_is_the_target_is_accepted(chains, small_mar):
-    """With the same noise, and from the same tokens."""
     engine = Engine(MARModels(small_mar, small_mar), max_batch=1, device="cpu")
     (output,) = engine.generate([request(chains, verify="sequential", **nothing_drawn(chains))])
     assert output.stats.by_lag == [[ROUNDS] * 4] * 2
@@ -82,37 +80,18 @@ def test_a_draft_that_is_the_target_is_accepted(chains, small_mar):
 
 
 @every_denoiser
-def test_a_denoiser_checks_and_resolves_requests_for_its_chains(chains, small_mar, monkeypatch):
-    own, seen = DENOISERS[chains], []
-
-    def check(*args):
-        seen.append("check")
-        own.check(*args)
-
-    def resolve(*args):
-        seen.append("resolve")
-        return own.resolve(*args)
-
-    monkeypatch.setitem(DENOISERS, chains, dataclasses.replace(own, check=check, resolve=resolve))
-    engine = Engine(MARModels(small_mar, small_mar), max_batch=1, device="cpu")
-    engine.resolve(request(chains))
-    assert seen == ["check", "resolve"]
-
-
-@every_denoiser
 def test_a_model_denoises_alike_as_draft_and_as_target(chains, small_mar, draft):
-    """What a denoiser takes from a calibration is from the model's own."""
+    """A calibration belongs to one model: the draft model's chains use its own."""
     made = []
     for name, models in (("draft", MARModels(small_mar, draft)), ("target", MARModels(draft, small_mar))):
         engine = Engine(models, max_batch=1, device="cpu")
-        resolved = engine.resolve(request(chains, **nothing_drawn(chains)))
-        sequence, runner = Sequence(resolved, 0, slot=0), engine.runner
+        sequence = Sequence(engine.resolve(request(chains, **nothing_drawn(chains))), 0, slot=0)
         z = torch.randn(2, DRAFTED, small_mar.config.embed_dim, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            runner.admit([sequence])
-            rows = runner.rows([sequence], [40], [DRAFTED])
-            made.append(DENOISERS[chains].denoise(runner, name, rows, z, densities=True))
-    one, other = made
+            engine.runner.admit([sequence])
+            rows = engine.runner.rows([sequence], [40], [DRAFTED])
+            made.append(DENOISERS[chains].denoise(engine.runner, name, rows, z, densities=True))
+    as_draft, as_target = made
     for field in ("tokens", "log_sigma", "log_sigma_last"):
-        assert torch.equal(getattr(one, field), getattr(other, field))
-    assert one.log_sigma.shape == (DRAFTED,) and one.log_sigma_last.shape == one.tokens.shape
+        assert torch.equal(getattr(as_draft, field), getattr(as_target, field))
+    assert as_draft.log_sigma.shape == (DRAFTED,) and as_draft.log_sigma_last.shape == as_draft.tokens.shape

@@ -1,6 +1,6 @@
-"""Every order goes with every backbone and every denoiser: whole images, equal in any batch, counted and named right.
+"""Every order with every backbone and denoiser: images do not depend on the batch, cost and guarantee are right.
 
-The cases are read from the registries: a new name is tested without a line here.
+The cases are read from the registries, so a new name is tested without a change here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from cspd.method import METHODS
 from mar.model import MAR
 
 ROUNDING = 1e-3  # of the largest token
-EXACT, MEASURED = {"ancestral", "speculative"}, {"calibrated"}  # denoisers, in MAR's order and by the full backbone
+GUARANTEES = {"ancestral": "exact", "speculative": "exact", "calibrated": "measured"}  # others are heuristic
 
-SAMPLERS = {m.name: m for m in METHODS if m.family == "MAR" and any(option.name == "order" for option in m.options)}
-ANY = [name for name, m in SAMPLERS.items() if any(option.name == "denoiser" for option in m.options)]
+
+def methods_with(option: str) -> dict:
+    """MAR's methods that have an option, by name."""
+    found = [m for m in METHODS if m.family == "MAR" and option in {own.name for own in m.options}]
+    return {method.name: method for method in found}
+
+
+SAMPLERS = methods_with("order")
+ANY_DENOISER = [*methods_with("denoiser")]
 FAR = {"order": [*ORDERS][-1], "backbone": [*BACKBONES][-1]}  # far from `ar`
 POINTS = [
     {"order": order, "backbone": backbone, "denoiser": denoiser}
@@ -31,13 +38,16 @@ POINTS = [
 
 
 def cases() -> list:
-    """All points; quick are those far from `ar` whose denoiser needs no calibration."""
-    quick = [FAR.items() <= each.items() and DENOISERS[each["denoiser"]].needs == "-" for each in POINTS]
-    return [pytest.param(each, marks=() if is_quick else pytest.mark.slow) for each, is_quick in zip(POINTS, quick)]
+    """All points; only those far from `ar`, whose denoiser needs no calibration, are in the fast set."""
+    found = []
+    for choices in POINTS:
+        is_quick = FAR.items() <= choices.items() and DENOISERS[choices["denoiser"]].needs == "-"
+        found.append(pytest.param(choices, marks=() if is_quick else pytest.mark.slow))
+    return found
 
 
 def requests_of(method: str, choices: dict[str, str]) -> list[Request]:
-    """Three quick requests of a method, of unequal K, that make these choices on the axes."""
+    """Three quick requests with different K, with these choices on the axes."""
     settings = {"method": method, "family": "MAR", "cfg": 2.0, "num_sampling_steps": 5, **choices}
     applied = {name: SMALL[name] for name in SMALL if SAMPLERS[method].option(name, Request(0, **settings))}
     return [Request(i, i, num_iter=num_iter, **settings, **applied) for i, num_iter in enumerate((5, 3, 4))]
@@ -45,7 +55,7 @@ def requests_of(method: str, choices: dict[str, str]) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def engines(small_mar: MAR) -> tuple[Engine, Engine]:
-    """With three slots and with one; they share calibrations."""
+    """An engine with three slots and one with one slot; they share calibrations."""
     several = Engine(MARModels(small_mar), max_batch=3, device="cpu")
     return several, several.with_slots(1)
 
@@ -81,16 +91,15 @@ def check(requests: list[Request], guarantee: str, engines: tuple[Engine, Engine
 
 @pytest.mark.parametrize("choices", cases(), ids=lambda choices: "-".join(choices.values()))
 def test_every_point(choices, engines, rows):
-    """By a method that takes any denoiser: another from one point to the next."""
+    """Methods that can be combined with any denoiser take turns."""
     order, backbone, denoiser = choices.values()
-    guarantee = "exact" if denoiser in EXACT else "measured" if denoiser in MEASURED else "heuristic"
-    if (order, backbone) != ("random", "full"):
-        guarantee = "heuristic"
-    method = ANY[POINTS.index(choices) % len(ANY)]
+    is_baseline = (order, backbone) == ("random", "full")
+    guarantee = GUARANTEES.get(denoiser, "heuristic") if is_baseline else "heuristic"
+    method = ANY_DENOISER[POINTS.index(choices) % len(ANY_DENOISER)]
     check(requests_of(method, choices), guarantee, engines, rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [name for name in SAMPLERS if name not in ANY])
-def test_methods_that_are_named_for_a_denoiser_take_any_order_and_backbone(method, engines, rows):
+@pytest.mark.parametrize("method", [name for name in SAMPLERS if name not in ANY_DENOISER])
+def test_methods_named_after_a_denoiser(method, engines, rows):
     check(requests_of(method, FAR), "heuristic", engines, rows)

@@ -1,12 +1,14 @@
-"""The page of `cspd serve` in a browser, as visitors use it."""
+"""The page of `cspd serve` in a browser, as users see it."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 
 import numpy as np
 import pytest
+from launching import wait_until
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 from serving import pixels, served
@@ -23,7 +25,7 @@ QUICK = {"cfg": "3", "num_iter": "4", "num_sampling_steps": "25"}
 def browser():
     program = os.environ.get("CSPD_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed, and CSPD_BROWSER names no other")
+        pytest.skip(f"no browser is installed ({', '.join(BROWSERS)}), and CSPD_BROWSER is not set")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
@@ -45,44 +47,22 @@ def site(engines):
 
 
 @pytest.fixture
-def visitor(browser, site):
-    """A function that opens the page in a browser of a visitor's own; nothing may go wrong in it unseen."""
+def open_page(browser, site):
+    """A function that opens the page in a browser profile of its own; no script may fail."""
     contexts, errors = [], []
 
-    def visit(**how) -> Page:
-        contexts.append(browser.new_context(**how))
+    def opened(**settings) -> Page:
+        contexts.append(browser.new_context(**settings))
         page = contexts[-1].new_page()
         page.on("pageerror", lambda error: errors.append(error))
         page.goto(site.address)
         expect(page.get_by_label("class")).to_have_value("three")
         return page
 
-    yield visit
+    yield opened
     for context in contexts:
         context.close()
     assert not errors
-
-
-def test_the_api_key(browser, engines):
-    """It is in the address, which shows it no longer then, or asked for; the browser keeps it."""
-    with served(engines, key="the-key+/=") as site:
-        for address, typed in (("#key=the-key%2B%2F%3D", []), ("", ["\u00e9", "wrong", " the-key+/= "])):
-            context = browser.new_context()
-            page = context.new_page()
-            page.on("dialog", lambda dialog, typed=typed: dialog.accept(typed.pop(0)))
-            page.goto(f"{site.address}/{address}")
-            expect(page.get_by_label("class")).to_have_value("three")
-            assert not typed and page.url == f"{site.address}/"
-            page.reload()
-            fill(page, "two")
-            make(page)
-            assert len(pictures(page)) == 1
-            context.close()
-        context = browser.new_context()
-        page = context.new_page()  # which dismisses dialogs
-        page.goto(site.address)
-        expect(page.get_by_role("alert")).to_contain_text("API key")
-        context.close()
 
 
 def fill(page, label="seven", methods=("ar", ""), **settings):
@@ -95,72 +75,86 @@ def fill(page, label="seven", methods=("ar", ""), **settings):
         choice.select_option(method)
 
 
-def make(page):
-    page.get_by_role("button", name="Make", exact=True).click()
+def button(page):
+    return page.get_by_role("button", name="Generate", exact=True)
 
 
-def pictures(page):
-    """The images that are shown when all is finished."""
-    expect(page.get_by_role("button", name="Make", exact=True)).to_be_enabled(timeout=60_000)
+def generate(page):
+    """The images that are shown when all of them are finished."""
+    button(page).click()
+    return images(page)
+
+
+def images(page):
+    expect(button(page)).to_be_enabled(timeout=60_000)
     for panel in page.locator(".panel").all():
         expect(panel.locator(".state")).to_contain_text("finished")
     return [pixels(image.get_attribute("src")) for image in page.locator(".panel .image").all()]
 
 
-def test_two_visitors_at_once(visitor, engines):
-    """Each picks a class, and sees her own image, its badge and what ran."""
-    engine = engines["digits32"]
-    ann, bea = visitor(), visitor(viewport={"width": 390, "height": 844})
+def test_the_api_key(browser, engines):
+    """It is in the address, from which it is removed, or asked for; the browser keeps it."""
+    with served(engines, key="the-key+/=") as site:
+        for address, typed in (("#key=the-key%2B%2F%3D", []), ("", ["\u00e9", "wrong", " the-key+/= "])):
+            context = browser.new_context()
+            page = context.new_page()
+            page.on("dialog", lambda dialog, typed=typed: dialog.accept(typed.pop(0)))
+            page.goto(f"{site.address}/{address}")
+            expect(page.get_by_label("class")).to_have_value("three")
+            assert not typed and page.url == f"{site.address}/"
+            page.reload()
+            fill(page, "two")
+            assert len(generate(page)) == 1
+            context.close()
+        context = browser.new_context()
+        page = context.new_page()  # which dismisses dialogs
+        page.goto(site.address)
+        expect(page.get_by_role("alert")).to_contain_text("API key")
+        context.close()
+
+
+def test_two_users_at_once(open_page, engines):
+    """Each picks a class, and sees an image of it, the guarantee and what ran."""
+    ann, bea = open_page(), open_page(viewport={"width": 390, "height": 844})
     fill(ann, "seven", ("ar", "dpm-solver++"), num_sampling_steps="200")
     fill(bea, "two")
-    make(ann)
-    expect(ann.locator(".panel").first.locator(".image")).to_be_visible()  # under way
-    make(bea)
-    (two,) = pictures(bea)
-    sevens = pictures(ann)
-    settings = {"seed": 0, "num_iter": 4, "cfg": 3.0}
-    made = [engine.sample("two", method="ar", num_sampling_steps=25, **settings)]
-    made += [engine.sample("seven", method=m, num_sampling_steps=200, **settings) for m in ("ar", "dpm-solver++")]
-    for picture, (output,) in zip([two, *sevens], made):
-        assert np.abs(picture.astype(int) - np.asarray(output.pil())).max() <= 1
-    badges = ann.locator(".panel .tag")
-    expect(badges).to_have_text(["exact", "heuristic"])
+    button(ann).click()
+    expect(ann.locator(".panel").first.locator(".image")).to_be_visible()  # still growing
+    shown = [*generate(bea), *images(ann)]
+    sample = functools.partial(engines["digits32"].sample, seed=0, num_iter=4, cfg=3.0)
+    made = sample("two", method="ar", num_sampling_steps=25)
+    made += sample("seven", method="ar", num_sampling_steps=200)
+    made += sample("seven", method="dpm-solver++", num_sampling_steps=200)
+    for image, output in zip(shown, made):
+        assert np.abs(image.astype(int) - np.asarray(output.pil())).max() <= 1
+    expect(ann.locator(".panel .tag")).to_have_text(["exact", "heuristic"])
     ann.get_by_text("What ran").first.click()
     expect(ann.locator(".ran code").first).to_contain_text("Request(label=7, seed=0, method='ar'")
     expect(ann.locator(".legend").first).to_contain_text("head calls per token")
     expect(ann.locator("#status")).to_contain_text("running")
 
 
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"label": "dragon"}, "label='dragon' is the name of no class"),
-        ({"cfg": "-1"}, "cfg=-1 does not fit: give a number, 0 or more"),
-        ({"num_iter": "much"}, "num_iter='much' does not fit"),
-    ],
-)
-def test_bad_input_is_a_message(changes, said, visitor):
-    page = visitor()
-    fill(page, **changes)
-    make(page)
-    expect(page.get_by_role("alert")).to_contain_text(said)
-    expect(page.get_by_role("button", name="Make", exact=True)).to_be_enabled()
+def test_bad_input_is_a_message(open_page):
+    page = open_page()
+    for changes, said in (({"label": "dragon"}, "label='dragon'"), ({"cfg": "-1"}, "cfg=-1")):
+        fill(page, **changes)
+        button(page).click()
+        expect(page.get_by_role("alert")).to_contain_text(said)
+        expect(button(page)).to_be_enabled()
     fill(page)
-    make(page)
-    pictures(page)
+    generate(page)
     expect(page.locator("#error")).to_be_hidden()
 
 
-def test_a_text_in_place_of_a_class(visitor, engines):
-    page = visitor()
-    expect(page.get_by_label("text", exact=True)).to_be_hidden()
+def test_a_prompt_in_place_of_a_class(open_page, engines):
+    page = open_page()
+    expect(page.get_by_label("prompt", exact=True)).to_be_hidden()
     page.get_by_label("model").select_option("texts")
     expect(page.get_by_label("class")).to_be_hidden()
-    page.get_by_label("text", exact=True).fill("a red fox")
+    page.get_by_label("prompt", exact=True).fill("a red fox")
     page.get_by_text("More settings").click()
-    page.get_by_label("guidance leads away from").fill("blue")
-    make(page)
-    image, _ = pictures(page)
+    page.get_by_label("negative prompt").fill("blue")
+    image, _ = generate(page)
     (output,) = engines["texts"].sample(prompts="a red fox", negative_prompt="blue", seed=0)
     assert np.array_equal(image, np.asarray(output.pil()))
     expect(page.locator(".panel .image").first).to_have_attribute("alt", "a red fox, by speculative")
@@ -168,17 +162,15 @@ def test_a_text_in_place_of_a_class(visitor, engines):
     expect(page.get_by_label("class")).to_have_value("three")
 
 
-def test_a_part_is_painted_over(visitor, tmp_path):
-    """Only what the brush was on is made anew, of an image that was made and of one that was opened."""
-    page = visitor()
+def test_a_part_is_painted_over(open_page, tmp_path):
+    """Only the painted part is regenerated, of a generated image and of one that was opened."""
+    page = open_page()
     fill(page)
-    make(page)
-    (before,) = pictures(page)
+    (before,) = generate(page)
     page.get_by_role("button", name="Paint over it").click()
     paint(page, across=False)
     page.locator("#seed").fill("9")
-    make(page)
-    (after,) = pictures(page)
+    (after,) = generate(page)
     change = np.abs(after.astype(int) - before)
     assert change[:, :12].mean() < change[:, 20:].mean() / 2
 
@@ -187,16 +179,14 @@ def test_a_part_is_painted_over(visitor, tmp_path):
     page.locator("#file").set_input_files(tmp_path / "own.png")
     paint(page, across=True)
     page.get_by_label("method").nth(1).select_option("")
-    make(page)
-    (one,) = pictures(page)
+    (one,) = generate(page)
     page.get_by_role("button", name="another seed").click()
-    make(page)
-    (other,) = pictures(page)
+    (other,) = generate(page)
     change = np.abs(one.astype(int) - other)
     assert change[:16].mean() < change[26:].mean() / 2
-    (tmp_path / "none.png").write_text("no picture")
+    (tmp_path / "none.png").write_text("not an image")
     page.locator("#file").set_input_files(tmp_path / "none.png")
-    expect(page.get_by_role("alert")).to_contain_text("none.png cannot be read as a picture")
+    expect(page.get_by_role("alert")).to_contain_text("none.png cannot be read as an image")
 
 
 def paint(page, across):
@@ -212,12 +202,12 @@ def paint(page, across):
         page.mouse.up()
 
 
-def test_images_can_be_stopped(visitor, site):
-    page = visitor()
+def test_images_can_be_stopped(open_page, site):
+    page = open_page()
     fill(page, num_iter="64", num_sampling_steps="300")
-    make(page)
+    button(page).click()
     expect(page.locator(".panel .image")).to_be_visible(timeout=30_000)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".panel .error")).to_have_text("stopped")
+    wait_until(lambda: not site.loop.jobs)
     expect(page.locator("#status")).to_contain_text("0 running", timeout=15_000)
-    assert not site.loop.jobs

@@ -18,7 +18,7 @@ export function makeEditor(changed, fail) {
     try {
       open(await createImageBitmap(file));
     } catch {
-      fail(`${file.name} cannot be read as a picture: open a PNG or JPEG`);
+      fail(`${file.name} cannot be read as an image: open a PNG or JPEG file`);
     }
   };
   element("close").onclick = () => close();
@@ -34,12 +34,12 @@ export function makeEditor(changed, fail) {
   function setModel(chosen) {
     model = chosen;
     element("how").textContent = model.rows
-      ? "VQ models generate row by row: the highest painted row and all rows below it are regenerated; rows above are kept."
+      ? "VQ models generate row by row: the highest painted row and all rows below it are regenerated; the rows above are kept."
       : "The painted tokens are regenerated to match the rest of the image, which is kept.";
     if (isOpen) close();
   }
 
-  // Pixels per side, at least the model's: a multiple of its tokens per side, so that no pixel lies in two tokens.
+  // Pixels per side: at least the model's, and a multiple of its tokens per side, so that no pixel lies in two tokens.
   function size() {
     return model.side * Math.ceil(model.image_size / model.side);
   }

@@ -4,7 +4,7 @@ import { makeEditor } from "./brush.js";
 import { makePanel, paintAll, showTag } from "./panel.js";
 
 const element = (id) => document.getElementById(id);
-const TITLES = { cfg: "guidance", num_iter: "iterations", num_sampling_steps: "denoising steps" };
+const TITLES = { cfg: "guidance scale", num_iter: "iterations", num_sampling_steps: "denoising steps" };
 const FIRST = ["cfg", "num_iter"]; // always visible
 const SIDES = ["first", "second"];
 const NONE = "none";
@@ -90,11 +90,11 @@ function keepPlaceholder(input) {
 
 function setModel() {
   model = about.models.find(({ name }) => name === element("model").value) ?? about.models[0];
-  const takesTexts = !model.classes.length;
-  document.querySelectorAll(".of-classes").forEach((field) => { field.hidden = takesTexts; });
-  document.querySelectorAll(".of-texts").forEach((field) => { field.hidden = !takesTexts; });
+  const takesPrompts = !model.classes.length;
+  document.querySelectorAll(".of-classes").forEach((field) => { field.hidden = takesPrompts; });
+  document.querySelectorAll(".of-texts").forEach((field) => { field.hidden = !takesPrompts; });
   const named = model.classes.map((name, number) => new Option(number, name));
-  element("classes").replaceChildren(...named, new Option("no class", "none"));
+  element("classes").replaceChildren(...named, new Option("unconditional", "none"));
   element("label").value = model.classes[Math.min(3, model.classes.length - 1)] ?? "";
   document.querySelectorAll(".setting").forEach((field) => field.remove());
   for (const option of model.options) {
@@ -145,7 +145,7 @@ function makeSide(title, index) {
 }
 
 // The class or prompt of the image.
-function subject() {
+function classOrPrompt() {
   if (model.classes.length) return { label: element("label").value || element("label").placeholder };
   return { prompt: element("prompt").value, negative_prompt: element("negative").value || null };
 }
@@ -155,7 +155,7 @@ async function make() {
   const settings = Object.fromEntries([...document.querySelectorAll(".setting [name]")].map((input) => [input.name, input.value]));
   const wanted = {
     model: model.name,
-    ...subject(),
+    ...classOrPrompt(),
     seed: element("seed").value,
     methods: chosen.map((side) => side.text()),
     settings,
@@ -196,7 +196,7 @@ async function reason(answer) {
   try {
     return String((await answer.json()).detail);
   } catch {
-    return `the server failed (${answer.status}): its terminal says more`;
+    return `the server failed (${answer.status}): see the messages in its terminal`;
   }
 }
 
@@ -238,8 +238,7 @@ async function showStatus() {
   clearTimeout(showStatus.timer);
   try {
     const { running: now, waiting, images_per_second: speed } = await (await ask("api/status")).json();
-    const queue = waiting ? `${waiting} waiting` : "nobody waits";
-    element("status").textContent = `${now} running, ${queue}, ${speed.toFixed(2)} images/s in the last minute`;
+    element("status").textContent = `${now} running, ${waiting} waiting, ${speed.toFixed(2)} images/s in the last minute`;
   } catch {
     element("status").textContent = "the server cannot be reached";
   }
