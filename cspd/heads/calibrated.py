@@ -609,7 +609,7 @@ OPTIONS = (
         default=0.0,
         implied=True,
         high=1,
-        metavar="SHARE",
+        metavar="FRACTION",
     ),
 )
 
