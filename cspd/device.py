@@ -48,14 +48,15 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Seconds until a device has done some work."""
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
