@@ -1,4 +1,4 @@
-"""A comparison's report with everything that can be in one, and a reader of its page."""
+"""A report of a comparison that uses every column, and a parser of its page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def row(name, **values):
 
 @pytest.fixture(name="made")
 def full_report():
-    """A report with everything that can be in one, and images: row r's i-th is of one colour, (20 r, 10 i, 99)."""
+    """A report that uses every column, and images: image i of row r has the colour (20 r, 10 i, 99)."""
     rows = [
         row("ar", accuracy=0.5, fid=9.5, fid_ci95=[9.375, 9.75]),
         row(
@@ -72,7 +72,7 @@ def full_report():
 
 
 class Page(HTMLParser):
-    """Cells of the first table, row by row, and everything that a tag refers to."""
+    """The cells of a page's tables, row by row, all links, tags and text."""
 
     def __init__(self, text):
         super().__init__()
