@@ -142,7 +142,7 @@ def test_a_cpu_is_not_compared_with_itself(settings):
 def test_images_that_differ_are_found(settings):
     """Of two images with other seeds both have changed; a mode is compared with itself here."""
     requests = cases.requests(settings, "MAR", "calibrated")
-    engine = engine_of(settings, random_mar(settings, TINY.mars["B"], CPU), 2, CPU)
+    engine = engine_of(settings, random_mar(settings, "B"), 2)
     ours, again = engine.generate(requests), engine.generate(requests)
     others = engine.generate([request.but(seed=9 + request.seed) for request in requests])
     assert cases.compared(ours, again) == {"flipped": 0, "rms_error": 0, "changed_images": 0, "passed": True}
@@ -161,7 +161,8 @@ def test_times_are_printed_as_ratios():
     }
     machine = {"copy": {"gb_per_s": 1000.0}, "matmul bf16": {"tflop_per_s": 100.0}}
     report = {"device": "H100", "scale": "full", "parts": {"machine": machine, "MAR times": times}}
-    rows = {line.split()[0]: line.split()[1:] for line in format_check(report).splitlines() if line.strip()}
+    lines = [line.split() for line in format_check(report).splitlines() if line.startswith("MAR times, ")]
+    rows = {line[2]: line[3:] for line in lines}
     assert rows["ours"] == ["20.00", "4.00", "2.0", "1.0"] and rows["base"][2] == "8.0"
     assert rows["other"] == ["20.00", "5.0", "1.0"]  # no baseline at this batch
     assert rows["unknown"] == ["40.00", "2.00", "1.0"]  # no count of its work
@@ -169,8 +170,8 @@ def test_times_are_printed_as_ratios():
 
 def test_chains_take_the_head_calls_that_are_replayed(settings):
     pool = np.array([5, 7, 9])
-    models = random_mar(settings, TINY.mars["B"], CPU)
-    engine = engine_of(settings, models, 3, CPU, noise=measure.head_calls(pool, CPU))
+    models = random_mar(settings, "B")
+    engine = engine_of(settings, models, 3, noise=measure.head_calls(pool, CPU))
     own = {"window": 4, "draft": "frozen", "num_iter": 8, "num_sampling_steps": 12}
     outputs = engine.generate([Request(i, seed=i, method="speculative", **own) for i in range(3)])
     token_cost = torch.stack([output.token_cost for output in outputs])
@@ -182,22 +183,22 @@ def test_chains_take_the_head_calls_that_are_replayed(settings):
     "method, num", [("sd", 2.5), ("sjd-pac", 3.2), pytest.param("eagle2", 2.0, marks=pytest.mark.slow)]
 )
 def test_rounds_commit_the_tokens_that_are_replayed(method, num, settings):
-    models = random_gpt(settings, TINY.gpts["B"], CPU)
-    engine = engine_of(settings, models, 2, CPU, noise=measure.tokens_a_round(num))
+    models = random_gpt(settings, "B")
+    engine = engine_of(settings, models, 2, noise=measure.tokens_a_round(num))
     outputs = engine.generate([Request(i, seed=i, method=method, coupling="maximal") for i in range(2)])
     assert [output.stats.step_compression for output in outputs] == pytest.approx([num, num], rel=0.06)
 
 
 def test_drafted_tokens_are_accepted_as_often_as_is_replayed(settings):
-    models = random_mar(settings, TINY.mars["B"], CPU)
-    engine = engine_of(settings, models, 4, CPU, noise=measure.accepted_share(0.3))
+    models = random_mar(settings, "B")
+    engine = engine_of(settings, models, 4, noise=measure.accepted_share(0.3))
     own = {"method": "cspd", "gamma": 16, "num_iter": 8, "num_sampling_steps": 4, "first_timestep": 950}
     outputs = engine.generate([Request(i, seed=i, **own) for i in range(4)])
     assert np.mean([output.stats.alpha for output in outputs]) == pytest.approx(0.3, abs=0.1)
 
 
 def test_rounds_begin_at_any_iteration(settings):
-    engine = engine_of(settings, random_mar(settings, TINY.mars["B"], CPU), 2, CPU)
+    engine = engine_of(settings, random_mar(settings, "B"), 2)
     request = engine.resolve(cases.request_of(settings, "ar", num_iter=8))
     known = starts(request, 64)
     batch = batch_at(engine, request, 32)
@@ -210,7 +211,7 @@ def test_rounds_begin_at_any_iteration(settings):
 
 
 def test_rounds_begin_at_any_vq_token(settings):
-    engine = engine_of(settings, random_gpt(settings, TINY.gpts["B"], CPU), 2, CPU)
+    engine = engine_of(settings, random_gpt(settings, "B"), 2)
     batch = batch_at(engine, engine.resolve(Request(0, method="sjd-pac", family="VQ")), 32)
     engine.runner.tokens.fill_(-1)
     batch.round()
@@ -220,7 +221,7 @@ def test_rounds_begin_at_any_vq_token(settings):
 
 def test_some_iterations_of_the_published_sampler(settings):
     """Their tokens are those of the whole sampler, which begins with them."""
-    model = random_mar(settings, TINY.mars["B"], CPU).target
+    model = random_mar(settings, "B").target
     own = {"num_iter": 6, "cfg": 3.0, "num_sampling_steps": 3, "order": torch.randperm(64).repeat(2, 1)}
     noise = lambda mask, t: torch.full((int(mask.sum()), 16), 0.1)  # noqa: E731
     some = mar_model.sample_published(model, torch.tensor([1, 2]), **own, noise=noise, iterations=range(2))

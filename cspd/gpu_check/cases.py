@@ -23,7 +23,7 @@ from cspd import noise as philox_noise
 from cspd.checkpoints import load
 from cspd.device import POLICIES, Precision, describe, free_bytes, peak_bytes, reset_peak, seconds_of, synchronize
 from cspd.discrete.family import VQModels
-from cspd.discrete.gpt import GPT, Eagle, GPTConfig
+from cspd.discrete.gpt import GPT, Eagle
 from cspd.engine import Engine
 from cspd.evaluation.metrics import energy_test
 from cspd.gpu_check.measure import (
@@ -47,7 +47,7 @@ from cspd.option import BUNDLED, COMMON
 from cspd.request import Output, Request
 from cspd.speed import batch_at, iteration_at, starts
 from cspd.terminal import __version__
-from mar.model import MAR, MARConfig
+from mar.model import MAR
 
 CPU = torch.device("cpu")
 EVERY = [(method.family, method.name) for method in METHODS]
@@ -134,18 +134,21 @@ def _graph(device: torch.device) -> dict[str, Any]:
 
 def _copy(settings: Settings) -> dict[str, Any]:
     """Bytes read and written per second."""
-    source = torch.zeros(16 * settings.scale.matmul**2, dtype=torch.uint8, device=settings.device)
+    num_bytes = 16 * settings.scale.matmul**2
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
     seconds = _best(settings.device, lambda: target.copy_(source))
-    return {"gb_per_s": 2 * source.numel() / seconds / 1e9}
+    return {"gb_per_s": 1e-9 * 2 * num_bytes / seconds}
 
 
 def _matmul(settings: Settings, policy: str) -> dict[str, Any]:
-    side, precision = settings.scale.matmul, Precision(policy, settings.device)
-    a, b = torch.randn(2, side, side, device=settings.device).to(precision.dtype)
+    side = settings.scale.matmul
+    precision = Precision(policy, settings.device)
+    matrices = torch.randn(2, side, side, device=settings.device)
+    a, b = matrices.to(precision.dtype)
     with torch.inference_mode(), precision.fast():
         seconds = _best(settings.device, lambda: a @ b)
-    return {"tflop_per_s": 2 * side**3 / seconds / 1e12}
+    return {"tflop_per_s": 1e-12 * 2 * side**3 / seconds}
 
 
 # The models: the bundled ones, and models of any size with random weights.
@@ -168,17 +171,23 @@ def random_model(make: Callable[[Any], M], config: object, device: torch.device)
     return model.eval().requires_grad_(False)
 
 
-def random_mar(settings: Settings, config: MARConfig, device: torch.device) -> MARModels:
+@functools.lru_cache(maxsize=1)
+def random_mar(settings: Settings, size: str) -> MARModels:
     """A MAR with random weights, and a smaller one that drafts."""
-    target, draft = (random_model(MAR, each, device) for each in (config, settings.scale.mar_draft))
+    target = random_model(MAR, settings.scale.mars[size], settings.device)
+    draft = random_model(MAR, settings.scale.mar_draft, settings.device)
     return MARModels(target, draft)
 
 
-def random_gpt(settings: Settings, config: GPTConfig, device: torch.device) -> VQModels:
+@functools.lru_cache(maxsize=1)
+def random_gpt(settings: Settings, size: str) -> VQModels:
     """A GPT with random weights, and a smaller one and an EAGLE drafter that draft."""
+    config = settings.scale.gpts[size]
     smaller = dataclasses.replace(settings.scale.gpt_draft, block_size=config.block_size)
-    target, draft = (random_model(GPT, each, device) for each in (config, smaller))
-    return VQModels(target, draft, random_model(Eagle, config, device))
+    target = random_model(GPT, config, settings.device)
+    draft = random_model(GPT, smaller, settings.device)
+    eagle = random_model(Eagle, config, settings.device)
+    return VQModels(target, draft, eagle)
 
 
 def usual_mode(settings: Settings) -> str:
@@ -190,26 +199,28 @@ def engine_of(
     settings: Settings,
     models: MARModels | VQModels,
     max_batch: int,
-    device: torch.device,
     precision: str = "fp32",
     mode: str = "eager",
     noise: types.ModuleType = philox_noise,
 ) -> Engine:
     """An engine that runs in one of `MODES`."""
     own = {"precision": precision, "noise": noise, "cache": settings.cache, **MODES[mode]}
-    return Engine(models, max_batch=max_batch, device=device, **own)
+    return Engine(models, max_batch=max_batch, device=settings.device, **own)
 
 
+@functools.cache
 def bundled(family: str, max_batch: int, device: torch.device, mode: str = "eager", precision: str = "fp32") -> Engine:
     """An engine of the bundled models of a family."""
     return load(BUNDLED[family], max_batch=max_batch, device=device, precision=precision, **MODES[mode])
 
 
+@functools.cache
 def bundled_calibration(settings: Settings) -> Calibration:
     """The head calls that tokens of the bundled model take in `speculative`."""
     runner = bundled("MAR", 1, settings.device).runner
     request = Request(0, method="speculative", window=0, num_sampling_steps=settings.scale.steps)
-    return runner.tuning.calibrations["target"].get(runner.check(request, find("speculative", "MAR")))
+    checked = runner.check(request, find("speculative", "MAR"))
+    return runner.tuning.calibrations["target"].get(checked)
 
 
 # A first look: does everything that a run needs work at all?
@@ -218,7 +229,10 @@ SMOKE = (("MAR", ("ar", "speculative", "calibrated", "cspd")), ("VQ", ("ar", "sp
 
 
 def smoke_cases(settings: Settings) -> Cases:
-    found: Cases = {"random bits": lambda: _random_bits(settings.device), "compiler": lambda: _compiler(settings)}
+    found: Cases = {
+        "random bits": lambda: _random_bits(settings.device),
+        "compiler": lambda: _compiler(settings),
+    }
     for precision in ("fp32", "bf16"):
         for family, names in SMOKE:
             for name in names:
@@ -247,16 +261,22 @@ def _compiler(settings: Settings) -> dict[str, Any]:
     """A small function by torch.compile, which needs a C compiler and Triton."""
     if settings.scale.is_tiny:
         return {"skipped": "it takes half a minute"}
+
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(x.sin(), 0)
+
     x = torch.linspace(0, 1, 1000, device=settings.device)
-    compiled = torch.compile(lambda x: torch.softmax(x.sin(), 0))
-    return {"passed": torch.allclose(compiled(x), torch.softmax(x.sin(), 0), atol=ROUNDING)}
+    compiled = torch.compile(function)
+    return {"passed": torch.allclose(compiled(x), function(x), atol=ROUNDING)}
 
 
 def _image(settings: Settings, family: str, name: str, precision: str) -> dict[str, Any]:
     """An image with the default mode of this device; the engine raises an error if it is not finite."""
     engine = bundled(family, 1, settings.device, usual_mode(settings), precision)
-    (output,) = engine.generate(requests(settings, family, name)[:1])
-    return {"mean": _flat_image(output).mean().item(), "passed": True}
+    request = requests(settings, family, name)[0]
+    (output,) = engine.generate(request)
+    pixels = _flat_image(output)
+    return {"mean": pixels.mean().item(), "passed": True}
 
 
 # Correctness: every device and every mode generates the same images.
@@ -283,21 +303,15 @@ def compiled_cases(settings: Settings) -> Cases:
     return _pairs(settings, "compiled as eager", (settings.device, "eager"), (settings.device, "compiled"))
 
 
-def _engines(settings: Settings) -> Callable[[str, torch.device, str], Engine]:
-    """Makes engines of the bundled models by (family, device, mode), each once."""
-    return functools.cache(lambda family, device, mode: bundled(family, settings.scale.images, device, mode))
-
-
 def _pairs(settings: Settings, title: str, one: tuple[torch.device, str], other: tuple[torch.device, str]) -> Cases:
     """Compares the images of every method on one (device, mode) and on another."""
-    engine = _engines(settings)
 
     def case(family: str, name: str) -> dict[str, Any]:
         if one == other:
             return {"skipped": ITSELF}
         asked = requests(settings, family, name)
-        ours = engine(family, *one).generate(asked)
-        theirs = engine(family, *other).generate(asked)
+        ours = bundled(family, len(asked), *one).generate(asked)
+        theirs = bundled(family, len(asked), *other).generate(asked)
         return compared(ours, theirs)
 
     return {f"{family} {name}: {title}": functools.partial(case, family, name) for family, name in EVERY}
@@ -318,9 +332,9 @@ def compared(ours: list[Output], theirs: list[Output]) -> dict[str, Any]:
 
     A flipped decision is a token with another number of head calls, or one whose draft was accepted only once.
     """
-    tokens, other_tokens = (torch.stack([output.tokens for output in outputs]).double() for outputs in (ours, theirs))
-    cost, other_cost = (torch.stack([output.token_cost for output in outputs]) for outputs in (ours, theirs))
-    is_flipped = cost.nan_to_num(-1) != other_cost.nan_to_num(-1)
+    tokens, other_tokens = (_stacked(outputs, "tokens") for outputs in (ours, theirs))
+    cost, other_cost = (_stacked(outputs, "token_cost") for outputs in (ours, theirs))
+    is_flipped = cost.nan_to_num(-1) != other_cost.nan_to_num(-1)  # NaN: nothing was drafted
     found: dict[str, Any] = {"flipped": int(is_flipped.sum())}
     if ours[0].request.family == "VQ":
         differs = tokens != other_tokens
@@ -332,6 +346,10 @@ def compared(ours: list[Output], theirs: list[Output]) -> dict[str, Any]:
         is_changed = ~(squares.sqrt() <= ALIKE)  # also if it is NaN
     changed = is_changed.double().mean().item()
     return found | {"changed_images": changed, "passed": changed <= MAX_CHANGED}
+
+
+def _stacked(outputs: list[Output], name: str) -> Tensor:
+    return torch.stack([getattr(output, name) for output in outputs]).double()
 
 
 # Distributions: exact methods against baseline sampling.
@@ -382,16 +400,13 @@ def mar_time_cases(settings: Settings) -> Cases:
 
 def other_time_cases(settings: Settings) -> Cases:
     scale = settings.scale
-    timed = [(scale.more_settings[0], name) for name in scale.more_methods]
-    for setting in scale.more_settings[1:]:
-        timed += [(setting, name) for name in scale.methods]
+    first, *others = scale.more_settings
+    timed = [(first, name) for name in scale.more_methods]
+    timed += [(setting, name) for setting in others for name in scale.methods]
     return _mar_times(settings, timed)
 
 
 def _mar_times(settings: Settings, timed: list[tuple[Setting, str]]) -> Cases:
-    scale, device = settings.scale, settings.device
-    models = functools.lru_cache(maxsize=1)(lambda size: random_mar(settings, scale.mars[size], device))
-    calls = functools.cache(lambda: dict(zip(WINDOWS, bundled_calibration(settings).calls)))
     found: Cases = {}
     for setting, name in timed:
         if name == PUBLISHED and setting.mode != "graphs":
@@ -399,52 +414,47 @@ def _mar_times(settings: Settings, timed: list[tuple[Setting, str]]) -> Cases:
         if name == PUBLISHED or not settings.cuda:
             setting = setting._replace(mode="eager")
         title = f"{setting.size}, batch {setting.batch}, K = {setting.num_iter}, {setting.precision}, {setting.mode}"
-        found[f"{title}: {name}"] = functools.partial(_mar_time, settings, models, calls, setting, name)
+        found[f"{title}: {name}"] = functools.partial(_mar_time, settings, setting, name)
     return found
 
 
-def _mar_time(
-    settings: Settings,
-    models: Callable[[str], MARModels],
-    calls: Callable[[], dict[int, np.ndarray]],
-    setting: Setting,
-    name: str,
-) -> dict[str, Any]:
-    """Milliseconds of an image, and the least work that it takes, which is not known for `cspd`.
-
-    Args:
-        models: by size. calls: head calls of the bundled model's tokens, int [N] by window.
-    """
+def _mar_time(settings: Settings, setting: Setting, name: str) -> dict[str, Any]:
+    """Milliseconds of an image, and the least work that it takes, which is not known for `cspd`."""
     steps = settings.scale.steps
     request = request_of(settings, name, setting.num_iter)
+
+    # the acceptance that is replayed, and how the head is called
     noise: Any = philox_noise
     chains: dict[str, Any] = {"steps": steps, "calls": steps, "is_published": name == PUBLISHED}
     if request.method == "speculative":
-        own_calls = calls()[request.window]
-        noise = head_calls(own_calls, settings.device)
-        chains |= {"calls": float(own_calls.mean()) - 1, "width": request.window}
+        calls = bundled_calibration(settings).calls[WINDOWS.index(request.window)]
+        noise = head_calls(calls, settings.device)
+        chains |= {"calls": float(calls.mean()) - 1, "width": request.window}
     elif request.method == "calibrated":
         chains |= {"steps": request.head_calls, "calls": request.head_calls, "branches": 1.5}
     elif request.method == "cspd":
         noise = accepted_share(ACCEPTANCE)
         chains = {}
 
-    target = models(setting.size)
+    # a round at several moments of an image
+    models = random_mar(settings, setting.size)
     reset_peak(settings.device)
-    engine = engine_of(settings, target, setting.batch, settings.device, setting.precision, setting.mode, noise)
+    engine = engine_of(settings, models, setting.batch, setting.precision, setting.mode, noise)
     request = engine.resolve(request)
     begins = starts(request, engine.runner.seq_len)
     if name == PUBLISHED:
         seconds = published_seconds(engine, request, begins)
     else:
         seconds, committed = seconds_a_round(engine, request, settings.scale.rounds)
-    if request.method == "cspd":
+    if request.method == "cspd":  # its rounds do not follow MAR's schedule
         begins = starts(request, engine.runner.seq_len, committed)
 
     found = setting._asdict() | _time(name, seconds, begins, setting.batch, settings.device)
     if chains:
-        config, size = settings.scale.mars[setting.size], NUMBER_BYTES[setting.precision]
-        found |= vars(mar_image(config, setting.batch, setting.num_iter, size, **chains))
+        config = settings.scale.mars[setting.size]
+        size = NUMBER_BYTES[setting.precision]
+        work = mar_image(config, setting.batch, setting.num_iter, size, **chains)
+        found |= vars(work)
     return found
 
 
@@ -461,10 +471,12 @@ def _time(name: str, seconds: dict[int, float], begins: np.ndarray, batch: int, 
 def request_of(settings: Settings, name: str, num_iter: int) -> Request:
     """The request of a method's name with its options; guidance and temperature are MAR's defaults."""
     method, options = parse_method(name, more=[PUBLISHED])
+    if method == PUBLISHED:
+        method = "ar"  # with the same settings
     if method == "speculative":
         options["draft"] = "frozen"  # needs no fit: the acceptance is replayed
-    own = {"num_iter": num_iter, "num_sampling_steps": settings.scale.steps, **options}
-    return Request(0, method="ar" if method == PUBLISHED else method, family="MAR", **own)
+    options |= {"num_iter": num_iter, "num_sampling_steps": settings.scale.steps}
+    return Request(0, method=method, family="MAR", **options)
 
 
 def published_seconds(engine: Engine, request: Request, begins: np.ndarray) -> dict[int, float]:
@@ -495,31 +507,27 @@ VQ_PRECISION = "bf16"
 
 
 def vq_time_cases(settings: Settings) -> Cases:
-    models = functools.lru_cache(maxsize=1)(
-        lambda size: random_gpt(settings, settings.scale.gpts[size], settings.device)
-    )
     found: Cases = {}
     for size in settings.scale.gpts:
         for batch in settings.scale.gpt_batches:
             for name in PER_ROUND:
                 title = f"{size}, batch {batch}, {VQ_PRECISION}, {usual_mode(settings)}: {name}"
-                found[title] = functools.partial(_vq_time, settings, models, size, batch, name)
+                found[title] = functools.partial(_vq_time, settings, size, batch, name)
     return found
 
 
-def _vq_time(settings: Settings, models: Callable[[str], VQModels], size: str, batch: int, name: str) -> dict[str, Any]:
-    """Milliseconds of an image's tokens; `models`: by size."""
-    per_round, config = PER_ROUND[name], settings.scale.gpts[size]
-    target = models(size)
+def _vq_time(settings: Settings, size: str, batch: int, name: str) -> dict[str, Any]:
+    """Milliseconds of an image's tokens."""
+    per_round, mode = PER_ROUND[name], usual_mode(settings)
+    models = random_gpt(settings, size)
     reset_peak(settings.device)
     noise: Any = philox_noise if per_round is None else tokens_a_round(per_round)
-    mode = usual_mode(settings)
-    engine = engine_of(settings, target, batch, settings.device, VQ_PRECISION, mode, noise)
+    engine = engine_of(settings, models, batch, VQ_PRECISION, mode, noise)
     # only with this coupling uniform draws decide whether a draft of eagle2 is accepted, and only they are replayed
     own = {"coupling": "maximal"} if name == "eagle2" else {}
     request = engine.resolve(Request(0, method=name, family="VQ", **own))
     seconds, committed = seconds_a_round(engine, request, settings.scale.rounds)
-    begins = starts(request, config.block_size, committed)
+    begins = starts(request, engine.runner.seq_len, committed)
     about = {"size": size, "batch": batch, "precision": VQ_PRECISION, "mode": mode, "tokens_a_round": committed}
     return about | _time(name, seconds, begins, batch, settings.device)
 
@@ -531,20 +539,17 @@ TOP = 20
 
 
 def sync_cases(settings: Settings) -> Cases:
-    engine = _engines(settings)
-
-    def case(family: str, name: str, mode: str) -> dict[str, Any]:
-        return _round(engine(family, settings.device, mode), requests(settings, family, name)[0])
-
     found: Cases = {}
     for mode in dict.fromkeys((usual_mode(settings), "eager")):
         for family, name in EVERY:
-            found[f"{family} {name}, {mode}"] = functools.partial(case, family, name, mode)
+            found[f"{family} {name}, {mode}"] = functools.partial(_round, settings, family, name, mode)
     return found
 
 
-def _round(engine: Engine, request: Request) -> dict[str, Any]:
-    batch = batch_at(engine, engine.resolve(request), engine.runner.seq_len // 4)  # where no sequence ends
+def _round(settings: Settings, family: str, name: str, mode: str) -> dict[str, Any]:
+    asked = requests(settings, family, name)
+    engine = bundled(family, len(asked), settings.device, mode)
+    batch = batch_at(engine, engine.resolve(asked[0]), engine.runner.seq_len // 4)  # where no sequence ends
     for _ in range(WARM_UPS):
         batch.round()
     with waits(engine.device) as lines:
@@ -573,11 +578,12 @@ def _windows(settings: Settings, size: str) -> dict[str, Any]:
     """The window by batch at K = 64, with the acceptance of the bundled model."""
     config = settings.scale.mars[size]
     calibration = bundled_calibration(settings)
-    head = random_model(MAR, config, settings.device).head
+    head = random_mar(settings, size).target.head
     costs = measure(head, True, settings.device, Precision("bf16", settings.device))
     windows = {}
     for batch in (1, 8, 64, 256):
-        choice = costs.choose(settings.scale.steps, batch * config.seq_len / 64, lambda: calibration)
+        tokens_at_once = batch * config.seq_len / 64
+        choice = costs.choose(settings.scale.steps, tokens_at_once, lambda: calibration)
         windows[str(batch)] = choice.config["window"]
     return {"window by batch": windows, "costs": dataclasses.asdict(costs)}
 

@@ -47,9 +47,11 @@ def head_calls(calls: np.ndarray, device: torch.device) -> types.SimpleNamespace
         # The first call is ancestral. The others divide the steps after it evenly; each but the last one ends in a
         # rejection, which is at the last step of its part.
         num_parts = pool[(7919 * seed + position) % len(pool)].unsqueeze(1) - 1
-        steps_before = num_steps - 2 - torch.arange(num_steps, device=device)
+        timestep = torch.arange(num_steps, device=device)
+        steps_before = num_steps - 2 - timestep
+        steps_after = steps_before + 1
         parts_before = (steps_before * num_parts) // (num_steps - 1)
-        parts_after = ((steps_before + 1) * num_parts) // (num_steps - 1)
+        parts_after = (steps_after * num_parts) // (num_steps - 1)
         return x, eps_t, torch.where(parts_after > parts_before, torch.inf, 0.0)
 
     return _noise_with(chain=chain)
@@ -111,11 +113,13 @@ class Work:
 
 def product(rows: float | np.ndarray, inner: int, outer: int, size: int) -> Work:
     """[rows, inner] times weights [inner, outer]."""
-    return Work(2 * rows * inner * outer, size * (rows * inner + inner * outer + rows * outer))
+    numbers = rows * inner + inner * outer + rows * outer
+    return Work(flops=2 * rows * inner * outer, bytes=size * numbers)
 
 
-def _attention(sequences: float, queries: float | np.ndarray, keys: float | np.ndarray, dim: int, size: int) -> Work:
-    return Work(4 * sequences * queries * keys * dim, 2 * size * sequences * (queries + keys) * dim)
+def _attention(sequences: float, tokens: float | np.ndarray, dim: int, size: int) -> Work:
+    numbers = 4 * sequences * tokens * dim  # queries, keys, values and results
+    return Work(flops=4 * sequences * tokens**2 * dim, bytes=size * numbers)
 
 
 def backbone(config: MARConfig, sequences: float, committed: float | np.ndarray, size: int) -> Work:
@@ -124,9 +128,9 @@ def backbone(config: MARConfig, sequences: float, committed: float | np.ndarray,
     total = Work()
     for tokens in (config.buffer_size + committed, config.buffer_size + config.seq_len):
         rows = sequences * tokens
-        layer = product(rows, dim, 3 * dim, size) + product(rows, dim, dim, size)
-        layer += product(rows, dim, 4 * dim, size) + product(rows, 4 * dim, dim, size)
-        layer += _attention(sequences, tokens, tokens, dim, size)
+        layer = _attention(sequences, tokens, dim, size)
+        for inner, outer in ((dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)):
+            layer += product(rows, inner, outer, size)
         total += layer * config.depth
     return total
 
@@ -143,10 +147,12 @@ def modulations(config: MARConfig, rows: float | np.ndarray, size: int) -> Work:
 
 def denoise(config: MARConfig, rows: float | np.ndarray, size: int) -> Work:
     """A head call of some rows whose modulations exist."""
-    width, channels = config.diffloss_w, config.token_dim
-    blocks = product(rows, width, width, size) * (2 * config.diffloss_d)
-    ends = product(rows, channels, width, size) + product(rows, width, 2 * channels, size)
-    return blocks + ends + Work(bytes=size * rows * modulation_floats(config))
+    width = config.diffloss_w
+    work = product(rows, width, width, size) * (2 * config.diffloss_d)
+    work += product(rows, config.token_dim, width, size)
+    work += product(rows, width, 2 * config.token_dim, size)  # eps and v
+    modulation_bytes = size * rows * modulation_floats(config)
+    return work + Work(bytes=modulation_bytes)
 
 
 def iterations(num_iter: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -222,12 +228,14 @@ def seconds_a_round(engine: Engine, request: Request, num: int) -> tuple[dict[in
 
 def _progress(sequences: list[Sequence]) -> np.ndarray:
     """Iterations and tokens that all sequences have begun, int64 [2]."""
-    return np.array([[s.iteration, s.num_started] for s in sequences]).sum(0)
+    begun = [(sequence.iteration, sequence.num_started) for sequence in sequences]
+    return np.array(begun).sum(axis=0)
 
 
 def image_ms(seconds: dict[int, float], starts: np.ndarray, batch: int) -> float:
     """Milliseconds of an image of a batch: its rounds, at `starts` committed tokens, interpolated between the timed."""
-    each = np.interp(starts, list(seconds), list(seconds.values()))
+    moments = list(seconds)
+    each = np.interp(starts, moments, [seconds[moment] for moment in moments])
     return 1000 * float(each.sum()) / batch
 
 

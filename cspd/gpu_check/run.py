@@ -244,16 +244,18 @@ def read_report(path: Path, remedy: str = "give another file") -> dict[str, Any]
     return report
 
 
-def _results(report: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(part, case, what it found) of all cases."""
+def _results(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What all cases found, by "part, case"."""
+    results = {}
     for part, cases in report["parts"].items():
         for name, found in cases.items():
-            yield part, name, found
+            results[f"{part}, {name}"] = found
+    return results
 
 
 def failures(report: dict[str, Any]) -> list[str]:
     """The cases that failed or were lost: "part, case"."""
-    return [f"{part}, {name}" for part, name, found in _results(report) if _verdict(found) in BAD]
+    return [name for name, found in _results(report).items() if _verdict(found) in BAD]
 
 
 # The report as tables: what was checked, how fast it was, and how near to what the device can do.
@@ -261,32 +263,36 @@ def failures(report: dict[str, Any]) -> list[str]:
 VERDICTS = {"error": "ERROR", "lost": "LOST", STARTED: "LOST", LEFT_OUT: "left out", "skipped": "skipped"}
 BAD = ("ERROR", "LOST", "FAILED")
 SILENT = ("passed", "seconds", "top", "costs", LEFT_OUT, STARTED)  # not printed as a finding
-SAME = ("size", "batch", "num_iter", "precision")  # of two times that are compared
 WIDEST = 200  # characters of what a case found
 
 
 def format_check(report: dict[str, Any]) -> str:
     """The report as text."""
-    return "\n".join(_texts(report))
-
-
-def _texts(report: dict[str, Any]) -> Iterator[str]:
-    yield f"{report['device']}, {report['scale']} size\n"
-    rows = [[part, name, _verdict(found), _told(found)] for part, name, found in _results(report) if "ms" not in found]
-    yield tabulate(rows, ["part", "case", "", "found"], disable_numparse=True) + "\n"
+    checked = []
+    by_verdict: dict[str, list[str]] = {}
+    for name, found in _results(report).items():
+        verdict = _verdict(found)
+        by_verdict.setdefault(verdict, []).append(name)
+        if "ms" not in found:
+            checked.append([name, verdict, _told(found)])
+    lines = [
+        f"{report['device']}, {report['scale']} size\n",
+        tabulate(checked, ["case", "", "found"], disable_numparse=True) + "\n",
+    ]
     times = list(_times(report))
     if times:
-        titles = ["of a few rounds", "ms per image", "x baseline", "x limit", "GiB"]
-        yield tabulate(times, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")) + "\n"
-    verdicts = {f"{part}, {name}": _verdict(found) for part, name, found in _results(report)}
-    left_out = list(verdicts.values()).count("left out")
+        titles = ["time, from a few rounds", "ms per image", "x baseline", "x limit", "GiB"]
+        lines.append(tabulate(times, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")) + "\n")
+
+    left_out = len(by_verdict.get("left out", []))
     if left_out:
-        yield f"{left_out} cases were left out, since the time was over: run the same command again"
-    lost = [name for name, verdict in verdicts.items() if verdict == "LOST"]
+        lines.append(f"{left_out} cases were left out, since the time was over: run the same command again")
+    lost = by_verdict.get("LOST", [])
     if lost:
-        yield f"{len(lost)} lost (its process crashed or hung; --overwrite tries again): {'; '.join(lost)}"
-    failed = [name for name, verdict in verdicts.items() if verdict in ("ERROR", "FAILED")]
-    yield f"{len(failed)} failed: {'; '.join(failed)}" if failed else "nothing failed"
+        lines.append(f"{len(lost)} lost (the process crashed or hung; --overwrite tries again): {'; '.join(lost)}")
+    failed = [*by_verdict.get("ERROR", []), *by_verdict.get("FAILED", [])]
+    lines.append(f"{len(failed)} failed: {'; '.join(failed)}" if failed else "nothing failed")
+    return "\n".join(lines)
 
 
 def _verdict(found: dict[str, Any]) -> str:
@@ -300,18 +306,20 @@ def _verdict(found: dict[str, Any]) -> str:
 
 def _told(found: dict[str, Any]) -> str:
     """What a case found, in a line; the last line of an error."""
-    if "error" in found:
-        return found["error"].strip().rpartition("\n")[2][:WIDEST]
-    for reason in ("lost", "skipped"):
+    for reason in ("error", "lost", "skipped"):
         if reason in found:
-            return found[reason]
-    parts = [f"{name} {_number(value)}" for name, value in found.items() if name not in SILENT and value != []]
+            return found[reason].strip().splitlines()[-1][:WIDEST]
+    parts = []
+    for name, value in found.items():
+        if name not in SILENT and value != []:
+            parts.append(f"{name} {_number(value)}")
     return ", ".join(parts)[:WIDEST]
 
 
 def _number(value: object) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {_number(each)}" for key, each in value.items())
+        parts = [f"{key}: {_number(each)}" for key, each in value.items()]
+        return "; ".join(parts)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -320,17 +328,22 @@ def _times(report: dict[str, Any]) -> Iterator[list]:
 
     The baseline is the published sampler for MAR and `ar` for VQ models, at the same setting.
     """
-    timed = {name: found for _, name, found in _results(report) if "ms" in found}
-    baselines = {
-        tuple(found.get(key) for key in SAME): found["ms"]
-        for found in timed.values()
-        if found["method"] == (PUBLISHED if "num_iter" in found else "ar")
-    }
+    timed = {name: found for name, found in _results(report).items() if "ms" in found}
+    baselines = {}
+    for found in timed.values():
+        if found["method"] == (PUBLISHED if "num_iter" in found else "ar"):
+            baselines[_setting(found)] = found["ms"]
     for name, found in timed.items():
-        baseline = baselines.get(tuple(found.get(key) for key in SAME))
-        least = _least_ms(report["parts"].get("machine", {}), found)
+        baseline = baselines.get(_setting(found))
         speed_up = baseline and baseline / found["ms"]
-        yield [name, found["ms"], speed_up, least and found["ms"] / least, found["peak_bytes"] / 2**30]
+        least = _least_ms(report["parts"].get("machine", {}), found)
+        over_least = least and found["ms"] / least
+        yield [name, found["ms"], speed_up, over_least, found["peak_bytes"] / 2**30]
+
+
+def _setting(found: dict[str, Any]) -> tuple:
+    """What two times have in common if they are compared."""
+    return tuple(found.get(name) for name in ("size", "batch", "num_iter", "precision"))
 
 
 def _least_ms(machine: dict[str, dict], found: dict[str, Any]) -> float | None:
@@ -339,4 +352,6 @@ def _least_ms(machine: dict[str, dict], found: dict[str, Any]) -> float | None:
     peak = machine.get(f"matmul {found['precision']}", {}).get("tflop_per_s")
     if not bandwidth or not peak or "flops" not in found:
         return None
-    return 1000 * max(found["flops"] / (peak * 1e12), found["bytes"] / (bandwidth * 1e9))
+    compute_ms = found["flops"] / peak * 1e-9
+    memory_ms = found["bytes"] / bandwidth * 1e-6
+    return max(compute_ms, memory_ms)

@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     mode: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # so that it can be the key of a cache
 class Scale:
     """The sizes of everything.
 
