@@ -192,11 +192,12 @@ class Precision:
         """
         if self.policy != "bf16" or hasattr(module, "own_type"):
             return module
-        prepared = self._prepared.get(module)
-        if prepared is None:
-            prepared = BFloat16Linear(module) if isinstance(module, nn.Linear) else self._twin(module)
-            self._prepared[module] = prepared
-        return prepared
+        if module not in self._prepared:
+            if isinstance(module, nn.Linear):
+                self._prepared[module] = BFloat16Linear(module)
+            else:
+                self._prepared[module] = self._twin(module)
+        return self._prepared[module]
 
     def _twin(self, module: nn.Module) -> nn.Module:
         """A module with the same parameters and prepared children."""
