@@ -35,6 +35,7 @@ from timeline import Event, Graph, Pool, Stream, Timeline
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda:0")
 # otherwise torch asks for a driver
@@ -154,14 +155,15 @@ class StandIn(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         name = op._schema.name.split("::")[1]
-        tensors: list[Tensor] = []
-        _each((args, kwargs), tensors.append)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         are_there = [isinstance(tensor, OnDevice) for tensor in tensors]
         if _is_made_of_others(op) and (any(are_there) or name == "to"):
             with self:
                 return op.decompose(*args, **kwargs)
         if name == "is_pinned":
             return self._is_pinned(tensors[0])
+
+        # where the result is
         pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
         there = any(are_there)
         if kwargs.get("device") is not None:
@@ -169,9 +171,14 @@ class StandIn(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")  # where the values really are
         if name == "copy_":
             there = isinstance(args[0], OnDevice)
-        if name in ("copy_", "_to_copy") and not all(each == there for each in are_there):
+
+        # copies between the devices
+        if name in ("copy_", "_to_copy") and any(each != there for each in are_there):
             non_blocking = kwargs.get("non_blocking", args[2:] == (True,))
-            return (self._to_device if there else self._to_host)(name, op, args, kwargs, non_blocking)
+            copy = self._to_device if there else self._to_host
+            return copy(name, op, args, kwargs, non_blocking)
+
+        # everything else
         if any(are_there):
             self._look_out(name, args, kwargs, tensors)
         if there:
@@ -187,9 +194,10 @@ class StandIn(TorchDispatchMode):
         if self._graph is not None:
             self._graph.operations.append((operation, own_args, own_kwargs, results))
         # an operation in place returns the tensor that it was given
-        given: dict[int, Tensor] = {}
-        _each((args, kwargs), lambda tensor: given.update({id(_held(tensor)): tensor}))
-        return _each(results, lambda result: given[id(result)] if id(result) in given else OnDevice(result))
+        given = {id(_held(leaf)): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        return tree_map_only(
+            Tensor, lambda result: given[id(result)] if id(result) in given else OnDevice(result), results
+        )
 
     def attention(self, query: Tensor, *others: Tensor, **settings: Any) -> Tensor:
         """scaled_dot_product_attention as one kernel; torch would decompose it for a device without such a kernel."""
@@ -230,7 +238,8 @@ class StandIn(TorchDispatchMode):
             value = op(*_held(args), **kwargs)
             target = self._pin(value.clone())  # torch too makes it pinned, so that the copy can be asynchronous
         else:
-            target, value = args[0], _held(args[1]).to(args[0].dtype).expand_as(args[0]).clone()
+            target = args[0]
+            value = _held(args[1]).to(target.dtype).expand_as(target).clone()
         self.timeline.arrive_later(target, value)
         if non_blocking and self._is_pinned(target):
             target.copy_(torch.full([target.element_size()], RUBBISH, dtype=torch.uint8).view(target.dtype))
@@ -246,19 +255,8 @@ class StandIn(TorchDispatchMode):
         return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self._pinned
 
 
-def _each(values: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The arguments or results of an operation, with a function applied to each tensor."""
-    if isinstance(values, Tensor):
-        return change(values)
-    if isinstance(values, (list, tuple)):
-        return type(values)([_each(value, change) for value in values])
-    if isinstance(values, dict):
-        return {name: _each(value, change) for name, value in values.items()}
-    return values
-
-
 def _held(values: Any) -> Any:
-    return _each(values, lambda tensor: getattr(tensor, "held", tensor))
+    return tree_map_only(Tensor, lambda tensor: getattr(tensor, "held", tensor), values)
 
 
 @functools.cache

@@ -95,7 +95,7 @@ FULL = Scale(
     gpt_draft=replace(GPTS["llamagen_b"].config, n_layer=3),
     gpt_batches=(1, 8, 64),
     steps=100,
-    rounds=5,
+    rounds=3,
     images=4,
     test_images=500,
 )
