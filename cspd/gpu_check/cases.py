@@ -56,6 +56,7 @@ EVERY = [(method.family, method.name) for method in METHODS]
 
 REPEATS = 5
 LAUNCHES = 1000  # of a small kernel, timed together
+# scripts/gpu_costs.py predicts the times of MAR from the numbers of these cases
 
 
 def machine_cases(settings: Settings) -> Cases:
@@ -81,9 +82,8 @@ def _versions(device: torch.device) -> dict[str, Any]:
         found["kernels"] = kernels.available(device)
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(
-            command, capture_output=True, text=True, timeout=30, check=False
-        ).stdout.split()
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        found["driver"] = printed.stdout.split()
     return found
 
 
@@ -204,8 +204,15 @@ def engine_of(
     noise: types.ModuleType = philox_noise,
 ) -> Engine:
     """An engine that runs in one of `MODES`."""
-    own = {"precision": precision, "noise": noise, "cache": settings.cache, **MODES[mode]}
-    return Engine(models, max_batch=max_batch, device=settings.device, **own)
+    return Engine(
+        models,
+        max_batch=max_batch,
+        device=settings.device,
+        precision=precision,
+        noise=noise,
+        cache=settings.cache,
+        **MODES[mode],
+    )
 
 
 @functools.cache
@@ -253,7 +260,8 @@ def _random_bits(device: torch.device) -> dict[str, Any]:
         drawn.append((uniform.cpu(), normals.cpu()))
     (uniform, normals), (own_uniform, own_normals) = drawn
     same = torch.equal(uniform, own_uniform)
-    error = (normals - own_normals).abs().max().item()
+    difference = (normals - own_normals).abs()
+    error = difference.max().item()
     return {"same_bits": same, "largest_error": error, "passed": same and error < ROUNDING}
 
 
@@ -275,8 +283,7 @@ def _image(settings: Settings, family: str, name: str, precision: str) -> dict[s
     engine = bundled(family, 1, settings.device, usual_mode(settings), precision)
     request = requests(settings, family, name)[0]
     (output,) = engine.generate(request)
-    pixels = _flat_image(output)
-    return {"mean": pixels.mean().item(), "passed": True}
+    return {"mean": output.image.float().mean().item(), "passed": True}
 
 
 # Correctness: every device and every mode generates the same images.
@@ -341,9 +348,10 @@ def compared(ours: list[Output], theirs: list[Output]) -> dict[str, Any]:
         found["differing_tokens"] = differs.double().mean().item()
         is_changed = differs.any(1)
     else:
-        squares = (tokens - other_tokens).square().flatten(1).mean(1) / tokens.var()
-        found["rms_error"] = squares.mean().sqrt().item()
-        is_changed = ~(squares.sqrt() <= ALIKE)  # also if it is NaN
+        squares = (tokens - other_tokens).square()
+        of_images = squares.flatten(1).mean(1) / tokens.var()
+        found["rms_error"] = of_images.mean().sqrt().item()
+        is_changed = ~(of_images.sqrt() <= ALIKE)  # also if it is NaN
     changed = is_changed.double().mean().item()
     return found | {"changed_images": changed, "passed": changed <= MAX_CHANGED}
 
@@ -370,21 +378,18 @@ def _two_samples(settings: Settings, family: str, name: str, common: dict, own: 
     num = settings.scale.test_images
     engine = bundled(family, min(num, MAX_BATCH), settings.device)
 
-    def images(method: str, first_seed: int, options: dict[str, object]) -> Tensor:
-        asked = [
-            Request(label=i % engine.runner.num_classes, seed=first_seed + i, method=method, family=family, **options)
-            for i in range(num)
-        ]
-        return torch.stack([_flat_image(output) for output in engine.generate(asked)])
+    def images(method: str, first_seed: int, options: dict[str, Any]) -> Tensor:
+        """[num, pixels]; image i has the same class for both methods."""
+        asked = []
+        for i in range(num):
+            label = i % engine.runner.num_classes
+            asked.append(Request(label, seed=first_seed + i, method=method, family=family, **options))
+        outputs = engine.generate(asked)
+        return torch.stack([output.image for output in outputs]).flatten(1).float()
 
-    p = energy_test(images("ar", 0, common), images(name, num, common | own))
+    baseline = images("ar", 0, common)
+    p = energy_test(baseline, images(name, num, common | own))
     return {"images": num, "p_value": p, "passed": p > MIN_P}
-
-
-def _flat_image(output: Output) -> Tensor:
-    """The image, or the tokens of a model without a decoder, as one row."""
-    pixels = output.tokens if output.image is None else output.image
-    return pixels.flatten().float()
 
 
 # The times of MAR at its official sizes, with random weights and the acceptance of the bundled models.
@@ -395,7 +400,8 @@ NUMBER_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}  # in matrix products
 
 def mar_time_cases(settings: Settings) -> Cases:
     scale = settings.scale
-    return _mar_times(settings, [(setting, name) for setting in scale.settings for name in scale.methods])
+    timed = [(setting, name) for setting in scale.settings for name in scale.methods]
+    return _mar_times(settings, timed)
 
 
 def other_time_cases(settings: Settings) -> Cases:
@@ -497,12 +503,8 @@ def published_seconds(engine: Engine, request: Request, begins: np.ndarray) -> d
 
 # The times of LlamaGen at its official sizes, with random weights and the acceptance of the bundled models.
 
-PER_ROUND = {
-    "ar": None,
-    "sd": 2.75,
-    "sjd-pac": 4.25,
-    "eagle2": 3.3,
-}  # tokens, of the bundled models: docs/benchmarks.md
+# tokens that a round of the bundled models commits: docs/benchmarks.md
+PER_ROUND = {"ar": None, "sd": 2.75, "sjd-pac": 4.25, "eagle2": 3.3}
 VQ_PRECISION = "bf16"
 
 
@@ -534,8 +536,8 @@ def _vq_time(settings: Settings, size: str, batch: int, name: str) -> dict[str, 
 
 # Syncs: rounds in which the CPU should never wait for the device, and how many kernels they launch.
 
-WARM_UPS = 2
-TOP = 20
+WARM_UPS = 2  # rounds that compile kernels and capture graphs
+TOP = 20  # kernels that the report names
 
 
 def sync_cases(settings: Settings) -> Cases:
@@ -547,20 +549,22 @@ def sync_cases(settings: Settings) -> Cases:
 
 
 def _round(settings: Settings, family: str, name: str, mode: str) -> dict[str, Any]:
+    """The waits, the kernels and the most expensive kernels of a round in the middle of an image."""
     asked = requests(settings, family, name)
     engine = bundled(family, len(asked), settings.device, mode)
-    batch = batch_at(engine, engine.resolve(asked[0]), engine.runner.seq_len // 4)  # where no sequence ends
+    request = engine.resolve(asked[0])
+    batch = batch_at(engine, request, engine.runner.seq_len // 4)  # so that no sequence begins or ends
     for _ in range(WARM_UPS):
         batch.round()
     with waits(engine.device) as lines:
         batch.round()
     if not batch.sequences:
         return {"skipped": "all images were finished before a round could be watched"}
-    kernels = profiled(engine.device, batch.round)
+    launched = profiled(engine.device, batch.round)
     found: dict[str, Any] = {
-        "kernels": sum(kernel.count for kernel in kernels),
-        "kernel_us": sum(kernel.microseconds for kernel in kernels),
-        "top": [kernel._asdict() for kernel in kernels[:TOP]],
+        "kernels": sum(kernel.count for kernel in launched),
+        "kernel_us": sum(kernel.microseconds for kernel in launched),
+        "top": [kernel._asdict() for kernel in launched[:TOP]],
     }
     if engine.device.type == "cuda":
         found |= {"waits": lines.total(), "lines": dict(lines), "passed": not lines}

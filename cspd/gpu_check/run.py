@@ -59,7 +59,9 @@ class Worker:
     """A process that runs cases of a part. It is replaced after an error, a crash or a hang, which costs one case."""
 
     def __init__(self, part: Part, settings: Settings, case_seconds: float) -> None:
-        self._part, self._settings, self._case_seconds = part, settings, case_seconds
+        self._part = part
+        self._settings = settings
+        self._case_seconds = case_seconds
         self._process: Any = None
 
     def run(self, name: str) -> dict[str, Any]:
@@ -127,7 +129,8 @@ def tried(case: Case, device: torch.device) -> dict[str, Any]:
         except Exception:
             found = {"error": traceback.format_exc()}
     found["seconds"] = time.monotonic() - start
-    found["warnings"] = list(dict.fromkeys(str(warning.message) for warning in warned))
+    texts = [str(warning.message) for warning in warned]
+    found["warnings"] = list(dict.fromkeys(texts))  # each once
     if any(NO_GRAPH in text for text in found["warnings"]):
         found["passed"] = False
     if device.type == "cuda" and "error" not in found:
@@ -168,15 +171,13 @@ def run_cases(
     Raises:
         ValueError: the file is not a report, or one of another device or size.
     """
-    about = {"schema": SCHEMA, "scale": "tiny" if tiny else "full", "device": describe(device)["device"]}
-    report: dict[str, Any] = {**about, "parts": {}}
-    if out.exists() and not overwrite:
-        report = read_report(out, REMEDY)
-        change = differences({name: report[name] for name in about}, about)
-        if change:
-            raise ValueError(f"{out} is the report of another check ({', '.join(change)}): {REMEDY}")
-    form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+    report = _report_to_complete(out, device, "tiny" if tiny else "full", overwrite)
+
+    def save() -> None:
+        write_json(out, report)
+
     end = time.monotonic() + 60 * minutes
+    form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
     with (
         tempfile.TemporaryDirectory(prefix="cspd-gpu-check-") as cache,
         tqdm(total=len(parts), bar_format=form, disable=not progress) as bar,
@@ -184,13 +185,25 @@ def run_cases(
         settings = Settings(device, TINY if tiny else FULL, Path(cache))
         for i, part in enumerate(parts):
             bar.set_description(part.name)
-            now = time.monotonic()
-            share = part.share / sum(each.share for each in parts[i:])  # of what the parts before it have left
+            # what the parts before it have left is divided by the shares of the others
+            left = end - time.monotonic()
+            share = part.share / sum(each.share for each in parts[i:])
+            until = time.monotonic() + share * left
             found = report["parts"].setdefault(part.name, {})
-            _run_part(
-                part, settings, found, now + share * (end - now), case_seconds, save=lambda: write_json(out, report)
-            )
+            _run_part(part, settings, found, until, case_seconds, save)
             bar.update()
+    return report
+
+
+def _report_to_complete(out: Path, device: torch.device, scale: str, overwrite: bool) -> dict[str, Any]:
+    """The report in a file; a new one if there is no file, or it is to be overwritten."""
+    about = {"schema": SCHEMA, "scale": scale, "device": describe(device)["device"]}
+    if overwrite or not out.exists():
+        return {**about, "parts": {}}
+    report = read_report(out, REMEDY)
+    change = differences({name: report[name] for name in about}, about)
+    if change:
+        raise ValueError(f"{out} is the report of another check ({', '.join(change)}): {REMEDY}")
     return report
 
 
