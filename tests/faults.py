@@ -15,6 +15,7 @@ import torch
 
 from cspd.gpu_check.run import Part, run_cases
 
+ERROR = RuntimeError("CUDA error: an illegal memory access was encountered")
 BROKEN: list[bool] = []  # in a process
 
 
@@ -33,8 +34,15 @@ def begun(out: Path, name: str | None = None) -> list[str]:
 def fine(out):
     begun(out, "fine")
     if BROKEN:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise ERROR
     return {"passed": True, "value": float("nan")}
+
+
+def unusable(out):
+    """After it nothing works in its process, as after an invalid access of a GPU's memory."""
+    begun(out, "unusable")
+    BROKEN.append(True)
+    raise ERROR
 
 
 def killed(out):
@@ -45,17 +53,6 @@ def killed(out):
 def hang(out):
     begun(out, "hang")
     time.sleep(600)
-
-
-def broken(out):
-    """Fails the first time only."""
-    return {"value": 1 / (begun(out, "broken").count("broken") - 1)}
-
-
-def unusable(out):
-    """After it nothing works in its process, as after an invalid access of a GPU's memory."""
-    BROKEN.append(True)
-    return fine(out)
 
 
 def made_by(out, names, settings):

@@ -38,15 +38,16 @@ def settings(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_crash_or_a_hang_loses_one_case(tmp_path, capsys):
+def test_a_crash_an_error_or_a_hang_loses_one_case(tmp_path, capsys):
+    """After an error the process is replaced: CUDA may fail in all that it does from then on."""
     out = tmp_path / "gpu.json"
-    parts = [part(out, "one", "fine", "killed", "broken", "hang", "fine again"), part(out, "two", "fine")]
-    report = check(out, *parts, case_seconds=LIMIT)
-    one = report["parts"]["one"]
-    assert f"exit code -{signal.SIGKILL.value}" in one["killed"]["lost"] and f"{LIMIT:g} s" in one["hang"]["lost"]
-    assert "ZeroDivisionError" in one["broken"]["error"]
-    assert one["fine again"]["passed"] and one["fine"]["value"] == "NaN" and report["parts"]["two"]["fine"]["passed"]
-    assert failures(report) == ["one, killed", "one, broken", "one, hang"] and read_report(out) == report
+    one = part(out, "one", "killed", "unusable", "fine", "hang", "fine again")
+    report = check(out, one, case_seconds=LIMIT)
+    found = report["parts"]["one"]
+    assert f"exit code -{signal.SIGKILL.value}" in found["killed"]["lost"] and f"{LIMIT:g} s" in found["hang"]["lost"]
+    assert "illegal memory access" in found["unusable"]["error"]
+    assert found["fine"]["passed"] and found["fine"]["value"] == "NaN" and found["fine again"]["passed"]
+    assert failures(report) == ["one, killed", "one, unusable", "one, hang"] and read_report(out) == report
 
     assert main(["gpu-check", "--show", str(out)]) == 1
     shown = capsys.readouterr().out
@@ -54,27 +55,24 @@ def test_a_crash_or_a_hang_loses_one_case(tmp_path, capsys):
 
     # what raised an error is run again, what was lost is not
     before = begun(out)
-    report = check(out, *parts, case_seconds=LIMIT)
-    assert begun(out) == [*before, "broken"] and failures(report) == ["one, killed", "one, hang"]
+    assert before == ["killed", "unusable", "fine", "hang", "fine"]
+    check(out, one, case_seconds=LIMIT)
+    assert begun(out) == [*before, "unusable"]
 
 
-def test_a_case_that_ended_the_whole_check_is_not_run_again(tmp_path):
+def test_what_was_left_out_is_run_later_and_what_was_started_is_not(tmp_path):
     out = tmp_path / "gpu.json"
     one = part(out, "one", "fine", "fine again")
-    report = check(out, part(out, "one", "fine"))
-    report["parts"]["one"]["fine"] = {"started": True}  # as if the machine had gone down
+    report = check(out, one, minutes=0)
+    assert "2 cases were left out" in format_check(report) and not failures(report) and not begun(out)
+    report["parts"]["one"]["fine"] = {"started": True}  # as if the machine had gone down during it
     out.write_text(json.dumps(report))
     assert "1 lost" in format_check(read_report(out))
+
     report = check(out, one)
     assert "lost" in report["parts"]["one"]["fine"] and report["parts"]["one"]["fine again"]["passed"]
-    assert begun(out) == ["fine", "fine"] and failures(report) == ["one, fine"]
-    assert check(out, one, overwrite=True)["parts"]["one"]["fine"]["passed"]
-
-
-def test_an_error_ends_its_process(tmp_path):
-    """After an invalid access of memory CUDA fails in all that the process does."""
-    report = check(tmp_path / "gpu.json", part(tmp_path / "gpu.json", "one", "unusable", "fine"))
-    assert failures(report) == ["one, unusable"] and report["parts"]["one"]["fine"]["passed"]
+    assert begun(out) == ["fine"] and failures(report) == ["one, fine"]
+    assert "left_out" in check(out, one, overwrite=True, minutes=0)["parts"]["one"]["fine"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -103,13 +101,6 @@ def test_a_round_that_could_not_be_captured_has_failed():
 
     found = tried(case, CPU)
     assert found["passed"] is False and "single kernels: why" in found["warnings"][0]
-
-
-def test_cases_that_time_leaves_out_are_run_later(tmp_path):
-    out = tmp_path / "gpu.json"
-    late = check(out, part(out, "one", "fine", "fine again"), minutes=0)
-    assert "2 cases were left out" in format_check(late) and not failures(late) and not begun(out)
-    assert check(out, part(out, "one", "fine"))["parts"]["one"]["fine"]["passed"]
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,11 @@ class Worker:
             self.stop()
         return found
 
-    def stop(self) -> None:
-        """Ends the process, whatever it does."""
+    def stop(self, grace: float = 0.0) -> None:
+        """Ends the process, whatever it does; `grace`: seconds for it to end by itself if it waits for a case."""
         if self._process is not None:
-            self._connection.close()  # it ends by itself if it waits for a case
-            self._process.join(GRACE_SECONDS)
+            self._connection.close()
+            self._process.join(grace)
             self._process.kill()
             self._process.join()
             self._process = None
@@ -235,7 +235,7 @@ def _run_part(
             save()
         raise
     finally:
-        worker.stop()
+        worker.stop(GRACE_SECONDS)
 
 
 def _is_missing(found: dict | None) -> bool:
