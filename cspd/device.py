@@ -1,9 +1,10 @@
-"""The device: precision, transfers, memory, and what machine this is."""
+"""The device: which one, its memory, precision, and transfers between it and the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import platform
 import statistics
@@ -26,36 +27,39 @@ LARGE = 2**30  # bytes of weights that a message mentions
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """The device with its number; "auto" is CUDA if available. Raises ValueError if the device cannot be used."""
+    """The device with its index; "auto" is CUDA if available. Raises ValueError if the device cannot be used."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         picked = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} is no device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r} is not a device: use 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if picked.type == "cpu":
+        return picked
+    if picked.type != "cuda":
+        raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch {torch.__version__} sees no CUDA device: use device='cpu'")
-    if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
+    if picked.index is None:  # the current device may change later
+        return torch.device("cuda", torch.cuda.current_device())
+    if picked.index >= torch.cuda.device_count():
         raise ValueError(
             f"device={device!r}, but there are {torch.cuda.device_count()} CUDA devices: use a lower index"
         )
-    if picked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r} is not supported: use 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if picked.type == "cuda" and picked.index is None:  # the current device may change later
-        picked = torch.device("cuda", torch.cuda.current_device())
     return picked
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds until a device has done some work."""
-    _synchronize(device)
+    """Seconds until a device has finished some work."""
+    synchronize(device)
     start = time.perf_counter()
     work()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done all work that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -63,27 +67,29 @@ def _synchronize(device: torch.device) -> None:
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated on a device."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
+        # what torch's allocator holds and no tensor uses
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + unused
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        return _kibibytes(meminfo, "MemAvailable") * 1024
+        return 1024 * _kibibytes(meminfo, "MemAvailable")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _kibibytes(path: Path, name: str) -> int:
-    """A value of a file in /proc."""
+    """A value of a file in /proc, whose lines are such as "VmHWM:  1024 kB"."""
     line = next(line for line in path.read_text().splitlines() if line.startswith(name))
     return int(line.split()[1])
 
 
 def gibibytes(number: float) -> str:
-    """Bytes for people."""
+    """A number of bytes for messages."""
     return f"{number / 2**30:.1f} GiB"
 
 
 def room_told(needed: int, device: torch.device) -> str:
-    """The memory that weights take of a device, for a message after their name; empty if it is little."""
+    """For a message, after the name of weights: the memory that they take of a device; empty if it is little."""
     return f", which takes {gibibytes(needed)} of {gibibytes(free_bytes(device))} free" if needed >= LARGE else ""
 
 
@@ -94,10 +100,12 @@ def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch
         what: follows "max_batch=N" in the message. fix: the remedy if not even one slot fits.
     """
     check_integer("max_batch", max_batch, 1, 2**20, "it is the number of sequences in flight")
-    free, needed = free_bytes(device), once + per_slot * max_batch
+    free = free_bytes(device)
+    needed = once + per_slot * max_batch
     if needed > free:
         most = (free - once) // per_slot
-        fix = f"use max_batch <= {most}" if most > 0 else fix
+        if most > 0:
+            fix = f"use max_batch <= {most}"
         raise ValueError(
             f"max_batch={max_batch}{what} needs about {gibibytes(needed)} and {device} has {gibibytes(free)} free:"
             f" {fix}"
@@ -105,16 +113,15 @@ def check_fits(per_slot: int, max_batch: int, what: str, fix: str, device: torch
 
 
 def describe(device: torch.device) -> dict:
-    """The machine of a device, in a few words."""
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else _cpu_name()
+    """The name of a device, the number of CPU threads, and the version of torch."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def _cpu_name() -> str:
-    """The processor's name, from Linux or else from Python."""
+    """The processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
+    if cpuinfo.exists():  # Linux, where Python does not know the name
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -122,7 +129,7 @@ def _cpu_name() -> str:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Restarts the measurement of peak memory."""
+    """Starts measuring peak memory again."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -131,15 +138,19 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory of the device, or of this process, since the reset; since its start if the system cannot reset it."""
+    """Peak bytes of the device, or on a CPU of this process, since `reset_peak`.
+
+    If the system cannot reset the measurement, since the start of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
-        return _kibibytes(status, "VmHWM") * 1024
-    import resource  # not on Windows
+        return 1024 * _kibibytes(status, "VmHWM")
+    import resource  # Windows does not have it
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -158,12 +169,12 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Precision:
-    """One setting for a whole engine. The first denoising step and the autoencoder are in float32 under every policy.
+    """The precision policy of an engine. Inside `fast`, modules from `prepare` compute as fast as the policy allows.
 
-    Inside `fast`, modules from `prepare` compute as fast as the policy allows.
+    The first denoising step and the autoencoder compute in float32 under every policy.
 
     Raises:
-        ValueError: unknown policy.
+        ValueError: the policy is unknown.
     """
 
     def __init__(self, policy: str, device: torch.device) -> None:
@@ -173,35 +184,43 @@ class Precision:
         self._prepared: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     def prepare(self, module: Module) -> Module:
-        """The module to compute with inside `fast`: under bf16 its matrix products have bfloat16 copies of weights.
+        """The module to compute with inside `fast`: under bf16, with bfloat16 copies of the weights of linear layers.
 
-        The copies are made once and live as long as the module. All other parameters are shared with it, and the
-        module itself does not change. Children that its class names in `FLOAT32` are not copied, nor is a module with
-        an `own_type`, which computes in the type of its weights under every policy.
+        The copies are made once and live as long as the module. All other parameters are shared with the module,
+        which does not change. Children named in `FLOAT32` of its class are not copied. Neither is a module with an
+        `own_type`: it computes in the type of its weights under every policy.
         """
         if self.policy != "bf16" or hasattr(module, "own_type"):
             return module
         if module not in self._prepared:
-            self._prepared[module] = BFloat16Linear(module) if isinstance(module, nn.Linear) else self._twin(module)
+            if isinstance(module, nn.Linear):
+                self._prepared[module] = BFloat16Linear(module)
+            else:
+                self._prepared[module] = self._twin(module)
         return self._prepared[module]
 
     def _twin(self, module: nn.Module) -> nn.Module:
         """A module with the same parameters and prepared children."""
-        twin, exact = copy.copy(module), getattr(module, "FLOAT32", ())
-        twin._modules = dict(module._modules)
-        for name, child in module._modules.items():
-            if child is not None and name not in exact:
-                twin._modules[name] = self.prepare(child)
+        twin = copy.copy(module)
+        twin._modules = dict(module._modules)  # the shallow copy would share it
+        for name, child in self._copied(module):
+            twin._modules[name] = self.prepare(child)
         return twin
 
+    @staticmethod
+    def _copied(module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The children whose linear layers have copies, by name."""
+        exact = getattr(module, "FLOAT32", ())
+        children = module._modules.items()  # `named_children` would leave out the second name of a shared child
+        return [(name, child) for name, child in children if child is not None and name not in exact]
+
     def bytes_to_copy(self, module: nn.Module | None) -> int:
-        """Bytes of the copies that `prepare` has yet to make of a module."""
+        """Bytes of the copies that `prepare` would make of a module, if it has not made them."""
         if self.policy != "bf16" or module is None or module in self._prepared or hasattr(module, "own_type"):
             return 0
         if isinstance(module, nn.Linear):
-            return sum(torch.bfloat16.itemsize * parameter.numel() for parameter in module.parameters())
-        exact = getattr(module, "FLOAT32", ())
-        return sum(self.bytes_to_copy(child) for name, child in module._modules.items() if name not in exact)
+            return torch.bfloat16.itemsize * sum(parameter.numel() for parameter in module.parameters())
+        return sum(self.bytes_to_copy(child) for _, child in self._copied(module))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -209,24 +228,24 @@ class Precision:
         return torch.bfloat16 if self.policy == "bf16" else torch.float32
 
     def type_of(self, module: nn.Module) -> torch.dtype:
-        """The type of a module's matrix products inside `fast`."""
+        """The type of this module's matrix products inside `fast`."""
         return getattr(module, "own_type", self.dtype)
 
     @property
     def uniform(self) -> bool:
-        """Whether `fast` and `full` are the same."""
+        """Whether `fast` computes the same as `full`."""
         return self.policy == "fp32"
 
     def fast(self) -> contextlib.AbstractContextManager[None]:
-        """Computes as fast as the policy allows."""
+        """A context in which matrix products are as fast as the policy allows."""
         return self._products(tf32=self.policy == "tf32")
 
     def full(self) -> contextlib.AbstractContextManager[None]:
-        """Computes in true float32, also inside `fast`."""
+        """A context in which matrix products are in true float32, also inside `fast`."""
         return self._products(tf32=False)
 
     def _products(self, tf32: bool) -> contextlib.AbstractContextManager[None]:
-        if self.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):  # nothing to change
+        if self.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):  # nothing would change
             return contextlib.nullcontext()
         return self._switch(tf32)
 
@@ -237,7 +256,7 @@ class Precision:
         for flag in flags:
             flag.allow_tf32 = tf32
         try:
-            with torch.autocast(self.device.type, enabled=False):  # a caller may have enabled it
+            with torch.autocast(self.device.type, enabled=False):  # the caller may have enabled it
                 yield
         finally:
             for flag, value in zip(flags, before):
@@ -245,17 +264,17 @@ class Precision:
 
 
 def precision_of(precision: str | Precision, device: torch.device) -> Precision:
-    """The policy with this name for a device, or another engine's.
+    """The policy with this name for a device; that of another engine on the same device is returned as it is.
 
     Raises:
-        ValueError: unknown policy, or that of an engine on another device, where its copies of weights are.
+        ValueError: the policy is unknown, or has its copies of weights on another device.
     """
     if not isinstance(precision, Precision):
         return Precision(precision, device)
     if precision.device != device:
         raise ValueError(
-            f"precision is that of an engine on {precision.device}, and this one is on {device}: give its name,"
-            f" {precision.policy!r}"
+            f"precision is of an engine on {precision.device}, but this engine is on {device}: pass"
+            f" {precision.policy!r} instead"
         )
     return precision
 
@@ -276,23 +295,25 @@ class BFloat16Linear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
-# Transfers between the CPU and a GPU without waiting: sent in one copy from pinned memory, read as late as possible.
+# Transfers between the CPU and a GPU without waiting: arrays are sent in one copy from pinned memory, and results are
+# read as late as possible.
 
 ALIGNMENT = 8  # bytes, enough for any type
 
 
 def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Arrays as tensors on a device, by name, of the same shapes and types.
+    """Sends arrays to a device: tensors by name, of the same shapes and types.
 
-    On a GPU they are parts of one buffer, which is copied from pinned memory; on a CPU nothing is copied.
+    On a GPU the tensors are views of one buffer, which is copied from pinned memory. On a CPU nothing is copied.
     """
     if device.type != "cuda":
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    parts, total = {}, 0
+    parts: dict[str, slice] = {}
+    total = 0
     for name, array in arrays.items():
         parts[name] = slice(total, total + array.nbytes)
-        total += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    # torch keeps this pinned memory until the copy from it has run
+        total += math.ceil(array.nbytes / ALIGNMENT) * ALIGNMENT
+    # torch's allocator does not reuse this pinned memory before the copy from it has run
     packed = torch.empty(total, dtype=torch.uint8, pin_memory=True)
     buffer = packed.numpy()
     for name, array in arrays.items():
@@ -300,28 +321,28 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Te
     on_device = packed.to(device, non_blocking=True)
     sent = {}
     for name, array in arrays.items():
-        own = on_device[parts[name]]
-        sent[name] = own.view(torch.from_numpy(array).dtype).view(array.shape)
+        dtype = torch.from_numpy(array).dtype
+        sent[name] = on_device[parts[name]].view(dtype).view(array.shape)
     return sent
 
 
 def send_integers(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """One array as an int64 tensor."""
+    """Sends integers to a device, as one int64 tensor."""
     return send({"values": np.asarray(values, dtype=np.int64)}, device)["values"]
 
 
 class Report:
-    """A tensor on its way to the CPU. Reading it waits only for work that the device was given before it."""
+    """A tensor on its way to the CPU. Reading it waits only for work that was launched before the report was made."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._arrived = values, None
+        self._values = values
+        self._arrived = None
         if values.device.type == "cuda":
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record(
-                torch.cuda.current_stream(values.device)
-            )  # of this device, which may not be the current one
+            # by default the stream of the current device is taken, which may be another one
+            self._arrived.record(torch.cuda.current_stream(values.device))
 
     def array(self) -> np.ndarray:
         """The values."""

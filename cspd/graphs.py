@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 import time
 import warnings
 import weakref
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-MOST_GRAPHS = 256  # before one more, all are dropped and captured again
+MOST_GRAPHS = 256  # at one more, all are dropped, and captured again when they are used
 
 Replay = Callable[[], Any]
 # maps (trial runs of a function, the function) to (its results, a function that computes them again)
@@ -24,7 +24,7 @@ Capture = Callable[[Callable[[], None], Callable[[], Any]], tuple[Any, Replay]]
 
 @dataclass
 class _Recorded:
-    """A captured function: its static inputs and results, and the replay that computes these from those.
+    """A captured function: its static inputs and results, and the replay that computes the results.
 
     Must not be part of a reference cycle: the graph has to be freed when `Graphs` drops it, not by the garbage
     collector during a later capture.
@@ -37,12 +37,12 @@ class _Recorded:
     freed: list[weakref.ref] = field(default_factory=list)
 
     def watch(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Becomes stale when one of them is freed."""
+        """Makes this graph stale as soon as one of these storages is freed."""
         self.watched = [weakref.ref(storage, self.freed.append) for storage in storages]
 
     @property
     def is_stale(self) -> bool:
-        """Whether memory that it reads has been freed."""
+        """Whether memory that the graph reads has been freed."""
         return bool(self.freed)
 
 
@@ -90,10 +90,11 @@ class Graphs:
         """
         if not self.enabled:
             return function(*inputs)
-        full_key = (key, *((tensor.shape, tensor.dtype) for tensor in inputs))
+        shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        full_key = (key, *shapes)
         with torch.inference_mode():  # so that later runs may write to the static tensors in any mode
             recorded = self._recorded.get(full_key)
-            if recorded and recorded.is_stale:
+            if recorded and recorded.is_stale:  # its replay lives until all graphs are dropped, see `_drop`
                 self._retired.append(self._recorded.pop(full_key).replay)
             if full_key not in self._recorded:
                 recorded = self._recorded[full_key] = self._record(key, function, inputs, state)
@@ -135,24 +136,29 @@ class Graphs:
             for tensor, value in zip(state, before):
                 tensor.copy_(value)
 
+        def trial() -> None:
+            function(*static)
+            restore()
+
         def trials() -> None:
-            # the first trial makes constants and lets libraries choose kernels; the second one is watched
-            for watch in (contextlib.nullcontext(), reads, contextlib.nullcontext()):
-                with watch:
-                    function(*static)
-                restore()
+            trial()  # makes constants, and lets libraries choose kernels
+            with reads:  # so that only what every later run reads is watched
+                function(*static)
+            restore()
+            trial()
 
         try:
             results, replay = self._capture(trials, lambda: function(*static))
         except RuntimeError as error:
             cause = error.__context__ or error  # the context is the first error; ending the capture raised another
-            warnings.warn(f"no CUDA graph of {key}, which runs as single kernels: {cause}", stacklevel=3)
+            warnings.warn(f"no CUDA graph of {key}, which runs as single kernels instead: {cause}", stacklevel=3)
             return None
         finally:
             restore()
             self.seconds += time.perf_counter() - start
         recorded = _Recorded(static, results, replay)
-        recorded.watch([storage for storage in (seen() for seen in reads.seen) if storage is not None])
+        alive = [reference() for reference in reads.seen]
+        recorded.watch([storage for storage in alive if storage is not None])
         return recorded
 
     def _drop(self) -> None:
@@ -167,12 +173,12 @@ class Graphs:
 
 
 class _Reads(TorchDispatchMode):
-    """Collects the memory that operations read and did not allocate; it is in `seen` after the block."""
+    """Collects the storages that operations read and did not allocate; they are in `seen` after the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[weakref.ref[torch.UntypedStorage]] = []
-        self._read: dict[int, torch.UntypedStorage] = {}  # holds them, so that no address is reused meanwhile
+        self._read: dict[int, torch.UntypedStorage] = {}  # holds them, so that none of their addresses is reused
         self._made: set[int] = set()
 
     def __exit__(self, *error: Any) -> None:
@@ -186,7 +192,8 @@ class _Reads(TorchDispatchMode):
             if storage._cdata not in self._made:
                 self._read[storage._cdata] = storage
         results = operation(*args, **kwargs)
-        self._made |= {storage._cdata for storage in _storages(results)} - self._read.keys()
+        outputs = {storage._cdata for storage in _storages(results)}
+        self._made |= outputs - self._read.keys()  # views and in-place results share what was read
         return results
 
 
@@ -224,6 +231,11 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def bucket(size: int, per_octave: int = 8) -> int:
-    """The padded size, so that shapes repeat: unchanged up to 2 `per_octave`, then `per_octave` sizes per octave."""
-    step = 1 << max(0, (size - 1).bit_length() - per_octave.bit_length())
-    return -(-size // step) * step
+    """The padded size, so that shapes repeat: unchanged up to 2 `per_octave`, then `per_octave` sizes per octave.
+
+    Args:
+        per_octave: a power of two.
+    """
+    octave = (size - 1).bit_length()
+    step = 2 ** max(0, octave - per_octave.bit_length())
+    return math.ceil(size / step) * step

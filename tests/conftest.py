@@ -8,17 +8,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from golden_files import GOLDEN, Golden, golden_mar, relative_error  # noqa: F401 - tests take them from here
 
 import cspd
 import cspd.checkpoints
 from cspd import terminal
 from cspd.discrete.gpt import GPT, GPTConfig, VQConfig, VQModel
-from cspd.gpu_check.run import GOLDEN_FOLDER as GOLDEN  # noqa: F401 - for tests to take from here, as relative_error
-from cspd.gpu_check.run import (
-    Golden,
-    golden_mar,
-    relative_error,  # noqa: F401
-)
 from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
 

@@ -1,4 +1,4 @@
-"""Kernels without a GPU: what is launched is noted, and compiled as it would be for one; nothing is computed."""
+"""Triton kernels without a GPU: launches are recorded, and can be compiled for one; nothing is computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VIEWS |= {"unbind", "expand", "unsqueeze", "squeeze", "alias", "detach", "split_
 
 
 class Launch(NamedTuple):
-    """A kernel that is launched, its constants by name, and how to compile it for an H100."""
+    """A launched kernel, its constants by name, and a function that compiles it."""
 
     name: str
     constants: dict[str, Any]
@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 
 
 class H100:
-    """As much of a driver as Triton asks for to compile."""
+    """The parts of a driver that Triton needs to compile."""
 
     def get_current_device(self) -> int:
         return 0
@@ -41,7 +41,7 @@ class H100:
 
 
 class Operations(TorchDispatchMode):
-    """Names the operations of PyTorch that are kernels on a GPU."""
+    """Records the operations of PyTorch that are kernels on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def pretended_h100() -> contextlib.AbstractContextManager[Any]:
 
 
 def resources(cubin: bytes, cuobjdump: str) -> dict[str, int]:
-    """Registers a thread (REG), bytes of its stack (STACK, LOCAL), to which registers are spilled, and SHARED ones."""
+    """Registers per thread (REG), bytes of its stack (STACK, LOCAL), where registers are spilled, and SHARED memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

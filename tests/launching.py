@@ -21,7 +21,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(arguments: Sequence[str], log: Path, launch: Sequence[str] = (), **more: str) -> subprocess.Popen:
-    """The command in a process of its own, or those that torchrun starts if `launch` has its options."""
+    """The command in a process of its own; with `launch`, the options of torchrun, in the processes that it starts."""
     torchrun = ["-m", "torch.distributed.run", *launch] if launch else []
     command = [sys.executable, *torchrun, "-m", "cspd", *map(str, arguments)]
     with open(log, "a") as file:
@@ -46,14 +46,16 @@ def wait_until(met: Callable[[], object], seconds: float = 120) -> None:
 
 
 def workers_of(run: subprocess.Popen) -> list[int]:
-    """The processes that torchrun has started, which have sessions of their own."""
+    """The worker processes of torchrun, which are in sessions of their own."""
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     return [int(pid) for pid in children.read_text().split()] if run.poll() is None else []
 
 
 def alive(pid: int) -> bool:
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty: it has ended, and nobody has asked how
+        return bool(
+            Path(f"/proc/{pid}/cmdline").read_bytes()
+        )  # empty: it has ended, and its parent has not waited for it
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -69,15 +71,15 @@ def kill(pids: Sequence[int]) -> None:
 def kill_all(run: subprocess.Popen) -> None:
     """kill -9 of a command, or of torchrun and its workers, all at once."""
     if run.poll() is None:
-        run.send_signal(signal.SIGSTOP)  # that it starts no worker meanwhile
+        run.send_signal(signal.SIGSTOP)  # so that it cannot start another worker
         kill([*workers_of(run), run.pid])
     run.wait()
 
 
 def kill_launcher(run: subprocess.Popen) -> None:
-    """kill -9 of torchrun alone, and waits for its workers to end by themselves."""
+    """kill -9 of torchrun alone; waits until its workers have ended by themselves."""
     workers = workers_of(run)
-    for pid in workers:  # in its first tenth of a second one cannot know that it had another parent
+    for pid in workers:  # a worker that is still starting does not know its launcher
         wait_until(lambda pid=pid: not alive(pid) or b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes())
     kill([run.pid])
     run.wait()

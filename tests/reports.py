@@ -1,4 +1,4 @@
-"""A comparison's report with everything that can be in one, and a reader of its page."""
+"""A report of a comparison that uses every column, and a parser of its page."""
 
 from __future__ import annotations
 
@@ -25,45 +25,29 @@ def row(name, **values):
 
 @pytest.fixture(name="made")
 def full_report():
-    """A report with everything that can be in one, and images: row r's i-th is of one colour, (20 r, 10 i, 99)."""
+    """A report that uses every column, and images: image i of row r has the colour (20 r, 10 i, 99)."""
+    bounded = {"bound": 0.25, "bound_ci95": [0.24, 0.26], "accuracy": 1.0, "fid": 9.0, "p_value": 0.5}
+    faster = {"speed_up": spread(1.5, 2.25, 2.5), "seconds": [0.5, 0.5, 1.0], "alpha": 0.75}
     rows = [
         row("ar", accuracy=0.5, fid=9.5, fid_ci95=[9.375, 9.75]),
-        row(
-            "speculative",
-            speed_up=spread(1.5, 2.25, 2.5),
-            seconds=[0.5, 0.5, 1.0],
-            p_value=0.004,
-            alpha=0.75,
-            accuracy=0.75,
-            fid=9.25,
-        ),
-        row(
-            "cool-sd:delta=2",
-            guarantee="bounded",
-            bound=0.25,
-            bound_ci95=[0.24, 0.26],
-            accuracy=1.0,
-            fid=9.0,
-            p_value=0.5,
-        ),
+        row("speculative", p_value=0.004, accuracy=0.75, fid=9.25, **faster),
+        row("cool-sd:delta=2", guarantee="bounded", **bounded),
         row("a|b <i>&", method="cspd", guarantee="heuristic", fid=8.0, accuracy=0.25),
     ]
-    content = {
-        "schema": "x",
-        "images": 12,
-        "first_seed": 5,
-        "labels": [3, 4],
-        "max_batch": 4,
-        "turns": 3,
-        "rows": rows,
-    }
     model = {"role": "target", "file": "t.safetensors", "sha256": "e" * 64, "bytes": 1, "parameters": 1_250_000}
     models = [model | {"configurations": [each["name"] for each in rows]}]
     models.append(model | {"role": "draft", "file": "d.safetensors", "configurations": ["a|b <i>&"]})
-    content["ran"] = what_ran({"device": "a <cpu>", "threads": 3}, models, "cspd compare --out 'a b'")
-    content |= {"baseline": "ar", "space": "digits"}
-    content |= {"clip": None, "reference": {"name": "r.npz", "fingerprint": "f" * 64}}
-    content["missing"] = {"inception_score": "12 images: 20 are needed", "inception_score_std": "also"}
+    about = {"schema": "x", "images": 12, "first_seed": 5, "labels": [3, 4], "max_batch": 4, "turns": 3}
+    reference = {"name": "r.npz", "fingerprint": "f" * 64}
+    content = about | {
+        "rows": rows,
+        "ran": what_ran({"device": "a <cpu>", "threads": 3}, models, "cspd compare --out 'a b'"),
+        "baseline": "ar",
+        "space": "digits",
+        "clip": None,
+        "reference": reference,
+        "missing": {"inception_score": "12 images: 20 are needed", "inception_score_std": "also"},
+    }
     images = [np.zeros((12, 32, 32, 3), np.uint8) for _ in rows]
     for r, of_row in enumerate(images):
         for i in range(12):
@@ -72,7 +56,7 @@ def full_report():
 
 
 class Page(HTMLParser):
-    """Cells of the first table, row by row, and everything that a tag refers to."""
+    """The cells of a page's tables, row by row, all links, tags and text."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,19 +1,20 @@
-"""A stand-in for CUDA where there is none: tensors that say `cuda:0`, hold their data on the CPU, and are watched.
+"""A stand-in for CUDA on machines without it: tensors that claim to be on `cuda:0`, hold their data on the CPU, and are
+watched.
 
     with standin.cuda() as gpu:
         engine = Engine(models, device="cuda:0")
         ...
         print(gpu.kernels.total(), gpu.reads, gpu.blocking)
 
-All numbers are those of a CPU. What a GPU would do is noted:
-* a kernel for every operation that is no view; matrix products, sorting and attention may launch a few more;
-* a read, where the CPU waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
+All numbers are computed on the CPU. It counts:
+* a kernel for every operation that is not a view; on a GPU, matrix products, sorting and attention may launch more;
+* a read if the CPU waits for the device: `item`, `tolist`, `nonzero`, an index by a mask, a synchronisation;
 * a blocking copy, to the device from memory that is not pinned or without `non_blocking`.
 
-Tensors of both devices in one operation raise RuntimeError, as on a GPU. So do a norm's weights of another type than
-its input, and a read while a graph is captured. What a non-blocking copy brings to the CPU is there once an event
-recorded after it is past, and rubbish before. A graph is the list of its operations, run again. Everything is undone at
-the end, but that models stay where they are: give a copy of shared ones.
+As on a GPU, an operation on tensors of both devices raises RuntimeError. So do a norm whose weights and input differ
+in type, and a read while a graph is captured. A non-blocking copy to the CPU holds rubbish until an event recorded
+after it has passed. A graph is the list of its operations, run again. At the end everything is undone, except that
+models stay on the device: pass copies of shared models.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from timeline import Event, Graph, Pool, Stream, Timeline
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda:0")
-# without them torch asks for a driver
+# otherwise torch asks for a driver
 POSSIBLE = torch.backends.cuda.is_built() and hasattr(torch._C, "_ensureCUDADeviceGuardSet")
 ROOT = Path(__file__).parent.parent
 OURS = tuple(f"{ROOT / package}/" for package in ("cspd", "mar"))
-RUBBISH = 0x7F  # in every byte
+RUBBISH = 0x7F  # every byte of a copy that has not arrived
 ATTENTION = functional.scaled_dot_product_attention
 READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim"}
-NORMS = {"native_layer_norm", "native_group_norm"}  # with weights; a CPU has kernels for float32 ones of bfloat16
+NORMS = {"native_layer_norm", "native_group_norm"}  # a CPU also takes float32 weights with bfloat16 inputs
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 NOTHING = (
     "_lazy_init current_device max_memory_allocated memory_allocated memory_reserved reset_peak_memory_stats".split()
@@ -56,15 +58,15 @@ NO_KERNEL = set(
 
 
 class Place(NamedTuple):
-    """What was noted, and where in this repository."""
+    """Something that happened, and the line of this repository that caused it."""
 
     what: str
-    function: str  # with its file
+    function: str  # after its file
     line: int
 
 
 def place(what: str) -> Place:
-    """The innermost line of this repository's that is being run."""
+    """The innermost running line of this repository."""
     frame = sys._getframe(1)
     while frame is not None:
         function = _ours(frame.f_code)
@@ -76,14 +78,14 @@ def place(what: str) -> Place:
 
 @functools.cache
 def _ours(code: types.CodeType) -> str | None:
-    """The file and the function of code of this repository's; None of other code."""
+    """The file and the function, if the code is of this repository."""
     if not code.co_filename.startswith(OURS) or code.co_name.startswith("<"):  # as comprehensions do
         return None
     return f"{Path(code.co_filename).relative_to(ROOT).as_posix()} {code.co_name}"
 
 
 class OnDevice(Tensor):
-    """A tensor that says `cuda:0`, and the CPU tensor that it is."""
+    """A tensor that claims to be on `cuda:0`, and the CPU tensor that holds its values."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -99,33 +101,33 @@ class OnDevice(Tensor):
         return f"OnDevice({self.held})"
 
     def record_stream(self, stream: Stream) -> None:
-        """Its memory is no one else's anyway."""
+        """Its memory is not shared anyway."""
 
     def tolist(self) -> Any:
         return self.to("cpu").tolist()
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        raise RuntimeError(f"{op} of a tensor of the stand-in, which has ended")
+        raise RuntimeError(f"{op} on a tensor of a stand-in that has ended")
 
 
 class StandIn(TorchDispatchMode):
-    """What is noted while it is active.
+    """Counts what happens while it is active.
 
     Attributes:
-        kernels: by operation; a graph's replay is one. by_function: by the function of ours that launches them.
-        reads, blocking: the places where the CPU waits for the device, and for a copy to it.
+        kernels: by operation; the replay of a graph is one. by_function: by the function that launched them.
+        reads, blocking: the lines at which the CPU waits for the device, and for a copy to it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.timeline = Timeline()
-        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that their memory is no one else's
+        self._pinned: dict[int, Tensor] = {}  # by address; held, so that their memory is not reused
         self._graph: Graph | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was noted."""
+        """Starts counting from zero."""
         self.kernels, self.by_function = Counter[str](), Counter[str]()
         self.reads, self.blocking = Counter[Place](), Counter[Place]()
 
@@ -135,7 +137,7 @@ class StandIn(TorchDispatchMode):
             self.by_function[place(name).function] += 1
 
     def wait(self, places: Counter[Place], what: str, event: int | None = None) -> None:
-        """The host waits until the device has come to an event, by default for all that it was given to do."""
+        """The CPU waits until the device has passed an event, by default for all of its work."""
         if self._graph is not None:
             raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
         places[place(what)] += 1
@@ -153,24 +155,30 @@ class StandIn(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         name = op._schema.name.split("::")[1]
-        tensors: list[Tensor] = []
-        _each((args, kwargs), tensors.append)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         are_there = [isinstance(tensor, OnDevice) for tensor in tensors]
         if _is_made_of_others(op) and (any(are_there) or name == "to"):
             with self:
                 return op.decompose(*args, **kwargs)
         if name == "is_pinned":
             return self._is_pinned(tensors[0])
+
+        # where the result is
         pinned = kwargs.pop("pin_memory", False) or name == "_pin_memory"
         there = any(are_there)
         if kwargs.get("device") is not None:
             there = torch.device(kwargs["device"]).type == "cuda"
-            kwargs["device"] = torch.device("cpu")  # where it really is
+            kwargs["device"] = torch.device("cpu")  # where the values really are
         if name == "copy_":
             there = isinstance(args[0], OnDevice)
-        if name in ("copy_", "_to_copy") and not all(each == there for each in are_there):
+
+        # copies between the devices
+        if name in ("copy_", "_to_copy") and any(each != there for each in are_there):
             non_blocking = kwargs.get("non_blocking", args[2:] == (True,))
-            return (self._to_device if there else self._to_host)(name, op, args, kwargs, non_blocking)
+            copy = self._to_device if there else self._to_host
+            return copy(name, op, args, kwargs, non_blocking)
+
+        # everything else
         if any(are_there):
             self._look_out(name, args, kwargs, tensors)
         if there:
@@ -185,13 +193,14 @@ class StandIn(TorchDispatchMode):
         results = operation(*own_args, **own_kwargs)
         if self._graph is not None:
             self._graph.operations.append((operation, own_args, own_kwargs, results))
-        # what an operation in place returns is the very tensor that it was given
-        given: dict[int, Tensor] = {}
-        _each((args, kwargs), lambda tensor: given.update({id(_held(tensor)): tensor}))
-        return _each(results, lambda result: given[id(result)] if id(result) in given else OnDevice(result))
+        # an operation in place returns the tensor that it was given
+        given = {id(_held(leaf)): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        return tree_map_only(
+            Tensor, lambda result: given[id(result)] if id(result) in given else OnDevice(result), results
+        )
 
     def attention(self, query: Tensor, *others: Tensor, **settings: Any) -> Tensor:
-        """As scaled_dot_product_attention, which torch takes apart for a device without kernels of it."""
+        """scaled_dot_product_attention as one kernel; torch would decompose it for a device without such a kernel."""
         if not isinstance(query, OnDevice):
             return ATTENTION(query, *others, **settings)
         if getattr(settings.get("attn_mask"), "dtype", None) == torch.bool:
@@ -200,7 +209,7 @@ class StandIn(TorchDispatchMode):
             return self._launch("attention", ATTENTION, (query, *others), settings)
 
     def _look_out(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        """Notes a read, and raises RuntimeError where tensors of both devices meet that may not, or of two types."""
+        """Counts a read; raises RuntimeError if tensors of both devices, or of two types, meet and may not."""
         types = {tensor.dtype for tensor in tensors}
         if name in NORMS and len(types) > 1:
             raise RuntimeError(f"{name}: tensors are of types {types}")
@@ -227,9 +236,10 @@ class StandIn(TorchDispatchMode):
         self.count("copy to the CPU")
         if name == "_to_copy":
             value = op(*_held(args), **kwargs)
-            target = self._pin(value.clone())  # as torch makes it, for a copy that nobody waits for
+            target = self._pin(value.clone())  # torch too makes it pinned, so that the copy can be asynchronous
         else:
-            target, value = args[0], _held(args[1]).to(args[0].dtype).expand_as(args[0]).clone()
+            target = args[0]
+            value = _held(args[1]).to(target.dtype).expand_as(target).clone()
         self.timeline.arrive_later(target, value)
         if non_blocking and self._is_pinned(target):
             target.copy_(torch.full([target.element_size()], RUBBISH, dtype=torch.uint8).view(target.dtype))
@@ -245,19 +255,8 @@ class StandIn(TorchDispatchMode):
         return not isinstance(tensor, OnDevice) and tensor.untyped_storage().data_ptr() in self._pinned
 
 
-def _each(values: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Arguments or results of an operation, each tensor changed."""
-    if isinstance(values, Tensor):
-        return change(values)
-    if isinstance(values, (list, tuple)):
-        return type(values)([_each(value, change) for value in values])
-    if isinstance(values, dict):
-        return {name: _each(value, change) for name, value in values.items()}
-    return values
-
-
 def _held(values: Any) -> Any:
-    return _each(values, lambda tensor: getattr(tensor, "held", tensor))
+    return tree_map_only(Tensor, lambda tensor: getattr(tensor, "held", tensor), values)
 
 
 @functools.cache
@@ -267,9 +266,9 @@ def _is_made_of_others(op: Any) -> bool:
 
 @contextlib.contextmanager
 def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
-    """torch has a device `cuda:0` of so many bytes, and says that it has, until the end of the context.
+    """Inside the context, torch has a device `cuda:0` with this many bytes of memory.
 
-    The test is skipped if this torch cannot pretend: a build without CUDA, or an old one.
+    The test is skipped if this torch cannot pretend that, as a build without CUDA.
     """
     if not POSSIBLE:
         pytest.skip("this torch cannot pretend to have CUDA")
@@ -293,9 +292,9 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
         "graph": gpu.capture,
         "graph_pool_handle": Pool,
     }
-    # tensors of inference mode cannot be wrapped, and there are no gradients here
+    # tensors made in inference mode cannot be wrapped; gradients are off instead
     no_inference = {"__enter__": lambda self: None, "__exit__": lambda self, *error: None}
-    torch._C._ensureCUDADeviceGuardSet()  # one that does nothing, where there is no CUDA
+    torch._C._ensureCUDADeviceGuardSet()  # without CUDA, a guard that does nothing
     with contextlib.ExitStack() as undo:
         undo.enter_context(mock.patch.multiple(torch.cuda, **functions))
         undo.enter_context(mock.patch.multiple(torch.inference_mode, **no_inference))
@@ -306,6 +305,6 @@ def cuda(memory: int = 80 * 2**30) -> Iterator[StandIn]:
         undo.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         undo.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes it here and copies it
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") makes it on the CPU and copies it
         undo.enter_context(gpu)
         yield gpu

@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -27,33 +26,33 @@ from mar.head import Head
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-QUICK = {"num_iter": 2, "cfg": 2.0, "num_sampling_steps": 5}
-FAST = ("ar", "eagle2")
+MAR = {"num_iter": 2, "cfg": 2.0, "num_sampling_steps": 5}
+SPECULATIVE = {"method": "speculative", "window": 3, "draft": "frozen"}
 REQUESTS = [
-    {"method": "ar", **QUICK},
-    {"method": "speculative", "window": 3, "draft": "frozen", **QUICK},
-    {"method": "calibrated", "head_calls": 3, "audit": 0.5, **QUICK},
+    {"method": "ar", **MAR},
+    {**SPECULATIVE, **MAR},
+    {"method": "calibrated", "head_calls": 3, "audit": 0.5, **MAR},
     {"method": "dpm-solver++", "num_iter": 2, "cfg": 2.0, "head_calls": 4},
-    {"method": "lazymar", "warmup": 1, "refresh": 3, **QUICK, "num_iter": 16},
-    {"method": "cspd", "gamma": 4, "prefill": 0.5, **QUICK},
+    {"method": "lazymar", "warmup": 1, "refresh": 3, **MAR, "num_iter": 16},
+    {"method": "cspd", "gamma": 4, "prefill": 0.5, **MAR},
     *({"method": method, "family": "VQ", "cfg": 2.0} for method in ("ar", "eagle2", "sd")),
 ]
 
 
 class Conversions(TorchDispatchMode):
-    """What is converted to another type, by address, and the types of matrix products."""
+    """The addresses of tensors that are converted to another type, and the types of matrix products."""
 
     def __init__(self):
         super().__init__()
         self.converted, self.products = set(), set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if function.overloadpacket in (aten.to, aten._to_copy) and made.dtype != args[0].dtype:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (aten.to, aten._to_copy) and result.dtype != args[0].dtype:
             self.converted.add(args[0].data_ptr())
         if function.overloadpacket in (aten.linear, aten.addmm, aten.mm):
-            self.products.add(made.dtype)
-        return made
+            self.products.add(result.dtype)
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def models():
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(each, marks=() if each["method"] in FAST else pytest.mark.slow, id=each["method"])
+        pytest.param(each, marks=() if each["method"] in ("ar", "eagle2") else pytest.mark.slow, id=each["method"])
         for each in REQUESTS
     ],
 )
@@ -73,13 +72,12 @@ def test_no_weight_is_converted_in_a_round(settings, models):
     engine = Engine(*models, max_batch=2, device="cpu", precision="bf16")
     engine.add_request(engine.resolve(Request(1, **settings)))
     modules = [model for each in models for model in vars(each).values() if isinstance(model, nn.Module)]
-    weights = [weight for module in modules for weight in module.state_dict().values()]
-    weights += [weight for module in modules for weight in engine.precision.prepare(module).state_dict().values()]
+    modules += [engine.precision.prepare(module) for module in modules]
+    addresses = {weight.data_ptr() for module in modules for weight in module.state_dict().values()}
     with Conversions() as seen:
         while engine.scheduler:
             engine.step()
-    assert torch.bfloat16 in seen.products
-    assert not seen.converted & {weight.data_ptr() for weight in weights}
+    assert torch.bfloat16 in seen.products and not seen.converted & addresses
 
 
 def test_only_matrix_products_are_copied():
@@ -88,93 +86,69 @@ def test_only_matrix_products_are_copied():
     assert precision.prepare(head) is twin and precision.prepare(head.res_blocks) is twin.res_blocks
     assert twin.time_embed is head.time_embed and twin.cond_embed is head.cond_embed
     copied = {module for module in twin.modules() if isinstance(module, BFloat16Linear)}
-    assert len(copied) == 2 + 2 * 3 + 1  # before and after the blocks, theirs, and the last modulation
+    assert len(copied) == 2 + 2 * 3 + 1  # before and after the blocks, in the blocks, and the last modulation
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
     shared = {id(parameter) for parameter in head.parameters()}
     assert all(id(parameter) in shared for parameter in twin.parameters())
 
 
-def test_other_policies_copy_nothing():
-    head = Head(4, 8, 1, 6)
-    for policy in ("fp32", "tf32"):
-        assert Precision(policy, CPU).prepare(head) is head and not Precision(policy, CPU).bytes_to_copy(head)
+@pytest.mark.parametrize("policy", ["fp32", "tf32"])
+def test_other_policies_copy_nothing(policy):
+    precision, head = Precision(policy, CPU), Head(4, 8, 1, 6)
+    assert precision.prepare(head) is head and not precision.bytes_to_copy(head)
 
 
 def test_memory_is_checked_for_the_copies(models, monkeypatch):
-    precision = Precision("bf16", CPU)
     for each in models:
-        num_branches = sum(precision.bytes_to_copy(getattr(each, name)) for name in ("target", "draft"))
-        assert num_branches == sum(
-            buffer.nbytes
-            for name in ("target", "draft")
-            for module in Precision("bf16", CPU).prepare(getattr(each, name)).modules()
-            if isinstance(module, BFloat16Linear)
-            for buffer in module.buffers()
-        )
-        monkeypatch.setattr(cspd_device, "free_bytes", lambda device, free=num_branches: free)
-        with pytest.raises(ValueError, match=re.escape("max_batch=1")):
+        precision = Precision("bf16", CPU)
+        both = each.target, each.draft
+        needed = sum(precision.bytes_to_copy(model) for model in both)
+        copies = [module for model in both for module in precision.prepare(model).modules()]
+        copies = [module for module in copies if isinstance(module, BFloat16Linear)]
+        assert needed == sum(buffer.nbytes for module in copies for buffer in module.buffers())
+        assert not any(map(precision.bytes_to_copy, both))
+        monkeypatch.setattr(cspd_device, "free_bytes", lambda device, free=needed: free)
+        with pytest.raises(ValueError, match="max_batch=1"):
             Engine(each, max_batch=1, device="cpu", precision="bf16")
 
 
 def test_engines_over_the_same_models_share_the_copies(models):
     engine = Engine(*models, max_batch=2, device="cpu", precision="bf16")
     target = models[0].target
-    smaller = engine.with_slots(1)
-    assert smaller.precision.prepare(target) is engine.precision.prepare(target)
+    assert engine.with_slots(1).precision.prepare(target) is engine.precision.prepare(target)
     assert not engine.precision.bytes_to_copy(target)
 
 
-# ---- Memory: a long run of mixed requests, bad ones among them, ends with what it had near its beginning
+# Memory: after a long run of mixed requests, some of which fail, the engine has what it had near the beginning.
 
-
-NUM, FIRST = 1000, 300  # by then each shape that is made once was made
-DAMAGED = 2  # the label that makes no image
-QUICK_OF_MEMORY = {"family": "MAR", "num_sampling_steps": 4}
-KINDS = [
-    {"method": "ar", **QUICK_OF_MEMORY},
-    {"method": "speculative", "window": 3, "draft": "frozen", **QUICK_OF_MEMORY},
-    {"method": "cspd", "gamma": 16, "prefill": 0.5, **QUICK_OF_MEMORY},
-    {
-        "method": "cspd",
-        "gamma": 16,
-        "prefill": 0.5,
-        "chains": "speculative",
-        "window": 2,
-        "draft": "frozen",
-        **QUICK_OF_MEMORY,
-    },
-    *({"method": name, "family": "VQ"} for name in method_names(["VQ"])),
-]
+NUM, FIRST = 1000, 300  # by the first measurement, every shape has occurred
+DAMAGED = 2  # the label whose image cannot be made
+CSPD = {"method": "cspd", "gamma": 16, "prefill": 0.5}
+KINDS = [{"method": "ar"}, SPECULATIVE, CSPD, CSPD | {"chains": "speculative", "window": 2, "draft": "frozen"}]
+KINDS = [{"family": "MAR", "num_sampling_steps": 4, **kind} for kind in KINDS]
+KINDS += [{"method": name, "family": "VQ"} for name in method_names(["VQ"])]
 
 
 def request_of(index):
     """The requests differ in method, label, seed, guidance, temperature and iterations."""
-    kind = KINDS[index % len(KINDS)]
-    if index % 50 == 49:
-        kind = {
-            "method": "speculative",
-            "window": 3,
-            **QUICK_OF_MEMORY,
-            "cfg": 1 + index / 100,
-        }  # a calibration for each
-    if kind == {"method": "speculative", "family": "VQ"}:
-        kind = kind | {"window": index % 8, "draft": "jacobi"}
-    if kind["method"] in ("sjd", "mc-sjd", "sjd-pac", "gsd"):
-        kind = kind | {"window": 13 + index % 8}
-    settings = {"cfg": 1 + index % 7 / 2, "temperature": 0.8 + index % 5 / 10} | kind
-    if kind["family"] == "MAR":
+    settings = {"cfg": 1 + index % 7 / 2, "temperature": 0.8 + index % 5 / 10, **KINDS[index % len(KINDS)]}
+    if index % 50 == 49:  # needs a calibration of its own
+        settings = {"family": "MAR", "method": "speculative", "window": 3, "cfg": 1 + index / 100}
+        settings["num_sampling_steps"] = 4
+    elif settings["family"] == "VQ" and settings["method"] == "speculative":
+        settings |= {"window": index % 8, "draft": "jacobi"}
+    elif settings["method"] in ("sjd", "mc-sjd", "sjd-pac", "gsd"):
+        settings["window"] = 13 + index % 8
+    if settings["family"] == "MAR":
         settings["num_iter"] = 2 + index % 4
     return Request(label=index % 3, seed=index, **settings)
 
 
-def resident_bytes():
+def in_use():
+    """Resident bytes of the process, and the number of tensors and sequences that something holds."""
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def alive():
-    """Tensors and sequences that something still holds."""
-    return sum(isinstance(each, (torch.Tensor, Sequence)) for each in gc.get_objects())
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return np.array([resident, sum(isinstance(each, (torch.Tensor, Sequence)) for each in gc.get_objects())])
 
 
 @pytest.mark.slow
@@ -189,7 +163,6 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
     mar = MARModels(damaged, copy.deepcopy(small_mar), create_vae("kl_digits32"))
     engine = Engine(mar, VQModels(**vq), max_batch=8, device="cpu")
     failed = finished = refused = 0
-    after_first = None
     for index in range(NUM):
         if index % 20 == 19:
             with pytest.raises(ValueError, match="cfg"):
@@ -202,54 +175,51 @@ def test_a_thousand_mixed_requests_leave_nothing_behind(small_mar):
             finished += len(outputs)
             failed += sum(output.error is not None for output in outputs)
         if index == FIRST:
-            after_first = resident_bytes(), alive()
+            after_first = in_use()
     del outputs
-    after_all = resident_bytes(), alive()
+    after_all = in_use()
     while len(engine.scheduler):
         finished += len(engine.step())
     assert refused == NUM // 20 and finished == NUM - refused and failed > 100
-    assert after_all[0] < 1.05 * after_first[0]
-    assert after_all[1] < 1.03 * after_first[1]
+    assert (after_all < (1.05, 1.03) * after_first).all()
     assert not engine.runners["MAR"].round_state and not engine.runners["VQ"].unread
 
 
-# ---- Arrays that are sent to a device together: the same there, by one copy that nobody waits for
-
+# Arrays that are sent to a device together: the same values there, by one copy that nobody waits for.
 
 ARRAYS = {
-    "bytes": np.array([True, False, True]),  # the next one begins at an aligned place all the same
+    "bytes": np.array([True, False, True]),  # the next one must begin at an aligned address
     "positions": np.arange(5),
     "scale": np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3),
-    "none": np.zeros((0, 4), dtype=np.int64),
-    "turned": np.arange(6.0).reshape(2, 3).T,
+    "empty": np.zeros((0, 4), dtype=np.int64),
+    "transposed": np.arange(6.0).reshape(2, 3).T,
     "number": np.array(7),
 }
 
 
-def check(sent: dict[str, torch.Tensor]) -> None:
-    assert sent.keys() == ARRAYS.keys()
-    for name, array in ARRAYS.items():
+def check(sent, arrays):
+    assert sent.keys() == arrays.keys()
+    for name, array in arrays.items():
         assert sent[name].shape == array.shape and sent[name].dtype == torch.from_numpy(array).dtype
         assert sent[name].tolist() == array.tolist()
 
 
-def test_to_the_cpu_nothing_is_copied() -> None:
-    sent = send(ARRAYS, torch.device("cpu"))
-    check(sent)
+def test_to_the_cpu_nothing_is_copied():
+    sent = send(ARRAYS, CPU)
+    check(sent, ARRAYS)
     assert np.shares_memory(sent["scale"].numpy(), ARRAYS["scale"])
 
 
-@pytest.mark.parametrize("arrays", [ARRAYS, {}, {"none": ARRAYS["none"]}], ids=["many", "none", "empty"])
-def test_to_a_gpu_all_go_in_one_copy(arrays: dict[str, np.ndarray]) -> None:
+@pytest.mark.parametrize("arrays", [ARRAYS, {}, {"empty": ARRAYS["empty"]}], ids=["many", "none", "empty"])
+def test_to_a_gpu_all_go_in_one_copy(arrays):
     with standin.cuda() as gpu:
         sent = send(arrays, standin.DEVICE)
         assert gpu.kernels == {"copy to the device": 1} and not gpu.blocking
-        assert sent.keys() == arrays.keys() and all(tensor.device == standin.DEVICE for tensor in sent.values())
-        if arrays is ARRAYS:
-            check(sent)
+        assert all(tensor.device == standin.DEVICE for tensor in sent.values())
+        check(sent, arrays)
 
 
-def test_a_report_is_read_when_it_is_there() -> None:
+def test_only_reading_a_report_waits():
     with standin.cuda() as gpu:
         report = Report(torch.arange(3, device=standin.DEVICE))
         assert not gpu.reads and not gpu.blocking

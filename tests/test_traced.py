@@ -1,7 +1,7 @@
-"""What a GPU refuses, types and devices that do not fit, is seen without one: layers and chains traced on `cuda:1`.
+"""Layers and chains traced on a fake `cuda:1`, which finds types and devices that a GPU would refuse.
 
-Kernels are off there, as on a GPU that is too old for them. Whole rounds read what they computed, which cannot be
-traced: tests/standin.py has them.
+Triton kernels are off, as on an old GPU. Whole rounds read their results, which cannot be traced: they run on the
+stand-in of tests/standin.py.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from mar.model import MAR
 from mar.vae import AutoencoderKL, KLConfig
 
 pytestmark = pytest.mark.skipif(not standin.POSSIBLE, reason="this torch cannot pretend to have CUDA")
-DEVICE = torch.device("cuda:1")  # what is made on the current device, which is 0, is on the wrong one
+DEVICE = torch.device("cuda:1")  # the current device is 0, so a tensor made there is on the wrong device
 ROWS, NUM_STEPS, WINDOW = 3, 4, 2
 
 
 @pytest.fixture(scope="module")
 def tracing():
-    """One for all tests, whose tensors are cached by their device."""
+    """One mode for all tests, since code caches constants by device."""
     return FakeTensorMode()
 
 
 @pytest.fixture(autouse=True)
 def traced(tracing, monkeypatch):
-    """Tensors have no values, and may be on devices that are not there."""
+    """Tensors have no values, and may be on devices that do not exist."""
     monkeypatch.setenv(kernels.SWITCH, "0")
     memory = types.SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -68,13 +68,13 @@ def chain(outputs: Callable, model: MAR, precision: Precision) -> None:
 
 
 def published_chain(model: MAR, precision: Precision) -> None:
-    """The whole sampler reads its masks."""
+    """Only the chain, because the whole sampler reads its masks."""
     draws = lambda t: zeros(ROWS, model.head.channels)  # noqa: E731
     mar_model._denoise(precision.prepare(model), zeros(2 * ROWS, 12), 2.0, True, 1.0, NUM_STEPS, draws)
 
 
 def speculative_round(model: MAR, precision: Precision) -> None:
-    """What `compiled` gives to a compiler."""
+    """The function that `compiled` compiles."""
     channels, width = model.head.channels, model.head.width
     table = lookup(zeros(NUM_STEPS, WINDOW, 3 + WINDOW + NUM_SCALARS))
     modulations = Embeddings(zeros(NUM_STEPS, width), zeros(ROWS, 2, width))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from golden_files import relative_error
 from safetensors.torch import load_file
 from torch import Tensor
 from toys import runner_of, toy_models
@@ -19,7 +20,6 @@ from cspd.discrete.gpt import GPT, GPTConfig
 from cspd.discrete.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
 from cspd.discrete.runner import VQRunner
 from cspd.discrete.text import TextEncoder
-from cspd.gpu_check.run import relative_error
 from cspd.method import find
 from cspd.request import Request, RoundStats, Sequence, Stopwatch
 

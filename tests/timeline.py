@@ -1,6 +1,6 @@
-"""The time of a pretended CUDA device, which runs behind the model runner: events, streams, graphs, and late arrivals.
+"""Time on the stand-in of a CUDA device, which lags behind the CPU: events, streams, graphs and late arrivals.
 
-`gpu` is the `standin.StandIn` that they are of.
+`gpu` is the `standin.StandIn` that they belong to.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-LAG = 16  # events that the device is behind: a few rounds
+LAG = 16  # events by which the device is behind: a few rounds
 
 
 class Timeline:
-    """How far the device is: it is past `done` of the events that were `recorded`, in one order on all streams."""
+    """The progress of the device: it has passed `done` of the `recorded` events, which are in one order."""
 
     def __init__(self) -> None:
         self.recorded = self.done = 0
-        self._arrivals: list[tuple[int, Tensor, Tensor]] = []  # after which event, where to, and what
+        self._arrivals: list[tuple[int, Tensor, Tensor]] = []  # the event before it, the target and the value
 
     def arrive_later(self, target: Tensor, value: Tensor) -> None:
-        """A copy to the CPU, which is there once the next event is past."""
+        """Copies to the CPU; the value arrives once the device has passed the next event."""
         self._arrivals.append((self.recorded, target, value))
 
     def reach(self, event: int) -> None:
-        """The device comes to an event, or to the end of what it has to do, and what was copied before it arrives."""
+        """The device passes an event, or all of its work, and the copies before it arrive."""
         self.done = max(self.done, min(event, self.recorded))
         arrived = [each for each in self._arrivals if each[0] < event]
         self._arrivals = [each for each in self._arrivals if each[0] >= event]
@@ -37,13 +37,13 @@ class Timeline:
 
 
 class Event:
-    """As torch.cuda.Event."""
+    """Stands for torch.cuda.Event."""
 
     def __init__(self, gpu: Any, enable_timing: bool = False) -> None:
         self._gpu, self._timeline, self._number = gpu, gpu.timeline, 0
 
     def record(self, stream: object) -> None:
-        """Here no stream is taken for granted: torch's own is of the current device, which need not be the tensors'."""
+        """The stream must be given: torch's default is of the current device, which may be another one."""
         self._timeline.recorded += 1
         self._number = self._timeline.recorded
 
@@ -57,28 +57,28 @@ class Event:
     def elapsed_time(self, later: Event) -> float:
         """Milliseconds: one from an event to the next."""
         if max(self._number, later._number) > self._timeline.done:
-            raise RuntimeError("device not ready: an event is not past")
+            raise RuntimeError("device not ready: an event has not passed")
         return float(later._number - self._number)
 
 
 class Stream:
-    """As torch.cuda.Stream, and the same as all others."""
+    """Stands for torch.cuda.Stream; all streams are one."""
 
     def __init__(self, gpu: Any, device: object = None, priority: int = 0) -> None:
         self._gpu = gpu
 
     def wait_stream(self, stream: Stream) -> None:
-        """Everything is in order already."""
+        """Everything is in one order already."""
 
     def wait_event(self, event: Event) -> None:
-        """Everything is in order already."""
+        """Everything is in one order already."""
 
     def synchronize(self) -> None:
         self._gpu.wait(self._gpu.reads, "stream.synchronize")
 
 
 class Pool:
-    """As a handle of torch.cuda.graph_pool_handle: of no more use when all graphs that were in the pool are gone."""
+    """Stands for torch.cuda.graph_pool_handle(): invalid once all graphs of the pool have been freed."""
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
@@ -93,7 +93,7 @@ class Pool:
 
 
 class Graph:
-    """As torch.cuda.CUDAGraph: operations with the tensors that they had, run again into the same results."""
+    """Stands for torch.cuda.CUDAGraph: operations on fixed tensors, run again into the same results."""
 
     def __init__(self, gpu: Any, keep_graph: bool = False) -> None:
         self._gpu = gpu
@@ -104,5 +104,5 @@ class Graph:
         with _disable_current_modes():
             for operation, args, kwargs, results in self.operations:
                 for old, new in zip(tree_leaves(results), tree_leaves(operation(*args, **kwargs))):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # not a view and not in place
                         old.copy_(new)

@@ -1,267 +1,42 @@
-"""Runs the cases of a GPU check within the minutes it has, keeps what they found in a file, and prints it."""
+"""Runs the cases of a GPU check in child processes, writes what they find to a file, and prints it."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import multiprocessing
+import signal
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from tabulate import tabulate
-from torch import Tensor
 from tqdm import tqdm
 
-from cspd.discrete.gpt import GPTConfig, VQConfig
-from cspd.discrete.registry import GPTS
-from cspd.files import NUMBER, misfit, read_json, write_json
+from cspd.device import describe, synchronize
+from cspd.files import read_json, write_json
+from cspd.gpu_check.sizes import FULL, TINY, Settings
 from cspd.method import PUBLISHED
 from cspd.runs import differences
-from mar.checkpoint import MARS
-from mar.model import MAR, MARConfig
 
-# Golden tensors, made by MAR's and LlamaGen's own code: files beside the tests, where a checkout has them.
-
-GOLDEN_FOLDER = Path(__file__).parent.parent.parent / "tests" / "golden"
-SAMPLE_SETTINGS = {  # settings of the samples in MAR's file
-    "iter4": dict(num_iter=4, cfg=1.0),
-    "iterL": dict(num_iter=64, cfg=1.0),
-    "iterL_cfg2": dict(num_iter=64, cfg=2.0, cfg_schedule="linear"),
-    "iter4_cfg3_linear": dict(num_iter=4, cfg=3.0, cfg_schedule="linear"),
-    "iter4_cfg3_constant_t095": dict(num_iter=4, cfg=3.0, cfg_schedule="constant", temperature=0.95),
-}
-
-
-class Golden(dict):
-    """Tensors of a golden file by name; `config` and `weights` of its model."""
-
-    def __init__(self, name: str) -> None:
-        with safe_open(GOLDEN_FOLDER / name, "pt") as file:
-            super().__init__({key: file.get_tensor(key) for key in file.keys()})
-            self.config = json.loads(file.metadata()["config"])
-        self.weights = {key.removeprefix("model."): value for key, value in self.items() if key.startswith("model.")}
-
-
-class GoldenNoise:
-    """The golden file's draws, on a device; a request's seed is its row in the file."""
-
-    def __init__(self, golden: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
-        names = ("sample.orders", "sample.init_noise", "sample.step_noise")
-        self.orders, self.init_noise, self.step_noise = (golden[name].to(device) for name in names)
-
-    def order(self, seed: Tensor, length: int) -> Tensor:
-        return self.orders[seed].flip(1)  # the file's orders are consumed from their end
-
-    def initial(self, seed: Tensor, position: Tensor, channels: int, index: int) -> Tensor:
-        return self.init_noise[seed, position]
-
-    def steps(self, seed: Tensor, position: Tensor, step: Tensor, channels: int, index: int) -> Tensor:
-        return self.step_noise[seed, position][:, step].transpose(0, 1)
-
-
-def golden_mar(golden: Golden) -> MAR:
-    """The small MAR of its golden file."""
-    c = golden.config
-    config = MARConfig(
-        img_size=c["img"],
-        vae_stride=c["stride"],
-        patch_size=c["patch"],
-        vae_embed_dim=c["C"],
-        class_num=c["cls"],
-        embed_dim=c["D"],
-        depth=c["L"],
-        num_heads=c["H"],
-        buffer_size=c["buf"],
-        diffloss_w=c["w"],
-        diffloss_d=c["d"],
-    )
-    model = MAR(config)
-    model.load_state_dict(golden.weights)
-    return model.eval().requires_grad_(False)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest deviation over largest magnitude."""
-    assert actual.shape == expected.shape
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
-
-
-# How much is checked: the sizes of everything, of a real run and of one that is over in seconds.
-
-Cases = dict[str, Callable[[], dict[str, Any]]]  # of a part: what is checked or timed, by name
-
-
-class Setting(NamedTuple):
-    """Where MAR is timed: a size of `Scale.mars`, images at once, K, precision, and a way to run of `MODES`."""
-
-    size: str
-    batch: int
-    num_iter: int
-    precision: str
-    mode: str
-
-
-MODES = {  # how an engine runs its rounds
-    "eager": {"compiled": False, "graphs": False},
-    "compiled": {"compiled": True, "graphs": False},
-    "graphs": {"compiled": False, "graphs": True},
-}
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The sizes of everything.
-
-    Attributes:
-        is_tiny: models are small ones with random weights, also where the bundled ones are checked otherwise.
-        matmul: side of the matrices. copy_bytes: of the buffer that is copied. launches: kernels that are timed.
-        mars, gpts: the models that are timed, with random weights; mar_draft, gpt_draft: smaller ones that draft.
-        mar_settings: where MAR is timed. windows: W of `speculative`. head_calls: N of `calibrated`. gamma: of `cspd`.
-        gpt_batches: codes are timed for so many images at once.
-        steps: T, denoising steps. warm_ups, rounds: before a round is timed, and timed.
-        golden: which samples are compared with golden ones. same_seeds: settings of images that two devices make.
-        images, samples: of two-sample tests, and draws of the coupling.
-        tokenizer: of codes, where a small model is taken.
-    """
-
-    is_tiny: bool
-    matmul: int
-    copy_bytes: int
-    launches: int
-    mars: dict[str, MARConfig]
-    mar_draft: MARConfig
-    gpts: dict[str, GPTConfig]
-    gpt_draft: GPTConfig
-    mar_settings: tuple[Setting, ...]
-    windows: tuple[int, ...]
-    head_calls: int
-    gamma: int
-    gpt_batches: tuple[int, ...]
-    steps: int
-    warm_ups: int
-    rounds: int
-    golden: tuple[str, ...]
-    same_seeds: dict[str, int]
-    images: int
-    samples: int
-    tokenizer: VQConfig
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a part is told: the device, the sizes, and a folder for what is fitted to random weights."""
-
-    device: torch.device
-    scale: Scale
-    cache: Path
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def synchronize(self) -> None:
-        """Waits for the device."""
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-
-
-def one_at_a_time(base: Setting, **others: tuple) -> tuple[Setting, ...]:
-    """A setting, and those that differ from it in one factor."""
-    changed = [base._replace(**{name: value}) for name, values in others.items() for value in values]
-    return (base, *changed)
-
-
-_B8 = Setting("B", 8, 64, "bf16", "graphs")
-FULL = Scale(
-    is_tiny=False,
-    matmul=8192,
-    copy_bytes=2**30,
-    launches=2000,
-    mars={size: MARS[f"mar_{name}"].config for size, name in (("B", "base"), ("L", "large"), ("H", "huge"))},
-    mar_draft=replace(MARS["mar_base"].config, embed_dim=384, depth=6, num_heads=6, diffloss_w=512, diffloss_d=3),
-    gpts={size: GPTS[f"llamagen_{size.lower()}"].config for size in ("B", "XL", "3B")},
-    gpt_draft=replace(GPTS["llamagen_b"].config, n_layer=3),
-    mar_settings=(
-        *one_at_a_time(
-            _B8,
-            batch=(1, 32, 128, 256),
-            size=("L", "H"),
-            mode=("eager", "compiled"),
-            precision=("tf32", "fp32"),
-            num_iter=(256, 16),
-        ),
-        _B8._replace(size="H", batch=1),
-        _B8._replace(size="H", batch=64),
-    ),
-    windows=(12, 24),
-    head_calls=10,
-    gamma=8,
-    gpt_batches=(1, 8, 64),
-    steps=100,
-    warm_ups=2,
-    rounds=5,
-    golden=tuple(SAMPLE_SETTINGS),
-    same_seeds={"images": 4, "num_iter": 8, "num_sampling_steps": 25},
-    images=500,
-    samples=1_000_000,
-    tokenizer=VQConfig(),
-)
-
-_SMALL_MAR = MARConfig(
-    img_size=32,
-    vae_stride=4,
-    embed_dim=32,
-    depth=1,
-    num_heads=2,
-    class_num=10,
-    buffer_size=4,
-    diffloss_w=32,
-    diffloss_d=1,
-)
-_SMALL_GPT = GPTConfig(dim=32, n_layer=2, n_head=2, vocab_size=64, block_size=64, num_classes=10, multiple_of=32)
-_SMALL = Setting("B", 2, 8, "bf16", "graphs")
-TINY = Scale(
-    is_tiny=True,
-    matmul=256,
-    copy_bytes=2**22,
-    launches=20,
-    mars={"B": _SMALL_MAR},
-    mar_draft=_SMALL_MAR,
-    gpts={"B": _SMALL_GPT},
-    gpt_draft=replace(_SMALL_GPT, n_layer=1),
-    mar_settings=one_at_a_time(_SMALL, batch=(1,), precision=("fp32",), num_iter=(4,)),
-    windows=(4,),
-    head_calls=5,
-    gamma=4,
-    gpt_batches=(1, 2),
-    steps=25,
-    warm_ups=1,
-    rounds=1,
-    golden=("iter4_cfg3_linear",),
-    same_seeds={"images": 2, "num_iter": 8, "num_sampling_steps": 25},
-    images=8,
-    samples=4_000,
-    tokenizer=VQConfig(
-        ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=64, codebook_dim=2, num_res_blocks=1, attention=False
-    ),
-)
-
-
-# The parts of a check, in their order: what each may take of the time, and its cases.
+Case = Callable[[], dict[str, Any]]
+Cases = dict[str, Case]
 
 
 class Part(NamedTuple):
-    """A name, a share of the time, and what makes the cases: functions without arguments, by name.
+    """A group of cases, which one process runs.
 
-    A case returns what it found. `passed` is False where something is wrong, `skipped` says why nothing was done, and
-    an error is kept with its traceback.
+    Attributes:
+        share: of the time of all parts.
+        cases: makes the cases, by name; it does no work yet. A case returns what it found: "passed" is False if
+            something is wrong, "skipped" is the reason why nothing was done.
     """
 
     name: str
@@ -269,24 +44,106 @@ class Part(NamedTuple):
     cases: Callable[[Settings], Cases]
 
 
-# Runs the parts one after the other, each within its share of the time, and keeps what they found in a file.
+# The child process.
+#
+# An invalid access of memory leaves CUDA unusable for the whole process, and a kernel may never return. So no case runs
+# in the process that has the report.
+
+START_SECONDS = 300.0  # for a process to import everything
+CASE_SECONDS = 120.0
+GRACE_SECONDS = 5.0  # for a process that has no more cases
+NO_GRAPH = "no CUDA graph of"  # in the warning of `cspd.graphs`
+
+
+class Worker:
+    """A process that runs cases of a part. It is replaced after an error, a crash or a hang, which costs one case."""
+
+    def __init__(self, part: Part, settings: Settings, case_seconds: float) -> None:
+        self._part = part
+        self._settings = settings
+        self._case_seconds = case_seconds
+        self._process: Any = None
+
+    def run(self, name: str) -> dict[str, Any]:
+        """What a case found; {"lost": why} if its process ended or took too long."""
+        try:
+            if self._process is None:
+                self._start()
+            self._connection.send(name)
+            found = self._receive(self._case_seconds)
+        except TimeoutError as error:
+            found = {"lost": str(error)}
+        except (EOFError, ConnectionError):
+            self._process.join(START_SECONDS)
+            found = {"lost": f"its process ended with exit code {self._process.exitcode}"}
+        if "error" in found or "lost" in found:
+            self.stop()
+        return found
+
+    def stop(self, grace: float = 0.0) -> None:
+        """Ends the process, whatever it does; `grace`: seconds for it to end by itself if it waits for a case."""
+        if self._process is not None:
+            self._connection.close()
+            self._process.join(grace)
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _start(self) -> None:
+        spawning = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._connection, its_end = spawning.Pipe()
+        self._process = spawning.Process(target=_work, args=(its_end, self._part, self._settings))
+        self._process.start()
+        its_end.close()  # so that receiving fails once the process has ended
+        self._receive(START_SECONDS)
+
+    def _receive(self, seconds: float) -> Any:
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"it took longer than {seconds:g} s, and its process was ended")
+        return self._connection.recv()
+
+
+def _work(connection: Connection, part: Part, settings: Settings) -> None:
+    """The child process: receives names of cases, and sends what each found."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both processes: the other one decides
+    cases = part.cases(settings)
+    connection.send("ready")
+    with contextlib.suppress(EOFError):  # the other process has ended, or closed its end
+        while True:
+            name = connection.recv()
+            connection.send(tried(cases[name], settings.device))
+
+
+def tried(case: Case, device: torch.device) -> dict[str, Any]:
+    """What a case found or its error, its warnings, and its seconds; afterwards the device's memory is free again.
+
+    A case has failed if a round should have been captured as a graph and could not be.
+    """
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as warned:
+        try:
+            found = case()
+            synchronize(device)  # an error inside a kernel is raised here, and not in the next case
+        except torch.OutOfMemoryError as error:
+            found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
+        except Exception:
+            found = {"error": traceback.format_exc()}
+    found["seconds"] = time.monotonic() - start
+    texts = [str(warning.message) for warning in warned]
+    found["warnings"] = list(dict.fromkeys(texts))  # each once
+    if any(NO_GRAPH in text for text in found["warnings"]):
+        found["passed"] = False
+    if device.type == "cuda" and "error" not in found:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return json.loads(json.dumps(found), parse_constant=str)  # NaN and infinities become words
+
+
+# The parts one after another, and the report.
 
 SCHEMA = "cspd.gpu-check/1"
-TOP = {"name": str, "count": NUMBER, "microseconds": NUMBER}
-RESULT = {
-    "error?": str,
-    "skipped?": str,
-    "gb_per_s?": NUMBER,
-    "tflop_per_s?": NUMBER,
-    "windows?": {str: {}},
-    "top?": [TOP],
-}
-TIMED = {name: NUMBER for name in ("ms", "flops", "bytes", "peak_bytes", "batch")}
-TIMED |= {"num_iter?": int, **dict.fromkeys(("size", "precision", "method"), str)}
-SHAPE = {"schema": str, "scale": str, "device": str, "parts": {str: {str: RESULT}}}
-LEFT_OUT = "left_out"
-NO_GRAPH = "no CUDA graph of"  # what `cspd.graphs` warns of
-NO_TIME = "its part's share of the time was over: the same command goes on from here"
+LEFT_OUT, STARTED = "left_out", "started"
+NO_TIME = "its part's share of the time was over: the same command runs it"
 REMEDY = "give another --out, or --overwrite"
 
 
@@ -299,225 +156,215 @@ def run_cases(
     minutes: float = 9.0,
     overwrite: bool = False,
     progress: bool = True,
+    case_seconds: float = CASE_SECONDS,
 ) -> dict[str, Any]:
     """Checks a device and returns the report, which is in the file `out` from the first case on.
 
-    What the file has already is not done again, unless it was left out or failed with an error.
+    Cases that are in the file are not run again, unless they were left out or raised an error. A case that was started
+    and has no result was lost with its process: it is not run again either, since it may be what ended the process.
 
     Args:
-        parts: what is checked. tiny: small models, to be done in seconds anywhere. minutes: for all parts.
-        overwrite: begin anew.
+        tiny: small models, which take seconds anywhere. minutes: for all parts. case_seconds: a case that takes
+            longer is ended, and lost.
+        overwrite: start again.
 
     Raises:
-        ValueError: the file is no report, or one of another device or size.
+        ValueError: the file is not a report, or one of another device or size.
     """
-    about = {"schema": SCHEMA, "scale": "tiny" if tiny else "full", "device": _name(device)}
-    report = {**about, "parts": {}}
-    if out.exists() and not overwrite:
-        report = read_report(out, REMEDY)
-        change = differences({name: report[name] for name in about}, about)
-        if change:
-            raise ValueError(f"{out} is of another check ({', '.join(change)}): {REMEDY}")
+    report = _report_to_complete(out, device, "tiny" if tiny else "full", overwrite)
+
+    def save() -> None:
+        write_json(out, report)
+
     end = time.monotonic() + 60 * minutes
-    with tempfile.TemporaryDirectory(prefix="cspd-gpu-check-") as cache, _bar(parts, progress) as bar:
+    form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
+    with (
+        tempfile.TemporaryDirectory(prefix="cspd-gpu-check-") as cache,
+        tqdm(total=len(parts), bar_format=form, disable=not progress) as bar,
+    ):
         settings = Settings(device, TINY if tiny else FULL, Path(cache))
         for i, part in enumerate(parts):
-            now = time.monotonic()
-            share = part.share / sum(each.share for each in parts[i:])  # of what the parts before it have left
-            cases = report["parts"].setdefault(part.name, {})
-            for done in _cases(part, settings, cases, until=now + share * (end - now)):
-                bar.n = i + done
-                bar.set_description(part.name)
-                write_json(out, report)
+            bar.set_description(part.name)
+            # what the parts before it have left is divided by the shares of the others
+            left = end - time.monotonic()
+            share = part.share / sum(each.share for each in parts[i:])
+            until = time.monotonic() + share * left
+            found = report["parts"].setdefault(part.name, {})
+            _run_part(part, settings, found, until, case_seconds, save)
+            bar.update()
     return report
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def _report_to_complete(out: Path, device: torch.device, scale: str, overwrite: bool) -> dict[str, Any]:
+    """The report in a file; a new one if there is no file, or it is to be overwritten."""
+    about = {"schema": SCHEMA, "scale": scale, "device": describe(device)["device"]}
+    if overwrite or not out.exists():
+        return {**about, "parts": {}}
+    report = read_report(out, REMEDY)
+    change = differences({name: report[name] for name in about}, about)
+    if change:
+        raise ValueError(f"{out} is the report of another check ({', '.join(change)}): {REMEDY}")
+    return report
 
 
-def _bar(parts: Sequence[Part], progress: bool) -> tqdm:
-    form = "{desc}{percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]"
-    return tqdm(total=len(parts), bar_format=form, disable=not progress)
+def _run_part(
+    part: Part,
+    settings: Settings,
+    found: dict[str, dict],
+    until: float,
+    case_seconds: float,
+    save: Callable[[], None],
+) -> None:
+    """Runs the missing cases of a part; saves after each, and before it begins."""
+    worker = Worker(part, settings, case_seconds)
+    name = ""
+    try:
+        for name in part.cases(settings):
+            if STARTED in found.get(name, {}):
+                found[name] = {"lost": "the whole check ended while it ran"}
+            elif _is_missing(found.get(name)) and time.monotonic() >= until:
+                found[name] = {LEFT_OUT: NO_TIME}
+            elif _is_missing(found.get(name)):
+                found[name] = {STARTED: True}
+                save()
+                found[name] = worker.run(name)
+            save()
+    except KeyboardInterrupt:  # whoever stops the check does not lose a case
+        if STARTED in found.get(name, {}):
+            del found[name]
+            save()
+        raise
+    finally:
+        worker.stop(GRACE_SECONDS)
 
 
-def _cases(part: Part, settings: Settings, found: dict[str, dict], until: float) -> Iterator[float]:
-    """Does what is missing of a part; yields after each case the share of them that is done."""
-    cases = part.cases(settings)
-    for i, (name, case) in enumerate(cases.items(), 1):
-        if is_missing(found.get(name)):
-            is_late = time.monotonic() >= until
-            found[name] = {LEFT_OUT: NO_TIME} if is_late else _tried(case)
-        yield i / len(cases)
-
-
-def is_missing(result: dict | None) -> bool:
-    """Whether a case is still to be done: never tried, left out, or ended by an error."""
-    return result is None or LEFT_OUT in result or "error" in result
-
-
-def _tried(case: Callable[[], dict]) -> dict[str, Any]:
-    """What a case found, or its error, its warnings, and the seconds it took; the device's memory is free again.
-
-    It failed where rounds should have been graphs and could not be captured.
-    """
-    start = time.monotonic()
-    with warnings.catch_warnings(record=True) as told:
-        try:
-            found = case()
-        except torch.OutOfMemoryError as error:
-            found = {"skipped": f"too little memory: {error}".partition("\n")[0]}
-        except Exception:  # whatever it was: the others go on
-            found = {"error": traceback.format_exc()}
-    found["seconds"] = time.monotonic() - start
-    found["warnings"] = list(dict.fromkeys(str(warning.message) for warning in told))
-    if any(NO_GRAPH in text for text in found["warnings"]):
-        found["passed"] = False
-    if torch.cuda.is_initialized():
-        gc.collect()
-        torch.cuda.empty_cache()
-    return json.loads(json.dumps(found), parse_constant=str)  # numbers that are not finite become words
+def _is_missing(found: dict | None) -> bool:
+    """Whether a case is still to be run: never tried, left out, or ended by an error."""
+    return found is None or LEFT_OUT in found or "error" in found
 
 
 def read_report(path: Path, remedy: str = "give another file") -> dict[str, Any]:
-    """A report that `run_cases` wrote. Raises OSError; ValueError, which ends with the remedy, where it is none."""
+    """A report of `run_cases`. Raises OSError; ValueError, which ends with the remedy, if the file is not one."""
     try:
         report = read_json(path)
-        place = misfit(report, SHAPE) or _untimely(report["parts"])
-    except ValueError as error:
-        raise ValueError(f"{path} is no report of gpu-check ({error}): {remedy}") from None
+        if report["schema"] != SCHEMA:
+            raise ValueError("another schema")
+        format_check(report)  # so it has everything that is printed
     except OSError as error:
         raise OSError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
-    if not place and report["schema"] != SCHEMA:
-        place = "schema"
-    if place:
-        none = f"{path} is no report of this version of gpu-check: {place} is none of its"
-        raise ValueError(f"{none}; {remedy}")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a gpu-check report of this version ({error!r}): {remedy}") from None
     return report
 
 
-def _untimely(parts: dict[str, dict]) -> str | None:
-    """Where a case that was timed has not what its times are told by; None where all have."""
-    timed = {
-        f"parts.{part}.{name}": result
-        for part, cases in parts.items()
-        for name, result in cases.items()
-        if "ms" in result
-    }
-    return next(filter(None, (misfit(result, TIMED, place) for place, result in timed.items())), None)
+def _results(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What all cases found, by "part, case"."""
+    results = {}
+    for part, cases in report["parts"].items():
+        for name, found in cases.items():
+            results[f"{part}, {name}"] = found
+    return results
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """What failed: "part, case"."""
-    return [
-        f"{part}, {name}"
-        for part, cases in report["parts"].items()
-        for name, result in cases.items()
-        if "error" in result or result.get("passed") is False
-    ]
+    """The cases that failed or were lost: "part, case"."""
+    return [name for name, found in _results(report).items() if _verdict(found) in BAD]
 
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# The report as tables: what was checked, how fast it was, and how near to what the device can do.
 
-
-# A report as tables: what was checked, how fast it was, and how near to what the device can do.
-
-TIMES = {"MAR times": PUBLISHED, "VQ times": "ar"}  # what the others are compared with
-SAME = ("size", "batch", "num_iter", "precision")  # of two times that are compared
-WIDEST = 100  # characters of what a case found
+VERDICTS = {"error": "ERROR", "lost": "LOST", STARTED: "LOST", LEFT_OUT: "left out", "skipped": "skipped"}
+BAD = ("ERROR", "LOST", "FAILED")
+SILENT = ("passed", "seconds", "top", "costs", LEFT_OUT, STARTED)  # not printed as a finding
+WIDEST = 200  # characters of what a case found
 
 
 def format_check(report: dict[str, Any]) -> str:
     """The report as text."""
-    found = {part: {n: r for n, r in cases.items() if "ms" not in r} for part, cases in report["parts"].items()}
-    lines = [f"{report['device']}, {report['scale']} size", ""]
-    rows = [
-        [part, name, _verdict(result), _told(result)] for part, cases in found.items() for name, result in cases.items()
+    checked = []
+    by_verdict: dict[str, list[str]] = {}
+    for name, found in _results(report).items():
+        verdict = _verdict(found)
+        by_verdict.setdefault(verdict, []).append(name)
+        if "ms" not in found:
+            checked.append([name, verdict, _told(found)])
+    lines = [
+        f"{report['device']}, {report['scale']} size\n",
+        tabulate(checked, ["case", "", "found"], disable_numparse=True) + "\n",
     ]
-    lines += [tabulate(rows, ["part", "case", "", "found"], disable_numparse=True), ""]
-    for part in TIMES:
-        rows = list(_times(report, part))
-        if rows:
-            titles = [f"{part}, of a few rounds", "ms an image", f"x {TIMES[part]}", "x limit", "GiB"]
-            lines += [tabulate(rows, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")), ""]
-    rows = list(_windows(report["parts"].get("windows", {})))
-    if rows:
-        lines += [tabulate(rows, ["W of speculative", *(f"batch {batch}" for batch in BATCHES)]), ""]
-    lines += [_top(report["parts"].get("top kernels", {}))]
-    left = sum(LEFT_OUT in result for cases in report["parts"].values() for result in cases.values())
-    if left:
-        lines.append(f"{left} cases were left out, since time was over: run the same command again")
-    failed = failures(report)
+    times = list(_times(report))
+    if times:
+        titles = ["time, from a few rounds", "ms per image", "x baseline", "x limit", "GiB"]
+        lines.append(tabulate(times, titles, floatfmt=("", ".2f", ".2f", ".1f", ".1f")) + "\n")
+
+    left_out = len(by_verdict.get("left out", []))
+    if left_out:
+        lines.append(f"{left_out} cases were left out, since the time was over: run the same command again")
+    lost = by_verdict.get("LOST", [])
+    if lost:
+        lines.append(f"{len(lost)} lost (the process crashed or hung; --overwrite tries again): {'; '.join(lost)}")
+    failed = [*by_verdict.get("ERROR", []), *by_verdict.get("FAILED", [])]
     lines.append(f"{len(failed)} failed: {'; '.join(failed)}" if failed else "nothing failed")
-    return "\n".join(line for line in lines)
+    return "\n".join(lines)
 
 
-def _verdict(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return "ERROR"
-    if LEFT_OUT in result:
-        return "left out"
-    if "skipped" in result:
-        return "skipped"
-    if "passed" not in result:
+def _verdict(found: dict[str, Any]) -> str:
+    for key, verdict in VERDICTS.items():
+        if key in found:
+            return verdict
+    if "passed" not in found:
         return ""
-    return "FAILED" if result["passed"] is False else "passed"
+    return "passed" if found["passed"] else "FAILED"
 
 
-def _told(result: dict[str, Any]) -> str:
-    """What a case found, in a line: of an error the last one."""
-    if "error" in result:
-        return result["error"].strip().rpartition("\n")[2][:WIDEST]
-    if "skipped" in result:
-        return result["skipped"]
-    silent = ("passed", "seconds", "top", "windows", "costs", LEFT_OUT)
-    result = {name: value for name, value in result.items() if value != []}
-    parts = [f"{name} {_number(value)}" for name, value in result.items() if name not in silent]
-    return ", ".join(parts)[: 2 * WIDEST]
+def _told(found: dict[str, Any]) -> str:
+    """What a case found, in a line; the last line of an error."""
+    for reason in ("error", "lost", "skipped"):
+        if reason in found:
+            return found[reason].strip().splitlines()[-1][:WIDEST]
+    parts = []
+    for name, value in found.items():
+        if name not in SILENT and value != []:
+            parts.append(f"{name} {_number(value)}")
+    return ", ".join(parts)[:WIDEST]
 
 
 def _number(value: object) -> str:
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {_number(each)}" for key, each in value.items())
+        parts = [f"{key}: {_number(each)}" for key, each in value.items()]
+        return "; ".join(parts)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _times(report: dict[str, Any], part: str) -> Iterator[list]:
-    """Rows of a part that times: milliseconds, their ratio to the baseline's, and to the least that is possible."""
-    cases = report["parts"].get(part, {})
-    base = {_same(r): r["ms"] for r in cases.values() if r.get("method") == TIMES[part] and "ms" in r}
-    for name, result in cases.items():
-        if "ms" in result:
-            least = _least_ms(report["parts"].get("machine", {}), result)
-            plain = base.get(_same(result))
-            speed = plain and result["ms"] and plain / result["ms"]
-            yield [name, result["ms"], speed, least and result["ms"] / least, result["peak_bytes"] / 2**30]
+def _times(report: dict[str, Any]) -> Iterator[list]:
+    """Rows of the timed cases: milliseconds, the baseline's milliseconds over them, and they over the least possible.
+
+    The baseline is the published sampler for MAR and `ar` for VQ models, at the same setting.
+    """
+    timed = {name: found for name, found in _results(report).items() if "ms" in found}
+    baselines = {}
+    for found in timed.values():
+        if found["method"] == (PUBLISHED if "num_iter" in found else "ar"):
+            baselines[_setting(found)] = found["ms"]
+    for name, found in timed.items():
+        baseline = baselines.get(_setting(found))
+        speed_up = baseline and baseline / found["ms"]
+        least = _least_ms(report["parts"].get("machine", {}), found)
+        over_least = least and found["ms"] / least
+        yield [name, found["ms"], speed_up, over_least, found["peak_bytes"] / 2**30]
 
 
-def _same(result: dict[str, Any]) -> tuple:
-    return tuple(result.get(name) for name in SAME)
+def _setting(found: dict[str, Any]) -> tuple:
+    """What two times have in common if they are compared."""
+    return tuple(found.get(name) for name in ("size", "batch", "num_iter", "precision"))
 
 
-def _least_ms(machine: dict[str, dict], result: dict[str, Any]) -> float | None:
-    """Milliseconds of an image if the device did nothing else; None where it was not measured."""
+def _least_ms(machine: dict[str, dict], found: dict[str, Any]) -> float | None:
+    """Milliseconds of an image at the bandwidth and peak of this machine; None if it or the work is unknown."""
     bandwidth = machine.get("copy", {}).get("gb_per_s")
-    peak = machine.get(f"matmul {result['precision']}", {}).get("tflop_per_s")
-    if not bandwidth or not peak:
+    peak = machine.get(f"matmul {found['precision']}", {}).get("tflop_per_s")
+    if not bandwidth or not peak or "flops" not in found:
         return None
-    return 1000 * max(result["flops"] / (peak * 1e12), result["bytes"] / (bandwidth * 1e9))
-
-
-def _windows(cases: dict[str, dict]) -> Iterator[list]:
-    """Rows of the windows that were chosen, by batch."""
-    for size, result in cases.items():
-        for num_iter, chosen in result.get("windows", {}).items():
-            yield [f"{size}, {num_iter}", *(chosen.get(str(batch)) for batch in BATCHES)]
-
-
-def _top(cases: dict[str, dict]) -> str:
-    """The kernels that take the most time."""
-    lines = []
-    for name, result in cases.items():
-        rows = [[k["name"][:WIDEST], k["count"], k["microseconds"]] for k in result.get("top", [])]
-        lines += [tabulate(rows, [name, "runs", "us"], floatfmt=".0f"), ""] if rows else []
-    return "\n".join(lines)
+    compute_ms = found["flops"] / peak * 1e-9
+    memory_ms = found["bytes"] / bandwidth * 1e-6
+    return max(compute_ms, memory_ms)

@@ -1,7 +1,7 @@
-"""Triton kernels for NVIDIA GPUs: each does in one launch what PyTorch does in several, where launches are the time.
+"""Triton kernels for NVIDIA GPUs: each does the work of several PyTorch operations in one launch.
 
-PyTorch's own operations are the reference, and what runs wherever `available` says no. The modules here import Triton,
-so they are imported where they are used. CSPD_KERNELS=0 in the environment turns all of them off.
+They pay where launching kernels takes most of the time. PyTorch's own operations are the reference, and run on every
+device for which `available` is False. CSPD_KERNELS=0 in the environment turns all kernels off.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from mar.head import Head
 
 SWITCH = "CSPD_KERNELS"
 CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
-TRITON = (3, 6)  # the oldest that they were compiled by; before 3.3 no kernel takes tuples
+TRITON = (3, 6)  # the oldest version that compiled them; before 3.3 no kernel takes tuples
 
 
 def available(device: torch.device) -> bool:
-    """Whether these kernels run on a device: CUDA of compute capability 8.0 or above, with `TRITON`, not switched off.
+    """Whether the kernels run on a device: CUDA of compute capability 8.0 or above, with Triton, not switched off.
 
     Raises:
-        ValueError: the switch is neither 0 nor 1.
+        ValueError: CSPD_KERNELS is neither 0 nor 1.
     """
     return device.type == "cuda" and _wanted() and _supported(device)
 
 
 def fuse(head: Head, device: torch.device) -> None:
-    """Has a diffusion head that is on a device computed in few launches, where these kernels run."""
+    """Lets a diffusion head on this device use the kernels, if they run there."""
     head.fused = None  # it may have been on another device
     if available(device):
-        from cspd.kernels.head import denoise
+        from cspd.kernels.head import denoise  # imports Triton, which is not everywhere
 
         head.fused = denoise
 
@@ -40,7 +40,7 @@ def fuse(head: Head, device: torch.device) -> None:
 def _wanted() -> bool:
     value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH}={value!r} in the environment: give 0, for no Triton kernels, or 1")
+        raise ValueError(f"{SWITCH}={value!r} in the environment: set it to 1, or to 0 to turn Triton kernels off")
     return value == "1"
 
 

@@ -1,6 +1,5 @@
-"""Kernels on a CPU: Triton decides on its import whether it interprets them, so these have a process of their own.
-
-`tests/test_kernels.py` starts it.
+"""Kernels on a CPU. Triton decides at its import whether it interprets kernels, so these tests run in a process of
+their own, which `tests/test_kernels.py` starts.
 """
 
 import os

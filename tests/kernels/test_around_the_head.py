@@ -1,4 +1,4 @@
-"""A speculative round by kernels: decisions, states and Gaussians as `draft_verify.move` has them."""
+"""A speculative pass by kernels has the decisions, states and Gaussians of `heads.verify.move`."""
 
 import types
 
@@ -13,10 +13,10 @@ from mar.head import Head, fill, filled
 NUM_STEPS = 12
 
 
-def a_round(num_chains, channels, window):
-    """What a round is of, as `move` takes it: (lookup, draws), (windows, begin, scale, state, left, phase).
+def a_pass(num_chains, channels, window):
+    """The arguments of `move`: (lookup, draws), (windows, begin, scale, state, left, phase).
 
-    Of several chains the first has one step left, the second waits, and the third has ended.
+    If there are several chains, the first has one step left, the second waits, and the third has ended.
     """
     coefficients = 0.3 * torch.randn(NUM_STEPS, window, 3).numpy()
     drift = 0.1 * torch.randn(NUM_STEPS, window).numpy()
@@ -28,7 +28,9 @@ def a_round(num_chains, channels, window):
     state = torch.randn(num_chains, 8, channels)
     left = torch.randint(1, NUM_STEPS + 1, (num_chains,))
     phase = torch.zeros_like(left)
-    left[0], left[2:3], phase[1:2] = 1, 0, UNRESOLVED
+    left[0] = 1
+    phase[1:2] = UNRESOLVED
+    left[2:3] = 0
     windows = (torch.randperm(slots - 1)[:num_chains, None] + 1) * NUM_STEPS - own.lags
     begin = torch.arange(num_chains) * window
     scale = torch.linspace(0.2, 3, num_chains).view(-1, 1, 1)
@@ -36,10 +38,10 @@ def a_round(num_chains, channels, window):
 
 
 class AsDrafted:
-    """In place of a head: outputs that would make p equal to q, but for random errors. It keeps its inputs.
+    """Replaces a head: its outputs make p equal to q up to random errors. It has the head's `inputs`.
 
     Args:
-        of_mean, of_sigma: how large the errors are, of eps and of log sigma_p.
+        of_mean, of_sigma: sizes of the errors of eps and of log sigma_p.
     """
 
     def __init__(self, draft, state, left, y, noise, classes, of_mean, of_sigma):
@@ -59,7 +61,7 @@ class AsDrafted:
 
 
 def drafted(own, draws, windows, state, left):
-    """y [R, W, d] and their noise."""
+    """The drafted states y [R, W, d], their noise, and the indices of their steps."""
     window = len(own.lags)
     rows = own.draft[left]
     base_q, slope = rows[..., 3 + window, None], rows[..., 4 + window, None]
@@ -82,8 +84,8 @@ SIZES = [  # chains, classes, channels, window
 
 @pytest.mark.parametrize("num_chains,classes,channels,window", SIZES)
 @pytest.mark.parametrize("spread", SPREADS)
-def test_rounds_agree(num_chains, classes, channels, window, spread):
-    (own, draws), chains = a_round(num_chains, channels, window)
+def test_passes_agree(num_chains, classes, channels, window, spread):
+    (own, draws), chains = a_pass(num_chains, channels, window)
     windows, _, scale, state, left, phase = chains
     moving = (left > 0) & (phase == MOVING)
     y, noise, places = drafted(own, draws, windows, state, left)
@@ -100,7 +102,7 @@ def test_rounds_agree(num_chains, classes, channels, window, spread):
     torch.testing.assert_close(last[moving], y[moving, -1], rtol=1e-5, atol=1e-5)
     made = after_head(*given, inputs, last, head.out, scale)
     after = type(expected)(*made)
-    if num_chains == 33 and spread != "not a number":  # else it would not be a test of them
+    if num_chains == 33 and spread != "not a number":  # some drafts are rejected, and some not resolved
         assert 0 < (expected.record < 0).sum() < num_chains and expected.record.abs().max() > 1
         assert spread == "of the mean" or (expected.phase != phase).any()
     agree(after, expected, state, moving, finite=spread != "not a number")
@@ -110,23 +112,23 @@ def agree(after, expected, state, moving, finite=True):
     for name in ("left", "phase", "step_index", "record"):
         assert torch.equal(getattr(after, name), getattr(expected, name)), name
     assert torch.equal(after.state[~moving], state[~moving])
-    has_ended = expected.left == 0  # their token is p's mean; the state itself is of no more use
+    has_ended = expected.left == 0  # the token is the mean of p, and the state is not used any more
     after.state[has_ended, 0] = expected.state[has_ended, 0]
     pairs = [(after.state, expected.state)]
-    if finite:  # there 0 times NaN is NaN by PyTorch, and no image is made of it
+    if finite:  # otherwise PyTorch computes 0 * NaN, and no image is made of it
         pairs.append((after.log_sigma, expected.log_sigma))
     for found, wanted in pairs:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("tabled", [True, False])
-def test_rounds_with_a_head_agree(tabled):
-    """Modulations are read in a table where they are, or computed."""
+def test_passes_with_a_head_agree(tabled):
+    """Modulations are read from a table, or computed."""
     num_chains, channels, width, window = 5, 5, 24, 3
     head = Head(channels, width, 2, 8)
     for parameter in head.parameters():
         parameter.normal_(std=0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
-    (own, draws), chains = a_round(num_chains, channels, window)
+    (own, draws), chains = a_pass(num_chains, channels, window)
     modulations = Embeddings(torch.randn(NUM_STEPS, width), torch.randn(len(draws), 2, width))
     if tabled:
         layers = head.modulations(modulations.t_embed, modulations.c_embed.transpose(0, 1).unsqueeze(2))
@@ -136,7 +138,7 @@ def test_rounds_with_a_head_agree(tabled):
     agree(move_by_kernels(*work), move(*work, trace_sigma=True), state, (left > 0) & (phase == MOVING))
 
 
-def test_what_is_not_contiguous_is_an_error():
-    (own, draws), (windows, _, _, state, left, phase) = a_round(3, 5, 2)
+def test_a_state_that_is_not_contiguous_is_an_error():
+    (own, draws), (windows, _, _, state, left, phase) = a_pass(3, 5, 2)
     with pytest.raises(ValueError):
         before_head(own.draft, draws, windows, state.mT.contiguous().mT, left, phase, 8)

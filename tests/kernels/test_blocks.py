@@ -1,4 +1,4 @@
-"""The head by kernels, and what follows its call: as PyTorch computes them."""
+"""The head by kernels, and the steps after its call, agree with PyTorch."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_head_in_bfloat16_is_as_near_to_float32_as_pytorchs():
 
 
 def test_modulations_are_read_where_they_are():
-    """Rows of a table by their numbers, twice or never, in place of a gather."""
+    """Rows of a table are read by index, some twice and some never, instead of gathered."""
     head = random_head(5, 33, 2)
     layers = random_layers(head, 2, 7)
     at = torch.tensor([6, 0, 6])

@@ -1,4 +1,4 @@
-"""The draws of `noise`, by kernels: the same bits and uniform draws, and normals to two roundings."""
+"""The draws of `cspd.noise` by kernels: equal bits and uniform draws, and normals to two roundings."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from cspd.noise import INDEX_BITS, Purpose
 
 SEEDS = torch.tensor([0, 7, 2**31, 2**40 + 7, 2**63 - 1])
 SHAPES = {
-    "a place each": (SEEDS, SEEDS % 7, 3, 5),
+    "one each": (SEEDS, SEEDS % 7, 3, 5),
     "steps": (SEEDS, SEEDS % 7, torch.tensor([99, 3, 0]).view(-1, 1), 0),
     "candidates": (SEEDS[:, None], (SEEDS % 7)[:, None], (SEEDS % 5)[:, None], torch.arange(11, 15)),
     "four dimensions": (
@@ -18,9 +18,9 @@ SHAPES = {
         torch.tensor([0, 99]).view(-1, 1),
         torch.tensor([0, 5, 2**24 - 1]),
     ),
-    "one place": (SEEDS[3], SEEDS[1], 2**31, 2**24 - 1),
+    "a single one": (SEEDS[3], SEEDS[1], 2**31, 2**24 - 1),
     "not contiguous": (SEEDS.repeat(2)[::2], torch.arange(10).view(5, 2).t()[1], 3, 5),
-    "no place": (SEEDS[:0], SEEDS[:0], 3, 5),
+    "none": (SEEDS[:0], SEEDS[:0], 3, 5),
 }
 
 

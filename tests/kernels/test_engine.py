@@ -1,4 +1,4 @@
-"""Engines whose device has kernels make the tokens that PyTorch's operations make."""
+"""Engines with kernels generate the tokens of engines without."""
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ METHODS = {
     "speculative": {"window": 2, "draft": "frozen"},
     "lazymar": {"first_timestep": 950, "warmup": 1, "refresh": 2},
 }
-MOST = {"fp32": 1e-4, "bf16": 1e-2}  # sums between products are in float32 by kernels only
+MAX_ERROR = {"fp32": 1e-4, "bf16": 1e-2}  # only kernels keep sums between products in float32
 
 
-def made(request: Request, precision: str) -> Output:
+def generated(request: Request, precision: str) -> Output:
     engine = Engine(MARModels(toy_mar(2)), max_batch=1, device="cpu", precision=precision)
     (output,) = engine.generate([request])
     return output
@@ -27,9 +27,9 @@ def made(request: Request, precision: str) -> Output:
 @pytest.mark.parametrize("method,precision", [*((method, "fp32") for method in METHODS), ("speculative", "bf16")])
 def test_tokens_agree(method, precision, monkeypatch):
     request = Request(1, 1, method, **SETTINGS, **METHODS[method])
-    expected = made(request, precision)
+    expected = generated(request, precision)
     monkeypatch.setattr(kernels, "available", lambda device: True)
-    output = made(request, precision)
-    assert relative_error(output.tokens, expected.tokens) < MOST[precision]
+    output = generated(request, precision)
+    assert relative_error(output.tokens, expected.tokens) < MAX_ERROR[precision]
     assert torch.equal(output.token_cost, expected.token_cost)
     assert (output.stats.by_lag, output.stats.by_step) == (expected.stats.by_lag, expected.stats.by_step)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import relative_error
 from distributions import normal_pvalue
+from golden_files import SAMPLE_SETTINGS, GoldenNoise
 from heads import MixtureHead
 from toys import SMALL, staggered, toy_mar
 
 from cspd import Engine, MARModels, Request, noise
-from cspd.gpu_check.run import SAMPLE_SETTINGS, GoldenNoise
 from cspd.masked.orders import timetable
 from cspd.method import METHODS
 from mar.head import schedule
