@@ -20,7 +20,7 @@ from cspd.request import Inpainting, Request, Sequence, Stopwatch
 from cspd.terminal import choice, shortened, value_of
 
 # A method is one `Method` object, in the file that has its round. Each family of models has one model runner class:
-# `MARRunner` and `VQRunner`.
+# `MARRunner` and `VQRunner`. The runner owns models and tensors; a method decides what to compute with them.
 
 GUARANTEES = {
     "exact": "The images have the distribution of baseline sampling (ar) with the same settings, up to floating-point"
@@ -131,7 +131,11 @@ class Prepared:
 
 
 def complete(
-    request: Request, method: Method, common: tuple[Option, ...], model_defaults: Mapping[str, object], num_classes: int
+    request: Request,
+    method: Method,
+    common: tuple[Option, ...],
+    model_defaults: Mapping[str, object],
+    num_classes: int,
 ) -> Request:
     """Fills in all defaults of a request and checks its settings one by one.
 
@@ -143,6 +147,7 @@ def complete(
     Raises:
         ValueError: a setting has a wrong type, is out of range, or does not apply to the other settings.
     """
+    # Defaults first: whether an option applies depends on the values of other options.
     settings = {**model_defaults, **request.settings}
     request = method.fill(dataclasses.replace(request, settings=settings))
     if num_classes:
@@ -228,7 +233,8 @@ def _check_is_off(name: str, value: object, request: Request, method: Method) ->
         selector, values = option.only_with or ("", ())
         allowed += [repr(value) for value in values]
     wanted = " or ".join(allowed)
-    raise ValueError(f"{name}={value!r} needs {selector}={wanted}, but {selector}={getattr(request, selector)!r}")
+    present = getattr(request, selector)
+    raise ValueError(f"{name}={value!r} needs {selector}={wanted}, but {selector}={present!r}")
 
 
 class ModelRunner(Protocol):
@@ -300,7 +306,9 @@ _BUILT_IN: list[Method] = []
 
 
 def register_family(
-    name: str, methods: Several[Method], named_by: Callable[[Request], str | None] = lambda request: None
+    name: str,
+    methods: Several[Method],
+    named_by: Callable[[Request], str | None] = lambda request: None,
 ) -> None:
     """Adds the methods of a family of models; `cspd.option` has the family's options.
 
@@ -311,6 +319,7 @@ def register_family(
     order = [*COMMON]
     _BUILT_IN.extend(methods)
     _BUILT_IN.sort(key=lambda method: order.index(method.family))
+    # A plug-in may have registered its methods before this family was imported.
     METHODS[:] = _BUILT_IN + [method for method in METHODS if method not in _BUILT_IN]
     NAMED_BY[name] = named_by
 
@@ -396,17 +405,22 @@ def _named(name: str, families: Several[str]) -> Method:
     owners = [method for method in METHODS if method.name == name]
     valid = method_names(families)
     if not owners:
-        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, valid)}")
-    raise ValueError(
-        f"method={name!r} does not decode {' or '.join(families)} models: choose one of"
-        f" {', '.join(valid)}{_other_models(owners)}"
-    )
+        raise _unknown(name, valid)
+    models = " or ".join(families)
+    remedy = f"choose one of {', '.join(valid)}{_other_models(owners)}"
+    raise ValueError(f"method={name!r} does not decode {models} models: {remedy}")
+
+
+def _unknown(name: str, valid: list[str]) -> ValueError:
+    return ValueError(f"method={shortened(name)} is unknown: {choice(name, valid)}")
 
 
 def _other_models(owners: Several[Method]) -> str:
     """A remedy to append to an error if the intended methods belong to other families; else empty."""
-    families = dict.fromkeys(method.family for method in owners)
-    return "".join(f", or use {family} models such as {BUNDLED[family]}" for family in families)
+    remedy = ""
+    for family in dict.fromkeys(method.family for method in owners):
+        remedy += f", or use {family} models such as {BUNDLED[family]}"
+    return remedy
 
 
 def _default(request: Request, families: Several[str]) -> Method:
@@ -427,9 +441,10 @@ def _check_options(request: Request, method: Method) -> None:
     given = f"{name}={shortened(request.settings[name])}"
     owners = [other for other in METHODS if name in _options_of(other)]
     related = [other.name for other in owners if other.family == method.family]
-    if not related:
-        raise ValueError(f"{given} is not a setting of {method.family} models: omit {name}{_other_models(owners)}")
-    raise ValueError(f"{given} is not an option of {method.name!r}: it belongs to {', '.join(related)}")
+    if related:
+        raise ValueError(f"{given} is not an option of {method.name!r}: it belongs to {', '.join(related)}")
+    remedy = f"omit {name}{_other_models(owners)}"
+    raise ValueError(f"{given} is not a setting of {method.family} models: {remedy}")
 
 
 def _options_of(method: Method) -> set[str]:
@@ -445,7 +460,7 @@ def with_method(request: Request, name: str) -> Request:
     families = COMMON if request.family is None else [request.family]
     candidates = [method for method in _methods_of(families) if method.name == name]
     if not candidates:
-        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, method_names())}")
+        raise _unknown(name, method_names())
     request = dataclasses.replace(request, method=name)
     valid = {option.name for options in COMMON.values() for option in options}
     for method in candidates:
@@ -468,7 +483,9 @@ def plain_of(request: Request) -> Request:
 
 
 def parse_method(
-    text: str, options: Collection[str] | None = None, more: Several[str] = ()
+    text: str,
+    options: Collection[str] | None = None,
+    more: Several[str] = (),
 ) -> tuple[str, dict[str, object]]:
     """Parses "cool-sd:delta=1.5:gamma=4" to ("cool-sd", {"delta": 1.5, "gamma": 4}).
 
@@ -485,7 +502,7 @@ def parse_method(
     name, *parts = text.split(":")
     valid = [*method_names(), *more]
     if name not in valid:
-        raise ValueError(f"method {shortened(name)} is unknown: {choice(name, valid)}")
+        raise _unknown(name, valid)
     settings: dict[str, object] = {}
     for part in parts:
         option, equals, value = part.partition("=")
@@ -553,6 +570,7 @@ class DraftChooser:
 
     def choice(self, request: Request, num_slots: int) -> Choice:
         """The choice for a checked request. It does not depend on other requests in flight."""
+        # A choice may time this device, so one is made for all requests that differ in class or seed only.
         kind = self._kind(request, num_slots)
         if kind not in self._choices:
             remember(self._choices, kind, self._choose(request, num_slots))
@@ -576,7 +594,13 @@ class DraftChooser:
         raise NotImplementedError
 
 
-def choices(axis: str, table: Mapping[str, Any], meaning: str, default: str, **defaults: object) -> list[Option]:
+def choices(
+    axis: str,
+    table: Mapping[str, Any],
+    meaning: str,
+    default: str,
+    **defaults: object,
+) -> list[Option]:
     """The options of a choice by name: first the choice itself, then the options of each part in `table`.
 
     Args:

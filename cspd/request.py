@@ -513,14 +513,15 @@ def requests_of(
     """
     seed = plain(seed)
     check_seed(seed)
-    conditions: Any = plain(labels) if prompts is None else prompts
-    if isinstance(conditions, str) or not isinstance(conditions, Iterable):
-        conditions = [conditions]
+    several: Any = plain(labels) if prompts is None else prompts
+    if isinstance(several, str) or not isinstance(several, Iterable):
+        several = [several]
     requests = []
-    for i, condition in enumerate(conditions):
-        # A label next to prompts stays in the request: checking it names the mistake.
-        label, prompt = (condition, None) if prompts is None else (labels, condition)
-        requests.append(Request(label, seed=seed + i, method=method, prompt=prompt, **settings))
+    for i, each in enumerate(several):
+        condition: dict[str, Any] = {"label": each}
+        if prompts is not None:  # a label next to prompts stays in the request: checking it names the mistake
+            condition = {"label": labels, "prompt": each}
+        requests.append(Request(**condition, seed=seed + i, method=method, **settings))
     return requests
 
 
