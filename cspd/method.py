@@ -559,7 +559,7 @@ def choose_by_gain(config: DraftConfig, gain: float, name: str, at_best: bool = 
     predicted = f"{name} is predicted to be {limit}{gain:.2f} times as fast"
     if is_enough(gain):
         return Choice(config, predicted)
-    return Choice(PLAIN, f"{predicted}, below the required {1 / GAIN:.2f}")
+    return Choice(PLAIN, f"{predicted}, under the {1 / GAIN:.2f} that is required")
 
 
 class DraftChooser:
