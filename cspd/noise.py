@@ -46,14 +46,18 @@ class Purpose(enum.IntEnum):
     LATENT = 12  # a token of a given image
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of 32 random bits for each counter and key; all are int64 tensors of values below 2^32, broadcast."""
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four words of 32 random bits for each counter of four words and key of two.
+
+    All are int64 tensors of values below 2^32, broadcast.
+    """
     a, b, c, d, key0, key1 = torch.broadcast_tensors(*counter, *key)
     multipliers, bumps = _constants(a.dim(), a.device)
     # the key of round r is key + r * WEYL, modulo 2^32 in each of its two words
     round_keys = torch.stack([key0, key1]) + bumps & MASK
     # both halves of a round at once: `even` has words a and c, `odd` has b and d
-    even, odd = torch.stack([a, c]), torch.stack([b, d])
+    even = torch.stack([a, c])
+    odd = torch.stack([b, d])
     for round_key in round_keys:
         product = even.flip(0) * multipliers  # wraps at 2^64, which does not change either half
         high, low = product >> 32 & MASK, product & MASK
@@ -67,11 +71,13 @@ def _constants(dims: int, device: torch.device) -> tuple[Tensor, Tensor]:
     ones = [1] * dims
     with torch.inference_mode(False):
         multipliers = torch.tensor(MULTIPLIERS[::-1], device=device)
-        bumps = torch.arange(ROUNDS, device=device).view(-1, 1) * torch.tensor(WEYL, device=device)
+        weyl = torch.tensor(WEYL, device=device)
+        bumps = torch.arange(ROUNDS, device=device).view(-1, 1) * weyl
     return multipliers.view(2, *ones), bumps.view(ROUNDS, 2, *ones)
 
 
 def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
+    """A seed's lower and upper 32 bits."""
     return seed & MASK, seed >> 32 & MASK
 
 
@@ -92,8 +98,10 @@ def bits(
     tag = purpose << INDEX_BITS
     if isinstance(tag, Tensor):
         tag = tag.unsqueeze(-1)
-    drawn = philox((block, position, step, index | tag), _key(seed.unsqueeze(-1)))
-    return torch.stack(drawn, dim=-1).flatten(-2)[..., :num]
+    key = _key(seed.unsqueeze(-1))
+    drawn = philox((block, position, step, index | tag), key)
+    words = torch.stack(drawn, dim=-1).flatten(-2)
+    return words[..., :num]
 
 
 def _with_blocks(value: Integers, device: torch.device) -> Tensor:
@@ -181,7 +189,8 @@ def _draw(
     if kind == "uniform":
         return _uniform(bits(*where, num))
     high, low = bits(*where, 2).split(1, dim=-1)
-    return ((high << 20 | low >> 12).double() + 0.5) * 2.0**-52
+    upper_bits = high << 20 | low >> 12  # 32 and 20 of them
+    return (upper_bits.double() + 0.5) * 2.0**-52
 
 
 def _uniform(words: Tensor) -> Tensor:
@@ -190,12 +199,13 @@ def _uniform(words: Tensor) -> Tensor:
 
 
 def _box_muller(words: Tensor) -> Tensor:
-    """Two normals [..., n] from each pair of words [..., n]."""
+    """Two normals from each pair of words: [..., n] to [..., n]."""
     uniforms = (words.float() + 0.5) * 2.0**-32
     u1, u2 = uniforms.unflatten(-1, (-1, 2)).unbind(-1)
     radius = (-2 * u1.log()).sqrt()
     angle = 2 * math.pi * u2
-    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)
+    pair = [radius * angle.cos(), radius * angle.sin()]
+    return torch.stack(pair, dim=-1).flatten(-2)
 
 
 # The draws of requests. An `index` of 1 is for a target that is not aligned with its draft model, which has 0.
@@ -203,8 +213,10 @@ def _box_muller(words: Tensor) -> Tensor:
 
 def order(seed: Tensor, length: int) -> Tensor:
     """A request's generation order, int64 [B, length]: a uniform permutation, first generated first."""
-    words = bits(seed.unsqueeze(-1), Purpose.ORDER, torch.arange(length, device=seed.device), 0, 0, 2)
-    sort_keys = (words[..., 0] << 31) + (words[..., 1] >> 1)  # 63 bits: ties are as good as impossible
+    position = torch.arange(length, device=seed.device)
+    words = bits(seed.unsqueeze(-1), Purpose.ORDER, position, 0, 0, 2)
+    high, low = words.unbind(-1)
+    sort_keys = (high << 31) + (low >> 1)  # 63 bits: ties are as good as impossible
     return sort_keys.argsort(dim=-1, stable=True)
 
 
@@ -247,19 +259,22 @@ def chain(
         (`initial` [R, channels], `steps` [R, num_steps, channels], uniform draws [R, num_steps]), indexed by t; the
         uniform draw of step t is word t of the purpose's stream at step 0.
     """
+    # Several small draws would cost a launch each: the counters of all three are concatenated instead.
     check_indices(max(index, accept_index), MAX_INDEX)
     if kernels.available(seed.device):
         from cspd.kernels import philox as kernel  # imports Triton
 
         return kernel.chain(seed, position, num_steps, channels, _chain_tags(index, accept_index))
     counts, (block, step, tag) = _chain_counters(num_steps, channels, index, accept_index, seed.device)
-    drawn = philox((block, position.unsqueeze(-1), step, tag), _key(seed.unsqueeze(-1)))
+    key = _key(seed.unsqueeze(-1))
+    drawn = philox((block, position.unsqueeze(-1), step, tag), key)
     words = torch.stack(drawn, dim=-1)
     init_words, step_words, accept_words = words.split(counts, dim=1)
-    x = _box_muller(init_words.flatten(1))[:, :channels]
-    eps = _box_muller(step_words.unflatten(1, (num_steps, -1)).flatten(2))[..., :channels]
+    # The last block of x_T, of each step and of the uniform draws has up to three words too many.
+    x = _box_muller(init_words.flatten(1))
+    eps = _box_muller(step_words.unflatten(1, (num_steps, -1)).flatten(2))
     accept_uniforms = _uniform(accept_words.flatten(1)[:, :num_steps])
-    return x, eps.contiguous(), accept_uniforms
+    return x[:, :channels], eps[..., :channels].contiguous(), accept_uniforms
 
 
 @functools.cache  # as `_constants`
@@ -284,7 +299,8 @@ def _chain_counters(
         torch.cartesian_prod(no_step, accept_blocks, accept_tag),
     ]
     step, block, tag = torch.cat(parts).unbind(1)
-    return [len(part) for part in parts], torch.stack([block, step, tag]).to(device)
+    words = torch.stack([block, step, tag])
+    return [len(part) for part in parts], words.to(device)
 
 
 def _chain_tags(index: int, accept_index: int) -> tuple[int, int, int]:
@@ -346,7 +362,9 @@ def _candidates(
     channels: int,
 ) -> tuple[Tensor, Tensor]:
     check_indices(first + num - 1, MAX_INDEX)
-    seed, position, step = seed.unsqueeze(-1), position.unsqueeze(-1), step.unsqueeze(-1)
+    seed = seed.unsqueeze(-1)
+    position = position.unsqueeze(-1)
+    step = step.unsqueeze(-1)
     index = torch.arange(first, first + num, device=seed.device)
     normals = normal(seed, purposes[0], position, step, index, num=channels)
     accept_uniforms = uniform(seed, purposes[1], position, step, index, num=1)

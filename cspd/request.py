@@ -136,7 +136,7 @@ class Inpainting:
         if cropping(self.image, size) is None:
             return self
         image = _resized(_in_the_middle(self.image), (size, size))
-        mask = self.mask
+        mask = self.mask  # a fraction stays: it counts tokens, not pixels
         if isinstance(mask, Tensor):
             mask = _largest(_in_the_middle(mask), size)[0].bool()
         return Inpainting(image, mask, self.name)
@@ -159,13 +159,17 @@ class Inpainting:
         """
         side = round(len(generated) ** 0.5)
         by_token = generated.view(1, 1, side, side).float()
+        # The weight of the output's image, per pixel: between two tokens it changes gradually.
         weight = functional.interpolate(by_token, self.image.shape[1:], mode="bilinear")[0]
         if isinstance(self.mask, Tensor):
             weight = torch.maximum(weight, self.mask.float())
         return torch.lerp(self.image, image, weight)
 
     def as_tokens(
-        self, shape: tuple[int, ...], encode: Callable[[Inpainting], Tensor], order: Tensor
+        self,
+        shape: tuple[int, ...],
+        encode: Callable[[Inpainting], Tensor],
+        order: Tensor,
     ) -> Inpainting | None:
         """This `Inpainting` in tokens of a model, or None if all tokens are generated.
 
@@ -215,12 +219,14 @@ def placed(image: Any, box: tuple[int, int, int, int], size: int) -> Inpainting:
     """
     left, top, width, height = box
     right, bottom = size - left - width, size - top - height  # of the margins around the box
-    if width < 1 or height < 1 or min(left, top, right, bottom) < 0:
+    is_empty = min(width, height) < 1
+    if is_empty or min(left, top, right, bottom) < 0:
         raise ValueError(f"a box of {width} by {height} pixels at {left},{top} is not inside {size} by {size}: move it")
     inside = _resized(_image_of(image), (height, width))
     margins = (left, right, top, bottom)
     canvas = functional.pad(inside[None], margins, mode="replicate")[0]
-    mask = functional.pad(torch.zeros(height, width, dtype=torch.bool), margins, value=True)
+    given = torch.zeros(height, width, dtype=torch.bool)
+    mask = functional.pad(given, margins, value=True)
     return Inpainting(canvas, mask)
 
 
@@ -245,7 +251,8 @@ def _in_the_middle(image: Tensor) -> Tensor:
     """The largest square in the middle of an image [..., H, W]."""
     height, width = image.shape[-2:]
     square = min(height, width)
-    top, left = (height - square) // 2, (width - square) // 2
+    top = (height - square) // 2
+    left = (width - square) // 2
     return image[..., top : top + square, left : left + square]
 
 
@@ -279,7 +286,8 @@ def _image_of(source: Any) -> Tensor:
     """The `image` of `Inpainting.of` as a tensor on the CPU."""
     pixels = _opened(source, "image", "RGB")
     if pixels is not None:
-        return torch.from_numpy(pixels).permute(2, 0, 1).float().div(255)
+        channels_first = torch.from_numpy(pixels).permute(2, 0, 1)
+        return channels_first.float().div(255)
     image = _tensor(source)
     if image is not None and (_is_pixels(image) or _is_tokens(image)):
         return image.float() if image.is_floating_point() else image
@@ -374,7 +382,8 @@ def to_uint8(image: Tensor) -> Tensor:
 
 def to_pil(image: Tensor) -> Image.Image:
     """A PIL image from [3, H, W], rounded as in `to_uint8`."""
-    return Image.fromarray(to_uint8(image).permute(1, 2, 0).numpy())
+    pixels = to_uint8(image).permute(1, 2, 0)
+    return Image.fromarray(pixels.numpy())
 
 
 def png_of(image: Image.Image) -> bytes:
@@ -458,21 +467,27 @@ class Request:
             "prompt": prompt,
             "negative_prompt": negative_prompt,
         }
+        # The dataclass is frozen: requests are keys of caches, and are shared between threads.
         for name, value in fields.items():
-            object.__setattr__(self, name, value)  # the dataclass is frozen
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
+        # Called for names that are not fields: an option that was not given is None.
         if name in option_names():
             return self.settings.get(name)
         raise AttributeError(f"a request has no attribute {name!r}")
 
     def __hash__(self) -> int:
-        return hash((*self._named().values(), self.known, *self.settings.items()))
+        fields = self._named().values()
+        return hash((*fields, self.known, *self.settings.items()))
 
     def __repr__(self) -> str:
         fields = {**self._named(), **self.settings, "known": self.known}
         always = "label" if self.prompt is None else "prompt"
-        shown = [f"{name}={value!r}" for name, value in fields.items() if value is not None or name == always]
+        shown = []
+        for name, value in fields.items():
+            if value is not None or name == always:
+                shown.append(f"{name}={value!r}")
         return f"Request({', '.join(shown)})"
 
     def but(self, **changes: Any) -> Request:
@@ -592,6 +607,7 @@ class RoundStats:
     @property
     def alpha(self) -> float | None:
         """Acceptance rate: accepted / verified drafts; None if no draft was verified."""
+        # Accepted over verified drafts; vLLM's rate divides by all drafted ones.
         verified, accepted = map(sum, self.by_lag)
         return accepted / verified if verified else None
 
@@ -600,7 +616,9 @@ class RoundStats:
         """VQ tokens per forward pass of the target; None for MAR."""
         if not self.committed:
             return None
-        num_tokens = sum(size * rounds for size, rounds in self.committed.items())
+        num_tokens = 0
+        for num_committed, rounds in self.committed.items():
+            num_tokens += num_committed * rounds
         return num_tokens / self.backbone_calls
 
     def to_dict(self) -> dict:
@@ -746,12 +764,14 @@ class Stopwatch:
 
     def is_past(self) -> bool:
         """Whether the stream is past the last phase, so that `seconds` does not wait."""
-        return not self.cuda or self._marks[-1][1].query()
+        _, last = self._marks[-1]
+        return not self.cuda or last.query()
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase until the stop. Waits for the stream if necessary."""
+        _, last = self._marks[-1]
         if self.cuda and not self.is_past():
-            self._marks[-1][1].synchronize()
+            last.synchronize()
         total = _no_seconds()
         for (phase, begin), (_, end) in itertools.pairwise(self._marks):
             spent = begin.elapsed_time(end) / 1000 if self.cuda else end - begin

@@ -24,28 +24,32 @@ KNOWN_ANSWERS = {  # of the authors' Random123
 @pytest.mark.parametrize("name", KNOWN_ANSWERS)
 def test_known_answers(name):
     counter, key, expected = KNOWN_ANSWERS[name]
-    drawn = noise.philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
-    assert tuple(word.item() for word in drawn) == expected
+    drawn = noise.philox([*map(torch.tensor, counter)], [*map(torch.tensor, key)])
+    assert torch.stack(drawn).tolist() == list(expected)
 
 
 def test_a_draw_alone_is_the_same_draw():
-    position, step = torch.arange(0, 70, 7), torch.tensor([0, 1, 99])
+    position = torch.arange(0, 70, 7)
+    step = torch.tensor([0, 1, 99])
     index = torch.tensor([0, 5, 2**24 - 1])
-    batch = normal(SEEDS.view(-1, 1, 1, 1), Purpose.STEP, position.view(-1, 1, 1), step.view(-1, 1), index, num=9)
-    assert batch.shape == (len(SEEDS), len(position), len(step), len(index), 9)
-    for s, p, t, i in [(0, 0, 0, 0), (1, 9, 2, 1), (3, 4, 1, 2), (4, 2, 0, 0)]:
+    axes = torch.meshgrid(SEEDS, position, step, index, indexing="ij")
+    seed, *others = axes
+    batch = normal(seed, Purpose.STEP, *others, num=9)
+    for place in [(0, 0, 0, 0), (1, 9, 2, 1), (3, 4, 1, 2), (4, 2, 0, 0)]:
+        seed, *others = [axis[place] for axis in axes]
         for num in (9, 8, 1):
-            alone = normal(SEEDS[s], Purpose.STEP, position[p], step[t], index[i], num=num)
-            assert torch.equal(alone, batch[s, p, t, i, :num])
+            alone = normal(seed, Purpose.STEP, *others, num=num)
+            assert torch.equal(alone, batch[place][:num])
 
 
 def test_tokens_draws():
-    step = torch.tensor([99, 3, 0])
-    assert torch.equal(initial(SEEDS, POSITIONS, 16)[4], normal(SEEDS[4], Purpose.INIT, POSITIONS[4], num=16))
-    drawn = steps(SEEDS, POSITIONS, step, 16)
-    assert drawn.shape == (3, 5, 16)
-    assert torch.equal(drawn[0, 4], normal(SEEDS[4], Purpose.STEP, POSITIONS[4], 99, num=16))
-    assert torch.equal(drawn[1:2, 4:5], steps(SEEDS[4:5], POSITIONS[4:5], step[1:2], 16))
+    seed, position = SEEDS[4], POSITIONS[4]
+    x = initial(SEEDS, POSITIONS, 16)
+    assert torch.equal(x[4], normal(seed, Purpose.INIT, position, num=16))
+    eps = steps(SEEDS, POSITIONS, torch.tensor([99, 3, 0]), 16)
+    assert eps.shape == (3, 5, 16)
+    assert torch.equal(eps[0, 4], normal(seed, Purpose.STEP, position, 99, num=16))
+    assert torch.equal(eps[1:2, 4:5], steps(seed[None], position[None], torch.tensor([3]), 16))
 
 
 BASE = {"seed": 5, "purpose": Purpose.STEP, "step": 3, "index": 2}
@@ -55,7 +59,6 @@ OTHERS = {
     "seed in bit 62": 5 + 2**62,
     "purpose": Purpose.INIT,
     "step": 4,
-    "step and index swapped": (2, 3),
     "index": 3,
     "index above bit 16": 2 + 2**16,
 }
@@ -63,18 +66,22 @@ OTHERS = {
 
 def assert_uncorrelated(first, second):
     """Neither the draws nor their squares are correlated, within 4 standard errors."""
-    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / len(first) ** 0.5
-    assert abs(np.corrcoef(first**2, second**2)[0, 1]) < 4 / len(first) ** 0.5
+    for a, b in ((first, second), (first**2, second**2)):
+        correlation = np.corrcoef(a, b)[0, 1]
+        assert abs(correlation) < 4 / len(a) ** 0.5
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", [*OTHERS, "step and index swapped"])
 def test_different_keys_are_independent(other):
-    value = OTHERS[other]
-    changed = dict(zip(("step", "index"), value)) if isinstance(value, tuple) else {other.split()[0]: value}
+    if other in OTHERS:
+        word = other.split()[0]
+        changed = BASE | {word: OTHERS[other]}
+    else:
+        changed = BASE | {"step": BASE["index"], "index": BASE["step"]}
     drawn = []
-    for key in (BASE, BASE | changed):
-        key = key | {"seed": torch.tensor(key["seed"]), "position": torch.arange(4096)}
-        drawn.append(normal(**key, num=16).flatten())
+    for key in (BASE, changed):
+        key = key | {"seed": torch.tensor(key["seed"])}
+        drawn.append(normal(**key, position=torch.arange(4096), num=16).flatten())
     assert (drawn[0] == drawn[1]).float().mean() < 1e-4
     assert_uncorrelated(*drawn)
 
@@ -82,8 +89,11 @@ def test_different_keys_are_independent(other):
 def test_keys_never_collide():
     values = torch.tensor([0, 1, 2, 3, 255, 2**16, 2**24 - 1])
     position, step, index = torch.meshgrid(values, values, values, indexing="ij")
-    drawn = [noise.bits(torch.tensor(0), purpose, position, step, index, 8).flatten(0, 2) for purpose in Purpose]
-    assert len(torch.cat(drawn).unflatten(1, (2, 4)).flatten(0, 1).unique(dim=0)) == 2 * len(Purpose) * len(values) ** 3
+    seed = torch.tensor(0)
+    drawn = torch.cat([noise.bits(seed, purpose, position, step, index, 8) for purpose in Purpose])
+    blocks = drawn.view(-1, 4)
+    assert len(blocks) == 2 * len(Purpose) * len(values) ** 3
+    assert len(blocks.unique(dim=0)) == len(blocks)
 
 
 @pytest.mark.parametrize("axis", ["channel", "position", "seed"])
@@ -95,11 +105,13 @@ def test_neighbours_are_independent(axis):
 
 
 def test_normals_are_normal():
-    x = normal(torch.arange(64).view(-1, 1), Purpose.STEP, torch.arange(1024), 50, num=16).flatten().double().numpy()
+    x = normal(torch.arange(64).view(-1, 1), Purpose.STEP, torch.arange(1024), 50, num=16)
+    x = x.flatten().double().numpy()
     assert abs(x.var() - 1) < 4 * (2 / len(x)) ** 0.5
     assert stats.kstest(x, "norm").pvalue > 0.001
-    beyond, expected = (abs(x) > 4).sum(), 2 * stats.norm.sf(4) * len(x)
-    assert abs(beyond - expected) < 4 * expected**0.5
+    num_beyond = (abs(x) > 4).sum()
+    expected = 2 * stats.norm.sf(4) * len(x)
+    assert abs(num_beyond - expected) < 4 * expected**0.5
 
 
 def test_fine_uniform_draws_have_52_bits():
@@ -108,7 +120,8 @@ def test_fine_uniform_draws_have_52_bits():
     high, low = noise.bits(*where, 2).unbind(-1)
     drawn = fine_uniform(*where)
     assert drawn.dtype == torch.float64
-    assert torch.equal((drawn * 2**53).long(), 2 * (high * 2**20 + low // 2**12) + 1)
+    k = high * 2**20 + low // 2**12
+    assert torch.equal((drawn * 2**53).long(), 2 * k + 1)
     lowest_bits = (drawn * 2**52).long() & 0xFFFFF
     assert stats.kstest(lowest_bits.flatten() / 2**20, "uniform").pvalue > 0.001
 
@@ -118,7 +131,8 @@ def test_no_word_gives_a_uniform_draw_of_0_or_1(word, monkeypatch):
     """A draw of 0 would accept what has probability 0, and its logarithm is infinite."""
 
     def crafted(counter, key):
-        return (torch.full(torch.broadcast_shapes(*(part.shape for part in (*counter, *key))), word),) * 4
+        words = torch.broadcast_tensors(*counter, *key)
+        return [torch.full_like(words[0], word)] * 4
 
     monkeypatch.setattr(noise, "philox", crafted)
     position = torch.arange(3)
@@ -163,19 +177,20 @@ def test_a_residual_needs_no_other_index_than_its_own():
 @pytest.mark.parametrize("length", [1, 64, 256])
 def test_orders_are_permutations(length):
     orders = order(SEEDS, length)
-    assert torch.equal(orders.sort(dim=1).values, torch.arange(length).expand(len(SEEDS), -1))
-    assert all(torch.equal(order(seed.view(1), length)[0], row) for seed, row in zip(SEEDS, orders))
+    for seed, row in zip(SEEDS, orders):
+        assert torch.equal(row.sort().values, torch.arange(length))
+        assert torch.equal(order(seed.view(1), length)[0], row)
     assert len(orders.unique(dim=0)) == (len(SEEDS) if length > 1 else 1)
 
 
-@pytest.mark.parametrize("place", [0, 1, 15])
-def test_orders_are_uniform(place):
+@pytest.mark.parametrize("rank", [1, 15])
+def test_orders_are_uniform(rank):
+    """The pairs of the first token and the token `rank`."""
     orders = order(torch.arange(20_000), 16)
-    assert stats.chisquare(torch.bincount(orders[:, place], minlength=16)).pvalue > 0.001
-    if place:
-        pairs = torch.bincount(orders[:, 0] * 16 + orders[:, place], minlength=256).view(16, 16)
-        off_diagonal = pairs[~torch.eye(16, dtype=torch.bool)]
-        assert stats.chisquare(off_diagonal).pvalue > 0.001
+    pairs = orders[:, 0] * 16 + orders[:, rank]
+    counts = torch.bincount(pairs, minlength=256).view(16, 16)
+    is_other = ~torch.eye(16, dtype=torch.bool)
+    assert stats.chisquare(counts[is_other]).pvalue > 0.001
 
 
 # ---- A speculative chain draws from the same streams in one pass, alone, or in blocks
@@ -189,20 +204,23 @@ def test_a_chains_draws_are_the_streams(num_steps, channels):
     assert torch.equal(eps.transpose(0, 1), steps(SEEDS, POSITIONS, torch.arange(num_steps), channels))
     assert torch.equal(uniforms, noise.uniform(SEEDS, Purpose.ACCEPT, POSITIONS, num=num_steps))
     assert eps.shape == (5, num_steps, channels) and uniforms.shape == (5, num_steps)
-    for one, many in zip(chain(SEEDS[3:4], POSITIONS[3:4], num_steps, channels), (x, eps, uniforms)):
+    alone = chain(SEEDS[3:4], POSITIONS[3:4], num_steps, channels)
+    for one, many in zip(alone, (x, eps, uniforms)):
         assert torch.equal(one[0], many[3])
 
 
 def test_indices_change_their_own_draws_only():
     """`index` is of x_T and eps_t, `accept_index` of the uniform draws. Cached counters of other calls do no harm."""
-    plain = chain(SEEDS, POSITIONS, 7, 3)
-    other, drafting = chain(SEEDS, POSITIONS, 7, 3, 1), chain(SEEDS, POSITIONS, 7, 3, 0, 1)
-    assert torch.equal(other[0], initial(SEEDS, POSITIONS, 3, 1))
-    assert torch.equal(other[1].transpose(0, 1), steps(SEEDS, POSITIONS, torch.arange(7), 3, 1))
-    assert torch.equal(drafting[2], noise.uniform(SEEDS, Purpose.ACCEPT, POSITIONS, index=1, num=7))
-    assert [torch.equal(a, b) for a, b in zip(plain, other)] == [False, False, True]
-    assert [torch.equal(a, b) for a, b in zip(plain, drafting)] == [True, True, False]
-    assert all(torch.equal(a, b) for a, b in zip(plain, chain(SEEDS, POSITIONS, 7, 3)))
+    where = SEEDS, POSITIONS, 7, 3
+    x, eps, uniforms = chain(*where)
+    other_x, other_eps, same_uniforms = chain(*where, index=1)
+    assert torch.equal(other_x, initial(SEEDS, POSITIONS, 3, 1)) and not torch.equal(other_x, x)
+    assert torch.equal(other_eps.transpose(0, 1), steps(SEEDS, POSITIONS, torch.arange(7), 3, 1))
+    same_x, same_eps, other_uniforms = chain(*where, accept_index=1)
+    expected = noise.uniform(SEEDS, Purpose.ACCEPT, POSITIONS, index=1, num=7)
+    assert torch.equal(other_uniforms, expected) and not torch.equal(other_uniforms, uniforms)
+    assert torch.equal(same_x, x) and torch.equal(same_eps, eps) and torch.equal(same_uniforms, uniforms)
+    assert all(map(torch.equal, chain(*where), (x, eps, uniforms)))
 
 
 def test_candidates_depend_on_their_index_alone():
@@ -216,28 +234,32 @@ def test_candidates_depend_on_their_index_alone():
         assert torch.equal(some[1], uniforms[which, first : first + num])
     alone = normal(SEEDS[1], Purpose.CANDIDATE, POSITIONS[1], step[1], 123, num=3)
     assert torch.equal(normals[1, 123], alone)
-    assert len(normals.flatten(0, 1).unique(dim=0)) == len(uniforms.flatten().unique()) == 3500
-    apart = candidates(SEEDS, POSITIONS, step, 0, 700, 3, offset=DRAFT_OFFSET)
-    assert len(torch.cat([normals, apart[0]]).flatten(0, 1).unique(dim=0)) == 7000
+    assert len(uniforms.unique()) == 5 * 700
+    of_draft_model, _ = candidates(SEEDS, POSITIONS, step, 0, 700, 3, offset=DRAFT_OFFSET)
+    everything = torch.cat([normals, of_draft_model]).view(-1, 3)
+    assert len(everything.unique(dim=0)) == 2 * 5 * 700
 
 
 def test_draws_of_chains_and_candidates_have_their_distributions():
-    uniforms = chain(torch.arange(64).repeat_interleave(64), torch.arange(64).repeat(64), 100, 2)[2]
+    seed, position = torch.cartesian_prod(torch.arange(64), torch.arange(64)).T
+    _, _, uniforms = chain(seed, position, 100, 2)
     correlation = np.corrcoef(uniforms.T)[np.triu_indices(100, 1)] * 64  # of two steps, in standard errors
     assert abs(correlation).max() < 5 and abs(correlation.std() - 1) < 0.1
-    position, step = torch.zeros(64, dtype=torch.int64), torch.ones(64, dtype=torch.int64)
-    normals, candidate_uniforms = candidates(torch.arange(64), position, step, 0, 500, 2)
+    seed = torch.arange(64)
+    normals, candidate_uniforms = candidates(seed, 0 * seed, 0 * seed + 1, 0, 500, 2)
     for drawn, expected in ((uniforms, "uniform"), (candidate_uniforms, "uniform"), (normals, "norm")):
         assert stats.kstest(drawn.double().flatten().numpy(), expected).pvalue > 0.001
 
 
 def test_purposes_are_independent():
     """Neither a chain's draws at a step, its candidates and its uniform draws, nor their squares are correlated."""
-    seeds, positions, t = torch.arange(256).repeat_interleave(64), torch.arange(64).repeat(256), 5
-    x, eps, uniforms = chain(seeds, positions, 8, 2)
-    normals, candidate_uniforms = candidates(seeds, positions, torch.full_like(seeds, t), 0, 2, 2)
+    seed, position = torch.cartesian_prod(torch.arange(256), torch.arange(64)).T
+    t = 5
+    x, eps, uniforms = chain(seed, position, 8, 2)
+    normals, candidate_uniforms = candidates(seed, position, torch.full_like(seed, t), 0, 2, 2)
     of_steps = [eps[:, t], eps[:, t - 1], uniforms[:, [t, t - 1]]]
-    drawn = torch.cat([x, *of_steps, normals.flatten(1), candidate_uniforms], dim=1).T.double()
-    drawn = torch.cat([drawn, (drawn - drawn.mean(1, keepdim=True)).square()])
-    correlation = np.corrcoef(drawn)[np.triu_indices(len(drawn), 1)] * len(seeds) ** 0.5
-    assert abs(correlation).max() < 5
+    drawn = torch.cat([x, *of_steps, normals.flatten(1), candidate_uniforms], dim=1).double()
+    squares = (drawn - drawn.mean(0)).square()
+    correlation = np.corrcoef(torch.cat([drawn, squares], dim=1).T)
+    np.fill_diagonal(correlation, 0)
+    assert abs(correlation).max() < 5 / len(seed) ** 0.5
