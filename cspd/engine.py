@@ -77,6 +77,7 @@ class Finisher:
         On a CPU `on_decoded` is called with the number of images after each part that was decoded.
         """
         results = runner.results(sequences)
+        tokens = results[0]
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for tensor in results:
@@ -85,9 +86,9 @@ class Finisher:
             watch = Stopwatch(self.device)
             watch.start("decode")
             if self._stream:
-                images = runner.decode(results[0])
+                images = runner.decode(tokens)
             else:
-                images = _decoded(runner, results[0], on_decoded)
+                images = _decoded(runner, tokens, on_decoded)
             tokens, token_cost, finite = map(_to_cpu, results)
             made = _Made(tokens, token_cost, finite, None if images is None else _to_cpu(images))
             watch.stop()
@@ -101,6 +102,8 @@ class Finisher:
         """The outputs that can be read now; with `wait`, all of them."""
         outputs: list[tuple[Sequence, Output]] = []
         while self._work:
+            # Reading an entry that the device has not finished waits for it. That is wanted at the end, and if many
+            # batches are decoding: each of them occupies memory.
             if not (wait or self._work[0].watch.is_past() or self._num_batches() > AHEAD):
                 break
             work = self._work.popleft()
@@ -138,7 +141,7 @@ def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], ob
 
 def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:
     outputs = []
-    with torch.inference_mode(False):  # clones are ordinary tensors, and do not keep the batch alive
+    with torch.inference_mode(False):  # a clone is an ordinary tensor, and does not keep the batch in memory
         for i, sequence in enumerate(sequences):
             sequence.complete_stats()
             image = None if made.images is None else made.images[i]
@@ -264,11 +267,11 @@ class FairLock:
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Holds the lock inside the block."""
-        if self._owner == threading.get_ident():
+        if self._owner == threading.get_ident():  # reentrant
             yield
             return
         own = object()
-        self._waiting.append(own)
+        self._waiting.append(own)  # a deque: appending is atomic
         try:
             with self._condition:
                 self._condition.wait_for(lambda: self._waiting[0] is own)
@@ -399,13 +402,13 @@ class Engine:
         self.precision = precision_of(precision, self.device)
         self.compiled = compiled
         self.graphs = Graphs(self.device, graphs)
-        self._settings: dict[str, Any] = {"noise": noise, "compiled": compiled, "cache": cache}
         self._models: list[Models] = [placed(each, self.device) for each in models]
+        how: dict[str, Any] = {"noise": noise, "compiled": compiled, "cache": cache}
+        self._settings = {**how, "graphs": graphs}  # for `with_slots`
         self.runners: dict[str, ModelRunner] = {}
         for each in self._models:
-            runner = each.runner(max_batch, self.device, self.precision, **self._settings, graphs=self.graphs)
+            runner = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
             self.runners[each.family] = runner
-        self._settings["graphs"] = graphs
         self._classes = {each.family: each.classes for each in self._models}
         self.num_slots = max_batch
         self._closed = False
@@ -485,7 +488,7 @@ class Engine:
         prepared = self.checked(request)
         if prepared.is_decided:
             return prepared
-        with self._lock.hold():
+        with self._lock.hold():  # it may run models, which are not shared in the middle of a round
             decided = prepared.runner.resolve(prepared.request, prepared.method)
         advice = prepared.method.advice(decided)
         if advice:
@@ -594,7 +597,7 @@ class Engine:
         method, key = batch[0].method, batch[0].key
         runner = self.runners[method.family]
         finished = method.run_round(runner, batch, watch)
-        watch.stop()
+        watch.stop()  # on a GPU the round may still run: its seconds are read later
         self._finisher.add_round(batch, watch)
         for sequence in batch:
             if len(sequence.reached) < sequence.iteration:
@@ -750,9 +753,10 @@ class Engine:
                         bad, is_over = error, True
                     if not rounds:
                         bar.show(0, own)
-                    if not inbox:  # a round of another thread may have finished an output
+                    if not inbox:  # another thread's round may have finished an output of this stream
                         self._run_round(bar.add_decoded)
                 rounds += 1
+                # The lock is free here: a slow reader of this stream keeps no other thread from running rounds.
                 decoded = {sequence for sequence, _ in inbox}
                 bar.show(finished + len(decoded), own.keys() - decoded)
                 while inbox:
@@ -770,7 +774,7 @@ class Engine:
                 if stop.is_set():
                     return
                 if on_progress and rounds % every == 0:
-                    for sequence in list(own):
+                    for sequence in list(own):  # the callback may cancel requests
                         preview = functools.partial(self._preview, sequence)
                         on_progress(sequence.asked, sequence.fraction_done, preview)  # type: ignore[arg-type]
         finally:
