@@ -152,9 +152,9 @@ NUM_ITER = Option(
 )
 MAR_OPTIONS = (
     NUM_ITER,
-    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
+    Option("cfg", float, "guidance scale; 1 disables guidance, 2 to 5 is usual", metavar="S"),
     Option("cfg_schedule", GUIDANCE, "guidance grows over the iterations, or is constant"),
-    Option("temperature", float, "scales the denoising noise; 1 is unchanged", metavar="TAU"),
+    Option("temperature", float, "scales the denoising noise; 1 leaves it unchanged", metavar="TAU"),
     Option(
         "num_sampling_steps",
         int,
@@ -165,13 +165,13 @@ MAR_OPTIONS = (
     ),
 )
 VQ_OPTIONS = (
-    Option("cfg", float, "guidance scale; 1 is no guidance, 2 to 5 is usual", metavar="S"),
-    Option("temperature", float, "divides the logits; 1 is unchanged, 0 is greedy", metavar="TAU"),
-    Option("top_k", int, "sample from the K likeliest tokens; 0: from all", metavar="K"),
+    Option("cfg", float, "guidance scale; 1 disables guidance, 2 to 5 is usual", metavar="S"),
+    Option("temperature", float, "divides the logits; 1 leaves them unchanged, 0 is greedy", metavar="TAU"),
+    Option("top_k", int, "sample from the K most likely tokens; 0: from all", metavar="K"),
     Option(
         "top_p",
         float,
-        "sample from the likeliest tokens of total probability P; 1: from all",
+        "sample from the most likely tokens of total probability P; 1: from all",
         above=0,
         high=1,
         metavar="P",
