@@ -191,7 +191,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
         self.num_slots = num_slots
-        self._free = list(reversed(range(num_slots)))
+        self._free = list(reversed(range(num_slots)))  # the next one to take is the last
 
     def __len__(self) -> int:
         """The number of unfinished sequences. Thread-safe."""
@@ -471,7 +471,7 @@ class Engine:
             classes = self._classes[method.family]
             request = request.but(label=classes.number_of(request.label))
         if request.label is None and request.prompt is None and request.cfg is None:
-            request = request.but(cfg=1.0)  # unconditional: guidance has no class to steer towards
+            request = request.but(cfg=1.0)  # unconditional: there is no class that guidance could steer towards
         request = runner.check(request, method)
         return Prepared(asked, request, method, runner)
 
@@ -498,7 +498,7 @@ class Engine:
     def prepare_all(self, requests: Iterable[Request | Prepared]) -> list[Prepared]:
         """Prepares all requests. Raises ValueError if some are bad, naming each fault once."""
         prepared = []
-        bad: dict[str, list[int]] = defaultdict(list)
+        bad: dict[str, list[int]] = defaultdict(list)  # the indices of requests by their error
         for index, request in enumerate(requests):
             try:
                 prepared.append(self.prepare(request))
@@ -599,6 +599,7 @@ class Engine:
         finished = method.run_round(runner, batch, watch)
         watch.stop()  # on a GPU the round may still run: its seconds are read later
         self._finisher.add_round(batch, watch)
+        # Not every round begins an iteration of every sequence.
         for sequence in batch:
             if len(sequence.reached) < sequence.iteration:
                 sequence.reached.append(sequence.num_started)

@@ -164,7 +164,7 @@ def complete(
             _check_is_off(name, value, request, method)
             continue
         option.check(value)
-        if option.kind is float:
+        if option.kind is float:  # so that tensors and records have one type
             checked[name] = float(checked[name])
     return dataclasses.replace(request, settings=checked)
 
@@ -213,6 +213,7 @@ def with_tokens(request: Request, runner: ModelRunner, shape: tuple[int, ...]) -
     if request.known is None:
         return request
     check_seed(request.seed)  # before it becomes a tensor
+    # A mask that is a fraction of the tokens leaves the choice of tokens to the seed.
     seed = torch.tensor([request.seed])
     order = runner.noise.order(seed, shape[0])[0]
     encode = functools.partial(runner.encode, seed=seed)
@@ -338,7 +339,7 @@ def register(method: Method) -> None:
         value = getattr(method, field)
         if value not in valid:
             raise ValueError(f"method {method.name!r}: {field}={value!r}: choose one of {', '.join(valid)}")
-    others = []
+    others = []  # `METHODS` changes in place: other modules imported the list itself
     for other in METHODS:
         if (other.name, other.family) != (method.name, method.family):
             others.append(other)
@@ -380,7 +381,7 @@ def families_for(request: Request, runners: Mapping[str, ModelRunner]) -> list[s
         takes_prompts = runners[family].num_classes == 0
         return takes_prompts != (request.prompt is not None)
 
-    return sorted(runners, key=takes_the_other)
+    return sorted(runners, key=takes_the_other)  # stable: otherwise in the engine's order
 
 
 def choose(request: Request, families: Several[str]) -> tuple[Request, Method]:
@@ -463,6 +464,7 @@ def with_method(request: Request, name: str) -> Request:
         raise _unknown(name, method_names())
     request = dataclasses.replace(request, method=name)
     valid = {option.name for options in COMMON.values() for option in options}
+    # The default values of the new method's options decide which of its other options apply.
     for method in candidates:
         settings = method.fill(request).settings
         valid.update(option.name for option in method.options if option.applies(settings))

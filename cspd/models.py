@@ -37,6 +37,8 @@ class ClassNames:
     def __init__(self, texts: Several[str]) -> None:
         self.texts = tuple(texts)
         self._names: list[list[str]] = []  # of each class
+        # Two indices, since a shown name wins over another class's synonym. ImageNet's "crane" still means two classes,
+        # a bird and a machine: their numbers tell them apart.
         self._by_shown_name: dict[str, list[int]] = defaultdict(list)
         self._by_any_name: dict[str, list[int]] = defaultdict(list)
         for label, text in enumerate(self.texts):
@@ -78,6 +80,7 @@ class ClassNames:
 
 
 def _plain(name: str) -> str:
+    # Command lines and file names have "golden_retriever" or "golden-retriever".
     words = name.casefold().replace("_", " ").replace("-", " ").split()
     return " ".join(words)
 
@@ -141,7 +144,7 @@ def save_models(models: Models, folder: str | os.PathLike) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give a new folder")
     modules = modules_of(models)
-    if hasattr(modules["target"], "own_type"):
+    if hasattr(modules["target"], "own_type"):  # only models of transformers have one
         raise ValueError("these are models of transformers: copy their folder, which cspd.load reads")
     for name, module in modules.items():
         if named_size(module) is None:
@@ -150,6 +153,7 @@ def save_models(models: Models, folder: str | os.PathLike) -> None:
             )
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    # Facts that `cspd.load` cannot read from the shapes of the weights.
     description: dict = {"classes": models.classes.texts} if models.classes.texts else {}
     if models.family == "VQ":
         description["num_tokens"] = modules["target"].config.block_size

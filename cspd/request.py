@@ -83,6 +83,7 @@ class Inpainting:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of image and mask."""
+        # Type and shape are part of it: equal bytes may be different images.
         digest = hashlib.sha256()
         mask = self.mask
         if not isinstance(mask, Tensor):
@@ -258,11 +259,13 @@ def _in_the_middle(image: Tensor) -> Tensor:
 
 def _largest(mask: Tensor, side: int) -> Tensor:
     """A mask [H, W] at another size, float32 [1, side, side]: 1 if any pixel of the covered area is True."""
+    # Not a mean: a token with a single pixel to generate cannot be given.
     return functional.adaptive_max_pool2d(mask[None].float(), side)
 
 
 def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     """An image [3, H, W] at another (height, width)."""
+    # Bicubic interpolation overshoots at edges.
     resized = functional.interpolate(image[None], size, mode="bicubic", antialias=True)
     return resized[0].clamp(0, 1)
 
@@ -351,7 +354,7 @@ def _shown(source: Any) -> str:
 
 # From tokens to pixels, and images of 8 bits.
 
-DECODE_BATCH = 8  # images that a decoder takes at once: bounds its memory
+DECODE_BATCH = 8  # images that a decoder takes at once: its activations are many times larger than its images
 
 
 def decoded(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -374,6 +377,7 @@ def to_uint8(image: Tensor) -> Tensor:
     """
     if image.dtype == torch.uint8:
         return image
+    # Values outside 0..1 would wrap around, and NaN would become an arbitrary number.
     if not image.is_floating_point() or not _is_in_unit_range(image):
         low, high = image.min().item(), image.max().item()
         raise ValueError(f"an image of {image.dtype} from {low:g} to {high:g}: give uint8, or floats in 0..1")
@@ -478,6 +482,7 @@ class Request:
         raise AttributeError(f"a request has no attribute {name!r}")
 
     def __hash__(self) -> int:
+        # The hash that a dataclass generates would fail on the dictionary of settings.
         fields = self._named().values()
         return hash((*fields, self.known, *self.settings.items()))
 
@@ -669,6 +674,7 @@ class Sequence:
     @property
     def fraction_done(self) -> float:
         """The committed fraction of the generated tokens, 0..1."""
+        # Given tokens are committed from the start, and are no progress.
         num_generated = self.request.num_generated(self.seq_len)
         num_given = self.seq_len - num_generated
         return max(0, self.num_committed - num_given) / num_generated
@@ -750,7 +756,7 @@ class Stopwatch:
         """The time in seconds; on CUDA, an event."""
         if not self.cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # the GPU notes the time when it gets there
         event.record(self._stream)
         return event
 
