@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 __all__ = ["Engine", "MARModels", "Output", "Request", "RoundStats", "VQModels", "__version__", "load", "register"]
-HOMES = {
+HOMES = {  # the module of each name
     "Engine": "cspd.engine",
     "MARModels": "cspd.masked.family",
     "Output": "cspd.request",
@@ -22,10 +22,10 @@ HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports what is asked for, on first use: torch takes seconds, in which the command line can be stopped."""
+    """Imports a name on first use: torch takes seconds to import, and many commands do not need it."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    importlib.import_module("cspd.checkpoints")  # the families of models register their methods and options
+    importlib.import_module("cspd.checkpoints")  # imports every family, which registers its methods and options
     return getattr(importlib.import_module(HOMES[name]), name)
 
 

@@ -34,11 +34,11 @@ from cspd.terminal import shortened
 # From finished sequences to outputs: a GPU decodes images while the next rounds run.
 
 AT_ONCE = 3  # images that a CPU decodes between two updates of the bar: a large image takes seconds
-AHEAD = 4  # batches of images that may be decoding before a round waits for the oldest
+AHEAD = 4  # batches of images that may be decoding at once; the next one waits for the oldest
 
 
 class _Made(NamedTuple):
-    """What `ModelRunner.results` returns for a batch of sequences, and its images [B, 3, H, W], on the CPU."""
+    """The results of a batch of sequences, as `ModelRunner.results` returns them, and its images, on the CPU."""
 
     tokens: Tensor
     token_cost: Tensor
@@ -47,7 +47,7 @@ class _Made(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A round, or the results of finished sequences (`made`). Both can be read once `watch` is past."""
+    """A round, or the results of finished sequences (`made`). It can be read once `watch` is past."""
 
     sequences: list[Sequence]
     watch: Stopwatch
@@ -67,10 +67,6 @@ class Finisher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._work: deque[_Work] = deque()
 
-    def __len__(self) -> int:
-        """The number of images that are being decoded."""
-        return len(self.sequences())
-
     def add_round(self, sequences: list[Sequence], watch: Stopwatch) -> None:
         """Charges the seconds of a round to its sequences, once the device has finished it."""
         self._work.append(_Work(sequences, watch))
@@ -81,6 +77,7 @@ class Finisher:
         On a CPU `on_decoded` is called with the number of images after each part that was decoded.
         """
         results = runner.results(sequences)
+        tokens = results[0]
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             for tensor in results:
@@ -88,8 +85,12 @@ class Finisher:
         with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
             watch = Stopwatch(self.device)
             watch.start("decode")
-            images = runner.decode(results[0]) if self._stream else _decoded(runner, results[0], on_decoded)
-            made = _Made(*(None if each is None else each.to("cpu", non_blocking=True) for each in (*results, images)))  # type: ignore[arg-type]
+            if self._stream:
+                images = runner.decode(tokens)
+            else:
+                images = _decoded(runner, tokens, on_decoded)
+            tokens, token_cost, finite = map(_to_cpu, results)
+            made = _Made(tokens, token_cost, finite, None if images is None else _to_cpu(images))
             watch.stop()
         self._work.append(_Work(sequences, watch, made))
 
@@ -100,7 +101,11 @@ class Finisher:
     def ready(self, wait: bool) -> list[tuple[Sequence, Output]]:
         """The outputs that can be read now; with `wait`, all of them."""
         outputs: list[tuple[Sequence, Output]] = []
-        while self._work and (wait or self._work[0].watch.is_past() or self._num_batches() > AHEAD):
+        while self._work:
+            # Reading an entry that the device has not finished waits for it. That is wanted at the end, and if many
+            # batches are decoding: each of them occupies memory.
+            if not (wait or self._work[0].watch.is_past() or self._num_batches() > AHEAD):
+                break
             work = self._work.popleft()
             for phase, spent in work.watch.seconds().items():
                 for sequence in work.sequences:
@@ -117,9 +122,14 @@ class Finisher:
         return sum(1 for work in self._work if work.made)
 
 
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", non_blocking=True)
+
+
 def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], object]) -> Tensor | None:
-    """Images of tokens [B, ...], about `AT_ONCE` at a time. No part is a single image, which takes as long as two."""
+    """Images of tokens [B, ...], about `AT_ONCE` at a time, or None without a decoder."""
     parts = []
+    # Parts of nearly equal size: a single image at the end would take as long as two.
     for part in tokens.tensor_split(math.ceil(len(tokens) / AT_ONCE)):
         images = runner.decode(part)
         if images is None:
@@ -130,12 +140,11 @@ def _decoded(runner: ModelRunner, tokens: Tensor, on_decoded: Callable[[int], ob
 
 
 def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Output]]:
-    images = [None] * len(sequences) if made.images is None else made.images
     outputs = []
-    with torch.inference_mode(False):  # clones are ordinary tensors, and do not keep the batch alive
+    with torch.inference_mode(False):  # a clone is an ordinary tensor, and does not keep the batch in memory
         for i, sequence in enumerate(sequences):
             sequence.complete_stats()
-            image = images[i]
+            image = None if made.images is None else made.images[i]
             error = _error(sequence, made.finite[i], image)
             output = Output(
                 request=sequence.request,
@@ -157,8 +166,9 @@ def _error(sequence: Sequence, finite: Tensor, image: Tensor | None) -> str | No
         finite: bool [L], for each token in generation order.
     """
     if not finite.all():
-        rank = int(finite.int().argmin())
-        where = f"token {rank + 1} of {len(finite)} in generation order, in iteration {sequence.iteration_of(rank)}"
+        rank = int(finite.int().argmin())  # the first one
+        iteration = sequence.iteration_of(rank)
+        where = f"token {rank + 1} of {len(finite)} in generation order, in iteration {iteration}"
         error = f"{sequence.request!r}: non-finite value at {where}: check cfg, temperature and the weights"
         advice = sequence.method.advice(sequence.request)
         return f"{error}; {advice}" if advice else error
@@ -173,19 +183,20 @@ def _error(sequence: Sequence, finite: Tensor, image: Tensor | None) -> str | No
 class Scheduler:
     """Admits sequences into `num_slots` slots, first come, first served, and picks the batch of the next round.
 
-    Sequences with equal `Sequence.key` share a round. If several kinds are in flight they take turns, so that none
-    waits for more rounds than there are kinds.
+    Sequences with equal `Sequence.key` share a round. Several kinds in flight have rounds in turn, so that none waits
+    for more rounds than there are kinds.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Hashable, list[Sequence]] = {}  # by round key, in the order of their turns
         self.num_slots = num_slots
-        self._free = list(reversed(range(num_slots)))
+        self._free = list(reversed(range(num_slots)))  # the next one to take is the last
 
     def __len__(self) -> int:
         """The number of unfinished sequences. Thread-safe."""
-        return len(self.waiting) + sum(map(len, list(self.running.values())))
+        running = sum(len(batch) for batch in list(self.running.values()))
+        return len(self.waiting) + running
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self.waiting or sequence in self.running.get(sequence.key, ())
@@ -213,7 +224,7 @@ class Scheduler:
             return []
         key = next(iter(self.running))
         batch = self.running.pop(key)
-        self.running[key] = batch
+        self.running[key] = batch  # at the end: its turn comes again after the other kinds
         return list(batch)
 
     def release(self, finished: list[Sequence]) -> None:
@@ -256,11 +267,11 @@ class FairLock:
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Holds the lock inside the block."""
-        if self._owner == threading.get_ident():
+        if self._owner == threading.get_ident():  # reentrant
             yield
             return
         own = object()
-        self._waiting.append(own)
+        self._waiting.append(own)  # a deque: appending is atomic
         try:
             with self._condition:
                 self._condition.wait_for(lambda: self._waiting[0] is own)
@@ -279,65 +290,59 @@ class FairLock:
 DECODING = 0.1  # of an image, in the bar; its tokens are the rest
 NAMED = 3  # requests with the same error that are named one by one
 Item = tuple[int, Output]  # the index of a request, and its output
-# (request, share of its tokens that are committed, a function that makes a preview)
+# (request, fraction of its tokens that are committed, a function that makes a preview)
 OnProgress = Callable[[Request, float, Callable[[], "Image.Image | None"]], object]
+Indexed = tuple[int, Request | Prepared]
 
 
-class _Source:
-    """Reads requests with their indices, and remembers the error that ended the reading."""
-
-    def __init__(self, requests: Iterable[Request | Prepared]) -> None:
-        self._requests: Iterator[tuple[int, Request | Prepared]] = enumerate(requests)
-        self.is_over = False
-        self.error: ValueError | None = None
-
-    def read(self, most: int) -> list[tuple[int, Request | Prepared]]:
-        """Up to `most` of the next requests, with their indices."""
-        read: list[tuple[int, Request | Prepared]] = []
-        while not self.is_over and len(read) < most:
-            try:
-                read.append(next(self._requests))
-            except StopIteration:
-                self.end()
-            except ValueError as bad:
-                self.end(bad)
-        return read
-
-    def end(self, error: ValueError | None = None) -> None:
-        """Ends the reading."""
-        self.is_over, self.error = True, error
+def _read(requests: Iterator[Indexed], most: int) -> tuple[list[Indexed], ValueError | None]:
+    """Up to `most` of the next requests, and the error that ended the reading, if one did."""
+    read = []
+    try:
+        for indexed in itertools.islice(requests, most):
+            read.append(indexed)
+    except ValueError as error:
+        return read, error
+    return read, None
 
 
 class _Bar:
     """A progress bar of images, or of tokens if there is a single image."""
 
-    def __init__(self, shown: bool, total: int | None) -> None:
-        self._shown, self._total = shown and total != 0, total
+    def __init__(self, is_shown: bool, total: int | None) -> None:
+        self._is_shown = is_shown
+        self._total = total
+        self._is_of_tokens = total == 1
         self._bar: tqdm | None = None
 
     def show(self, finished: int, running: Collection[Sequence]) -> None:
-        """Shows `finished` images and the committed share of the running ones."""
-        if not self._shown or not (running or self._bar is not None):
+        """Shows `finished` images and the committed fraction of the running ones."""
+        if not self._is_shown:
             return
-        share = sum(sequence.fraction_done for sequence in running)
-        if self._total == 1:
-            length = next(iter(running)).seq_len if self._bar is None else self._bar.total
-            self._count((finished + share) * length, length, "token", "{n:.0f}/{total}")
-        else:
-            done = finished + share * (1 - DECODING)
-            self._count(done, self._total, "image", "{n:.1f}/{total}" if self._total else "{n:.1f}")
-
-    def _count(self, done: float, total: int | None, unit: str, counted: str) -> None:
         if self._bar is None:
-            bar, left = ("{l_bar}{bar}| ", "<{remaining}") if total else ("", "")
-            form = f"{bar}{counted} {unit}s [{{elapsed}}{left}, {{rate_fmt}}]"
-            self._bar = tqdm(total=total, unit=f" {unit}", bar_format=form)
-        self._bar.n = done
+            if not running:
+                return
+            self._bar = self._begun(next(iter(running)).seq_len)
+        fraction = sum(sequence.fraction_done for sequence in running)
+        if self._is_of_tokens:
+            self._bar.n = (finished + fraction) * self._bar.total
+        else:
+            self._bar.n = finished + fraction * (1 - DECODING)
         self._bar.update(0)
+
+    def _begun(self, seq_len: int) -> tqdm:
+        if self._is_of_tokens:
+            total, unit, counted = seq_len, "token", "{n:.0f}/{total}"
+        elif self._total:
+            total, unit, counted = self._total, "image", "{n:.1f}/{total}"
+        else:
+            return tqdm(bar_format="{n:.1f} images [{elapsed}, {rate_fmt}]", unit=" image")
+        form = f"{{l_bar}}{{bar}}| {counted} {unit}s [{{elapsed}}<{{remaining}}, {{rate_fmt}}]"
+        return tqdm(total=total, unit=f" {unit}", bar_format=form)
 
     def add_decoded(self, count: int) -> None:
         """Counts images that were decoded in the middle of a round."""
-        if self._bar is not None and self._total != 1:
+        if self._bar is not None and not self._is_of_tokens:
             self._bar.update(DECODING * count)
 
     def close(self) -> None:
@@ -348,7 +353,7 @@ class _Bar:
 
 # The engine: takes requests, runs rounds over everything in flight, returns finished images.
 
-CLOSED = "this engine is closed: make another one, for example with cspd.load"
+CLOSED = "this engine is closed: make a new one, for example with cspd.load"
 
 
 class Engine:
@@ -361,7 +366,7 @@ class Engine:
     Args:
         models: at most one set for each family. A request that names no family is for the first one that takes its
             label or prompt and has its method. The models are moved to the device, put in eval mode and frozen, in
-            place. Calibrations and copies in another precision do not follow weights that are loaded later.
+            place. Weights that are loaded into them later do not reach calibrations and copies in another precision.
         max_batch: number of slots. Memory grows with the slots, not with the number of requests.
         device: "auto", "cpu", "cuda" or "cuda:N".
         precision: "fp32", "tf32" or "bf16", see `cspd.device.POLICIES`; or another engine's on the same device.
@@ -372,8 +377,8 @@ class Engine:
         noise: the source of random numbers, see `cspd.noise`; tests inject other ones.
 
     Raises:
-        ValueError: models that do not fit each other, no such device, unknown precision, graphs without CUDA, or too
-            little memory.
+        ValueError: the models are incompatible, the device or the precision does not exist, graphs without CUDA, or
+            too little memory.
     """
 
     def __init__(
@@ -388,20 +393,22 @@ class Engine:
         noise: types.ModuleType = philox_noise,
     ) -> None:
         max_batch = plain(max_batch)
-        families = [getattr(each, "family", None) for each in models]
-        if not families or None in families or len(set(families)) < len(families):
-            raise ValueError("an engine has MARModels(...), VQModels(...) or one of each")
+        families = {getattr(each, "family", None) for each in models}
+        if not models or None in families or len(families) < len(models):
+            raise ValueError("give an engine MARModels(...), VQModels(...) or one of each")
         for each in models:
             each.check()
         self.device = pick_device(device)
         self.precision = precision_of(precision, self.device)
-        self.compiled, self.graphs = compiled, Graphs(self.device, graphs)
+        self.compiled = compiled
+        self.graphs = Graphs(self.device, graphs)
         self._models: list[Models] = [placed(each, self.device) for each in models]
         how: dict[str, Any] = {"noise": noise, "compiled": compiled, "cache": cache}
-        self._settings = how | {"graphs": graphs}
+        self._settings = {**how, "graphs": graphs}  # for `with_slots`
         self.runners: dict[str, ModelRunner] = {}
         for each in self._models:
-            self.runners[each.family] = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
+            runner = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
+            self.runners[each.family] = runner
         self._classes = {each.family: each.classes for each in self._models}
         self.num_slots = max_batch
         self._closed = False
@@ -414,9 +421,10 @@ class Engine:
         self._inbox: deque = deque()  # results of requests that came by `add_request`
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{family} {each.image_size}x{each.image_size}" for family, each in self.runners.items())
-        how = f"{sizes} pixels; {self.num_slots} slots, {self.device}, {self.precision.policy}"
-        return f"<Engine, {'closed' if self._closed else how}>"
+        if self._closed:
+            return "<Engine, closed>"
+        sizes = [f"{family} {runner.image_size}x{runner.image_size} pixels" for family, runner in self.runners.items()]
+        return f"<Engine, {', '.join(sizes)}; {self.num_slots} slots, {self.device}, {self.precision.policy}>"
 
     @property
     def runner(self) -> ModelRunner:
@@ -427,16 +435,17 @@ class Engine:
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine with the same models."""
         self._check_open()
-        settings = {"device": self.device, "precision": self.precision, **self._settings}  # shares copies of weights
-        engine = Engine(*self._models, max_batch=max_batch, **settings)
+        precision = self.precision  # the object, not its name: it has the copies of weights
+        engine = Engine(*self._models, max_batch=max_batch, device=self.device, precision=precision, **self._settings)
         for family, runner in self.runners.items():
             engine.runners[family].adopt(runner)
         return engine
 
     def describe(self) -> dict:
         """The machine and the settings of this engine, for records."""
-        how = {"precision": self.precision.policy, "compiled": self.compiled}
-        return describe(self.device) | how | {"graphs": self.graphs.enabled or None}  # None as in older records
+        graphs = self.graphs.enabled or None  # None as in older records
+        how = {"precision": self.precision.policy, "compiled": self.compiled, "graphs": graphs}
+        return describe(self.device) | how
 
     # A request is checked once: `checked` fills its defaults in, `prepare` also decides what may take a calibration.
 
@@ -457,19 +466,20 @@ class Engine:
             raise ValueError(f"{shortened(request)} is not a request: give cspd.Request(label, ...)")
         asked = request
         request, method = choose(request, families_for(request, self.runners))
-        runner, classes = self.runners[method.family], self._classes[method.family]
+        runner = self.runners[method.family]
         if isinstance(request.label, str) and runner.num_classes:
+            classes = self._classes[method.family]
             request = request.but(label=classes.number_of(request.label))
         if request.label is None and request.prompt is None and request.cfg is None:
-            request = request.but(cfg=1.0)  # unconditional: guidance has no class to steer towards
+            request = request.but(cfg=1.0)  # unconditional: there is no class that guidance could steer towards
         request = runner.check(request, method)
         return Prepared(asked, request, method, runner)
 
     def prepare(self, request: Request | Prepared) -> Prepared:
-        """A request that is ready to run: everything after this takes it without another check.
+        """A request that is ready to run, and that is not checked again.
 
         The window of `speculative` is chosen here, which calibrates its draft or times this device on first use. Warns
-        of settings that are seldom meant.
+        about settings that are valid but probably not intended.
 
         Raises:
             ValueError: as `checked`, or too little memory.
@@ -478,23 +488,25 @@ class Engine:
         prepared = self.checked(request)
         if prepared.is_decided:
             return prepared
-        with self._lock.hold():
+        with self._lock.hold():  # it may run models, which are not shared in the middle of a round
             decided = prepared.runner.resolve(prepared.request, prepared.method)
-        if advice := prepared.method.advice(decided):
+        advice = prepared.method.advice(decided)
+        if advice:
             warnings.warn(advice, stacklevel=1)  # from the same line each time, so that Python shows it once
         return dataclasses.replace(prepared, request=decided, is_decided=True)
 
     def prepare_all(self, requests: Iterable[Request | Prepared]) -> list[Prepared]:
         """Prepares all requests. Raises ValueError if some are bad, naming each fault once."""
         prepared = []
-        bad: dict[str, list[int]] = defaultdict(list)
+        bad: dict[str, list[int]] = defaultdict(list)  # the indices of requests by their error
         for index, request in enumerate(requests):
             try:
                 prepared.append(self.prepare(request))
             except ValueError as error:
                 bad[str(error)].append(index)
         if bad:
-            raise ValueError("; ".join(f"{named(alike)}: {error}" for error, alike in bad.items()))
+            faults = [f"{named(indices)}: {error}" for error, indices in bad.items()]
+            raise ValueError("; ".join(faults))
         return prepared
 
     def check(self, request: Request) -> Request:
@@ -511,10 +523,11 @@ class Engine:
             return request.prompt
         return self._classes[str(request.family)].name_of(request.label)
 
-    # One round at a time; the results go to the inboxes of those who asked.
+    # One round at a time. Each result goes to the inbox of its submitter, whichever thread ran the round, as a message
+    # (sequence, result): an Output, the exception that ended it, or None if it was cancelled.
 
     def add_request(self, request: Request | Prepared) -> int:
-        """Queues a request and returns its ticket. Raises ValueError on a bad one, which harms no other."""
+        """Queues a request and returns its ticket. Raises ValueError on a bad request, which affects no other."""
         with self._lock.hold():
             return self._add(request, self._inbox).ticket
 
@@ -550,7 +563,7 @@ class Engine:
             try:
                 self._run_round()
                 outputs = {sequence.ticket: output for sequence, output in map(_delivered, self._inbox)}
-            except BaseException:  # reported now; what was finished before it stays for the next call
+            except BaseException:  # reported now; the outputs finished before it stay for the next call
                 finished = [message for message in self._inbox if not isinstance(message[1], BaseException)]
                 self._inbox = deque(finished)
                 raise
@@ -572,26 +585,28 @@ class Engine:
             batch = self.scheduler.next()
             if batch:
                 self._advance(batch, watch, on_decoded)
+            # With nothing left to run there is no round to hide the decoding behind: wait for all images.
             for sequence, output in self._finisher.ready(wait=not len(self.scheduler)):
                 sequence.inbox.append((sequence, output))
-        except BaseException as error:  # a round that was cut off leaves its sequences in an undefined state
+        except BaseException as error:  # an interrupted round leaves its sequences in an undefined state
             self._drop(error)
             raise
 
     def _advance(self, batch: list[Sequence], watch: Stopwatch, on_decoded: Callable[[int], object]) -> None:
-        """Draft, verify, commit: a round of sequences that share a key; the finished ones free their slots."""
+        """Runs a round of sequences that share a key: draft, verify, commit. The finished ones free their slots."""
         method, key = batch[0].method, batch[0].key
         runner = self.runners[method.family]
         finished = method.run_round(runner, batch, watch)
-        watch.stop()
+        watch.stop()  # on a GPU the round may still run: its seconds are read later
         self._finisher.add_round(batch, watch)
+        # Not every round begins an iteration of every sequence.
         for sequence in batch:
             if len(sequence.reached) < sequence.iteration:
                 sequence.reached.append(sequence.num_started)
         self.scheduler.release(finished)
         if len(finished) == len(batch):
             runner.forget(key)
-        # A sequence that was cancelled while its chains were under way may still end its last iteration.
+        # A sequence that was cancelled in the middle of its chains may still end its last iteration.
         wanted = [sequence for sequence in finished if sequence not in self._cancelled]
         if wanted:
             self._finisher.add(runner, wanted, on_decoded)
@@ -608,18 +623,19 @@ class Engine:
         return bool(meant)
 
     def _cancel(self, sequences: Collection[Sequence]) -> None:
-        """Cancels the unfinished ones. A slot that chains under way will write to is freed after the next round."""
-        going = [sequence for sequence in sequences if sequence in self.scheduler and sequence not in self._cancelled]
-        self._cancelled.update(going)
-        for sequence in going:
-            sequence.inbox.append((sequence, None))
+        """Cancels the unfinished ones of these sequences."""
+        for sequence in sequences:
+            if sequence in self.scheduler and sequence not in self._cancelled:
+                self._cancelled.add(sequence)
+                sequence.inbox.append((sequence, None))
         self._free_cancelled()
 
     def _free_cancelled(self) -> None:
+        """Frees the slots of cancelled sequences, except those that unfinished chains will still write to."""
         if not self._cancelled:
             return
         for key, batch in list(self.scheduler.running.items()):
-            if self._cancelled.issuperset(batch):  # the chains under way are all theirs
+            if self._cancelled.issuperset(batch):  # all unfinished chains of this kind are theirs
                 self.runners[str(batch[0].request.family)].forget(key)
                 self.scheduler.release(list(batch))
         for sequence in list(self._cancelled):
@@ -629,7 +645,7 @@ class Engine:
                 self._cancelled.remove(sequence)
 
     def _drop(self, why: BaseException) -> None:
-        """Drops everything in flight, and tells everybody who waits for it why."""
+        """Drops everything in flight and reports the reason to everybody who waits for it."""
         dropped = [*self._unfinished(), *self._finisher.sequences()]
         self.scheduler.clear()
         self._finisher.clear()
@@ -651,18 +667,26 @@ class Engine:
         if not sequences:
             return []
         runner = self.runners[sequences[0].method.family]
-        tokens, token_cost = (torch.cat(each) for each in zip(*map(runner.so_far, sequences)))
+        tokens, token_cost = map(torch.cat, zip(*map(runner.so_far, sequences)))
         images = runner.decode(tokens)
-        shown = [None] * len(sequences) if images is None else images.nan_to_num().cpu()
+        if images is not None:
+            images = images.nan_to_num().cpu()
         tokens, token_cost = tokens.cpu(), token_cost.cpu()
         outputs = []
         for i, sequence in enumerate(sequences):
-            output = Output(sequence.request, tokens[i], shown[i], token_cost[i], sequence.stats)
-            outputs.append(dataclasses.replace(output, class_name=sequence.class_name))
+            output = Output(
+                request=sequence.request,
+                tokens=tokens[i],
+                image=None if images is None else images[i],
+                token_cost=token_cost[i],
+                stats=sequence.stats,
+                class_name=sequence.class_name,
+            )
+            outputs.append(output)
         return outputs
 
     def _preview(self, sequence: Sequence) -> Image.Image | None:
-        """A picture of a running sequence's committed tokens; None if it is not running, or has no image."""
+        """An image of a running sequence's committed tokens; None if it is not running or there is no decoder."""
         with self._lock.hold():
             if sequence not in self.scheduler.in_flight():
                 return None
@@ -706,32 +730,40 @@ class Engine:
         stop: threading.Event,
     ) -> Iterator[Item]:
         """As `stream`; it ends soon after any thread sets `stop`."""
-        source, bar = _Source(requests), _Bar(progress, len(requests) if isinstance(requests, Sized) else None)
-        own: dict[Sequence, int] = {}
+        indexed = enumerate(requests)
+        bar = _Bar(progress, len(requests) if isinstance(requests, Sized) else None)
+        own: dict[Sequence, int] = {}  # unfinished, with the indices of their requests
         inbox: deque = deque()
-        lost: dict[int, str] = {}
+        lost: dict[int, str] = {}  # errors of outputs that are not finite, by index
+        bad: ValueError | None = None
+        is_over = False  # no request is left to read
         finished = rounds = 0
         try:
-            while own or not source.is_over:
-                # One more than there are slots: a round that ends all of them then does not wait for their images.
-                fresh = source.read(1 + self.num_slots - len(self.scheduler))
+            while own or not is_over:
+                fresh: list[Indexed] = []
+                if not is_over:
+                    # One more than there are slots: a round that ends all of them then does not wait for their images.
+                    room = max(0, 1 + self.num_slots - len(self.scheduler))
+                    fresh, bad = _read(indexed, room)
+                    is_over = len(fresh) < room
                 with self._lock.hold():
                     try:
                         for index, request in fresh:
                             own[self._add(request, inbox)] = index
-                    except ValueError as bad:
-                        source.end(bad)
+                    except ValueError as error:
+                        bad, is_over = error, True
                     if not rounds:
                         bar.show(0, own)
-                    if not inbox:
+                    if not inbox:  # another thread's round may have finished an output of this stream
                         self._run_round(bar.add_decoded)
                 rounds += 1
+                # The lock is free here: a slow reader of this stream keeps no other thread from running rounds.
                 decoded = {sequence for sequence, _ in inbox}
                 bar.show(finished + len(decoded), own.keys() - decoded)
                 while inbox:
                     sequence, output = _delivered(inbox.popleft())
                     index = own.pop(sequence)
-                    if output is None:
+                    if output is None:  # cancelled
                         continue
                     finished += 1
                     if output.error:
@@ -743,15 +775,15 @@ class Engine:
                 if stop.is_set():
                     return
                 if on_progress and rounds % every == 0:
-                    for sequence in list(own):
+                    for sequence in list(own):  # the callback may cancel requests
                         preview = functools.partial(self._preview, sequence)
                         on_progress(sequence.asked, sequence.fraction_done, preview)  # type: ignore[arg-type]
         finally:
             bar.close()
             with self._lock.hold():
                 self._cancel(own)
-        if source.error:
-            raise source.error
+        if bad:
+            raise bad
         _raise_lost(lost)
 
     async def stream_async(
@@ -815,10 +847,11 @@ class Engine:
         Args:
             labels: classes by number or name, or None for an unconditional image; one or many.
             prompts: prompts in place of labels, one or many.
-            seed: of the first image; each next image has the next seed. settings: as of `Request`. Others as of
-                `generate`.
+            seed: of the first image; each next image has the next seed.
+            settings: as in `Request`. The other arguments and the errors are those of `generate`.
         """
-        return self.generate(requests_of(labels, prompts, seed, method, settings), progress, on_progress)
+        requests = requests_of(labels, prompts, seed, method, settings)
+        return self.generate(requests, progress, on_progress)
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes the models to a new folder, which `cspd.load` reads. Raises ValueError, OSError."""
@@ -828,7 +861,7 @@ class Engine:
         save_models(self._models[0], folder)
 
     def close(self) -> None:
-        """Drops everything in flight and releases the models, as the end of `with` does. Nothing can run afterwards."""
+        """Drops everything in flight and releases the models, as the end of a `with` block does."""
         with self._lock.hold():
             self._drop(RuntimeError(CLOSED))
             self._closed = True
@@ -871,9 +904,11 @@ def _delivered(message: tuple[Sequence, Any]) -> tuple[Sequence, Output | None]:
 
 def _raise_lost(lost: Mapping[int, str]) -> None:
     """Raises FloatingPointError if requests, by index, gave no image, with their errors."""
-    if lost:
-        first = f"{named([min(lost)])}: " if len(lost) > 1 else ""
-        raise FloatingPointError(f"{named(sorted(lost))} gave no image: {first}{lost[min(lost)]}")
+    if not lost:
+        return
+    first = min(lost)
+    whose = f"{named([first])}: " if len(lost) > 1 else ""
+    raise FloatingPointError(f"{named(sorted(lost))} gave no image: {whose}{lost[first]}")
 
 
 def named(indices: list[int]) -> str:
@@ -881,4 +916,5 @@ def named(indices: list[int]) -> str:
     if len(indices) == 1:
         return f"request {indices[0]}"
     numbers = ", ".join(map(str, indices[:NAMED]))
-    return f"requests {numbers}" + (f" ... ({len(indices)} of them)" if len(indices) > NAMED else "")
+    more = f" ... ({len(indices)} of them)" if len(indices) > NAMED else ""
+    return f"requests {numbers}{more}"

@@ -1,11 +1,11 @@
-"""Methods and their registry, the choice of a request's method, and the model runners that methods run on."""
+"""Methods and their registry, the choice and checks of a request's method, and the protocol of model runners."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -17,10 +17,10 @@ from cspd.files import remember
 from cspd.graphs import Graphs
 from cspd.option import BUNDLED, COMMON, DEFAULTS, Option, check_integer, check_seed
 from cspd.request import Inpainting, Request, Sequence, Stopwatch
-from cspd.terminal import NO_CHARACTER, choice, shortened, value_of
+from cspd.terminal import choice, shortened, value_of
 
 # A method is one `Method` object, in the file that has its round. Each family of models has one model runner class:
-# `MARRunner` and `VQRunner`.
+# `MARRunner` and `VQRunner`. The runner owns models and tensors; a method decides what to compute with them.
 
 GUARANTEES = {
     "exact": "The images have the distribution of baseline sampling (ar) with the same settings, up to floating-point"
@@ -35,7 +35,7 @@ RunRound = Callable[[Any, list[Sequence], Stopwatch], list[Sequence]]
 
 
 def nothing_more(request: Request, runner: ModelRunner) -> None:
-    """The check of a method without checks of its own."""
+    """The check of a method that has none."""
 
 
 def as_it_is(request: Request, runner: ModelRunner) -> Request:
@@ -86,21 +86,30 @@ class Method:
 
     def option(self, name: str, request: Request) -> Option | None:
         """The option of this name that applies to the request's other settings, or None."""
-        return next((o for o in self.options if o.name == name and o.applies(request.settings)), None)
+        for option in self.options:
+            if option.name == name and option.applies(request.settings):
+                return option
+        return None
 
     def fill(self, request: Request) -> Request:
         """The request with the defaults of the method's options filled in."""
-        for option in self.options:
-            is_open = getattr(request, option.name) is None
-            if is_open and not option.implied and option.applies(request.settings):
-                request = request.but(**{option.name: option.default})
-        return request
+        settings = dict(request.settings)
+        for option in self.options:  # an option comes after those that it depends on
+            is_open = settings.get(option.name) is None
+            if is_open and not option.implied and option.applies(settings):
+                settings[option.name] = option.default
+        return dataclasses.replace(request, settings=settings)
 
     def round_key(self, request: Request) -> Hashable:
         """Requests with equal keys can share a round."""
-        own = {"label": 0, "prompt": None, "negative_prompt": None, "seed": 0, "known": None}
-        alike = request.but(**own, **dict.fromkeys(self.mixed(request)))
+        mixed = dict.fromkeys(self.mixed(request))
+        alike = _settings_alone(request).but(**mixed)
         return alike, request.guided, request.temperature == 0
+
+
+def _settings_alone(request: Request) -> Request:
+    """The request without seed, class, prompt and given image: equal for requests that differ in these only."""
+    return request.but(seed=0, label=None, prompt=None, negative_prompt=None, known=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +131,11 @@ class Prepared:
 
 
 def complete(
-    request: Request, method: Method, common: tuple[Option, ...], model_defaults: Mapping[str, object], num_classes: int
+    request: Request,
+    method: Method,
+    common: tuple[Option, ...],
+    model_defaults: Mapping[str, object],
+    num_classes: int,
 ) -> Request:
     """Fills in all defaults of a request and checks its settings one by one.
 
@@ -134,30 +147,32 @@ def complete(
     Raises:
         ValueError: a setting has a wrong type, is out of range, or does not apply to the other settings.
     """
-    missing = {name: value for name, value in model_defaults.items() if getattr(request, name) is None}
-    request = method.fill(request.but(**missing))
+    # Defaults first: whether an option applies depends on the values of other options.
+    settings = {**model_defaults, **request.settings}
+    request = method.fill(dataclasses.replace(request, settings=settings))
     if num_classes:
         _check_class(request, num_classes)
     else:
         _check_text(request)
     check_seed(request.seed)
     shared = {option.name: option for option in common}
-    settings: Mapping[str, Any] = request.settings
-    floats = {}
-    for name, value in settings.items():
+    checked: dict[str, Any] = {}
+    for name, value in request.settings.items():
+        checked[name] = value
         option = shared.get(name) or method.option(name, request)
         if option is None:
             _check_is_off(name, value, request, method)
             continue
         option.check(value)
-        if option.kind is float:
-            floats[name] = float(value)
-    return request.but(**floats)
+        if option.kind is float:  # so that tensors and records have one type
+            checked[name] = float(checked[name])
+    return dataclasses.replace(request, settings=checked)
 
 
 def _check_class(request: Request, num_classes: int) -> None:
     """Checks a request to a class-conditional model."""
-    for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
+    for name in ("prompt", "negative_prompt"):
+        text = getattr(request, name)
         if text is not None:
             raise ValueError(
                 f"{name}={shortened(text)}: class-conditional models take a label, not a prompt. Give label=..., or"
@@ -167,8 +182,8 @@ def _check_class(request: Request, num_classes: int) -> None:
         check_integer("label", request.label, 0, num_classes - 1, "the classes of the target")
     elif request.guided:
         raise ValueError(
-            f"cfg={request.cfg!r} needs a class label, and label is None, an unconditional image. Give a label, omit"
-            " cfg, or give cfg=1"
+            f"cfg={request.cfg!r} needs a class label, but label=None asks for an unconditional image. Give a label,"
+            " omit cfg, or give cfg=1"
         )
 
 
@@ -179,12 +194,10 @@ def _check_text(request: Request) -> None:
             f"label={shortened(request.label)}: text-to-image models take a prompt, not a label. Give prompt=..."
             " (--prompt or --prompts on the command line)"
         )
-    for name, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt)):
+    for name in ("prompt", "negative_prompt"):
+        text = getattr(request, name)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{name}={shortened(text)} is not text: give a string")
-        damaged = NO_CHARACTER.search(text or "")
-        if damaged:
-            raise ValueError(f"{name} has {damaged[0]!r}, which is not a character: remove it")
     if request.negative_prompt is not None and not request.guided:
         raise ValueError(
             f"negative_prompt={shortened(request.negative_prompt)} has no effect at cfg=1, which disables guidance."
@@ -199,7 +212,8 @@ def with_tokens(request: Request, runner: ModelRunner, shape: tuple[int, ...]) -
     """
     if request.known is None:
         return request
-    check_seed(request.seed)
+    check_seed(request.seed)  # before it becomes a tensor
+    # A mask that is a fraction of the tokens leaves the choice of tokens to the seed.
     seed = torch.tensor([request.seed])
     order = runner.noise.order(seed, shape[0])[0]
     encode = functools.partial(runner.encode, seed=seed)
@@ -209,14 +223,19 @@ def with_tokens(request: Request, runner: ModelRunner, shape: tuple[int, ...]) -
 def _check_is_off(name: str, value: object, request: Request, method: Method) -> None:
     """Raises ValueError unless `value` turns off an option that does not apply to the request."""
     options = [option for option in method.options if option.name == name]
-    if any(type(value) is type(option.off) and value == option.off for option in options):
-        return
-    wanted = [option.only_with for option in options if option.only_with]
-    if not wanted:
-        raise ValueError(f"{name}={value!r} is no option of {method.name!r}: omit {name}")
-    selector = wanted[0][0]
-    values = " or ".join(repr(choice) for _, choices in wanted for choice in choices)
-    raise ValueError(f"{name}={value!r} needs {selector}={values}, and {selector} is {getattr(request, selector)!r}")
+    for option in options:
+        if type(value) is type(option.off) and value == option.off:  # False is not 0 here
+            return
+    if not options:
+        raise ValueError(f"{name}={value!r} is not an option of {method.name!r}: omit {name}")
+    selector = ""
+    allowed = []
+    for option in options:
+        selector, values = option.only_with or ("", ())
+        allowed += [repr(value) for value in values]
+    wanted = " or ".join(allowed)
+    present = getattr(request, selector)
+    raise ValueError(f"{name}={value!r} needs {selector}={wanted}, but {selector}={present!r}")
 
 
 class ModelRunner(Protocol):
@@ -270,13 +289,13 @@ class ModelRunner(Protocol):
         """
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
-        """Tokens by the sampler of the released code; `settings` as every method of the family has them."""
+        """Tokens by the sampler of the released code; `settings`: the values of the family's common options."""
 
     def forget(self, key: Hashable) -> None:
-        """Drops the state that methods keep for sequences of one key, when all of them have finished."""
+        """Drops the state of methods for sequences of one key, when all of them have finished."""
 
     def clear(self) -> None:
-        """Drops the state that methods keep for any sequence."""
+        """Drops the state of methods for all sequences."""
 
 
 # The registry of methods. A family registers its methods when it is imported (`cspd.checkpoints` imports them all);
@@ -288,7 +307,9 @@ _BUILT_IN: list[Method] = []
 
 
 def register_family(
-    name: str, methods: Several[Method], named_by: Callable[[Request], str | None] = lambda request: None
+    name: str,
+    methods: Several[Method],
+    named_by: Callable[[Request], str | None] = lambda request: None,
 ) -> None:
     """Adds the methods of a family of models; `cspd.option` has the family's options.
 
@@ -299,6 +320,7 @@ def register_family(
     order = [*COMMON]
     _BUILT_IN.extend(methods)
     _BUILT_IN.sort(key=lambda method: order.index(method.family))
+    # A plug-in may have registered its methods before this family was imported.
     METHODS[:] = _BUILT_IN + [method for method in METHODS if method not in _BUILT_IN]
     NAMED_BY[name] = named_by
 
@@ -312,23 +334,32 @@ def register(method: Method) -> None:
         TypeError: not a `Method`. ValueError: a built-in method has this name, or the family or guarantee is unknown.
     """
     if not isinstance(method, Method):
-        raise TypeError(f"{method!r} is no method: give a cspd.method.Method, from sampling() or drafting()")
+        raise TypeError(f"{method!r} is not a method: give a cspd.method.Method, as sampling() and drafting() return")
     for field, valid in (("family", COMMON), ("guarantee", GUARANTEES)):
         value = getattr(method, field)
         if value not in valid:
             raise ValueError(f"method {method.name!r}: {field}={value!r}: choose one of {', '.join(valid)}")
-    same = [each for each in METHODS if (each.name, each.family) == (method.name, method.family)]
-    if same and same[0] in _BUILT_IN:
-        raise ValueError(f"method {method.name!r} is one of cspd's for {method.family}: give yours another name")
-    METHODS[:] = [each for each in METHODS if each not in same] + [method]
+    others = []  # `METHODS` changes in place: other modules imported the list itself
+    for other in METHODS:
+        if (other.name, other.family) != (method.name, method.family):
+            others.append(other)
+        elif other in _BUILT_IN:
+            raise ValueError(f"{method.name!r} is a built-in method for {method.family}: give yours another name")
+    METHODS[:] = [*others, method]
 
 
 # The method of a request, and methods named in text.
 
 
-def method_names(families: Collection[str] = tuple(COMMON)) -> list[str]:
+def _methods_of(families: Iterable[str]) -> list[Method]:
+    """The methods of these families, family by family."""
+    return [method for family in families for method in METHODS if method.family == family]
+
+
+def method_names(families: Iterable[str] = tuple(COMMON)) -> list[str]:
     """The names of the methods of these families, without duplicates."""
-    return list(dict.fromkeys(method.name for method in METHODS if method.family in families))
+    names = [method.name for method in _methods_of(families)]
+    return list(dict.fromkeys(names))
 
 
 def option_order() -> list[str]:
@@ -340,13 +371,17 @@ def option_order() -> list[str]:
 
 def find(name: str | None, family: str | None) -> Method:
     """The method of this name for a family. Raises ValueError if there is none."""
-    return _named(str(name), [str(family)], [method for method in METHODS if method.family == family])
+    return _named(str(name), [str(family)])
 
 
 def families_for(request: Request, runners: Mapping[str, ModelRunner]) -> list[str]:
     """The families of an engine, first those that take the request's prompt, or its label."""
-    has_prompt = request.prompt is not None
-    return sorted(runners, key=lambda family: (runners[family].num_classes == 0) != has_prompt)
+
+    def takes_the_other(family: str) -> bool:
+        takes_prompts = runners[family].num_classes == 0
+        return takes_prompts != (request.prompt is not None)
+
+    return sorted(runners, key=takes_the_other)  # stable: otherwise in the engine's order
 
 
 def choose(request: Request, families: Several[str]) -> tuple[Request, Method]:
@@ -355,35 +390,38 @@ def choose(request: Request, families: Several[str]) -> tuple[Request, Method]:
     Raises:
         ValueError: the method is unknown or not of these families, or it lacks an option of the request.
     """
-    if request.family is not None and request.family not in families:
-        raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
-    wanted = families if request.family is None else [request.family]
-    candidates = [method for family in wanted for method in METHODS if method.family == family]
-    if request.method is None:
-        method = _default(request, wanted)
-    else:
-        method = _named(request.method, wanted, candidates)
+    if request.family is not None:
+        if request.family not in families:
+            raise ValueError(f"family={request.family!r}: this engine has models of {' and '.join(families)}")
+        families = [request.family]
+    method = _default(request, families) if request.method is None else _named(request.method, families)
     _check_options(request, method)
     return dataclasses.replace(request, method=method.name, family=method.family), method
 
 
-def _named(name: str, families: Several[str], candidates: Several[Method]) -> Method:
-    for method in candidates:
+def _named(name: str, families: Several[str]) -> Method:
+    for method in _methods_of(families):
         if method.name == name:
             return method
     owners = [method for method in METHODS if method.name == name]
+    valid = method_names(families)
     if not owners:
-        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, method_names(families))}")
-    raise ValueError(
-        f"method={name!r} does not decode {' or '.join(families)} models: choose one of"
-        f" {', '.join(method_names(families))}{_other_models(owners)}"
-    )
+        raise _unknown(name, valid)
+    models = " or ".join(families)
+    remedy = f"choose one of {', '.join(valid)}{_other_models(owners)}"
+    raise ValueError(f"method={name!r} does not decode {models} models: {remedy}")
+
+
+def _unknown(name: str, valid: list[str]) -> ValueError:
+    return ValueError(f"method={shortened(name)} is unknown: {choice(name, valid)}")
 
 
 def _other_models(owners: Several[Method]) -> str:
     """A remedy to append to an error if the intended methods belong to other families; else empty."""
-    families = dict.fromkeys(method.family for method in owners)
-    return "".join(f", or use {family} models such as {BUNDLED[family]}" for family in families)
+    remedy = ""
+    for family in dict.fromkeys(method.family for method in owners):
+        remedy += f", or use {family} models such as {BUNDLED[family]}"
+    return remedy
 
 
 def _default(request: Request, families: Several[str]) -> Method:
@@ -397,13 +435,17 @@ def _default(request: Request, families: Several[str]) -> Method:
 
 def _check_options(request: Request, method: Method) -> None:
     """Raises ValueError on a setting that the method does not have, naming the methods that have it."""
-    for name in sorted(request.settings.keys() - _options_of(method)):
-        given = f"{name}={shortened(getattr(request, name))}"
-        owners = [other for other in METHODS if name in _options_of(other)]
-        related = [other.name for other in owners if other.family == method.family]
-        if not related:
-            raise ValueError(f"{given} is no setting of {method.family} models: omit {name}{_other_models(owners)}")
-        raise ValueError(f"{given} is no option of {method.name!r}: it belongs to {', '.join(related)}")
+    foreign = request.settings.keys() - _options_of(method)
+    if not foreign:
+        return
+    name = min(foreign)
+    given = f"{name}={shortened(request.settings[name])}"
+    owners = [other for other in METHODS if name in _options_of(other)]
+    related = [other.name for other in owners if other.family == method.family]
+    if related:
+        raise ValueError(f"{given} is not an option of {method.name!r}: it belongs to {', '.join(related)}")
+    remedy = f"omit {name}{_other_models(owners)}"
+    raise ValueError(f"{given} is not a setting of {method.family} models: {remedy}")
 
 
 def _options_of(method: Method) -> set[str]:
@@ -416,15 +458,22 @@ def with_method(request: Request, name: str) -> Request:
     Raises:
         ValueError: there is no method of that name.
     """
-    candidates = [method for method in METHODS if method.name == name and request.family in (None, method.family)]
+    families = COMMON if request.family is None else [request.family]
+    candidates = [method for method in _methods_of(families) if method.name == name]
     if not candidates:
-        raise ValueError(f"method={shortened(name)} is unknown: {choice(name, method_names())}")
+        raise _unknown(name, method_names())
     request = dataclasses.replace(request, method=name)
     valid = {option.name for options in COMMON.values() for option in options}
+    # The default values of the new method's options decide which of its other options apply.
     for method in candidates:
         settings = method.fill(request).settings
         valid.update(option.name for option in method.options if option.applies(settings))
-    return request.but(**dict.fromkeys(request.settings.keys() - valid))
+    return _without(request, request.settings.keys() - valid)
+
+
+def _without(request: Request, names: Iterable[str]) -> Request:
+    """The request without these settings."""
+    return request.but(**dict.fromkeys(names))
 
 
 def plain_of(request: Request) -> Request:
@@ -432,11 +481,13 @@ def plain_of(request: Request) -> Request:
     if request.method == "ar":
         return request
     common = {option.name for option in COMMON[str(request.family)]}
-    return request.but(method="ar", **dict.fromkeys(request.settings.keys() - common))
+    return _without(request.but(method="ar"), request.settings.keys() - common)
 
 
 def parse_method(
-    text: str, options: Collection[str] | None = None, more: Several[str] = ()
+    text: str,
+    options: Collection[str] | None = None,
+    more: Several[str] = (),
 ) -> tuple[str, dict[str, object]]:
     """Parses "cool-sd:delta=1.5:gamma=4" to ("cool-sd", {"delta": 1.5, "gamma": 4}).
 
@@ -449,20 +500,21 @@ def parse_method(
     """
     if options is None:
         options = {option.name for method in METHODS for option in method.options}
+    given = shortened(text)
     name, *parts = text.split(":")
     valid = [*method_names(), *more]
     if name not in valid:
-        raise ValueError(f"method {shortened(name)} is unknown: {choice(name, valid)}")
+        raise _unknown(name, valid)
     settings: dict[str, object] = {}
     for part in parts:
         option, equals, value = part.partition("=")
-        if option in settings:
-            raise ValueError(f"{shortened(text)} has {option} twice: give it once")
-        if option in options and not equals:
-            raise ValueError(f"{option} in {shortened(text)} has no value: write it like {name}:{option}=VALUE")
         if option not in options:
-            hint = f"write it like delta=1.5; {choice(option, sorted(options))}"
-            raise ValueError(f"{shortened(part)} in {shortened(text)} is no option: {hint}")
+            hint = f"write options like delta=1.5; {choice(option, sorted(options))}"
+            raise ValueError(f"{shortened(part)} in {given} is not an option: {hint}")
+        if not equals:
+            raise ValueError(f"{option} in {given} has no value: write it like {name}:{option}=VALUE")
+        if option in settings:
+            raise ValueError(f"{given} has {option} twice: give it once")
         settings[option] = value_of(value)
     return name, settings
 
@@ -479,7 +531,7 @@ def guarantee_of(request: Request) -> str:
 
 # The drafting configuration of a request: the one with the lowest predicted time, if it gains enough.
 
-# Drafts only if the predicted time is below this fraction of baseline sampling's. The margin covers costs that the
+# Draft only if the predicted time is below this fraction of baseline sampling's. The margin covers costs that the
 # predictions omit: in MAR, joins and uneven iterations took up to a quarter more time when measured.
 GAIN = 0.7
 
@@ -505,10 +557,11 @@ def choose_by_gain(config: DraftConfig, gain: float, name: str, at_best: bool = 
     Args:
         name: of the configuration, for the reason. at_best: `gain` is an upper bound.
     """
-    predicted = f"{name} is predicted to be {'at best ' if at_best else ''}{gain:.2f} times as fast"
+    limit = "at best " if at_best else ""
+    predicted = f"{name} is predicted to be {limit}{gain:.2f} times as fast"
     if is_enough(gain):
         return Choice(config, predicted)
-    return Choice(PLAIN, f"{predicted}, under the {1 / GAIN:.2f} that are asked for")
+    return Choice(PLAIN, f"{predicted}, under the {1 / GAIN:.2f} that is required")
 
 
 class DraftChooser:
@@ -519,6 +572,7 @@ class DraftChooser:
 
     def choice(self, request: Request, num_slots: int) -> Choice:
         """The choice for a checked request. It does not depend on other requests in flight."""
+        # A choice may time this device, so one is made for all requests that differ in class or seed only.
         kind = self._kind(request, num_slots)
         if kind not in self._choices:
             remember(self._choices, kind, self._choose(request, num_slots))
@@ -530,20 +584,25 @@ class DraftChooser:
             return "as asked for"
         choice = self._choices.get(self._kind(asked, num_slots))
         if choice is None:
-            return "as in the run that was resumed"
+            return "as in the resumed run"
         return f"nothing was drafted: {choice.why}" if choice.config == PLAIN else choice.why
 
     def _kind(self, request: Request, num_slots: int) -> Hashable:
         """Everything that a choice depends on."""
-        own = {"label": None, "prompt": None, "negative_prompt": None, "seed": 0, "known": None}
-        return request.but(**own), num_slots
+        return _settings_alone(request), num_slots
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
         """The choice for the first request of a kind."""
         raise NotImplementedError
 
 
-def choices(axis: str, table: Mapping[str, Any], meaning: str, default: str, **defaults: object) -> list[Option]:
+def choices(
+    axis: str,
+    table: Mapping[str, Any],
+    meaning: str,
+    default: str,
+    **defaults: object,
+) -> list[Option]:
     """The options of a choice by name: first the choice itself, then the options of each part in `table`.
 
     Args:
@@ -551,16 +610,23 @@ def choices(axis: str, table: Mapping[str, Any], meaning: str, default: str, **d
         default: the default part. It is left out of resolved requests if it has no options.
         defaults: values that replace the defaults of its options.
     """
-    options = [Option(axis, tuple(table), meaning, default=default, implied=not table[default].options)]
+    is_implied = not table[default].options
+    options = [Option(axis, tuple(table), meaning, default=default, implied=is_implied)]
     for name, part in table.items():
         own = with_defaults(part.options, defaults) if name == default else part.options
-        options += [option.but(only_with=(axis, (name,))) for option in own]
+        for option in own:
+            options.append(option.but(only_with=(axis, (name,))))
     return options
 
 
 def with_defaults(options: tuple[Option, ...], defaults: Mapping[str, object]) -> list[Option]:
     """The options with some defaults replaced, by name."""
-    return [option.but(default=defaults.get(option.name, option.default)) for option in options]
+    changed = []
+    for option in options:
+        default = defaults.get(option.name, option.default)
+        changed.append(option.but(default=default))
+    return changed
 
 
-PUBLISHED = "published"  # the samplers of the released code, in `mar.model` and `cspd.discrete.gpt`
+# a name for the samplers of the released code, in `mar.model` and `cspd.discrete.gpt`
+PUBLISHED = "published"

@@ -1,4 +1,4 @@
-"""Models as the engine sees them: the protocol, names of classes, saved and bundled folders."""
+"""Models as the engine sees them: the protocol, the names of classes, saved and bundled folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cspd.terminal import choice, shortened
 from mar.checkpoint import named_size
 from mar.tensors import CheckpointError
 
-# The names of a model's classes, for requests and for everything that is shown.
+# The names of a model's classes, in requests and in reports.
 
 
 class ClassNames:
@@ -36,10 +36,15 @@ class ClassNames:
 
     def __init__(self, texts: Several[str]) -> None:
         self.texts = tuple(texts)
-        self._names = [[name.strip() for name in text.partition(": ")[0].split(",")] for text in self.texts]
+        self._names: list[list[str]] = []  # of each class
+        # Two indices, since a shown name wins over another class's synonym. ImageNet's "crane" still means two classes,
+        # a bird and a machine: their numbers tell them apart.
         self._by_shown_name: dict[str, list[int]] = defaultdict(list)
         self._by_any_name: dict[str, list[int]] = defaultdict(list)
-        for label, names in enumerate(self._names):
+        for label, text in enumerate(self.texts):
+            names_text, _, _description = text.partition(": ")
+            names = [name.strip() for name in names_text.split(",")]
+            self._names.append(names)
             self._by_shown_name[_plain(names[0])].append(label)
             for name in set(map(_plain, names)):
                 self._by_any_name[name].append(label)
@@ -48,7 +53,9 @@ class ClassNames:
         """The name to show for a class, or its number if it has no name; "no class" for None."""
         if not isinstance(label, int):
             return label or "no class"
-        return self._names[label][0] if label < len(self._names) else str(label)
+        if label >= len(self._names):
+            return str(label)
+        return self._names[label][0]
 
     def number_of(self, name: str) -> int:
         """The class with this name. Case is ignored; spaces, hyphens and underscores are equal.
@@ -58,21 +65,24 @@ class ClassNames:
         Raises:
             ValueError: no class has the name, or several have it.
         """
-        found = self._by_shown_name.get(_plain(name)) or self._by_any_name.get(_plain(name), [])
+        plain = _plain(name)
+        found = self._by_shown_name.get(plain) or self._by_any_name.get(plain, [])
         if len(found) == 1:
             return found[0]
         given = f"label={shortened(name)}"
         if found:
-            several = "; ".join(f"{label} ({self.texts[label]})" for label in found)
-            raise ValueError(f"{given} is the name of several classes: give the number of one: {several}")
+            candidates = [f"{label} ({self.texts[label]})" for label in found]
+            raise ValueError(f"{given} names several classes: give the number of one: {'; '.join(candidates)}")
         if not self.texts:
             raise ValueError(f"{given}: the classes of these models have no names: give a number")
         all_names = [name for names in self._names for name in names]
-        raise ValueError(f"{given} is the name of no class: {choice(name, all_names)}")
+        raise ValueError(f"{given} is not the name of a class: {choice(name, all_names)}")
 
 
 def _plain(name: str) -> str:
-    return " ".join(name.casefold().replace("_", " ").replace("-", " ").split())
+    # Command lines and file names have "golden_retriever" or "golden-retriever".
+    words = name.casefold().replace("_", " ").replace("-", " ").split()
+    return " ".join(words)
 
 
 @functools.cache
@@ -113,11 +123,11 @@ class Models(Protocol):
 
 
 def modules_of(models: Models) -> dict[str, nn.Module]:
-    """The modules of a family's models by name, without missing ones."""
+    """The modules of a family's models by name, without models that are None."""
     return {name: part for name, part in vars(models).items() if isinstance(part, nn.Module)}
 
 
-# A folder of models as `cspd.load` reads it: safetensors, and a description of what cannot be seen in the weights.
+# A folder of models as `cspd.load` reads it: safetensors, and a description of facts that the weights do not show.
 
 DESCRIPTION = "cspd.json"
 SHAPE = {"classes?": [str], "num_tokens?": int}
@@ -134,22 +144,25 @@ def save_models(models: Models, folder: str | os.PathLike) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give a new folder")
     modules = modules_of(models)
-    if hasattr(modules["target"], "own_type"):
+    if hasattr(modules["target"], "own_type"):  # only models of transformers have one
         raise ValueError("these are models of transformers: copy their folder, which cspd.load reads")
     for name, module in modules.items():
         if named_size(module) is None:
             raise ValueError(
-                f"the {name} is of a size without a name: add it to mar/checkpoint.py or cspd/discrete/registry.py"
+                f"the {name} has a size without a name: add it to mar/checkpoint.py or cspd/discrete/registry.py"
             )
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    # Facts that `cspd.load` cannot read from the shapes of the weights.
     description: dict = {"classes": models.classes.texts} if models.classes.texts else {}
     if models.family == "VQ":
         description["num_tokens"] = modules["target"].config.block_size
     write_json(folder / DESCRIPTION, description)
     for name, module in modules.items():
+        weights = {}
+        for key, tensor in module.state_dict().items():
+            weights[key] = tensor.detach().cpu().contiguous()
         with publishing(folder / f"{name}.safetensors") as temporary:
-            weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
             save_file(weights, temporary)
 
 
@@ -171,16 +184,18 @@ def described(folder: Path, num_classes: int) -> tuple[ClassNames, int | None]:
     remedy = "correct it, or save the models again"
     wrong = misfit(content, SHAPE)
     if wrong:
-        raise CheckpointError(f"{path}: {wrong} is not as it should be: {remedy}")
+        raise CheckpointError(f"{path}: {wrong} is missing or has the wrong type: {remedy}")
     texts = content.get("classes", [])
-    if len(texts) not in (0, num_classes):
+    if texts and len(texts) != num_classes:
         raise CheckpointError(f"{path}: {len(texts)} names for {num_classes} classes: {remedy}")
     return ClassNames(texts), content.get("num_tokens")
 
 
 def placed(models: Any, device: torch.device) -> Any:
     """The models on a device, in eval mode and frozen."""
-    modules = {name: module.to(device).eval().requires_grad_(False) for name, module in modules_of(models).items()}
+    modules = modules_of(models)
+    for name, module in modules.items():
+        modules[name] = module.to(device).eval().requires_grad_(False)
     return dataclasses.replace(models, **modules)
 
 
@@ -188,7 +203,8 @@ def bundled() -> dict[str, Path]:
     """The bundled checkpoints by name; empty if the installation has none."""
     for root in BUNDLED_ROOTS:
         if root.is_dir():
-            return {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
+            folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
+            return {folder.name: folder for folder in folders}
     return {}
 
 

@@ -23,14 +23,13 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.option import as_setting, check_seed, option_names, plain
+from cspd.option import check_seed, option_names, plain
 from cspd.terminal import choice, shortened
 
 # Inpainting: the part of an image, or of its tokens, that is given before sampling begins.
 
 MASK = "white (True) marks the area to regenerate, black the area to keep"
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")  # for some other formats Pillow runs external programs
-KINDS = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}  # by the kind of an array: its dtype here
 remembered = functools.lru_cache(maxsize=16)  # many requests share an image
 
 
@@ -55,14 +54,6 @@ class Inpainting:
     mask: Tensor | float
     source: str = ""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError on types that only `Inpainting.of` converts."""
-        image, mask = self.image, self.mask
-        image_fits = isinstance(image, Tensor) and image.dtype == (torch.int64 if image.dim() == 1 else torch.float32)
-        mask_fits = isinstance(mask, float) or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
-        if not (image_fits and mask_fits):
-            raise ValueError("Inpainting(...) converts no types: call Inpainting.of(image, mask)")
-
     @classmethod
     def of(cls, image: Any, mask: Any) -> Inpainting:
         """An `Inpainting` of the image and mask that a user gives.
@@ -78,24 +69,29 @@ class Inpainting:
             OSError: a file does not exist.
         """
         if image is None or mask is None:
-            given, missing = ("mask", "image") if image is None else ("image", "mask")
-            raise ValueError(f"{given} needs {missing} too: in the mask, {MASK}")
+            raise ValueError(f"image and mask must be given together: in the mask, {MASK}")
         image, mask = _image_of(image), _mask_of(mask)
-        size = image.shape[1:] if image.dim() == 3 else image.shape[:1]
+        is_pixels = image.dim() == 3
+        size = image.shape[1:] if is_pixels else image.shape[:1]
         if isinstance(mask, Tensor) and mask.shape != size:
             raise ValueError(
-                f"the mask has another size ({_by(mask.shape)}) than the image ({_by(size)}): give a mask of its size"
+                f"the mask has {_by(mask.shape)} pixels or tokens, and the image has {_by(size)}: give a mask of the"
+                " image's size"
             )
         return cls(image, mask)
 
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of image and mask."""
+        # Type and shape are part of it: equal bytes may be different images.
         digest = hashlib.sha256()
-        mask = self.mask if isinstance(self.mask, Tensor) else torch.tensor(self.mask, dtype=torch.float64)
+        mask = self.mask
+        if not isinstance(mask, Tensor):
+            mask = torch.tensor(mask, dtype=torch.float64)
         for part in (self.image, mask):
-            digest.update(f"{part.dtype} {tuple(part.shape)}\n".encode())
-            digest.update(np.ascontiguousarray(part.numpy()).tobytes())
+            header = f"{part.dtype} {tuple(part.shape)}\n"
+            digest.update(header.encode())
+            digest.update(part.numpy().tobytes())
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -106,7 +102,9 @@ class Inpainting:
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.image.shape))
-        fraction = self.mask.float().mean() if isinstance(self.mask, Tensor) else self.mask
+        fraction = self.mask
+        if isinstance(fraction, Tensor):
+            fraction = fraction.float().mean().item()
         return f"<Inpainting: {fraction:.3g} of {shape} to generate, {self.name[:8]}>"
 
     @property
@@ -115,14 +113,14 @@ class Inpainting:
         return self.source or self.digest
 
     @property
-    def is_picture(self) -> bool:
+    def is_pixels(self) -> bool:
         """Whether `image` holds pixels, not tokens."""
         return self.image.dim() == 3
 
     @functools.cached_property
     def generated(self) -> np.ndarray:
         """Which tokens are generated, bool [L], for an `Inpainting` of tokens."""
-        assert isinstance(self.mask, Tensor) and not self.is_picture  # every checked request has tokens
+        assert isinstance(self.mask, Tensor)  # a checked request has a mask of tokens
         return self.mask.numpy()
 
     @functools.cached_property
@@ -138,10 +136,11 @@ class Inpainting:
         """
         if cropping(self.image, size) is None:
             return self
-        mask = self.mask
+        image = _resized(_in_the_middle(self.image), (size, size))
+        mask = self.mask  # a fraction stays: it counts tokens, not pixels
         if isinstance(mask, Tensor):
             mask = _largest(_in_the_middle(mask), size)[0].bool()
-        return Inpainting(_resized(_in_the_middle(self.image), (size, size)), mask, self.name)
+        return Inpainting(image, mask, self.name)
 
     def to_encode(self, size: int) -> Tensor:
         """The image as encoders take it, [1, 3, size, size] in -1..1. Warns if the image is cropped or resized."""
@@ -151,7 +150,7 @@ class Inpainting:
         return 2 * self.fitted(size).image.unsqueeze(0) - 1
 
     def pasted(self, image: Tensor, generated: Tensor) -> Tensor:
-        """This image with the generated part of an output's image in it, float32 [3, H, W].
+        """This image with the generated part of an output's image pasted into it, float32 [3, H, W].
 
         The two images blend over the width of a token.
 
@@ -161,13 +160,17 @@ class Inpainting:
         """
         side = round(len(generated) ** 0.5)
         by_token = generated.view(1, 1, side, side).float()
+        # The weight of the output's image, per pixel: between two tokens it changes gradually.
         weight = functional.interpolate(by_token, self.image.shape[1:], mode="bilinear")[0]
         if isinstance(self.mask, Tensor):
             weight = torch.maximum(weight, self.mask.float())
         return torch.lerp(self.image, image, weight)
 
     def as_tokens(
-        self, shape: tuple[int, ...], encode: Callable[[Inpainting], Tensor], order: Tensor
+        self,
+        shape: tuple[int, ...],
+        encode: Callable[[Inpainting], Tensor],
+        order: Tensor,
     ) -> Inpainting | None:
         """This `Inpainting` in tokens of a model, or None if all tokens are generated.
 
@@ -179,24 +182,26 @@ class Inpainting:
         Raises:
             ValueError: the mask keeps all tokens, or the given tokens have another shape.
         """
-        if not self.is_picture and self.image.shape != shape:
+        if not self.is_pixels and self.image.shape != shape:
             raise ValueError(
-                f"the given tokens are {list(self.image.shape)}, and this model's are {list(shape)}: give"
-                " tokens of this model"
+                f"the given tokens have shape {list(self.image.shape)}, and this model's {list(shape)}: give tokens of"
+                " this model"
             )
-        length, mask = shape[0], self.mask
+        length = shape[0]
+        mask = self.mask
         if not isinstance(mask, Tensor):
             num_given = length - round(length * mask)
             mask = torch.ones(length, dtype=torch.bool)
             mask[order[:num_given]] = False
-        elif self.is_picture:
+        elif self.is_pixels:
             # A token covers a patch of pixels: it is generated if any of them is.
-            mask = _largest(_in_the_middle(mask), round(length**0.5)).flatten().bool()
+            side = round(length**0.5)
+            mask = _largest(_in_the_middle(mask), side).flatten().bool()
         if not mask.any():
             raise ValueError(f"the mask keeps every token, so there is nothing to generate: {MASK}")
         if mask.all():
             return None
-        tokens = encode(self) if self.is_picture else self.image
+        tokens = encode(self) if self.is_pixels else self.image
         return Inpainting(tokens, mask, self.name)
 
 
@@ -214,21 +219,27 @@ def placed(image: Any, box: tuple[int, int, int, int], size: int) -> Inpainting:
         ValueError: the box is not inside the canvas, or as in `Inpainting.of`.
     """
     left, top, width, height = box
-    if min(left, top) < 0 or min(width, height) < 1 or left + width > size or top + height > size:
+    right, bottom = size - left - width, size - top - height  # of the margins around the box
+    is_empty = min(width, height) < 1
+    if is_empty or min(left, top, right, bottom) < 0:
         raise ValueError(f"a box of {width} by {height} pixels at {left},{top} is not inside {size} by {size}: move it")
     inside = _resized(_image_of(image), (height, width))
-    margins = (left, size - left - width, top, size - top - height)
+    margins = (left, right, top, bottom)
     canvas = functional.pad(inside[None], margins, mode="replicate")[0]
-    mask = functional.pad(torch.zeros(height, width, dtype=torch.bool), margins, value=True)
+    given = torch.zeros(height, width, dtype=torch.bool)
+    mask = functional.pad(given, margins, value=True)
     return Inpainting(canvas, mask)
 
 
 def cropping(image: Tensor, size: int) -> str | None:
     """A description of how `Inpainting.fitted` changes an image [3, H, W]; None if it has that size already."""
     height, width = image.shape[1:]
-    if (height, width) == (size, size):
+    if height == width == size:
         return None
-    cropped = "" if height == width else f"cropped to the {min(height, width)} in the middle and "
+    cropped = ""
+    if height != width:
+        square = min(height, width)
+        cropped = f"cropped to the {square} by {square} in its middle and "
     return f"the image has {width} by {height} pixels: {cropped}resized to {size} by {size}"
 
 
@@ -241,17 +252,20 @@ def _in_the_middle(image: Tensor) -> Tensor:
     """The largest square in the middle of an image [..., H, W]."""
     height, width = image.shape[-2:]
     square = min(height, width)
-    top, left = (height - square) // 2, (width - square) // 2
+    top = (height - square) // 2
+    left = (width - square) // 2
     return image[..., top : top + square, left : left + square]
 
 
 def _largest(mask: Tensor, side: int) -> Tensor:
     """A mask [H, W] at another size, float32 [1, side, side]: 1 if any pixel of the covered area is True."""
+    # Not a mean: a token with a single pixel to generate cannot be given.
     return functional.adaptive_max_pool2d(mask[None].float(), side)
 
 
 def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     """An image [3, H, W] at another (height, width)."""
+    # Bicubic interpolation overshoots at edges.
     resized = functional.interpolate(image[None], size, mode="bicubic", antialias=True)
     return resized[0].clamp(0, 1)
 
@@ -263,31 +277,44 @@ def _opened(source: object, what: str, mode: str) -> np.ndarray | None:
     if not isinstance(source, (str, os.PathLike)):
         return None
     try:
-        with Image.open(source, formats=FORMATS) as picture:
-            return np.array(ImageOps.exif_transpose(picture).convert(mode))
+        with Image.open(source, formats=FORMATS) as image:
+            return np.array(ImageOps.exif_transpose(image).convert(mode))
     except FileNotFoundError:
-        raise FileNotFoundError(f"{os.fspath(source)}: no such file: give a picture as {what}") from None
-    except Exception as error:  # a damaged picture makes its reader raise almost anything
-        raise ValueError(f"{os.fspath(source)} cannot be read as a picture ({error}): give a PNG as {what}") from None
+        raise FileNotFoundError(f"{os.fspath(source)}: no such file: give an image file as {what}") from None
+    except Exception as error:  # Pillow raises almost anything on a damaged file
+        raise ValueError(f"{os.fspath(source)} cannot be read as an image ({error}): give a PNG as {what}") from None
 
 
 def _image_of(source: Any) -> Tensor:
     """The `image` of `Inpainting.of` as a tensor on the CPU."""
     pixels = _opened(source, "image", "RGB")
     if pixels is not None:
-        return torch.from_numpy(pixels).permute(2, 0, 1).float().div(255)
-    image = _tensor(source, "image")
-    if image is not None and image.dim() == 1 and image.dtype == torch.int64:
-        return image
-    if image is not None and image.is_floating_point() and image.numel():
-        image = image.float()
-        is_picture = image.dim() == 3 and len(image) == 3 and image.min() >= 0 and image.max() <= 1
-        is_tokens = image.dim() == 2
-        if (is_picture or is_tokens) and image.isfinite().all():
-            return image
+        channels_first = torch.from_numpy(pixels).permute(2, 0, 1)
+        return channels_first.float().div(255)
+    image = _tensor(source)
+    if image is not None and (_is_pixels(image) or _is_tokens(image)):
+        return image.float() if image.is_floating_point() else image
     raise ValueError(
-        f"image={_shown(source)} does not fit: give a path, a PIL image, floats [3, H, W] in 0..1, or tokens"
+        f"image={_shown(source)} is invalid: expected a path, a PIL image, floats [3, H, W] in 0..1, or tokens"
     )
+
+
+def _is_pixels(image: Tensor) -> bool:
+    if image.dim() != 3 or len(image) != 3 or not image.is_floating_point():
+        return False
+    return _is_in_unit_range(image)
+
+
+def _is_in_unit_range(values: Tensor) -> bool:
+    """Whether all values are in 0..1; NaN is not."""
+    return bool(((values >= 0) & (values <= 1)).all())
+
+
+def _is_tokens(image: Tensor) -> bool:
+    """Whether a tensor may be tokens of VQ models, int64 [L], or of MAR, floats [L, d]."""
+    if not image.is_floating_point():
+        return image.dim() == 1
+    return image.dim() == 2 and bool(image.isfinite().all())
 
 
 def _mask_of(source: Any) -> Tensor | float:
@@ -295,34 +322,27 @@ def _mask_of(source: Any) -> Tensor | float:
     pixels = _opened(source, "mask", "L")
     if pixels is not None:
         return torch.from_numpy(pixels >= 128)
-    if isinstance(source, Real) and not isinstance(source, bool):
-        if 0 <= source <= 1:  # type: ignore[operator]
-            return float(source)
-    else:
-        mask = _tensor(source, "mask")
-        if mask is not None and mask.dim() in (1, 2) and mask.numel():
-            if ((mask >= 0) & (mask <= 1)).all():
-                return mask >= 0.5 if mask.is_floating_point() else mask.bool()
+    is_number = isinstance(source, Real) and not isinstance(source, bool)
+    if is_number and 0 <= source <= 1:
+        return float(source)
+    mask = _tensor(source)
+    if mask is not None and mask.dim() in (1, 2) and _is_in_unit_range(mask):
+        return mask >= 0.5
     raise ValueError(
-        f"mask={_shown(source)} does not fit: give a path, a PIL image, a tensor of the image's size, or a share"
+        f"mask={_shown(source)} is invalid: expected a path, a PIL image, a tensor of the image's size, or a fraction"
     )
 
 
-def _tensor(source: Any, what: str) -> Tensor | None:
-    """A copy of a tensor or array, on the CPU, as bool, int64 or float64; None for other sources.
-
-    Raises ValueError if it is a sparse, nested or meta tensor.
-    """
-    if isinstance(source, np.ndarray) and source.dtype.kind in KINDS:
-        return torch.from_numpy(source.astype(KINDS[source.dtype.kind]))
-    if not isinstance(source, Tensor) or source.is_complex() or source.is_quantized:
+def _tensor(source: Any) -> Tensor | None:
+    """A copy of a tensor or array, on the CPU, as int64 or float64; None for other sources."""
+    if isinstance(source, np.ndarray) and source.dtype.kind in "biuf":
+        # NumPy converts: PyTorch reads neither all of its integers nor other byte orders.
+        kind = np.float64 if source.dtype.kind == "f" else np.int64
+        return torch.from_numpy(source.astype(kind))
+    if not isinstance(source, Tensor):
         return None
-    if source.is_meta:
-        raise ValueError(f"{what} is a tensor on the meta device, which has no values: give a tensor on another device")
-    if source.is_nested or source.layout != torch.strided:
-        raise ValueError(f"{what} is a sparse or nested tensor: give a dense tensor, such as {what}.to_dense()")
-    kind = torch.float64 if source.is_floating_point() else torch.int64
-    return source.detach().cpu().to(torch.bool if source.dtype == torch.bool else kind, copy=True)
+    dtype = torch.float64 if source.is_floating_point() else torch.int64
+    return source.detach().to("cpu", dtype, copy=True)
 
 
 def _shown(source: Any) -> str:
@@ -334,7 +354,7 @@ def _shown(source: Any) -> str:
 
 # From tokens to pixels, and images of 8 bits.
 
-DECODE_BATCH = 8  # images that a decoder takes at once: bounds its memory
+DECODE_BATCH = 8  # images that a decoder takes at once: its activations are many times larger than its images
 
 
 def decoded(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -345,8 +365,8 @@ def decoded(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
 def to_unit(images: Tensor) -> Tensor:
     """Images in 0..1 from images in about -1..1. Infinite pixels become NaN; clamped, they would look white."""
     images = images.add(1).div(2)
-    nothing = images - images  # 0 for a finite pixel, else NaN: one kernel, where `torch.where` takes several
-    return images.clamp(0, 1).add(nothing)
+    zero_or_nan = images - images  # NaN for an infinite pixel; one kernel, whereas `torch.where` takes several
+    return images.clamp(0, 1).add(zero_or_nan)
 
 
 def to_uint8(image: Tensor) -> Tensor:
@@ -357,21 +377,23 @@ def to_uint8(image: Tensor) -> Tensor:
     """
     if image.dtype == torch.uint8:
         return image
-    if not image.is_floating_point() or not ((image >= 0) & (image <= 1)).all():
-        dtype, low, high = image.dtype, image.min().item(), image.max().item()
-        raise ValueError(f"an image of {dtype} from {low:g} to {high:g}: give uint8, or floats in 0..1")
+    # Values outside 0..1 would wrap around, and NaN would become an arbitrary number.
+    if not image.is_floating_point() or not _is_in_unit_range(image):
+        low, high = image.min().item(), image.max().item()
+        raise ValueError(f"an image of {image.dtype} from {low:g} to {high:g}: give uint8, or floats in 0..1")
     return (image * 255).round().to(torch.uint8)
 
 
 def to_pil(image: Tensor) -> Image.Image:
     """A PIL image from [3, H, W], rounded as in `to_uint8`."""
-    return Image.fromarray(to_uint8(image).permute(1, 2, 0).numpy())
+    pixels = to_uint8(image).permute(1, 2, 0)
+    return Image.fromarray(pixels.numpy())
 
 
-def png_of(picture: Image.Image) -> bytes:
+def png_of(image: Image.Image) -> bytes:
     """The bytes of a PNG file."""
     buffer = io.BytesIO()
-    picture.save(buffer, format="png")
+    image.save(buffer, format="png")
     return buffer.getvalue()
 
 
@@ -386,7 +408,7 @@ class Request:
     """A request for one image.
 
     Settings are given as arguments and read as attributes: `Request(3, cfg=2.0).cfg`; a setting that was not given is
-    None. Numbers of numpy and torch and fractions become Python numbers. The engine checks the values.
+    None. Numbers of numpy and torch become Python numbers. The engine checks the values.
 
     Attributes:
         label: class, 0 .. number of classes - 1, or its name; None: an unconditional image.
@@ -400,7 +422,7 @@ class Request:
         known: the given part of the image, see `Inpainting`; usually given as `image` and `mask`.
 
     Raises:
-        TypeError: unknown setting. ValueError: a setting is a tensor of several values, or as in `Inpainting.of`.
+        TypeError: unknown setting. ValueError, OSError: as in `Inpainting.of`.
     """
 
     label: Label = None
@@ -428,40 +450,50 @@ class Request:
         **more: object,
     ) -> None:
         if image is not None or mask is not None:
-            known = Inpainting.of(known.image if image is None and known else image, mask)
+            if image is None and known is not None:
+                image = known.image
+            known = Inpainting.of(image, mask)
         given = {**(settings or {}), **more}
-        names = option_names()
-        for name in given:
-            if name not in names:
-                raise TypeError(f"a request has no setting {shortened(name)}: {choice(name, sorted(names))}")
-        if known is not None and not isinstance(known, Inpainting):
-            raise TypeError(f"known={shortened(known)} is not a cspd.request.Inpainting: give image=... and mask=...")
+        valid = option_names()
+        own_settings = {}
+        for name in sorted(given):
+            if name not in valid:
+                raise TypeError(f"a request has no setting {shortened(name)}: {choice(name, sorted(valid))}")
+            if given[name] is not None:
+                own_settings[name] = plain(given[name])
         fields = {
             "label": plain(label),
             "seed": plain(seed),
             "method": plain(method),
             "family": plain(family),
-            "settings": {name: as_setting(name, given[name]) for name in sorted(given) if given[name] is not None},
+            "settings": own_settings,
             "known": known,
             "prompt": prompt,
             "negative_prompt": negative_prompt,
         }
+        # The dataclass is frozen: requests are keys of caches, and are shared between threads.
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
+        # Called for names that are not fields: an option that was not given is None.
         if name in option_names():
             return self.settings.get(name)
         raise AttributeError(f"a request has no attribute {name!r}")
 
     def __hash__(self) -> int:
-        return hash((*self._named().values(), self.known, *self.settings.items()))
+        # The hash that a dataclass generates would fail on the dictionary of settings.
+        fields = self._named().values()
+        return hash((*fields, self.known, *self.settings.items()))
 
     def __repr__(self) -> str:
-        named = {**self._named(), **self.settings, "known": self.known}
-        always = "prompt" if self.label is None and self.prompt is not None else "label"
-        shown = {name: value for name, value in named.items() if value is not None or name == always}
-        return f"Request({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        fields = {**self._named(), **self.settings, "known": self.known}
+        always = "label" if self.prompt is None else "prompt"
+        shown = []
+        for name, value in fields.items():
+            if value is not None or name == always:
+                shown.append(f"{name}={value!r}")
+        return f"Request({', '.join(shown)})"
 
     def but(self, **changes: Any) -> Request:
         """The request with changed settings; None takes the default."""
@@ -470,7 +502,8 @@ class Request:
     def to_dict(self) -> dict:
         """All settings as plain values; None for those that were not given."""
         settings = {name: self.settings.get(name) for name in sorted(option_names())}
-        return self._named() | settings | {"known": self.known and self.known.name}
+        known = None if self.known is None else self.known.name
+        return self._named() | settings | {"known": known}
 
     def _named(self) -> dict:
         """All fields but the settings and the given part of the image."""
@@ -501,13 +534,24 @@ def requests_of(
     seed = plain(seed)
     check_seed(seed)
     several: Any = plain(labels) if prompts is None else prompts
-    if isinstance(several, (str, bytes, Tensor)) or not isinstance(several, Iterable):  # the check reports a bad one
+    if isinstance(several, str) or not isinstance(several, Iterable):
         several = [several]
     requests = []
     for i, each in enumerate(several):
-        condition = {"label": each} if prompts is None else {"label": labels, "prompt": each}
+        condition: dict[str, Any] = {"label": each}
+        if prompts is not None:  # a label next to prompts stays in the request: checking it names the mistake
+            condition = {"label": labels, "prompt": each}
         requests.append(Request(**condition, seed=seed + i, method=method, **settings))
     return requests
+
+
+def _no_drafts() -> list[list[int]]:
+    """The numbers of verified and of accepted drafts, before any."""
+    return [[], []]
+
+
+def _no_seconds() -> dict[str, float]:
+    return dict.fromkeys(PHASES, 0.0)
 
 
 @dataclass
@@ -552,9 +596,9 @@ class RoundStats:
     head_evaluations: int = 0
     draft_backbone_calls: int = 0
     draft_head_calls: int = 0
-    by_lag: list[list[int]] = field(default_factory=lambda: [[], []])
-    by_step: list[list[int]] = field(default_factory=lambda: [[], []])
-    by_rank: list[list[int]] = field(default_factory=lambda: [[], []])
+    by_lag: list[list[int]] = field(default_factory=_no_drafts)
+    by_step: list[list[int]] = field(default_factory=_no_drafts)
+    by_rank: list[list[int]] = field(default_factory=_no_drafts)
     committed: dict[int, int] = field(default_factory=dict)
     bound: float = 0.0
     difference: float | None = None
@@ -563,11 +607,12 @@ class RoundStats:
     audit_error: float | None = None
     resample_tries: int = 0
     fallbacks: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    seconds: dict[str, float] = field(default_factory=_no_seconds)
 
     @property
     def alpha(self) -> float | None:
         """Acceptance rate: accepted / verified drafts; None if no draft was verified."""
+        # Accepted over verified drafts; vLLM's rate divides by all drafted ones.
         verified, accepted = map(sum, self.by_lag)
         return accepted / verified if verified else None
 
@@ -576,7 +621,9 @@ class RoundStats:
         """VQ tokens per forward pass of the target; None for MAR."""
         if not self.committed:
             return None
-        num_tokens = sum(size * rounds for size, rounds in self.committed.items())
+        num_tokens = 0
+        for num_committed, rounds in self.committed.items():
+            num_tokens += num_committed * rounds
         return num_tokens / self.backbone_calls
 
     def to_dict(self) -> dict:
@@ -627,6 +674,7 @@ class Sequence:
     @property
     def fraction_done(self) -> float:
         """The committed fraction of the generated tokens, 0..1."""
+        # Given tokens are committed from the start, and are no progress.
         num_generated = self.request.num_generated(self.seq_len)
         num_given = self.seq_len - num_generated
         return max(0, self.num_committed - num_given) / num_generated
@@ -682,10 +730,13 @@ class Output:
     def __repr__(self) -> str:
         if self.error:
             return f"<Output: {shortened(self.error)}>"
-        request = self.request
-        size = "no image" if self.image is None else f"{self.image.shape[2]}x{self.image.shape[1]} pixels"
-        seconds = sum(self.stats.seconds.values())
-        how = f"{request.method}, {self.stats.guarantee}, {seconds:.3g} s"
+        request, stats = self.request, self.stats
+        seconds = sum(stats.seconds.values())
+        how = f"{request.method}, {stats.guarantee}, {seconds:.3g} s"
+        size = "no image"
+        if self.image is not None:
+            height, width = self.image.shape[1:]
+            size = f"{width}x{height} pixels"
         return f"<Output: {self.class_name or request.label}, seed {request.seed}, {how}; {size}>"
 
 
@@ -705,7 +756,7 @@ class Stopwatch:
         """The time in seconds; on CUDA, an event."""
         if not self.cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # the GPU notes the time when it gets there
         event.record(self._stream)
         return event
 
@@ -719,13 +770,16 @@ class Stopwatch:
 
     def is_past(self) -> bool:
         """Whether the stream is past the last phase, so that `seconds` does not wait."""
-        return not self.cuda or self._marks[-1][1].query()
+        _, last = self._marks[-1]
+        return not self.cuda or last.query()
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase until the stop. Waits for the stream if necessary."""
+        _, last = self._marks[-1]
         if self.cuda and not self.is_past():
-            self._marks[-1][1].synchronize()
-        total = dict.fromkeys(PHASES, 0.0)
+            last.synchronize()
+        total = _no_seconds()
         for (phase, begin), (_, end) in itertools.pairwise(self._marks):
-            total[phase] += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+            spent = begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+            total[phase] += spent
         return total

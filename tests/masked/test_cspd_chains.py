@@ -11,6 +11,7 @@ from cspd import Engine, MARModels, Request
 from cspd.heads.chain import DENOISERS
 from cspd.masked.cspd import CSPD
 from cspd.request import Sequence
+from mar.head import ReadyHead
 from mar.model import MAR
 
 SMALL = {"first_timestep": 950, "upper": 6, "lower": 4, "head_calls": 4, "window": 3, "draft": "frozen"}
@@ -44,20 +45,27 @@ def draft(small_mar: MAR) -> MAR:
     return model
 
 
-def calls(model: MAR) -> list:
-    """A list that gets an entry at each call of a model's head."""
+def calls(model: MAR, monkeypatch) -> list:
+    """A list that gets an entry at each call of a model's head that evaluates its blocks."""
     seen = []
-    model.head.res_blocks[0].register_forward_hook(lambda *call: seen.append(1))
+    through_blocks = ReadyHead.through_blocks
+
+    def counted(ready: ReadyHead, *args: object) -> torch.Tensor:
+        if ready.head is model.head:
+            seen.append(1)
+        return through_blocks(ready, *args)
+
+    monkeypatch.setattr(ReadyHead, "through_blocks", counted)
     return seen
 
 
 @every_denoiser
-def test_drafted_tokens_are_verified(chains, small_mar, draft):
+def test_drafted_tokens_are_verified(chains, small_mar, draft, monkeypatch):
     target, draft = copy.deepcopy(small_mar), copy.deepcopy(draft)
     engine = Engine(MARModels(target, draft), max_batch=1, device="cpu")
     if DENOISERS[chains].needs != "-":
         engine.generate([request(chains)])  # calibrates
-    by_target, by_draft = calls(target), calls(draft)
+    by_target, by_draft = calls(target, monkeypatch), calls(draft, monkeypatch)
     (output,) = engine.generate([request(chains)])
     stats = output.stats
     assert stats.by_lag[0] == [ROUNDS] * 4 and stats.alpha < 1 <= stats.resample_tries

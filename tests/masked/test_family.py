@@ -16,6 +16,7 @@ from cspd.heads.chain import DENOISERS
 from cspd.masked.backbones import BACKBONES
 from cspd.masked.orders import ORDERS
 from cspd.method import METHODS
+from mar.head import ReadyHead
 from mar.model import MAR
 
 ROUNDING = 1e-3  # of the largest token
@@ -61,13 +62,18 @@ def engines(small_mar: MAR) -> tuple[Engine, Engine]:
 
 
 @pytest.fixture
-def rows(small_mar: MAR):
-    """The number of rows of every call of the head while the test runs, by its first block."""
+def rows(monkeypatch):
+    """The number of rows of every call of the head that evaluates its blocks, while the test runs."""
     numbers = []
-    block = small_mar.head.res_blocks[0]
-    hook = block.register_forward_hook(lambda module, args, output: numbers.append(output.shape[:-1].numel()))
-    yield numbers
-    hook.remove()
+    through_blocks = ReadyHead.through_blocks
+
+    def counted(ready: ReadyHead, *args: object) -> torch.Tensor:
+        output = through_blocks(ready, *args)
+        numbers.append(output.shape[:-1].numel())
+        return output
+
+    monkeypatch.setattr(ReadyHead, "through_blocks", counted)
+    return numbers
 
 
 def check(requests: list[Request], guarantee: str, engines: tuple[Engine, Engine], rows: list[int]) -> None:
