@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cspd.discrete.gpt import CacheView, GPTConfig, steps
-from cspd.discrete.rules import LEAST_TEMPERATURE, MIXED, Filter, filter_numbers
+from cspd.discrete.rules import MIN_TEMPERATURE, MIXED, Filter, filter_numbers
 from cspd.request import Request, Sequence
 
 # Keys and values of running sequences, and the mask of a forward pass.
@@ -248,7 +248,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
         [sequence.iteration + (sequence in ahead) for sequence in sequences],
         counts,
     ]
-    divisors = [1.0 if tau == 0 else max(tau, LEAST_TEMPERATURE) for tau in temperature]
+    divisors = [1.0 if tau == 0 else max(tau, MIN_TEMPERATURE) for tau in temperature]
     real = [cfg, divisors, masses]
     bits = torch.tensor(real, dtype=torch.float64).view(torch.int64)
     kind = Kind(
