@@ -396,6 +396,7 @@ class Shape:
         return of_inner[..., :most]
 
 
+@functools.lru_cache(maxsize=64)
 def chain_shape(length: int, device: torch.device) -> Shape:
     """The shape of a chain of `length` drafted tokens."""
     return Shape(torch.arange(-1, length, device=device), length, [length], chain=True)
