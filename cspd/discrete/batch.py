@@ -142,10 +142,12 @@ def seen_of(sees: Tensor) -> Tensor:
 
 def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
     """bool [R, N, width]: True before column start [R]; from it on, the columns of a `seen_of` mask."""
-    column = steps(width + 1, start.device)[1:] - start.unsqueeze(1)  # of `seen`; 0 is its column of True
-    index = column.clamp(0, seen.shape[-1] - 1).unsqueeze(1)
+    num_inputs, num_seen = seen.shape[-2:]
+    column = steps(width + 1, start.device)[1:]
+    index = column - start.unsqueeze(1)  # in `seen`, whose column 0 stands for all before start
+    index = index.clamp(0, num_seen - 1).unsqueeze(1)
     seen = seen.expand(len(start), -1, -1)
-    return seen.gather(2, index.expand(-1, seen.shape[1], -1))
+    return seen.gather(2, index.expand(-1, num_inputs, -1))
 
 
 # The sequences of one round, described on the CPU (`Kind`) and on the device (`Batch`).

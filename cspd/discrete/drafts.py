@@ -106,9 +106,10 @@ def outcome(runner: VQRunner, count: Tensor, bound: Tensor, tried: Tensor, accep
         count: int64 [B], the number of accepted tokens; one more is committed. bound: [B], the rule's local bounds.
         tried, accepted: bool [B, height], whether the token drafted at each depth was verified, and accepted.
     """
-    draft_calls = steps(runner.draft_calls + 1, runner.device)[-1].expand_as(count)
-    columns = [column.unsqueeze(1) for column in (count, draft_calls, bound)]
-    return torch.cat([*columns, tried, accepted], 1)
+    draft_calls = steps(runner.draft_calls + 1, runner.device)[-1]
+    count = count.unsqueeze(1)
+    bound = bound.unsqueeze(1)
+    return torch.cat([count, draft_calls.expand_as(count), bound, tried, accepted], 1)
 
 
 def run(
@@ -256,11 +257,11 @@ def _streams(num_nodes: int, num_positions: int, device: torch.device) -> tuple[
     A drafted token is committed in the round that drafts it, or dropped, so its draw may be the same in other rounds.
     """
     check_indices(num_nodes - 1, MAX_INDEX)
-    nodes = list(range(num_nodes))
-    purpose = [Purpose.CODE] * num_nodes + [Purpose.TOKEN_ACCEPT] * num_nodes + [Purpose.CODE_RESIDUAL] * num_positions
-    index = nodes + nodes + [0] * num_positions
-    fresh = [0] * num_nodes + [1] * (num_nodes + num_positions)
-    return tuple(torch.tensor(numbers, device=device) for numbers in (purpose, index, fresh))
+    streams = [(Purpose.CODE, node, 0) for node in range(num_nodes)]
+    streams += [(Purpose.TOKEN_ACCEPT, node, 1) for node in range(num_nodes)]
+    streams += [(Purpose.CODE_RESIDUAL, 0, 1)] * num_positions
+    purpose, index, fresh = torch.tensor(streams, device=device).T.contiguous()
+    return purpose, index, fresh
 
 
 # Speculative sampling (Leviathan et al., arXiv 2211.17192): a round drafts tokens, verifies them, and commits some.
@@ -320,12 +321,14 @@ def commit(runner: VQRunner, batch: Batch, drafted: Drafted, verified: Verified)
     """Commits the accepted tokens and the one sampled after them."""
     shape, tokens = drafted.shape, drafted.tokens
     level = steps(shape.height + 1, runner.device)
-    position = verified.count.unsqueeze(1)
-    after = tokens.gather(1, verified.path.roll(-1, 1))
-    committed = torch.where(level == position, verified.last.unsqueeze(1), after)
-    runner.commit(batch, committed, token_cost=(level < position).float())
+    count = verified.count.unsqueeze(1)
+    after_root = verified.path.roll(-1, 1)
+    accepted = tokens.gather(1, after_root)
+    committed = torch.where(level == count, verified.last.unsqueeze(1), accepted)
+    runner.commit(batch, committed, token_cost=(level < count).float())
     if not shape.chain:
-        runner.compact(batch, torch.where(level <= position, verified.path, level))
+        path = torch.where(level <= count, verified.path, level)
+        runner.compact(batch, path)
 
 
 DRAFT = Option("draft", DRAFTS, "what drafts the tokens")
@@ -447,7 +450,8 @@ def chain(runner: VQRunner, batch: Batch) -> Drafted:
     # the last two inputs: if the last round accepted everything, the draft has not seen the last but one
     recent, start = runner.last(batch, 2)
     features = runner.features(batch, recent, start, "draft")
-    features = _pick(features, (batch.num_committed - start).unsqueeze(1))
+    at_root = (batch.num_committed - start).unsqueeze(1)
+    features = _pick(features, at_root)
     draws = runner.drawn(batch, steps(gamma, runner.device)).split(1, 1)
     root, _ = runner.last(batch, 1)
     tokens = [root]
@@ -471,7 +475,8 @@ def _eagle_root(runner: VQRunner, batch: Batch, height: int) -> Tensor:
     position = start.unsqueeze(1) + steps(height + 1, runner.device)
     past = runner.past.before(batch, position)
     features = runner.features(batch, recent, start, "eagle", past=past)
-    return _pick(features, (batch.num_committed - start).unsqueeze(1))
+    root = (batch.num_committed - start).unsqueeze(1)
+    return _pick(features, root)
 
 
 class Level(NamedTuple):

@@ -165,19 +165,20 @@ def draw(runner: VQRunner, batch: Batch, comb: Comb) -> Draws:
     """The random numbers of a round, by one call of the generator."""
     draws = runner.uniform(batch, *comb.streams)
     tokens, fill, siblings, path, beside = draws.split(comb.counts, 1)
+    size = comb.siblings.shape
     fill = (fill * runner.config.vocab_size).long()
-    siblings = siblings.unflatten(1, comb.siblings.shape)
-    beside = beside.unflatten(1, comb.siblings.shape)
-    return Draws(tokens, fill, siblings, path, beside)
+    return Draws(tokens, fill, siblings.unflatten(1, size), path, beside.unflatten(1, size))
 
 
 def slide(runner: VQRunner, batch: Batch, tokens: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
     """Moves every window behind its committed tokens: `tokens` [B, F] and their P move up, random tokens follow."""
-    path, vocabulary = tokens.shape[1], P.shape[-1]
+    path = tokens.shape[1]
+    vocabulary = P.shape[-1]
     cached_tokens, cached_Q = cached_windows(runner, path)
     first = accepted.unsqueeze(1) + 1
     position = first + steps(path, runner.device)  # in the old window
-    following = torch.cat([tokens, draws.fill[:, path:]], 1)
+    new = draws.fill[:, path:]
+    following = torch.cat([tokens, new], 1)
     cached_tokens[batch.slot] = following.gather(1, position)
 
     source = position.clamp(max=path - 1).unsqueeze(-1)
@@ -269,8 +270,8 @@ def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor
 def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
     """The likeliest siblings int64 [B, D, K - 1] by what the path's own tokens leave of Q, [B, D, V]; -1 if it is 0."""
     siblings = likeliest(left, comb.siblings.shape[1])
-    possible = left.gather(-1, siblings.clamp(min=0)) > 0  # otherwise it may be the path's own token
-    return torch.where(possible, siblings, -1)
+    mass = left.gather(-1, siblings.clamp(min=0))
+    return torch.where(mass > 0, siblings, -1)  # of mass 0 may be the path's own token
 
 
 # Speculative Jacobi decoding: the target drafts for itself, a window of tokens at a time.
@@ -340,8 +341,10 @@ def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: Draws)
     """The window that the last round left, with siblings; random tokens for a new request."""
     cached_tokens, cached_Q = cached_windows(runner, comb.path)
     is_new = (batch.iteration == 0).unsqueeze(1)
-    tokens = torch.where(is_new, draws.fill[:, : comb.path], cached_tokens[batch.slot])
-    Q = torch.where(is_new.unsqueeze(-1), 1 / runner.config.vocab_size, cached_Q[batch.slot])
+    fill = draws.fill[:, : comb.path]
+    uniform = 1 / runner.config.vocab_size
+    tokens = torch.where(is_new, fill, cached_tokens[batch.slot])
+    Q = torch.where(is_new.unsqueeze(-1), uniform, cached_Q[batch.slot])
 
     # proactive drafting (section 4.1): K candidates without replacement, of which the path's token is the first
     if not comb.depth:
@@ -354,9 +357,11 @@ def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: Draws)
 
 def _verify(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, window: Window) -> Tensor:
     """P [B, N, V], the target's distribution after each node: one forward pass (line 2)."""
+    shape = comb.shape
     root, _ = runner.last(batch, 1)
-    nodes = torch.cat([root, window.tokens, window.siblings.flatten(1)], 1)
-    features = runner.features(batch, nodes, depth=comb.shape.depth, seen=comb.shape.seen)
+    siblings = window.siblings.flatten(1)
+    nodes = torch.cat([root, window.tokens, siblings], 1)
+    features = runner.features(batch, nodes, depth=shape.depth, seen=shape.seen)
     return runner.distributions(batch, features, soft=rule.greedy)
 
 
@@ -364,8 +369,9 @@ def _verify_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tens
     """Verifies every token of the first path alone, with P after the old tokens before it (lines 5 to 8)."""
     path = window.tokens.shape[1]
     depth = steps(path + 1, P.device)[1:]
-    tokens, uniforms = window.tokens.unsqueeze(-1), draws.path.unsqueeze(-1)
-    return verify_siblings(rule, P[:, :path], window.Q, tokens, uniforms, depth, near)
+    candidates = window.tokens.unsqueeze(-1)  # one at each position
+    uniforms = draws.path.unsqueeze(-1)
+    return verify_siblings(rule, P[:, :path], window.Q, candidates, uniforms, depth, near)
 
 
 def _verdict(
@@ -384,10 +390,12 @@ def _verdict(
     """
     # the longest accepted prefix (section 3.3)
     levels = steps(comb.path, P.device)
-    accepted = (on_path.index == 0) & (levels < room.unsqueeze(1))
+    has_room = levels < room.unsqueeze(1)
+    accepted = (on_path.index == 0) & has_room
     prefix = accepted.int().cumprod(1).sum(1)
     rejected = prefix < room.clamp(max=comb.path)
-    tried = levels < (prefix + rejected).unsqueeze(1)
+    num_tried = prefix + rejected
+    tried = levels < num_tried.unsqueeze(1)
     bound = on_path.bound(tried).sum(1)
 
     # the siblings of the rejected token
@@ -440,19 +448,24 @@ def _verify_beside(
 
 def _commit(runner: VQRunner, batch: Batch, comb: Comb, window: Window, verdict: Verdict, draws: Draws) -> None:
     """Commits the accepted prefix, the sibling after it if one was accepted, and one token more."""
-    prefix, sibling, accepted, node, rest, _, _ = (part.unsqueeze(1) for part in verdict)
-    last = sample(rest, draws.tokens.gather(1, accepted))
+    prefix = verdict.prefix.unsqueeze(1)
+    sibling = verdict.sibling.unsqueeze(1)
+    accepted = verdict.accepted.unsqueeze(1)
+    u = draws.tokens.gather(1, accepted)
+    last = sample(verdict.rest.unsqueeze(1), u)
 
     level = steps(comb.path + 1, runner.device)
+    found = sibling >= 0
     tokens = functional.pad(window.tokens, (0, 1))
-    tokens = torch.where((sibling >= 0) & (level == prefix), sibling, tokens)
+    tokens = torch.where(found & (level == prefix), sibling, tokens)
     tokens = torch.where(level == accepted, last, tokens)
     runner.commit(batch, tokens, token_cost=(level < accepted).float())
 
     if comb.depth:  # an accepted sibling's keys and values replace those of the rejected token
         nodes = level[: comb.depth + 1]
-        is_replaced = (sibling >= 0) & (nodes == prefix + 1)
-        runner.compact(batch, torch.where(is_replaced, node, nodes))
+        is_replaced = found & (nodes == prefix + 1)
+        path = torch.where(is_replaced, verdict.node.unsqueeze(1), nodes)
+        runner.compact(batch, path)
 
 
 def _redraw_path(

@@ -57,8 +57,10 @@ def filter_numbers(top_k: list[int], top_p: list[float], vocabulary: int) -> tup
     """The numbers of a `Filter` from top-k (0: all) and top-p (1: all). `most` is 0 if no sequence filters."""
     counts = [min(k, vocabulary) or vocabulary for k in top_k]
     masses = [p if p < 1 else 2.0 for p in top_p]  # at p = 1 rounding must not cut the tail
-    filters = any(top_k) or min(top_p) < 1
-    return counts, masses, max(counts) if filters else 0
+    most = 0
+    if any(top_k) or min(top_p) < 1:
+        most = max(counts)
+    return counts, masses, most
 
 
 def probabilities(logits: Tensor, temperature: Tensor, kept: Filter | None = None) -> Tensor:
@@ -166,8 +168,10 @@ def nearby(Q: Tensor, u: Tensor) -> Tensor:
     is taken to be Q's token at a draw near u: Cauchy around u with scale SPREAD, restricted to 0..1.
     """
     edges = functional.pad(Q.double().cumsum(-1), (1, 0))
-    below = ((edges - u.unsqueeze(-1)) / SPREAD).atan()
-    return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+    distance = edges - u.unsqueeze(-1)
+    below = (distance / SPREAD).atan()  # Cauchy's distribution function, up to scale
+    lowest, highest = below[..., :1], below[..., -1:]
+    return below.diff(dim=-1) / (highest - lowest)
 
 
 def likeliest(Q: Tensor, count: int) -> Tensor:
@@ -320,7 +324,8 @@ def absorbed_by(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     """`absorbed` for tokens x [..., 1] only: [..., 1]. `limit`: [..., 1]."""
     around = near[x.squeeze(-1)]
     sums = P.gather(-1, around).cumsum(-1)
-    return sums.masked_fill_(sums >= limit, 0).amax(-1, keepdim=True)
+    reached = sums >= limit
+    return sums.masked_fill_(reached, 0).amax(-1, keepdim=True)
 
 
 def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
@@ -363,10 +368,11 @@ def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tens
         near, limit: as in `absorbed`, but `near` has one neighbour more than may give mass.
     """
     around = near[x]
-    x = x.unsqueeze(-1)
-    gives = P.gather(-1, around[..., :1]) < limit.gather(-1, x)
+    nearest = around[..., :1]
+    gives = P.gather(-1, nearest) < limit.gather(-1, x.unsqueeze(-1))
     of_neighbours = Q.gather(-1, around).masked_fill(gives, 0)
-    return _norm(P - Q.scatter(-1, around, of_neighbours), 1 / P.shape[-1])
+    emptied = Q.scatter(-1, around, of_neighbours)
+    return _norm(P - emptied, 1 / P.shape[-1])
 
 
 def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
@@ -388,9 +394,10 @@ def exponential(depth: Tensor | int, delta: float, length: int, nu: float = 0.7)
 
     mu is such that the mean of omega over them is delta.
     """
+    decay = math.exp(-nu)
     total = sum(math.exp(-nu * i) for i in range(length))
     first = delta * length / total
-    return first * math.exp(-nu) ** (depth - 1)
+    return first * decay ** (depth - 1)
 
 
 def linear(depth: Tensor | int, delta: float, length: int, ell: int = 8) -> Tensor | float:

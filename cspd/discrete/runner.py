@@ -541,12 +541,13 @@ class VQRunner:
     def _inputs_of(self, batch: Batch, tokens: Tensor, position: Tensor, model: str) -> Tensor:
         """Inputs [R, N, dim] for tokens [B, N] at positions [R, N]; at position 0, the condition's last input."""
         owner = "target" if model == "eagle" else model
-        of_branches = tokens.clamp(min=0).repeat_interleave(batch.num_branches, 0)
-        embedded = self.models[owner].tok_embeddings(of_branches)
+        tokens = tokens.clamp(min=0).repeat_interleave(batch.num_branches, 0)
+        embedded = self.models[owner].tok_embeddings(tokens)
         if batch.kind.least >= tokens.shape[1]:  # even the first of the last N inputs is a token
             return embedded
         of_condition = self.conditions.last[owner][batch.rows].unsqueeze(1)
-        return torch.where(position.unsqueeze(-1) == 0, of_condition, embedded)
+        is_condition = position.unsqueeze(-1) == 0
+        return torch.where(is_condition, of_condition, embedded)
 
     def _through_layers(
         self,
@@ -781,15 +782,17 @@ class VQRunner:
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
         """(tokens [B, L], their costs [B, L], bool [B, L]: whether a token is valid, not -1) of sequences."""
-        slots = send_integers([s.slot for s in sequences], self.device)
+        slots = send_integers([sequence.slot for sequence in sequences], self.device)
         tokens = self.tokens[slots, : self.seq_len]
-        return tokens, self.token_cost[slots, : self.seq_len], tokens >= 0
+        token_cost = self.token_cost[slots, : self.seq_len]
+        return tokens, token_cost, tokens >= 0
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(tokens [1, L], costs [1, L]) of a running sequence: -1 and NaN at tokens that are not generated yet."""
         tokens, token_cost, _ = self.results([sequence])
         is_open = steps(self.seq_len, self.device) >= sequence.num_committed
-        return tokens.masked_fill(is_open, -1), token_cost.masked_fill(is_open, torch.nan)
+        tokens = tokens.masked_fill(is_open, -1)
+        return tokens, token_cost.masked_fill(is_open, torch.nan)
 
     def decode(self, tokens: Tensor) -> Tensor | None:
         """Decodes tokens [B, L] (-1 counts as 0) to images [B, 3, H, W] in 0..1; None without a tokenizer.

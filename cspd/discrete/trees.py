@@ -113,7 +113,8 @@ def _by_position(ranks: list[Tensor], sizes: Sequence[int]) -> Tensor:
     """Stacks a number [..., size] for each candidate of each rank to [..., M, K]; arbitrary if one is missing."""
     if sizes[-1] == sizes[0]:
         return torch.stack(ranks, -1)
-    return torch.cat(ranks, -1)[..., _rank_by_rank(tuple(sizes), ranks[0].device)]
+    numbers = torch.cat(ranks, -1)
+    return numbers[..., _rank_by_rank(tuple(sizes), numbers.device)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,7 +172,8 @@ def _verify_in_turn(
         at_x = x.unsqueeze(-1)
         f = None
         if has_whole_f:
-            f = rule.accept(P, Q, depth[..., :size] if isinstance(depth, Tensor) else depth, near)
+            own_depth = depth[..., :size] if isinstance(depth, Tensor) else depth
+            f = rule.accept(P, Q, own_depth, near)
             f_of_x = f.gather(-1, at_x)
         else:
             f_of_x = rule.accept_token(P, Q, at_x, near)
@@ -180,7 +182,8 @@ def _verify_in_turn(
 
         # what its rejection leaves of P for the next (eq. 8)
         left = rule.resample(P, Q, f, x, near)
-        P = torch.where(present[..., :size, rank].unsqueeze(-1), left, P)
+        is_present = present[..., :size, rank].unsqueeze(-1)
+        P = torch.where(is_present, left, P)
 
     def bounds(wanted: Tensor) -> Tensor:
         local = []
@@ -196,9 +199,11 @@ def _local_bounds(rule: Rule, rank: _Rank, near: Tensor | None, wanted: Tensor) 
     if rank.f is not None:
         return rule.bound(rank.P, rank.Q, rank.f)
     # f at all tokens is expensive here: only for those that are wanted
-    P, Q = rank.P[wanted], rank.Q[wanted]
-    bounds = rule.bound(P, Q, rule.accept(P, Q, near=near))
-    return P.new_zeros(wanted.shape).masked_scatter_(wanted, bounds)
+    P = rank.P[wanted]
+    Q = rank.Q[wanted]
+    f = rule.accept(P, Q, near=near)
+    bounds = P.new_zeros(wanted.shape)
+    return bounds.masked_scatter_(wanted, rule.bound(P, Q, f))
 
 
 def _verify_points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Verification:
@@ -245,11 +250,13 @@ def _verify_pools(
     rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes: Sequence[int]
 ) -> _Verification:
     """Verifies chosen candidates by a rule that pools: the mass each absorbs depends on what those before it left."""
-    # the tokens that each candidate looks at; two spare columns: one takes missing candidates, the other keeps the sum
-    # above 0
-    tokens = torch.cat([candidates[..., :size, rank] for rank, size in enumerate(sizes)], -1)
+    # the tokens that each candidate looks at, rank by rank; two spare columns: one takes missing candidates, the other
+    # keeps the sum above 0
+    of_ranks = [candidates[..., :size, rank] for rank, size in enumerate(sizes)]
+    tokens = torch.cat(of_ranks, -1)
+    is_present = (tokens >= 0).unsqueeze(-1)
     reached = rule.reach(tokens.clamp(min=0), near)
-    reached = torch.where((tokens >= 0).unsqueeze(-1), reached, P.shape[-1])
+    reached = torch.where(is_present, reached, P.shape[-1])
     masses = functional.pad(P, (0, 2), value=TINY)  # P up to a factor, written to
     nothing = 2 * TINY  # the largest total that means that nothing is left of P
     total = masses.sum(-1, keepdim=True)
@@ -271,12 +278,15 @@ def _verify_pools(
         still.scatter_(-1, reach, before.masked_fill(taken, 0))
         total = still.sum(-1, keepdim=True)
         if rule.published:  # LANTERN's released code: if nothing is left, every token is equally likely
-            total = still[..., :-2].masked_fill_(total <= nothing, 1).sum(-1, keepdim=True)
+            of_tokens = still[..., :-2]
+            of_tokens.masked_fill_(total <= nothing, 1)
+            total = of_tokens.sum(-1, keepdim=True)
 
     total = _whole(total, others)
     own = _by_position(owns, sizes)
     f = (own + _by_position(absorbed, sizes)).clamp(max=1)
-    residual = torch.where(total > nothing, masses[..., :-2] / total, P)
+    rescaled = masses[..., :-2] / total
+    residual = torch.where(total > nothing, rescaled, P)
     bounds = (f - own).clamp(min=0)
     return _Verification(f, residual, functools.partial(_sum_of, bounds))
 
@@ -436,18 +446,23 @@ def _path(shape: Shape, accepted: Tensor, room: Tensor) -> tuple[Tensor, Tensor]
     path's length.
     """
     node = steps(shape.num_nodes, accepted.device)
-    accepted = (accepted & (shape.depth <= room)) | (node == 0)
+    has_room = shape.depth <= room
+    accepted = (accepted & has_room) | (node == 0)
+    # on the path are the nodes all of whose ancestors are accepted
     on_path = (accepted.unsqueeze(1) | ~shape.sees).all(2)
     position = on_path * shape.depth
     path = position.new_zeros(len(accepted), 1 + shape.height)
-    return path.scatter_(1, position, on_path * node), on_path
+    path.scatter_(1, position, on_path * node)
+    return path, on_path
 
 
 def _tried(shape: Shape, path: Tensor, count: Tensor, room: Tensor) -> Tensor:
     """`Verified.tried` of paths on which `count` tokens, int64 [B], were accepted. room: int64 [B, 1]."""
     level = steps(shape.height, path.device)
-    has_children = shape.has_children.expand(len(path), -1).gather(1, path[:, :-1])
-    return has_children & (level <= count.unsqueeze(1)) & (level < room)
+    parents = path[:, :-1]
+    has_children = shape.has_children.expand(len(path), -1).gather(1, parents)
+    is_reached = level <= count.unsqueeze(1)
+    return has_children & is_reached & (level < room)
 
 
 def follow(shape: Shape, tokens: Tensor, drawn: Tensor, room: Tensor) -> Verified:
