@@ -8,7 +8,6 @@ import torch
 from scipy import stats
 from toys import CPU, admitted, counts, distribution, draw, p_value, request_of, runner_of, sequences, toy_models
 
-from cspd.discrete import rules
 from cspd.discrete.jacobi import cached_windows
 from cspd.method import find
 from cspd.request import RoundStats, Stopwatch
@@ -106,13 +105,6 @@ def test_a_relaxed_rule_is_within_its_bound(kind, rule, models):
     noise = 0.5 * (2 / torch.pi / num) ** 0.5 * len(sequences()) ** 0.5
     assert distance <= bounds.mean() + 3 * bounds.std() / num**0.5 + noise
     assert bounds.mean() > 0.001
-
-
-@pytest.mark.slow
-def test_a_bound_that_is_too_small_shows(models, monkeypatch):
-    monkeypatch.setattr(rules.Rule, "bound", lambda self, P, Q, f: 0.3 * rules.bound(P, Q, f))
-    _, distance, statistics = sampled(models, "chain", NUM, rule="uniform-rsd", delta=4.0)
-    assert distance > 1.2 * sum(s.bound for s in statistics) / len(statistics)
 
 
 @pytest.mark.parametrize("method", TAILS)

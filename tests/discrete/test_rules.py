@@ -35,9 +35,7 @@ from cspd.discrete.rules import (
     absorbed,
     bound,
     draw_siblings,
-    exponential,
     likeliest,
-    linear,
     merge,
     near_codes,
     neighbours,
@@ -184,23 +182,16 @@ def test_greedy_takes_the_argmax_whatever_omega_and_the_lowest_index_at_ties():
     assert bound_of(verdicts) == 1
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 7])
+@pytest.mark.parametrize("length", [1, 5, 7])
 def test_schedules(length):
     depths = range(1, length + 1)
-    by_exponential = [exponential(i, 1.5, length, 0.4) for i in depths]
-    by_line = [linear(i, 1.5, length) for i in depths]
-    weights = [(8 - i) / (8 * 9) for i in depths]
-    assert sum(by_exponential) == pytest.approx(1.5 * length)
-    ratios = [after / before for before, after in itertools.pairwise(by_exponential)]
-    assert ratios == pytest.approx([math.exp(-0.4)] * (length - 1))
-    assert by_line == pytest.approx([1.5 * length * w / sum(weights) for w in weights])
-    for schedule in rules.SCHEDULES:
-        rule = Rule("cool-sd", delta=2.0, length=length, schedule=schedule)
-        depth = torch.tensor([1, length, 64])
-        omega = rule.omega(depth)
-        assert omega.shape == (3, 1)
-        assert omega[1] == omega[2]  # constant beyond the schedule's length
-        assert omega.flatten().tolist() == pytest.approx([rule.omega(i) for i in depth.tolist()])
+    weights = {"exponential": [math.exp(-0.4 * i) for i in depths], "linear": [8 - i for i in depths]}
+    for schedule, own in weights.items():
+        rule = Rule("cool-sd", delta=2.0, nu=0.4, length=length, schedule=schedule)
+        expected = [2.0 * length * weight / sum(own) for weight in own]
+        assert [rule.omega(i) for i in depths] == pytest.approx(expected)
+        omega = rule.omega(torch.tensor([1, length, 64]))  # constant beyond the schedule's length
+        assert omega.flatten().tolist() == pytest.approx([expected[0], expected[-1], expected[-1]])
 
 
 @pytest.mark.parametrize(
@@ -253,21 +244,6 @@ def test_batched_is_row_by_row(name):
             assert verdicts.index[at] == alone.index
             assert torch.allclose(bounds[at], bound_of(alone), atol=1e-7)
             assert alone.index >= 0 or torch.allclose(verdicts.residual[at], alone.residual, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_float32_is_near_float64(name):
-    rule = ALL[name]
-    results = []
-    for dtype in (torch.float64, torch.float32):
-        P, Q = (t.to(dtype).unsqueeze(1).expand(-1, 5, -1) for t in pairs())
-        x = torch.arange(5).expand(len(P), -1)
-        f = rule.accept(P, Q, 2, near(5), x)
-        assert f.dtype == dtype
-        rejected = (Q * (1 - f)).diagonal(dim1=1, dim2=2).unsqueeze(-1)
-        resampled = rejected * rule.resample(P, Q, f, x, near(5))
-        results.append((f.diagonal(dim1=1, dim2=2), resampled, rule.bound(P, Q, f)))
-    assert all(torch.allclose(a, b.double(), atol=1e-6) for a, b in zip(*results))
 
 
 def test_a_token_that_neither_draft_nor_target_samples_is_rejected():

@@ -18,7 +18,7 @@ from cspd import Engine, MARModels, Request, VQModels, noise
 from cspd.discrete import gpt
 from cspd.discrete.batch import LEAST_BUCKET, MOST_NODES, bucket
 from cspd.discrete.gpt import Eagle
-from cspd.discrete.rules import Filter, filter_numbers, probabilities, sample
+from cspd.discrete.rules import sample
 from cspd.discrete.runner import VQRunner
 from cspd.graphs import Graphs
 from cspd.method import find, method_names
@@ -60,6 +60,11 @@ MAR = {
 
 def small(method: str, **changes: object) -> Request:
     return request_of(method, **SMALL.get(method, {}), **changes)
+
+
+def given(tokens: Tensor, count: int) -> dict:
+    """The settings of a request that is given the first tokens of an image."""
+    return {"image": tokens, "mask": torch.arange(len(tokens)) >= count}
 
 
 def slow(*values: object) -> object:
@@ -114,18 +119,6 @@ def test_a_draft_that_is_the_target_changes_no_token():
     assert all(s.alpha == 1 and s.backbone_calls == 3 for s in statistics)  # 4 + 4 + 1 tokens
 
 
-def test_batched_settings_are_those_of_the_reference():
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
-    top_k = [0, 7, 0, 7, 50, 1]
-    top_p = [1.0, 1.0, 0.6, 0.6, 0.9, 0.5]
-    temperature = [1.0, 0.5, 2.0, 1.0, 0.7, 1.0]
-    count, mass, most = filter_numbers(top_k, top_p, 50)
-    ours = probabilities(logits, torch.tensor(temperature), Filter(torch.tensor(count), torch.tensor(mass), most))
-    for i in range(6):
-        expected = gpt.distribution(logits[i : i + 1], temperature[i], top_k[i], top_p[i])[0]
-        assert torch.allclose(ours[i], expected, atol=1e-6)
-
-
 # Caches, and sequences in one batch
 
 
@@ -171,11 +164,12 @@ def test_cached_features_are_those_of_a_forward_pass_from_scratch(method, monkey
 
 
 def mixed_requests() -> list[Request]:
-    """Fifty requests of all methods of both families, in random order."""
+    """Fifty requests of all methods of both families, some with given tokens, in random order."""
     vq = [Request(i % CLASSES, method=name, **SMALL.get(name, {})) for i, name in enumerate(OF_VQ)]
     vq += [Request(0, method=name, temperature=0, **SMALL.get(name, {})) for name in ("ar", "eagle2", "sjd-pac")]
     vq += [Request(2, method="eagle", cfg=1.0), Request(1, method="eagle", cfg=3.0, top_k=5)]
     vq += [Request(1, method="ar", top_p=0.8), *COMPOSED]
+    vq += [Request(1, method=name, **given(torch.arange(16) % 9, 5)) for name in ("ar", "sd", "eagle")]
     mar = [Request(1, method=name, num_iter=6, num_sampling_steps=12, **own) for name, own in MAR.items()]
     mar.append(Request(1, method="speculative", num_iter=4, num_sampling_steps=12, window=0))
     both = [*(request.but(family="VQ") for request in vq), *(request.but(family="MAR") for request in mar)]
@@ -196,7 +190,7 @@ def test_fifty_mixed_requests_each_as_if_alone(small_mar):
         assert output.stats.guarantee == solo.stats.guarantee
         if output.request.family == "VQ":
             assert torch.equal(output.tokens, solo.tokens)
-            assert torch.equal(output.token_cost, solo.token_cost)
+            assert torch.equal(output.token_cost.nan_to_num(-1), solo.token_cost.nan_to_num(-1))
             assert output.stats.committed == solo.stats.committed
         else:
             assert relative_error(output.tokens, solo.tokens) < 1e-3
@@ -333,11 +327,6 @@ def models():
     return toys()
 
 
-def given(tokens: Tensor, count: int) -> dict:
-    """The settings of a request that is given the first tokens of an image."""
-    return {"image": tokens, "mask": torch.arange(len(tokens)) >= count}
-
-
 @pytest.mark.parametrize(
     "method, count, num, changes",
     [
@@ -380,17 +369,6 @@ def test_an_image_is_continued_as_it_was_generated(method, count, engine):
         assert continued.token_cost[:count].isnan().all()
         assert not continued.token_cost[count:].isnan().any()
         assert method != "ar" or continued.stats.backbone_calls == 9 - count
-
-
-def test_given_tokens_change_no_other_request(engine):
-    """Requests with and without given tokens, of several methods, in one engine; slots are used again."""
-    requests = []
-    for seed in range(8):
-        more = {} if seed % 2 else given(torch.arange(9), 1 + seed)
-        requests.append(Request(seed % 3, seed, ("ar", "eagle", "sd")[seed % 3], cfg=2.0, **more))
-    alone = engine.with_slots(1)
-    for request, output in zip(requests, engine.generate(requests)):
-        assert torch.equal(output.tokens, alone.generate([request])[0].tokens)
 
 
 BAD = {
