@@ -361,7 +361,7 @@ def check_rule(request: Request, runner: VQRunner) -> None:
     rule = rule_of(request)
     if rule.pools and runner.models["tokenizer"] is None:
         raise ValueError(
-            f"rule={request.rule!r} needs the tokenizer's codebook, and this engine has no tokenizer: give it one"
+            f"rule={request.rule!r} needs the tokenizer's codes, and this engine has no tokenizer: give it one"
         )
     near_of(rule, runner)
 
