@@ -21,7 +21,7 @@ RULES = {
     "exact, own G": Rule(optimal=False),
     "uniform-rsd": Rule("uniform-rsd", delta=1.7),
     "cool-sd": Rule("cool-sd", delta=1.5, length=3),
-    "cool-sd, linear": Rule("cool-sd", delta=1.2, length=3, schedule="linear", ell=4),
+    "cool-sd, linear": Rule("cool-sd", delta=1.1, length=3, schedule="linear"),
     "cool-sd, own G": Rule("cool-sd", delta=1.5, length=3, optimal=False),
     "lantern": Rule("lantern", delta=0.3, k=2),
     "lantern, own G": Rule("lantern", delta=0.3, k=3, optimal=False),

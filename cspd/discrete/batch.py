@@ -97,7 +97,7 @@ class Cache:
         own = steps(count, start.device) if columns is None else columns
         num_seen = count if seen is None else seen.shape[-1] - 2
         width = most + num_seen
-        if not together:
+        if not together:  # then a mask is needed anyway, and a wider one makes fewer different shapes
             width = min(stepped(width), self.tensor.shape[4])
 
         # where keys and values go
@@ -142,6 +142,7 @@ def seen_of(sees: Tensor) -> Tensor:
 
 def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
     """bool [R, N, width]: True before column start [R]; from it on, the columns of a `seen_of` mask."""
+    # by a gather, since `start` is on the device and differs from row to row
     num_inputs, num_seen = seen.shape[-2:]
     column = steps(width + 1, start.device)[1:]
     index = column - start.unsqueeze(1)  # in `seen`, whose column 0 stands for all before start
@@ -176,6 +177,7 @@ class Kind(NamedTuple):
     most: int
     most_kept: int
 
+    # a round of such sequences is faster: slices in place of indices, one mask for all, or none
     @property
     def together(self) -> bool:
         """Whether all sequences have equally many committed tokens."""
@@ -260,6 +262,7 @@ def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], m
     counts, masses, most_kept = filter_numbers(top_k, top_p, config.vocab_size)
     divisors = [1.0 if tau == 0 else max(tau, MIN_TEMPERATURE) for tau in temperature]
 
+    # float64 keeps its bits as int64, so that one tensor holds both
     whole = torch.tensor([slots, seeds, iterations, counts])
     real = torch.tensor([cfg, divisors, masses], dtype=torch.float64)
     is_consecutive = slots[-1] - slots[0] < len(slots)

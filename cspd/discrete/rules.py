@@ -208,6 +208,7 @@ def order_keys(values: Tensor) -> Tensor:
 
 MAX_GATHERED = 2**22  # probabilities gathered at a time, which bounds memory
 LAST_KEY = torch.iinfo(torch.int64).max
+ELL = 8  # of the linear schedule; COOL-SD's
 
 
 def relaxed(P: Tensor, Q: Tensor, omega: Tensor | float) -> Tensor:
@@ -400,15 +401,15 @@ def exponential(depth: Tensor | int, delta: float, length: int, nu: float = 0.7)
     return first * decay ** (depth - 1)
 
 
-def linear(depth: Tensor | int, delta: float, length: int, ell: int = 8) -> Tensor | float:
-    """As `exponential`, with omega_i in proportion to ell - i. ValueError if the last one would not be above 0."""
-    if length >= ell:
+def linear(depth: Tensor | int, delta: float, length: int) -> Tensor | float:
+    """As `exponential`, with omega_i in proportion to ELL - i. ValueError if the last one would not be above 0."""
+    if length >= ELL:
         raise ValueError(
-            f"schedule='linear' needs a draft length below {ell}, got length={length}: draft less far, or use"
+            f"schedule='linear' needs a draft length below {ELL}, got length={length}: draft less far, or use"
             " schedule='exponential'"
         )
-    total = sum(ell - i for i in range(1, length + 1))
-    return delta * length * (ell - depth) / total
+    total = sum(ELL - i for i in range(1, length + 1))
+    return delta * length * (ELL - depth) / total
 
 
 # A rule accepts a drafted token x with probability f(x), and otherwise samples from G.
@@ -505,7 +506,7 @@ class Rule:
         name: "exact", "uniform-rsd", "cool-sd", "lantern", "lantern++" or "gsd".
         delta: uniform-rsd: at least 1. cool-sd: above 0, the mean of omega, 1.1 to 4 in the paper. lantern: in (0, 1];
             the neighbours' mass stays below it, 0.05 to 0.4 in the paper.
-        schedule, nu, ell: cool-sd: the schedule of omega; nu > 0 of the exponential one, ell of the linear one.
+        schedule, nu: cool-sd: the schedule of omega, and nu > 0 of the exponential one.
         length: cool-sd: L, a chain's length or a tree's depth; min(length, WINDOW_CAP) for a Jacobi window.
         lam: lantern++: above 0, see `pooled`. k: lantern, lantern++: the maximum number of neighbours.
         group, gap: gsd: see `grouped`.
@@ -523,7 +524,6 @@ class Rule:
     delta: float | None = None
     schedule: str = DEFAULTS["schedule"]
     nu: float = DEFAULTS["nu"]
-    ell: int = 8
     length: int | None = None
     lam: float = DEFAULTS["lam"]
     k: int = DEFAULTS["k"]
@@ -580,7 +580,7 @@ class Rule:
         else:
             depth = min(depth, self.length)
         if self.schedule == "linear":
-            return linear(depth, self.delta, self.length, self.ell)
+            return linear(depth, self.delta, self.length)
         return exponential(depth, self.delta, self.length, self.nu)
 
     def target(self, P: Tensor) -> Tensor:
@@ -719,7 +719,7 @@ def rule_of(request: Request) -> Rule:
     length = request.gamma
     if request.pd_k is not None:  # a Jacobi window: the length of its first path
         path = request.window - (request.pd_k - 1) * request.pd_d
-        cap = WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP
+        cap = ELL - 1 if request.schedule == "linear" else WINDOW_CAP
         length = min(path, cap)
     return _rule(request.rule, length, request.temperature == 0, *parameters)
 

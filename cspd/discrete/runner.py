@@ -64,11 +64,18 @@ def compiled_layers() -> Callable[..., Tensor]:
     compiled = torch.compile(_layers, dynamic=True)
     calls = itertools.count()
 
-    def run(module: Any, inputs: Tensor, table: Tensor, mask: Tensor | None, view: CacheView, *more: Any) -> Tensor:
+    def run(
+        module: Any,
+        inputs: Tensor,
+        table: Tensor,
+        mask: Tensor | None,
+        view: CacheView,
+        past: Tensor | None,
+    ) -> Tensor:
         is_first = next(calls) == 0
         progress = telling("compiling the models' layers, about half a minute") if is_first else nullcontext()
         with torch._dynamo.config.patch(recompile_limit=PROGRAMS), progress:
-            return compiled(module, inputs, table, mask, _without_slices(view), *more)
+            return compiled(module, inputs, table, mask, _without_slices(view), past)
 
     return run
 
