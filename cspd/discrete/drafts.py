@@ -97,7 +97,13 @@ class Unread(NamedTuple):
     most: int
 
 
-def outcome(runner: VQRunner, count: Tensor, bound: Tensor, tried: Tensor, accepted: Tensor) -> Tensor:
+def outcome(
+    runner: VQRunner,
+    count: Tensor,
+    bound: Tensor,
+    tried: Tensor,
+    accepted: Tensor,
+) -> Tensor:
     """The numbers [B, 3 + 2 height] that the CPU counts for a round.
 
     They include the number of the draft model's forward passes, since a replayed graph runs no Python that counts them.

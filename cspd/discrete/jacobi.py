@@ -170,7 +170,14 @@ def draw(runner: VQRunner, batch: Batch, comb: Comb) -> Draws:
     return Draws(tokens, fill, siblings.unflatten(1, size), path, beside.unflatten(1, size))
 
 
-def slide(runner: VQRunner, batch: Batch, tokens: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
+def slide(
+    runner: VQRunner,
+    batch: Batch,
+    tokens: Tensor,
+    P: Tensor,
+    accepted: Tensor,
+    draws: Draws,
+) -> None:
     """Moves every window behind its committed tokens: `tokens` [B, F] and their P move up, random tokens follow."""
     path = tokens.shape[1]
     vocabulary = P.shape[-1]
@@ -242,7 +249,14 @@ def _guesses(runner: VQRunner, batch: Batch, ahead: Tensor) -> Tensor:
     return (runner.drawn(batch, ahead) * runner.config.vocab_size).long()
 
 
-def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor, count: Tensor) -> None:
+def _redraw(
+    runner: VQRunner,
+    batch: Batch,
+    comb: Comb,
+    P: Tensor,
+    drawn: Tensor,
+    count: Tensor,
+) -> None:
     """Stores the nodes of the next round.
 
     The first path is the target's samples behind the `count` accepted tokens and one more. Siblings are the likeliest
@@ -268,7 +282,7 @@ def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor
 
 
 def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
-    """The likeliest siblings int64 [B, D, K - 1] by what the path's own tokens leave of Q, [B, D, V]; -1 if it is 0."""
+    """The likeliest siblings int64 [B, D, K - 1], by Q without the path's own tokens, [B, D, V]; -1 if it is 0."""
     siblings = likeliest(left, comb.siblings.shape[1])
     mass = left.gather(-1, siblings.clamp(min=0))
     return torch.where(mass > 0, siblings, -1)  # of mass 0 may be the path's own token
@@ -446,7 +460,14 @@ def _verify_beside(
     return token, comb.siblings[row, chosen], tried
 
 
-def _commit(runner: VQRunner, batch: Batch, comb: Comb, window: Window, verdict: Verdict, draws: Draws) -> None:
+def _commit(
+    runner: VQRunner,
+    batch: Batch,
+    comb: Comb,
+    window: Window,
+    verdict: Verdict,
+    draws: Draws,
+) -> None:
     """Commits the accepted prefix, the sibling after it if one was accepted, and one token more."""
     prefix = verdict.prefix.unsqueeze(1)
     sibling = verdict.sibling.unsqueeze(1)

@@ -251,13 +251,13 @@ def grouped(P: Tensor, Q: Tensor, group: int, gap: float) -> Tensor:
     """
     ordered, tokens = P.sort(dim=-1, stable=True)
     ordered = ordered.contiguous()
-    place = steps(P.shape[-1], P.device)
+    rank = steps(P.shape[-1], P.device)
 
     # where each group begins, and the index after its last token
     first = torch.searchsorted(ordered, ordered - gap, right=True)
-    first = torch.maximum(first, place - group // 2)
+    first = torch.maximum(first, rank - group // 2)
     end = torch.searchsorted(ordered, ordered + gap)
-    end = torch.minimum(end, place + (group + 1) // 2)
+    end = torch.minimum(end, rank + (group + 1) // 2)
 
     # sums of P and Q over the group, as differences: float64, or small ones would be lost
     mass = torch.stack([ordered, Q.gather(-1, tokens)]).double()
@@ -330,7 +330,7 @@ def absorbed_by(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
 
 
 def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """P_A [..., V]: P after tokens x [...] have taken over what they absorb; near, limit: as in `absorbed`.
+    """P_A [..., V]: P after tokens x [...] took over the mass that they absorb; near, limit: as in `absorbed`.
 
     LANTERN, section 3.3, the distribution q_{k,delta}(. | D = x).
     """

@@ -249,7 +249,7 @@ def _verify_points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | in
 def _verify_pools(
     rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes: Sequence[int]
 ) -> _Verification:
-    """Verifies chosen candidates by a rule that pools: the mass each absorbs depends on what those before it left."""
+    """Verifies chosen candidates by a rule that pools. The mass that each absorbs depends on those rejected before."""
     # the tokens that each candidate looks at, rank by rank; two spare columns: one takes missing candidates, the other
     # keeps the sum above 0
     of_ranks = [candidates[..., :size, rank] for rank, size in enumerate(sizes)]
@@ -274,7 +274,7 @@ def _verify_pools(
         owns.append(p[..., 0])
         absorbed.append(mass_absorbed.squeeze(-1))
 
-        # what its rejection leaves for the next
+        # its rejection empties these tokens for the next candidate
         still.scatter_(-1, reach, before.masked_fill(taken, 0))
         total = still.sum(-1, keepdim=True)
         if rule.published:  # LANTERN's released code: if nothing is left, every token is equally likely
@@ -343,7 +343,7 @@ class Shape:
         """bool [..., N, N], the ancestors of each node, itself included."""
         index = steps(self.num_nodes, self.parent.device)
         ancestor = self.above
-        # every node sees itself and its parent, then what those see, and so on: the generations double
+        # every node sees itself and its parent, then the nodes that its parent sees: the generations double
         sees = (index == index.unsqueeze(1)) | (index == ancestor.unsqueeze(-1))
         for _ in range((self.height - 1).bit_length()):
             sees = sees | sees.gather(-2, ancestor.unsqueeze(-1).expand_as(sees))
