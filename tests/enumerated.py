@@ -1,25 +1,27 @@
-"""Every rule, and the distribution of what it commits, enumerated.
+"""Every rule, and the distribution of the token that it commits, enumerated.
 
-Nothing is drawn: the probability of each outcome is found by bisecting the uniform draws of `verify_siblings`.
+Nothing is sampled: the probability of each outcome is found by bisecting the uniform draws of `verify_siblings`.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import one_hot
 
 from cspd.discrete.rules import Rule, neighbours
-from cspd.discrete.trees import verify_siblings
+from cspd.discrete.trees import SiblingVerdicts, verify_siblings
 
 RULES = {
     "exact": Rule(),
     "exact, own G": Rule(optimal=False),
     "uniform-rsd": Rule("uniform-rsd", delta=1.7),
     "cool-sd": Rule("cool-sd", delta=1.5, length=3),
-    "cool-sd, linear": Rule("cool-sd", delta=1.2, length=3, schedule="linear", ell=4),
+    "cool-sd, linear": Rule("cool-sd", delta=1.1, length=3, schedule="linear"),
     "cool-sd, own G": Rule("cool-sd", delta=1.5, length=3, optimal=False),
     "lantern": Rule("lantern", delta=0.3, k=2),
     "lantern, own G": Rule("lantern", delta=0.3, k=3, optimal=False),
@@ -41,80 +43,111 @@ PUBLISHED = {
 }
 ALL = RULES | PUBLISHED
 EXACT = [name for name in RULES if name.startswith(("exact", "greedy")) and "lantern" not in name]
+BISECTIONS = 40
 
 
-def random(*shape, seed=0):
+def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @functools.cache
-def near(vocabulary):
+def near(vocabulary: int) -> Tensor:
     return neighbours(random(vocabulary, 3, seed=9), vocabulary)
 
 
-def pairs(vocabulary=5):
-    """(P, Q) [n, V]: flat, plain and sharp ones; with zeros; equal; point masses; disjoint supports."""
-    p, q = (random(2, 18, vocabulary) * torch.tensor([0.2, 1.0, 4.0]).repeat(6).double().unsqueeze(-1)).softmax(-1)
-    p[3:6, 0], p[6:9, 1:3], q[6:9, 2], q[9:12, -1], q[12] = 0, 0, 0, 0, p[12]
+def pairs(vocabulary: int = 5) -> tuple[Tensor, Tensor]:
+    """(P, Q) [18, V]: flat, ordinary and sharp ones; with zeros; equal; point masses; disjoint supports."""
+    sharpness = torch.tensor([0.2, 1.0, 4.0]).double().repeat(6).unsqueeze(-1)
+    p, q = (random(2, 18, vocabulary) * sharpness).softmax(-1)
+    p[3:6, 0] = 0
+    p[6:9, 1:3] = 0
+    q[6:9, 2] = 0
+    q[9:12, -1] = 0
+    q[12] = p[12]
     p[13], p[14], q[15] = (one_hot(torch.tensor(i), vocabulary).double() for i in (0, 3, 2))
-    p[16, :2], q[16, 2:] = 0, 0
+    p[16, :2] = 0
+    q[16, 2:] = 0
     return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
 
-def pairs_with(K, vocabulary=5):
-    """Those pairs of which K siblings can be drawn."""
+def pairs_with(K: int, vocabulary: int = 5) -> tuple[Tensor, Tensor]:
+    """The pairs from whose Q at least K siblings can be sampled."""
     P, Q = pairs(vocabulary)
-    return tuple(t[(Q > 0).sum(-1) >= K] for t in (P, Q))
+    is_enough = (Q > 0).sum(-1) >= K
+    return P[is_enough], Q[is_enough]
 
 
-def tv(a, b):
+def tv(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs().sum(-1) / 2
 
 
-def bound_of(judged):
-    return judged.bound(torch.ones_like(judged.index, dtype=torch.bool))
+def bound_of(verdicts: SiblingVerdicts) -> Tensor:
+    """The local bounds at all positions."""
+    return verdicts.bound(torch.ones_like(verdicts.index, dtype=torch.bool))
 
 
-def outcomes(rule, P, Q, candidates, depth=1):
+class Committed(NamedTuple):
+    """The distribution of a committed token: of the accepted and of the resampled one, [..., V], and the mean bound."""
+
+    accepted: Tensor
+    resampled: Tensor
+    bound: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.accepted + self.resampled
+
+
+def outcomes(
+    rule: Rule, P: Tensor, Q: Tensor | None, candidates: Tensor, depth: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """(probability [..., K] that each candidate is accepted, residual if none is [..., V], mean bound [...])."""
-    rejected = torch.ones_like(candidates, dtype=P.dtype)
-    judge = lambda uniforms: verify_siblings(rule, P, Q, candidates, uniforms, depth, near(P.shape[-1]))  # noqa: E731
-    none, accepted = judge(rejected), []
-    left, mean = torch.ones_like(P[..., 0]), torch.zeros_like(P[..., 0])
+
+    def verdicts(uniforms: Tensor) -> SiblingVerdicts:
+        return verify_siblings(rule, P, Q, candidates, uniforms, depth, near(P.shape[-1]))
+
+    all_rejected = torch.ones_like(candidates, dtype=P.dtype)
+    none = verdicts(all_rejected)
+    accepted = []
+    left = torch.ones_like(P[..., 0])
+    mean = torch.zeros_like(left)
     for k in range(candidates.shape[-1]):
-        at = lambda level: torch.cat([rejected[..., :k], level.unsqueeze(-1), 0 * rejected[..., k + 1 :]], -1)  # noqa: B023, E731
+        uniforms = all_rejected.clone()
+        uniforms[..., k:] = 0
         low, high = torch.zeros_like(left), torch.ones_like(left)
-        for _ in range(40):
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            below = judge(at(middle)).index == k
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+            uniforms[..., k] = middle
+            is_below = verdicts(uniforms).index == k
+            low = torch.where(is_below, middle, low)
+            high = torch.where(is_below, high, middle)
         f = (low + high) / 2
+        uniforms[..., k] = 0
         accepted.append(left * f)
-        mean = mean + accepted[-1] * bound_of(judge(at(torch.zeros_like(f))))
+        mean = mean + accepted[-1] * bound_of(verdicts(uniforms))
         left = left * (1 - f)
     return torch.stack(accepted, -1), none.residual, mean + left * bound_of(none)
 
 
-def commit(rule, P, Q, K, depth=1, arrange=None):
-    """(distribution of the accepted code, of the resampled one, [..., V] each, mean bound) over all K siblings from Q.
-
-    `arrange` reorders the candidates [..., n, K] before they are judged.
-    """
+def commit(rule: Rule, P: Tensor, Q: Tensor, K: int, depth: int = 1) -> Committed:
+    """The committed token over all K siblings from Q."""
     V = P.shape[-1]
     draws = torch.tensor(list(itertools.permutations(range(V), K)))
     mass = Q[..., draws]
-    weights = (mass / (1 - mass.cumsum(-1) + mass)).prod(-1)
+    mass_left = 1 - mass.cumsum(-1) + mass
+    weights = (mass / mass_left).prod(-1)
     candidates = draws.expand(mass.shape)
     P, Q = (t.unsqueeze(-2).expand(*mass.shape[:-1], V) for t in (P, Q))
-    candidates = arrange(candidates, Q) if arrange else candidates
     accepted, left, mean = outcomes(rule, P, Q, candidates, depth)
+    weighted = weights.unsqueeze(-1) * accepted
+    taken = (weighted.unsqueeze(-1) * one_hot(candidates, V)).sum(-2)
     resampled = (weights * (1 - accepted.sum(-1))).unsqueeze(-1) * left
-    taken = ((weights.unsqueeze(-1) * accepted).unsqueeze(-1) * one_hot(candidates, V)).sum(-2)
-    return taken.sum(-2), resampled.sum(-2), (weights * mean).sum(-1)
+    return Committed(taken.sum(-2), resampled.sum(-2), (weights * mean).sum(-1))
 
 
-def commit_chosen(rule, P, candidates, depth=1, Q=None):
-    """As `commit`, of candidates [..., K] that were chosen."""
-    accepted, left, mean = outcomes(rule, P, Q, candidates, depth)
+def commit_chosen(rule: Rule, P: Tensor, candidates: Tensor, depth: int = 1) -> Committed:
+    """As `commit`, for candidates [..., K] that were chosen."""
+    accepted, left, mean = outcomes(rule, P, None, candidates, depth)
     taken = (accepted.unsqueeze(-1) * one_hot(candidates, P.shape[-1])).sum(-2)
-    return taken, (1 - accepted.sum(-1, keepdim=True)) * left, mean
+    rejected = 1 - accepted.sum(-1, keepdim=True)
+    return Committed(taken, rejected * left, mean)

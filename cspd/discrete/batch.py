@@ -11,34 +11,38 @@ import torch
 from torch import Tensor
 
 from cspd.discrete.gpt import CacheView, GPTConfig, steps
-from cspd.discrete.rules import LEAST_TEMPERATURE, MIXED, Filter, filter_numbers
+from cspd.discrete.rules import MIN_TEMPERATURE, MIXED, Filter, filter_numbers
 from cspd.request import Request, Sequence
 
 # Keys and values of running sequences, and the mask of a forward pass.
 
-MOST_NODES = 80  # inputs of one forward pass: the root and the drafted tokens
+MOST_NODES = 80  # the maximum number of inputs of one forward pass: the root and the drafted tokens
 WIDTH_STEP = 8  # widths are multiples of this, so that shapes repeat
 
 
 def rows_of(slot: Tensor, first: int | None, num_branches: int) -> Tensor | slice:
-    """Cache rows [B * branches] of sequences, a sequence's branches side by side.
+    """Cache rows [B * branches] of sequences, with a sequence's branches side by side.
 
     Args:
-        slot: int64 [B], ascending. first: on the CPU, the first slot if slots are consecutive, else None.
-        num_branches: 2 with guidance, else 1.
+        slot: int64 [B], ascending. first: the first slot if slots are consecutive, otherwise None.
+        num_branches: 2 with guidance, otherwise 1.
     """
-    if first is not None:  # consecutive slots: a slice is a view, an index would copy
-        last = first + len(slot) - 1
-        return slice(2 * first, 2 * last + 2) if num_branches == 2 else slice(2 * first, 2 * last + 1, 2)
-    rows = 2 * slot.unsqueeze(1) + steps(num_branches, slot.device)
-    return rows.flatten()
+    if first is None:
+        rows = 2 * slot.unsqueeze(1) + steps(num_branches, slot.device)
+        return rows.flatten()
+    # a slice is a view; an index would copy
+    begin = 2 * first
+    last = begin + 2 * (len(slot) - 1)
+    return slice(begin, last + 2) if num_branches == 2 else slice(begin, last + 1, 2)
 
 
 def most_columns(config: Any) -> int:
-    """The most columns that a sequence takes: its condition, its tokens, and tokens drafted beyond the end."""
+    """The maximum number of columns per sequence: its condition, its tokens, and tokens drafted beyond the end."""
     columns = config.prefix_length - 1 + config.block_size + MOST_NODES
-    if config.row_end is not None:  # row ends, and siblings; see `cspd.discrete.runner`
-        columns += config.grid + MOST_NODES // config.grid + 2 * MOST_NODES + 2
+    if config.row_end is not None:  # see `cspd.discrete.runner`
+        row_ends = config.grid + MOST_NODES // config.grid
+        siblings = 2 * MOST_NODES
+        columns += row_ends + siblings + 2
     return stepped(columns)
 
 
@@ -50,7 +54,7 @@ def stepped(width: int) -> int:
 class Cache:
     """Keys and values, [2, layers, 2 * slots, heads, columns, head_dim], allocated once.
 
-    Rows 2s and 2s + 1 are the conditional and the unconditional branch of slot s. The condition's inputs are in the
+    Rows 2s and 2s + 1 hold the conditional and the unconditional branch of slot s. The condition's inputs are in the
     first columns. The input at position p is p columns after the last of these; drafted tokens follow it.
     """
 
@@ -59,9 +63,12 @@ class Cache:
     ) -> None:
         shape = (2, layers, 2 * num_slots, config.key_heads, columns, config.head_dim)
         self.tensor = torch.zeros(shape, device=device, dtype=dtype)
-        self._keys, self._values = (of_layers.unbind() for of_layers in self.tensor)
+        keys, values = self.tensor
+        self._keys = keys.unbind()
+        self._values = values.unbind()
+        # for each row and head, the number of vectors that come before its own in memory
         heads = torch.arange(self.tensor.shape[:-2].numel(), device=device)
-        self._before = columns * heads.view(2 * layers, 2 * num_slots, -1)  # vectors before those of a row's head
+        self._before = columns * heads.view(2 * layers, 2 * num_slots, -1)
 
     def clear(self, slots: Tensor) -> None:
         """Zeroes slots, int64 [n]. Masked values have weight 0, but NaN times 0 would be NaN."""
@@ -77,37 +84,39 @@ class Cache:
         seen: Tensor | None = None,
         columns: Tensor | None = None,
     ) -> tuple[CacheView, Tensor | None]:
-        """The columns that a forward pass writes to, and those that each input looks at.
+        """The columns that a forward pass writes to, and the columns that each input looks at.
 
         Args:
-            rows: int64 [R] or a slice. start: int64 [R]. most: an upper bound of `start` on the CPU. together: whether
-                all of `start` equal it. count: N, inputs of a row.
-            seen: bool [N, M + 2] or [R, N, M + 2]; columns: as in `cspd.discrete.runner.VQRunner.features`.
+            rows: int64 [R] or a slice. start: int64 [R], the column of the first input. most: an upper bound of
+                `start`, a Python integer. together: whether all of `start` equal it. count: N, inputs per row.
+            seen, columns: as in `cspd.discrete.runner.VQRunner.features`.
 
         Returns:
             The view, and a mask, bool [R or 1, 1, N, width], or None if all inputs look at all columns.
         """
         own = steps(count, start.device) if columns is None else columns
-        width = most + (count if seen is None else seen.shape[-1] - 2)
-        if not together:
+        num_seen = count if seen is None else seen.shape[-1] - 2
+        width = most + num_seen
+        if not together:  # then a mask is needed anyway, and a wider one makes fewer different shapes
             width = min(stepped(width), self.tensor.shape[4])
 
         # where keys and values go
+        targets: Tensor | slice
         if together and columns is None:
-            places = slice(most, most + count)
+            targets = slice(most, most + count)
         else:
-            places = start.unsqueeze(1) + own
-        view = self.view(rows, places, width)
+            targets = start.unsqueeze(1) + own
+        view = self.view(rows, targets, width)
 
         # which columns each input looks at; if all are together, one mask serves all
-        first = start[:1] if together else start
-        if seen is not None:
-            mask = mask_of(first if seen.dim() == 2 else start, seen, width)
-        elif together and count == 1:
+        if together and seen is None and count == 1:
             return view, None
+        first = start[:1] if together else start
+        if seen is None:
+            last = first.unsqueeze(1) + own
+            mask = steps(width, start.device) <= last.unsqueeze(-1)
         else:
-            last = (first.unsqueeze(1) + own).unsqueeze(-1)
-            mask = steps(width, start.device) <= last
+            mask = mask_of(first if seen.dim() == 2 else start, seen, width)
         return view, mask.unsqueeze(1)
 
     def view(self, rows: Tensor | slice, columns: Tensor | slice, width: int) -> CacheView:
@@ -115,45 +124,49 @@ class Cache:
         return CacheView(self._keys, self._values, rows, columns, width)
 
     def move(self, rows: Tensor | slice, source: Tensor, target: Tensor) -> None:
-        """Copies columns `source` [R, n] of R rows onto columns `target`."""
+        """Copies columns `source` [R, n] of R rows onto columns `target` [R, n]."""
         before = self._before[:, rows].unsqueeze(-1)
-        source, target = ((before + each.unsqueeze(1)).flatten() for each in (source, target))
+        source = (before + source.unsqueeze(1)).flatten()
+        target = (before + target.unsqueeze(1)).flatten()
         vectors = self.tensor.flatten(end_dim=-2)
         vectors.index_copy_(0, target, vectors.index_select(0, source))
 
 
 def seen_of(sees: Tensor) -> Tensor:
     """bool [..., N, M + 2]: `sees` [..., N, M] between a column of True (all before) and one of False (all after)."""
-    before, beyond = sees.new_ones(*sees.shape[:-1], 1), sees.new_zeros(*sees.shape[:-1], 1)
+    column = (*sees.shape[:-1], 1)
+    before = sees.new_ones(column)
+    beyond = sees.new_zeros(column)
     return torch.cat([before, sees, beyond], -1)
 
 
 def mask_of(start: Tensor, seen: Tensor, width: int) -> Tensor:
-    """bool [R, N, width]: all columns before start [R], and what `seen_of`, [N, M + 2] or [R, N, M + 2], says of those
-    from it on.
-    """
-    place = steps(width + 1, start.device)[1:] - start.unsqueeze(1)
-    index = place.clamp(0, seen.shape[-1] - 1).unsqueeze(1)
+    """bool [R, N, width]: True before column start [R]; from it on, the columns of a `seen_of` mask."""
+    # by a gather, since `start` is on the device and differs from row to row
+    num_inputs, num_seen = seen.shape[-2:]
+    column = steps(width + 1, start.device)[1:]
+    index = column - start.unsqueeze(1)  # in `seen`, whose column 0 stands for all before start
+    index = index.clamp(0, num_seen - 1).unsqueeze(1)
     seen = seen.expand(len(start), -1, -1)
-    return seen.gather(2, index.expand(-1, seen.shape[1], -1))
+    return seen.gather(2, index.expand(-1, num_inputs, -1))
 
 
 # The sequences of one round, described on the CPU (`Kind`) and on the device (`Batch`).
 
-LEAST_BUCKET = 64  # committed tokens, the smallest bound of a graph of fixed shape
+LEAST_BUCKET = 64  # the smallest bound on committed tokens of a graph of fixed shape
 BUCKETS = 4  # from one power of two to the next
-MOST_INPUTS = 4096  # prefilled by one forward pass, over all its sequences, which bounds its memory
+MAX_PREFILLED = 4096  # inputs of one forward pass that prefills, over all its sequences, which bounds its memory
 
 
 class Kind(NamedTuple):
-    """The shape of a round, apart from the settings that its requests share; equal for equal shapes.
+    """The shape of a round, apart from the settings that its requests share.
 
     Attributes:
-        size: B, sequences. first_slot: the first slot if slots are consecutive, else None.
-        num_branches: 2 if the batch is guided, which adds the unconditional branch; else 1.
-        greedy: whether the temperature of all sequences is 0; otherwise none is 0.
-        least, most: bounds of the numbers of committed tokens.
-        most_kept: the largest count of top-k; 0 if no sequence filters.
+        size: B, the number of sequences. first_slot: the first slot if slots are consecutive, otherwise None.
+        num_branches: 2 with guidance, which adds the unconditional branch; otherwise 1.
+        greedy: whether the temperature of all sequences is 0; otherwise it is above 0 for all.
+        least, most: bounds on the numbers of committed tokens.
+        most_kept: the largest k of top-k; 0 if no sequence filters.
     """
 
     size: int
@@ -164,32 +177,34 @@ class Kind(NamedTuple):
     most: int
     most_kept: int
 
+    # a round of such sequences is faster: slices in place of indices, one mask for all, or none
     @property
     def together(self) -> bool:
         """Whether all sequences have equally many committed tokens."""
         return self.least == self.most
 
     def bucketed(self) -> Kind:
-        """For a graph: few distinct kinds, so that one graph serves many numbers of committed tokens."""
-        first = 0 if self.first_slot == 0 else None  # if all slots are taken, or requests come one at a time
+        """The kind that a graph is made for: there are few, so that one graph serves many numbers of tokens."""
+        first = 0 if self.first_slot == 0 else None  # 0 if all slots are taken, or requests come one at a time
         return self._replace(first_slot=first, least=0, most=bucket(self.most))
 
 
 def bucket(most: int) -> int:
     """`most` rounded up to a multiple of LEAST_BUCKET, then to one of BUCKETS steps between powers of two."""
-    step = max(LEAST_BUCKET, 2 ** (most.bit_length() - 1) // BUCKETS if most else 0)
+    power_of_two = 2 ** (most.bit_length() - 1) if most else 0
+    step = max(LEAST_BUCKET, power_of_two // BUCKETS)
     return max(step, -(-most // step) * step)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of one round, B of them, in the order of their slots.
+    """The B sequences of one round, in the order of their slots.
 
     Attributes:
-        request: has the settings that all sequences share. kind: see `Kind`.
-        num_committed: int64 [B], committed tokens. committed_rows: int64 [B * branches], the same of each branch.
+        request: a request with the settings that all sequences share. kind: the shape of the round.
+        num_committed: int64 [B], committed tokens. committed_rows: int64 [B * branches], the same for each branch.
         slot, seed: int64 [B]. iteration: int64 [B], rounds that the request has taken part in.
-        scale, temperature: float32 [B], the latter 1 where it is 0 (`greedy`).
+        scale: float32 [B], of guidance. temperature: float32 [B]; 1 if the batch is greedy.
         filter: top-k and top-p, or None if no sequence filters.
         rows: cache rows [B * branches], see `rows_of`.
     """
@@ -229,63 +244,64 @@ def by_slot(sequences: list[Sequence]) -> list[Sequence]:
 
 
 def packed(sequences: list[Sequence], config: GPTConfig, ahead: Set[Sequence], most_ahead: int) -> tuple[Kind, Tensor]:
-    """What a round needs to know of sequences in the order of their slots, for one copy to the device: `unpacked`.
+    """Packs the numbers of a round into one tensor, for one copy to the device, where `unpacked` reads them.
 
     Args:
+        sequences: in the order of their slots.
         ahead: sequences that have taken part in a round that is not counted yet, each committing up to `most_ahead`.
 
     Returns:
-        (their kind, int64 [7, B] on the CPU: whole numbers, and the bits of float64).
+        (their kind, int64 [7, B] on the CPU: four rows of integers, and three with the bits of float64).
     """
     committed = [sequence.num_committed for sequence in sequences]
     slots = [sequence.slot for sequence in sequences]
+    seeds = [sequence.request.seed for sequence in sequences]
+    iterations = [sequence.iteration + (sequence in ahead) for sequence in sequences]
     settings = [sequence.request.settings for sequence in sequences]
     cfg, temperature, top_k, top_p = ([own[name] for own in settings] for name in MIXED)
     counts, masses, most_kept = filter_numbers(top_k, top_p, config.vocab_size)
-    whole = [
-        slots,
-        [sequence.request.seed for sequence in sequences],
-        [sequence.iteration + (sequence in ahead) for sequence in sequences],
-        counts,
-    ]
-    divisors = [1.0 if tau == 0 else max(tau, LEAST_TEMPERATURE) for tau in temperature]
-    real = [cfg, divisors, masses]
-    bits = torch.tensor(real, dtype=torch.float64).view(torch.int64)
+    divisors = [1.0 if tau == 0 else max(tau, MIN_TEMPERATURE) for tau in temperature]
+
+    # float64 keeps its bits as int64, so that one tensor holds both
+    whole = torch.tensor([slots, seeds, iterations, counts])
+    real = torch.tensor([cfg, divisors, masses], dtype=torch.float64)
+    is_consecutive = slots[-1] - slots[0] < len(slots)
     kind = Kind(
         size=len(sequences),
-        first_slot=slots[0] if slots[-1] - slots[0] < len(slots) else None,
+        first_slot=slots[0] if is_consecutive else None,
         num_branches=2 if sequences[0].request.guided else 1,
         greedy=temperature[0] == 0,
         least=min(committed),
         most=min(max(committed) + most_ahead, config.block_size),
         most_kept=most_kept,
     )
-    return kind, torch.cat([torch.tensor(whole), bits])
+    return kind, torch.cat([whole, real.view(torch.int64)])
 
 
 def alike(sequences: list[Sequence], inputs_of: Callable[[Sequence], int]) -> Iterator[list[Sequence]]:
-    """Sequences that begin with as many inputs and are guided alike, by their slots, few enough for one forward.
+    """Groups of sequences that begin with equally many inputs and have equally many guidance branches.
 
-    Those that begin with none are left out.
+    A group is in the order of slots, and small enough for one forward pass. Sequences that begin with 0 inputs are left
+    out.
     """
     groups: dict[tuple[int, bool], list[Sequence]] = defaultdict(list)
     for sequence in by_slot(sequences):
         count = inputs_of(sequence)
         if count:
             groups[count, sequence.request.guided].append(sequence)
-    for (count, _), own in groups.items():
-        at_once = max(1, MOST_INPUTS // count)
-        for first in range(0, len(own), at_once):
-            yield own[first : first + at_once]
+    for (count, _), group in groups.items():
+        at_once = max(1, MAX_PREFILLED // count)
+        for first in range(0, len(group), at_once):
+            yield group[first : first + at_once]
 
 
-def per_branch(batch: Batch, tensor: Tensor) -> Tensor:
-    """Rows of a tensor [B, ...] for each branch of a sequence, side by side: [B * branches, ...]."""
-    return tensor.repeat_interleave(batch.num_branches, 0) if batch.num_branches > 1 else tensor
+def per_branch(tensor: Tensor, num_branches: int) -> Tensor:
+    """Repeats the rows of a tensor [B, ...] for each branch, side by side: [B * branches, ...]."""
+    return tensor.repeat_interleave(num_branches, 0) if num_branches > 1 else tensor
 
 
 def unpacked(request: Request, kind: Kind, numbers: Tensor, all_committed: Tensor) -> Batch:
-    """The batch on the device from the result of `packed`. all_committed: int64 [slots], committed tokens."""
+    """The batch on the device, from the result of `packed`. all_committed: int64 [slots], committed tokens."""
     slot, seed, iteration, count = numbers[:4]
     scale, temperature, mass = numbers[4:].view(torch.float64).float()
     num_committed = all_committed[slot]
@@ -293,7 +309,7 @@ def unpacked(request: Request, kind: Kind, numbers: Tensor, all_committed: Tenso
         request,
         kind,
         num_committed,
-        num_committed.repeat_interleave(kind.num_branches) if kind.num_branches > 1 else num_committed,
+        per_branch(num_committed, kind.num_branches),
         slot,
         seed,
         iteration,
@@ -308,13 +324,14 @@ def unpacked(request: Request, kind: Kind, numbers: Tensor, all_committed: Tenso
 
 
 class PastFeatures:
-    """Features [2, slots, 1 + columns, dim], of a condition and the null condition, allocated on first use.
+    """Features [2, slots, 1 + columns, dim] of the conditional and unconditional branches, allocated on first use.
 
-    The feature at position p is in column p + 1; there is none before a class, so that the first is 0.
+    The feature at position p is in column p + 1. Column 0, before the last input of the condition, is 0 for a class.
     """
 
     def __init__(self, num_slots: int, columns: int, dim: int, device: torch.device) -> None:
-        self._shape, self._device = (2, num_slots, 1 + columns, dim), device
+        self._shape = (2, num_slots, 1 + columns, dim)
+        self._device = device
         self._tensor: Tensor | None = None
 
     def _features(self) -> Tensor:
@@ -332,7 +349,8 @@ class PastFeatures:
         return self._features()[: batch.num_branches, batch.slot.unsqueeze(1), position]
 
     def keep(self, batch: Batch, features: Tensor, ahead: int = 0) -> None:
-        """Keeps features [branches, B, n, dim] at the input `ahead` of the last committed one and those after it."""
-        place = batch.num_committed.unsqueeze(1) + 1 + ahead + steps(features.shape[2], self._device)
-        kept = self._features()[: batch.num_branches]
-        kept[:, batch.slot.unsqueeze(1), place] = features.float()
+        """Stores features [branches, B, n, dim] from the input `ahead` of the last committed one on."""
+        first = batch.num_committed.unsqueeze(1) + 1 + ahead
+        column = first + steps(features.shape[2], self._device)
+        stored = self._features()[: batch.num_branches]
+        stored[:, batch.slot.unsqueeze(1), column] = features.float()

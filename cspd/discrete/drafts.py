@@ -17,6 +17,7 @@ from cspd.discrete.batch import MOST_NODES, Batch, by_slot, packed, unpacked
 from cspd.discrete.gpt import steps
 from cspd.discrete.rules import (
     MIXED,
+    Rule,
     coupling_option,
     draw_siblings,
     likeliest,
@@ -42,8 +43,8 @@ class Drafted(NamedTuple):
     """A draft to verify.
 
     Attributes:
-        shape: of the tree. tokens: int64 [B, N], the root first; -1 marks a missing token. Q: as in `trees.walk`.
-        draws: the tree's random numbers, if the draft has drawn them already.
+        shape: the shape of the tree. tokens: int64 [B, N], the root first; -1 marks a missing token.
+        Q: as in `trees.walk`. draws: the tree's random numbers, if the draft has drawn them already.
     """
 
     shape: Shape
@@ -70,7 +71,7 @@ DRAFTS: dict[str, Draft] = {}  # by name
 
 
 def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1) -> Callable[[Callable], Callable]:
-    """Registers a function as a draft that requests can name. Arguments as the attributes of `Draft`."""
+    """Registers a function as a draft that requests can name; the arguments are attributes of `Draft`."""
 
     def named(propose: Callable[[VQRunner, Batch], Drafted]) -> Callable[[VQRunner, Batch], Drafted]:
         DRAFTS[name] = Draft(propose, needs, highest)
@@ -82,38 +83,45 @@ def draft(name: str, *, needs: str | None = None, highest: int = MOST_NODES - 1)
 # How a round runs: its numbers go to the device in one copy, the work is one CUDA graph if graphs are enabled, and the
 # counts for the CPU come back in one copy. On CUDA they are read one round late, so that the CPU never waits.
 #
-# The device knows first how many tokens are committed (`VQRunner.num_committed`); the CPU needs an upper bound only. A
+# The device knows first how many tokens are committed (`VQRunner.num_committed`); the CPU needs only an upper bound. A
 # finished sequence may take part in one more round, in which it has no room for tokens.
 
 Work = Callable[[VQRunner, Batch], Tensor]  # from a batch to its `outcome`, without reading a tensor on the CPU
 
 
 class Unread(NamedTuple):
-    """A round that the CPU has not counted yet: its sequences, its `outcome`, and the most tokens it may commit."""
+    """A round that the CPU has not counted yet: sequences, `outcome`, and the maximum of tokens that it commits."""
 
     sequences: list[Sequence]
     outcome: Report
     most: int
 
 
-def outcome(runner: VQRunner, count: Tensor, bound: Tensor, tried: Tensor, accepted: Tensor) -> Tensor:
+def outcome(
+    runner: VQRunner,
+    count: Tensor,
+    bound: Tensor,
+    tried: Tensor,
+    accepted: Tensor,
+) -> Tensor:
     """The numbers [B, 3 + 2 height] that the CPU counts for a round.
 
     They include the number of the draft model's forward passes, since a replayed graph runs no Python that counts them.
 
     Args:
-        count: int64 [B], drafted tokens accepted; one more is committed. bound: [B], the rule's local bounds.
+        count: int64 [B], the number of accepted tokens; one more is committed. bound: [B], the rule's local bounds.
         tried, accepted: bool [B, height], whether the token drafted at each depth was verified, and accepted.
     """
-    draft_calls = steps(runner.draft_calls + 1, runner.device)[-1].expand_as(count)
-    one = [column.unsqueeze(1) for column in (count, draft_calls, bound)]
-    return torch.cat([*one, tried, accepted], 1)
+    draft_calls = steps(runner.draft_calls + 1, runner.device)[-1]
+    count = count.unsqueeze(1)
+    bound = bound.unsqueeze(1)
+    return torch.cat([count, draft_calls.expand_as(count), bound, tried, accepted], 1)
 
 
 def run(
     runner: VQRunner, sequences: list[Sequence], watch: Stopwatch, work: Work, state: Several[Tensor] = ()
 ) -> list[Sequence]:
-    """Runs one round of a method that drafts; returns the sequences that are counted as finished.
+    """Runs one round of a method that drafts, and returns the sequences that are counted as finished.
 
     Args:
         watch: times the forward passes. state: tensors that the work both reads and changes.
@@ -122,11 +130,18 @@ def run(
     before: Unread | None = runner.unread.pop(key, None)
     numbers = launch(runner, sequences, watch, work, state, before)
     most = numbers.shape[1] // 2  # 3 + 2 height columns: height + 1 tokens
-    now: Unread | None = Unread(by_slot(sequences), Report(numbers), most)
+    now = Unread(by_slot(sequences), Report(numbers), most)
     if runner.late:
-        runner.unread[key], now = now, before
-    if now is not None:
+        runner.unread[key] = now
+        if before is not None:
+            _count(runner, before)
+    else:
         _count(runner, now)
+    return finished(runner, sequences)
+
+
+def finished(runner: VQRunner, sequences: list[Sequence]) -> list[Sequence]:
+    """The sequences whose tokens are all committed."""
     return [sequence for sequence in sequences if sequence.num_committed == runner.seq_len]
 
 
@@ -138,36 +153,40 @@ def launch(
     state: Several[Tensor] = (),
     before: Unread | None = None,
 ) -> Tensor:
-    """Launches the work of a round and advances the sequences on the device; returns the `outcome`, still there.
+    """Launches the work of a round and advances the sequences on the device. Returns the `outcome`, on the device.
 
     Args:
         before: the round that is not counted yet, if any; the other arguments as in `run`.
     """
     sequences = by_slot(sequences)
-    request = sequences[0].request
+    first = sequences[0]
     ahead = set(before.sequences) if before else set()
-    kind, numbers = packed(sequences, runner.config, ahead, before.most if before else 0)
+    most_ahead = before.most if before else 0
+    kind, numbers = packed(sequences, runner.config, ahead, most_ahead)
     if runner.graphs.enabled:
         kind = kind.bucketed()
         watch.start("backbone")  # phases of a replayed graph cannot be timed apart
 
     def whole(numbers: Tensor) -> Tensor:
         runner.begin(None if runner.graphs.enabled else watch)
-        batch = unpacked(request, kind, numbers, runner.num_committed)
-        made = work(runner, batch)
-        committed = made[:, 0].long() + 1
-        runner.num_committed[batch.slot] = (batch.num_committed + committed).clamp(max=runner.seq_len)
-        return made
+        batch = unpacked(first.request, kind, numbers, runner.num_committed)
+        result = work(runner, batch)
+        num_new = result[:, 0].long() + 1
+        num_committed = (batch.num_committed + num_new).clamp(max=runner.seq_len)
+        runner.num_committed[batch.slot] = num_committed
+        return result
 
-    key, sent = (sequences[0].key, kind), send_integers(numbers.numpy(), runner.device)
-    made = runner.graphs.run(key, whole, sent, state=(runner.num_committed, *state))
+    sent = send_integers(numbers.numpy(), runner.device)
+    state = (runner.num_committed, *state)
+    result = runner.graphs.run((first.key, kind), whole, sent, state=state)
     watch.start("other")
-    return made
+    return result
 
 
 def _count(runner: VQRunner, unread: Unread) -> None:
     """Counts a round for each sequence that was not finished before it."""
-    for sequence, (num_accepted, draft_calls, bound, *ahead) in zip(unread.sequences, unread.outcome.tolist()):
+    for sequence, numbers in zip(unread.sequences, unread.outcome.tolist()):
+        num_accepted, draft_calls, bound, *ahead = numbers
         room = runner.seq_len - sequence.num_committed
         if room:
             count_round(sequence, min(int(num_accepted) + 1, room))
@@ -208,14 +227,15 @@ def run_plain_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatc
     launch(runner, sequences, watch, _sample)
     for sequence in sequences:
         count_round(sequence, committed=1)
-    return [sequence for sequence in sequences if sequence.num_committed == runner.seq_len]
+    return finished(runner, sequences)
 
 
 def _sample(runner: VQRunner, batch: Batch) -> Tensor:
     """Samples and commits the next tokens. Returns the number of accepted drafts, 0: [B, 1]."""
-    here = steps(1, runner.device)
-    features = runner.features(batch, runner.last(batch, 1)[0])
+    last, _ = runner.last(batch, 1)
+    features = runner.features(batch, last)
     P = runner.distributions(batch, features)
+    here = steps(1, runner.device)
     tokens = sample(P, runner.drawn(batch, here))
     no_draft = torch.zeros_like(tokens, dtype=torch.float32)
     runner.commit(batch, tokens, no_draft)
@@ -224,13 +244,15 @@ def _sample(runner: VQRunner, batch: Batch) -> Tensor:
 
 def draw_tree(runner: VQRunner, batch: Batch, shape: Shape) -> Draws:
     """The uniform draws of a round that verifies a tree, by one call of the generator."""
-    num, num_positions = shape.num_nodes, 1 + shape.height
-    purpose, index, fresh = _streams(num, num_positions, runner.device)
+    num_positions = 1 + shape.height
+    counts = (shape.num_nodes, shape.num_nodes, num_positions)
+    purpose, index, fresh = _streams(shape.num_nodes, num_positions, runner.device)
     position = steps(num_positions, runner.device)
     of_nodes = (shape.depth - 1).clamp(min=0)
     of_positions = position.expand(*shape.depth.shape[:-1], -1)
     ahead = torch.cat([of_nodes, of_nodes, of_positions], -1)
-    tokens, nodes, rejected = runner.uniform(batch, purpose, ahead, index, fresh).split((num, num, num_positions), 1)
+    draws = runner.uniform(batch, purpose, ahead, index, fresh)
+    tokens, nodes, rejected = draws.split(counts, 1)
     return Draws(tokens, nodes, runner.drawn(batch, position), rejected)
 
 
@@ -240,18 +262,19 @@ def _streams(num_nodes: int, num_positions: int, device: torch.device) -> tuple[
 
     A drafted token is committed in the round that drafts it, or dropped, so its draw may be the same in other rounds.
     """
-    purpose = [Purpose.CODE] * num_nodes + [Purpose.TOKEN_ACCEPT] * num_nodes + [Purpose.CODE_RESIDUAL] * num_positions
-    index = [*range(num_nodes), *range(num_nodes), *[0] * num_positions]
-    fresh = [0] * num_nodes + [1] * (num_nodes + num_positions)
-    check_indices(max(index), MAX_INDEX)
-    return tuple(torch.tensor(numbers, device=device) for numbers in (purpose, index, fresh))
+    check_indices(num_nodes - 1, MAX_INDEX)
+    streams = [(Purpose.CODE, node, 0) for node in range(num_nodes)]
+    streams += [(Purpose.TOKEN_ACCEPT, node, 1) for node in range(num_nodes)]
+    streams += [(Purpose.CODE_RESIDUAL, 0, 1)] * num_positions
+    purpose, index, fresh = torch.tensor(streams, device=device).T.contiguous()
+    return purpose, index, fresh
 
 
 # Speculative sampling (Leviathan et al., arXiv 2211.17192): a round drafts tokens, verifies them, and commits some.
 #
 # 1. Draft: a chain of tokens by a smaller model, or a tree by EAGLE's drafter.
 # 2. Verify: one forward pass of the target gives P after every drafted token; the rule verifies them from the root.
-# 3. Commit: the accepted path, and one more token, which is sampled after it.
+# 3. Commit: the accepted path, and one more token, sampled after it.
 #
 # With same-image coupling the target samples a token after every node, by the request's own draws, and only drafted
 # tokens that equal its samples are accepted: the images are those of `ar`.
@@ -268,13 +291,13 @@ def _draft_and_verify(runner: VQRunner, batch: Batch) -> Tensor:
     """The round on the device; returns its `outcome`."""
     draft = DRAFTS[batch.request.draft]
     drafted = draft.propose(runner, batch)
-    features = runner.features(batch, drafted.tokens, depth=drafted.shape.depth, seen=drafted.shape.seen)
+    shape = drafted.shape
+    features = runner.features(batch, drafted.tokens, depth=shape.depth, seen=shape.seen)
     verified = _verify(runner, batch, drafted, features)
     commit(runner, batch, drafted, verified)
     if draft.needs == "eagle":
-        each = steps(len(batch), runner.device).unsqueeze(1)
-        runner.past.keep(batch, features[:, each, verified.path])
-    accepted = steps(drafted.shape.height, runner.device) < verified.count.unsqueeze(1)
+        runner.past.keep(batch, _pick(features, verified.path))
+    accepted = steps(shape.height, runner.device) < verified.count.unsqueeze(1)
     return outcome(runner, verified.count, verified.bound, verified.tried, accepted)
 
 
@@ -283,24 +306,35 @@ def _verify(runner: VQRunner, batch: Batch, drafted: Drafted, features: Tensor) 
     shape, tokens, Q, draws = drafted
     room = runner.seq_len - batch.num_committed
     if batch.same_image:
-        drawn = sample(runner.distributions(batch, features), runner.drawn(batch, shape.depth))
+        P = runner.distributions(batch, features)
+        drawn = sample(P, runner.drawn(batch, shape.depth))
         return follow(shape, tokens, drawn, room)
     rule = rule_of(batch.request)
-    near = near_codes(runner.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
     P = runner.distributions(batch, features, soft=rule.pools)
-    return walk(rule, shape, tokens, P, Q, draws or draw_tree(runner, batch, shape), room, near)
+    if draws is None:
+        draws = draw_tree(runner, batch, shape)
+    return walk(rule, shape, tokens, P, Q, draws, room, near_of(rule, runner))
+
+
+def near_of(rule: Rule, runner: VQRunner) -> Tensor | None:
+    """The neighbours of each code, int64 [V, >= num_near], if the rule pools; otherwise None."""
+    if not rule.pools:
+        return None
+    return near_codes(runner.models["tokenizer"], rule.metric, rule.num_near)
 
 
 def commit(runner: VQRunner, batch: Batch, drafted: Drafted, verified: Verified) -> None:
     """Commits the accepted tokens and the one sampled after them."""
     shape, tokens = drafted.shape, drafted.tokens
     level = steps(shape.height + 1, runner.device)
-    position = verified.count.unsqueeze(1)
-    after = tokens.gather(1, verified.path.roll(-1, 1))
-    committed = torch.where(level == position, verified.last.unsqueeze(1), after)
-    runner.commit(batch, committed, token_cost=(level < position).float())
+    count = verified.count.unsqueeze(1)
+    after_root = verified.path.roll(-1, 1)
+    accepted = tokens.gather(1, after_root)
+    committed = torch.where(level == count, verified.last.unsqueeze(1), accepted)
+    runner.commit(batch, committed, token_cost=(level < count).float())
     if not shape.chain:
-        runner.compact(batch, torch.where(level <= position, verified.path, level))
+        path = torch.where(level <= count, verified.path, level)
+        runner.compact(batch, path)
 
 
 DRAFT = Option("draft", DRAFTS, "what drafts the tokens")
@@ -313,7 +347,7 @@ NEEDS = {None: "-", "draft": "draft model", "eagle": "EAGLE drafter"}
 def check(request: Request, runner: VQRunner) -> None:
     """Raises ValueError if `gamma` is above the draft's maximum, a model is missing, or the rule is invalid."""
     highest = DRAFTS[request.draft].highest
-    check_integer("gamma", request.gamma, 1, highest, f"it is how far {request.draft!r} drafts ahead")
+    check_integer("gamma", request.gamma, 1, highest, f"it is how far draft={request.draft!r} drafts ahead")
     check_model(request.draft, runner)
     check_rule(request, runner)
 
@@ -323,18 +357,19 @@ def check_model(name: str, runner: VQRunner) -> None:
     needs = DRAFTS[name].needs
     if needs and runner.models[needs] is None:
         raise ValueError(
-            f"draft={name!r} needs {_WITH_ARTICLE[needs]} and this engine has none: give it to load(..., {needs}=file),"
-            f" with {_FLAGS[needs]} on the command line, or put its file into the target's directory"
+            f"draft={name!r} needs {_WITH_ARTICLE[needs]}, and this engine has none: give it to load(...,"
+            f" {needs}=file), with {_FLAGS[needs]} on the command line, or put its file into the target's directory"
         )
 
 
 def check_rule(request: Request, runner: VQRunner) -> None:
     """Raises ValueError if the rule is invalid. Computes its neighbour table now, so that no round waits for it."""
     rule = rule_of(request)
-    if rule.pools:
-        if runner.models["tokenizer"] is None:
-            raise ValueError(f"rule={request.rule!r} needs the tokenizer's codes and this engine has none: give it one")
-        near_codes(runner.models["tokenizer"], rule.metric, rule.num_near)
+    if rule.pools and runner.models["tokenizer"] is None:
+        raise ValueError(
+            f"rule={request.rule!r} needs the tokenizer's codes, and this engine has no tokenizer: give it one"
+        )
+    near_of(rule, runner)
 
 
 def drafting(
@@ -347,12 +382,13 @@ def drafting(
     coupling: str = "maximal",
     **parameters: object,
 ) -> Method:
-    """A method that drafts and verifies, as published: these are defaults, requests may name any draft and rule.
+    """A method that drafts and verifies. The arguments are defaults: requests may name any draft and rule.
 
     Args:
         draft, gamma: a name of `DRAFTS`, and how far it drafts. rule, parameters: see `rule_options`.
         coupling: of the exact rule, see `COUPLING`.
     """
+    of_draft = (DRAFT.but(default=draft), GAMMA.but(default=gamma))
     return Method(
         name=name,
         family="VQ",
@@ -361,12 +397,7 @@ def drafting(
         papers=papers,
         run_round=run_drafted_round,
         needs=NEEDS[DRAFTS[draft].needs],
-        options=(
-            DRAFT.but(default=draft),
-            GAMMA.but(default=gamma),
-            *rule_options(rule, **parameters),
-            coupling_option(coupling),
-        ),
+        options=(*of_draft, *rule_options(rule, **parameters), coupling_option(coupling)),
         mixed=lambda request: MIXED,
         check=check,
         of_request=lambda request: rule_of(request).guarantee,
@@ -399,16 +430,11 @@ EAGLE_TREE = {
 }
 BRANCHES = 10  # EAGLE-2: nodes expanded at a depth, and children tried of each
 NODES = 60  # EAGLE-2: candidates that survive reranking, unless the request sets `window`
-LEAST_LOG = -1e4
-
-
-@functools.lru_cache(maxsize=64)
-def _chain_shape(length: int, device: torch.device) -> Shape:
-    return chain_shape(length, device)
+MIN_LOG = -1e4  # of a draft's probability
 
 
 def _pick(features: Tensor, index: Tensor) -> Tensor:
-    """features[:, b, index[b, n]] [branches, B, n, dim] of features [branches, B, N, dim]."""
+    """Selects features[:, b, index[b, n]] [branches, B, n, dim] from features [branches, B, N, dim]."""
     each = steps(len(index), index.device).unsqueeze(1)
     return features[:, each, index]
 
@@ -427,30 +453,36 @@ def _expected(batch: Batch, q: Tensor, u: Tensor) -> Tensor:
 def chain(runner: VQRunner, batch: Batch) -> Drafted:
     """A chain of `gamma` tokens sampled by the draft model."""
     gamma = batch.request.gamma
-    # the last two inputs: of a round that accepted everything, the draft has not seen the last but one
+    # the last two inputs: if the last round accepted everything, the draft has not seen the last but one
     recent, start = runner.last(batch, 2)
     features = runner.features(batch, recent, start, "draft")
-    features = _pick(features, (batch.num_committed - start).unsqueeze(1))
-    u = runner.drawn(batch, steps(gamma, runner.device)).split(1, 1)
-    tokens, Q = [runner.last(batch, 1)[0]], []
-    for i in range(gamma):
+    at_root = (batch.num_committed - start).unsqueeze(1)
+    features = _pick(features, at_root)
+    draws = runner.drawn(batch, steps(gamma, runner.device)).split(1, 1)
+    root, _ = runner.last(batch, 1)
+    tokens = [root]
+    Q = []
+    for i, u in enumerate(draws):
         if i > 0:
             features = runner.features(batch, tokens[-1], i, "draft")
         q = runner.distributions(batch, features, "draft")
         Q.append(q)
         if batch.same_image:
-            tokens.append(likeliest(_expected(batch, q, u[i]), 1).squeeze(-1))
+            expected = _expected(batch, q, u)
+            tokens.append(likeliest(expected, 1).squeeze(-1))
         else:
-            tokens.append(sample(q, u[i]))
-    return Drafted(_chain_shape(gamma, runner.device), torch.cat(tokens, 1), torch.cat(Q, 1))
+            tokens.append(sample(q, u))
+    return Drafted(chain_shape(gamma, runner.device), torch.cat(tokens, 1), torch.cat(Q, 1))
 
 
 def _eagle_root(runner: VQRunner, batch: Batch, height: int) -> Tensor:
-    """EAGLE's feature at the root [branches, B, 1, dim]. Also passes it the tokens committed in the last round."""
+    """EAGLE's feature at the root [branches, B, 1, dim]. Its inputs include the tokens committed in the last round."""
     recent, start = runner.last(batch, height + 1)
-    past = runner.past.before(batch, start.unsqueeze(1) + steps(height + 1, runner.device))
+    position = start.unsqueeze(1) + steps(height + 1, runner.device)
+    past = runner.past.before(batch, position)
     features = runner.features(batch, recent, start, "eagle", past=past)
-    return _pick(features, (batch.num_committed - start).unsqueeze(1))
+    root = (batch.num_committed - start).unsqueeze(1)
+    return _pick(features, root)
 
 
 class Level(NamedTuple):
@@ -460,8 +492,8 @@ class Level(NamedTuple):
         nodes, depth: int64 [n]. seen: bool [n, N + 2], see `trees.Shape.seen`.
         children: int64 [n, K], the nodes of their children, 0 if a node has fewer than K.
         present: int64 [m], indices of the existing children in the flattened `children`.
-        inner: int64 [n'], indices there of the children that have children too. parents: int64 [n'], for each of
-            these, the index of its parent among the n.
+        inner: int64 [n'], indices in the flattened `children` of those that have children too.
+        parents: int64 [n'], for each of these, the index of its parent among the n.
     """
 
     nodes: Tensor
@@ -476,25 +508,26 @@ class Level(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _static_tree(height: int, device: torch.device) -> tuple[Shape, list[Level], Tensor]:
     """EAGLE-1's tree down to a height, its levels, and the indices of its inner nodes in all levels, int64 [M]."""
+    # nodes are numbered depth by depth
+    num_children = {path: count for path, count in EAGLE_TREE.items() if len(path) < height}
     paths = [()]
-    for parent, count in EAGLE_TREE.items():
-        if len(parent) < height:
-            paths += [(*parent, rank) for rank in range(count)]
+    for parent, count in num_children.items():
+        paths += [(*parent, rank) for rank in range(count)]
     paths.sort(key=lambda path: (len(path), path))
-    node = {path: i for i, path in enumerate(paths)}
-    parents = [-1]  # the root's
-    for path in paths[1:]:
-        parents.append(node[path[:-1]])
+    number = {path: i for i, path in enumerate(paths)}
+    parents = [number[path[:-1]] if path else -1 for path in paths]
 
-    inner = [path for path in paths if node[path] in parents]
-    counts = [EAGLE_TREE[path] for path in inner]
-    sizes = [sum(count > rank for count in counts) for rank in range(max(counts))]
+    counts = num_children.values()
+    sizes = []
+    for rank in range(max(counts)):
+        sizes.append(sum(count > rank for count in counts))
     shape = Shape(torch.tensor(parents, device=device), len(paths[-1]), sizes)
     levels = []
     for depth in range(shape.height):
-        level = [path for path in inner if len(path) == depth]
-        nodes = torch.tensor([node[path] for path in level], device=device)
-        levels.append(_level(shape, nodes, max(EAGLE_TREE[path] for path in level)))
+        inner = [path for path in paths if len(path) == depth and path in num_children]
+        width = max(num_children[path] for path in inner)
+        nodes = torch.tensor([number[path] for path in inner], device=device)
+        levels.append(_level(shape, nodes, width))
     of_levels = torch.cat([level.nodes for level in levels])
     return shape, levels, torch.searchsorted(of_levels, shape.inner)
 
@@ -503,15 +536,16 @@ def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
     """The level of these nodes, which have at most `width` children each."""
     rows = (shape.inner == nodes.unsqueeze(1)).int().argmax(1)
     children = shape.children[rows, :width]
-    position = children.flatten()
-    present = position >= 0
-    inner = torch.where(present & torch.isin(position, shape.inner))[0]
+    flat = children.flatten()
+    is_present = flat >= 0
+    is_inner = is_present & torch.isin(flat, shape.inner)
+    inner = torch.where(is_inner)[0]
     return Level(
         nodes,
         shape.depth[nodes],
         shape.seen[nodes],
         children.clamp(min=0),
-        torch.where(present)[0],
+        torch.where(is_present)[0],
         inner,
         inner // width,
     )
@@ -521,16 +555,19 @@ def _level(shape: Shape, nodes: Tensor, width: int) -> Level:
 def eagle_static(runner: VQRunner, batch: Batch) -> Drafted:
     """EAGLE-1: a fixed tree with siblings sampled without replacement; `gamma` is its height, at most 5."""
     shape, levels, inner = _static_tree(batch.request.gamma, runner.device)
-    chosen = batch.greedy or batch.same_image
-    draws = None if chosen else draw_tree(runner, batch, shape)
+    is_chosen = batch.greedy or batch.same_image
+    draws = None if is_chosen else draw_tree(runner, batch, shape)
     u = runner.drawn(batch, steps(shape.height, runner.device)).split(1, 1)
     features = _eagle_root(runner, batch, shape.height)
-    tokens, Q = [runner.last(batch, 1)[0]], []
+    root, _ = runner.last(batch, 1)
+    tokens = [root]
+    Q = []
     for depth, level in enumerate(levels):
         q = runner.distributions(batch, features, "eagle", soft=batch.greedy)
         Q.append(q)
-        if chosen:
-            drafted = likeliest(_expected(batch, q, u[depth]), level.children.shape[1])
+        if is_chosen:
+            expected = _expected(batch, q, u[depth])
+            drafted = likeliest(expected, level.children.shape[1])
         else:
             drafted = draw_siblings(q, draws.tokens[:, level.children])
         drafted = drafted.flatten(1)
@@ -549,7 +586,8 @@ def eagle_static(runner: VQRunner, batch: Batch) -> Drafted:
             columns=below.nodes,
             past=features[:, :, level.parents],
         )
-    return Drafted(shape, torch.cat(tokens, 1), None if chosen else torch.cat(Q, 1)[:, inner], draws)
+    Q_inner = None if is_chosen else torch.cat(Q, 1)[:, inner]
+    return Drafted(shape, torch.cat(tokens, 1), Q_inner, draws)
 
 
 class Candidates(NamedTuple):
@@ -574,8 +612,9 @@ def eagle_dynamic(runner: VQRunner, batch: Batch) -> Drafted:
     branches = min(BRANCHES, nodes, runner.config.vocab_size)
     candidates = _expand(runner, batch, height, branches)
     parent, tokens = _rerank(candidates, nodes)
-    shape = grown(parent, height, 1 + branches * (height - 1), branches)
-    root = runner.last(batch, 1)[0]
+    num_expanded = 1 + branches * (height - 1)
+    shape = grown(parent, height, num_expanded, branches)
+    root, _ = runner.last(batch, 1)
     return Drafted(shape, torch.cat([root, tokens], 1), None)
 
 
@@ -584,20 +623,20 @@ def _expand(runner: VQRunner, batch: Batch, height: int, branches: int) -> Candi
     size, device = len(batch), runner.device
     each = steps(size, device).unsqueeze(1)
     width = 1 + (height - 1) * branches  # cache columns from the root on: the root's, and one for each expanded node
-    column = steps(
-        width + 2, device
-    )  # the first represents all before the root, see `seen_of`; the second is the root's
+    column = steps(width + 2, device)  # see `seen_of`: 0 stands for all before the root, 1 is the root's
     seen = (column <= 1).expand(size, 1, width + 2)
     number = torch.zeros(size, 1, dtype=torch.int64, device=device)  # of the nodes expanded at this depth
     confidence = torch.zeros(size, 1, dtype=torch.float64, device=device)
     features = _eagle_root(runner, batch, height)
     u = runner.drawn(batch, steps(height, device)).split(1, 1)
-    levels, first = [], 1  # the number of the first node at this depth
+    levels = []
+    first = 1  # the number of the first node at this depth
     for depth in range(1, height + 1):
         # children, each as confident as its path: the product of the draft's probabilities
-        q = _expected(batch, runner.distributions(batch, features, "eagle", soft=True), u[depth - 1])
-        q, tokens = q.topk(branches)  # [B, n, branches]
-        log_q = q.double().log().clamp(min=LEAST_LOG).nan_to_num(nan=LEAST_LOG)  # NaN would come before its parent
+        q = runner.distributions(batch, features, "eagle", soft=True)
+        q, tokens = _expected(batch, q, u[depth - 1]).topk(branches)  # [B, n, branches]
+        log_q = q.double().log().clamp(min=MIN_LOG)
+        log_q = log_q.nan_to_num(nan=MIN_LOG)  # NaN would come before its parent
         confidence = (confidence.unsqueeze(-1) + log_q).flatten(1)
         parent = number.unsqueeze(-1).expand_as(tokens).flatten(1)
         tokens = tokens.flatten(1)
@@ -605,13 +644,16 @@ def _expand(runner: VQRunner, batch: Batch, height: int, branches: int) -> Candi
         if depth == height:
             break
 
-        # the most confident ones are expanded next, each seeing its ancestors and itself
+        # the most confident ones are expanded next
         confidence, best = confidence.topk(branches)
         number = first + best
         first += tokens.shape[1]
-        above = best // branches  # among the nodes expanded last
+
+        # their features; each looks at its ancestors and itself
+        above = best // branches  # its parent's index among the nodes expanded last
         start = 1 + (depth - 1) * branches
-        seen = seen[each, above] | (column == column[1 + start : 1 + start + branches].unsqueeze(1))
+        own_column = column[start + 1 : start + 1 + branches].unsqueeze(1)
+        seen = seen[each, above] | (column == own_column)
         features = runner.features(
             batch,
             tokens.gather(1, best),
@@ -627,21 +669,22 @@ def _expand(runner: VQRunner, batch: Batch, height: int, branches: int) -> Candi
 
 @functools.lru_cache(maxsize=64)
 def _depths(height: int, branches: int, device: torch.device) -> Tensor:
-    """The depth of each candidate: `branches` at depth 1, then `branches` for each of `branches` nodes a depth."""
-    counts = torch.tensor([branches] + [branches * branches] * (height - 1), device=device)
+    """The depth of each candidate: `branches` at depth 1, then `branches` for each of `branches` nodes per depth."""
+    counts = torch.full((height,), branches * branches, device=device)
+    counts[0] = branches
     return torch.arange(1, height + 1, device=device).repeat_interleave(counts)
 
 
 def _rerank(candidates: Candidates, most: int) -> tuple[Tensor, Tensor]:
     """EAGLE-2's reranking phase: parents int64 [B, 1 + n] and tokens [B, n] of the `most` most confident nodes."""
-    tokens, parent, depth, confidence = candidates
     # a child is never more confident than its parent; at equal confidence the parent must come first
-    score = confidence - 1e-9 * depth
-    best = score.topk(min(most, tokens.shape[1])).indices
+    score = candidates.confidence - 1e-9 * candidates.depth
+    best = score.topk(min(most, score.shape[1])).indices
     selected = best.sort().values
 
     # selected nodes are renumbered without gaps: a parent's new number is its index among the selected numbers
     root = selected.new_zeros(len(selected), 1)
     numbers = torch.cat([root, selected + 1], 1)
-    parent = torch.searchsorted(numbers, parent.gather(1, selected))
-    return torch.cat([root - 1, parent], 1), tokens.gather(1, selected)
+    old_parent = candidates.parent.gather(1, selected)
+    parent = torch.searchsorted(numbers, old_parent)
+    return torch.cat([root - 1, parent], 1), candidates.tokens.gather(1, selected)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cspd.discrete.batch import MOST_NODES, Batch
-from cspd.discrete.drafts import Drafted, check_rule, commit, outcome, run
+from cspd.discrete.drafts import Drafted, check_rule, commit, near_of, outcome, run
 from cspd.discrete.gpt import steps
 from cspd.discrete.rules import (
     MIXED,
@@ -19,7 +19,6 @@ from cspd.discrete.rules import (
     coupling_option,
     draw_siblings,
     likeliest,
-    near_codes,
     nearby,
     rule_of,
     rule_options,
@@ -41,8 +40,8 @@ class Comb:
     """The nodes of a window: the root, the first path, then the siblings.
 
     Attributes:
-        path: F, tokens on the first path. depth: D, how many of them have siblings.
-        siblings: int64 [D, K - 1], their nodes.
+        path: F, the number of tokens on the first path. depth: D, how many of them have siblings.
+        siblings: int64 [D, K - 1], the siblings' nodes.
         shape: the comb as a tree.
         streams: the purpose, distance ahead and index of a round's uniform draws, int64 [n] each, in the order of
             `Draws`. counts: the number of draws of each kind.
@@ -59,51 +58,50 @@ class Comb:
 @functools.lru_cache(maxsize=32)
 def comb_of(window: int, pd_k: int, pd_d: int, device: torch.device) -> Comb:
     """The comb of `window` drafted nodes, K = pd_k of them at each of the first D = pd_d levels."""
-    beside = pd_k - 1
-    depth = pd_d if beside else 0
-    path = window - beside * depth
-    index = torch.arange(depth * beside, device=device)
-    siblings = path + 1 + index.view(depth, beside)
+    num_beside = pd_k - 1 if pd_d else 0
+    depth = pd_d if num_beside else 0
+    path = window - num_beside * depth
+    index = torch.arange(depth * num_beside, device=device)
+    siblings = path + 1 + index.view(depth, num_beside)
 
     # the root, the first path one after the other, and siblings, which share their parent with the path
     parents = [-1, *range(path)]
     for level in range(depth):
-        parents += [level] * beside
-    shape = Shape(torch.tensor(parents, device=device), path, [path] + [depth] * (beside if depth else 0))
+        parents += [level] * num_beside
+    sizes = [path] + [depth] * num_beside
+    shape = Shape(torch.tensor(parents, device=device), path, sizes)
     return Comb(path, depth, siblings, shape, *_streams(path, siblings))
 
 
 def _streams(path: int, siblings: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], list[int]]:
     """`streams` and `counts` of a comb."""
-    depth, beside = siblings.shape
+    depth, num_beside = siblings.shape
     device = siblings.device
-    check_indices(path + depth * beside, MAX_INDEX)  # of the last node
+    check_indices(path + depth * num_beside, MAX_INDEX)  # of the last node
     # up to F + 1 tokens are committed, and the window behind them has F more
     ahead = torch.arange(2 * path + 1, device=device)
-    first = torch.zeros_like(ahead)
-    level = torch.arange(depth, device=device).repeat_interleave(beside)
+    zero = torch.zeros_like(ahead)
     of_path = torch.arange(path, device=device)
+    level = torch.arange(depth, device=device).repeat_interleave(num_beside)
     of_siblings = siblings.flatten()
     kinds = [
-        (Purpose.CODE, ahead, first),
-        (Purpose.CODE_RESIDUAL, ahead, first),
+        (Purpose.CODE, ahead, zero),
+        (Purpose.CODE_RESIDUAL, ahead, zero),
         (Purpose.CODE, level, of_siblings),
         (Purpose.TOKEN_ACCEPT, of_path, of_path + 1),
         (Purpose.TOKEN_ACCEPT, level, of_siblings),
     ]
-    counts = [len(index) for _, _, index in kinds]
-    purpose = torch.tensor([kind for kind, _, _ in kinds], device=device)
-    purpose = purpose.repeat_interleave(torch.tensor(counts, device=device))
-    positions = torch.cat([position for _, position, _ in kinds])
-    index = torch.cat([index for _, _, index in kinds])
-    return (purpose, positions, index), counts
+    purposes, positions, indices = zip(*kinds)
+    counts = [len(index) for index in indices]
+    purpose = torch.tensor(purposes, device=device).repeat_interleave(torch.tensor(counts, device=device))
+    return (purpose, torch.cat(positions), torch.cat(indices)), counts
 
 
 class Window(NamedTuple):
     """A drafted window.
 
     Attributes:
-        tokens: int64 [B, F], the first path. Q: [B, F, V], the distributions that these follow.
+        tokens: int64 [B, F], the first path. Q: [B, F, V], the distributions that they follow.
         siblings: int64 [B, D, K - 1], -1 for a missing one.
     """
 
@@ -116,9 +114,10 @@ class Verdict(NamedTuple):
     """The outcome of verifying a window.
 
     Attributes:
-        prefix: int64 [B], the number of accepted tokens of the first path. sibling: int64 [B], the sibling accepted
-            after them, or -1. accepted: int64 [B], the number of both.
-        node: int64 [B], the last accepted one. rest: [B, V], the distribution of the token after it.
+        prefix: int64 [B], the number of accepted tokens of the first path.
+        sibling: int64 [B], the token of the sibling accepted after them, or -1.
+        accepted: int64 [B], the number of both. node: int64 [B], the last accepted node.
+        rest: [B, V], the distribution of the token after it.
         tried: bool [B, F], whether the rule verified a position. bound: [B], the sum of its local bounds.
     """
 
@@ -137,9 +136,10 @@ def cached_windows(runner: VQRunner, path: int) -> tuple[Tensor, Tensor]:
     They are views of tensors for the largest window, allocated once on first use: graphs read them at fixed addresses.
     """
     if runner.windows is None:
-        size = runner.num_slots, MOST_NODES - 1
+        size = (runner.num_slots, MOST_NODES - 1)
         tokens = torch.zeros(size, dtype=torch.int64, device=runner.device)
-        runner.windows = tokens, torch.zeros(*size, runner.config.vocab_size, device=runner.device)
+        Q = torch.zeros(*size, runner.config.vocab_size, device=runner.device)
+        runner.windows = (tokens, Q)
     tokens, Q = runner.windows
     return tokens[:, :path], Q[:, :path]
 
@@ -148,7 +148,7 @@ class Draws(NamedTuple):
     """A round's random numbers, uniform draws except `fill`.
 
     Attributes:
-        tokens: [B, 2F + 1], to sample or resample the tokens at 0, 1, ... positions after the committed ones.
+        tokens: [B, 2F + 1], to sample or resample the tokens 0, 1, ... positions after the committed ones.
         fill: int64 [B, 2F + 1], a random token for each of these positions.
         siblings: [B, D, K - 1], to sample siblings.
         path, beside: [B, F] and [B, D, K - 1], to accept tokens of the path, and siblings.
@@ -165,18 +165,27 @@ def draw(runner: VQRunner, batch: Batch, comb: Comb) -> Draws:
     """The random numbers of a round, by one call of the generator."""
     draws = runner.uniform(batch, *comb.streams)
     tokens, fill, siblings, path, beside = draws.split(comb.counts, 1)
+    size = comb.siblings.shape
     fill = (fill * runner.config.vocab_size).long()
-    siblings, beside = (u.unflatten(1, comb.siblings.shape) for u in (siblings, beside))
-    return Draws(tokens, fill, siblings, path, beside)
+    return Draws(tokens, fill, siblings.unflatten(1, size), path, beside.unflatten(1, size))
 
 
-def slide(runner: VQRunner, batch: Batch, tokens: Tensor, P: Tensor, accepted: Tensor, draws: Draws) -> None:
+def slide(
+    runner: VQRunner,
+    batch: Batch,
+    tokens: Tensor,
+    P: Tensor,
+    accepted: Tensor,
+    draws: Draws,
+) -> None:
     """Moves every window behind its committed tokens: `tokens` [B, F] and their P move up, random tokens follow."""
-    path, vocabulary = tokens.shape[1], P.shape[-1]
+    path = tokens.shape[1]
+    vocabulary = P.shape[-1]
     cached_tokens, cached_Q = cached_windows(runner, path)
     first = accepted.unsqueeze(1) + 1
     position = first + steps(path, runner.device)  # in the old window
-    following = torch.cat([tokens, draws.fill[:, path:]], 1)
+    new = draws.fill[:, path:]
+    following = torch.cat([tokens, new], 1)
     cached_tokens[batch.slot] = following.gather(1, position)
 
     source = position.clamp(max=path - 1).unsqueeze(-1)
@@ -185,8 +194,8 @@ def slide(runner: VQRunner, batch: Batch, tokens: Tensor, P: Tensor, accepted: T
     cached_Q[batch.slot] = torch.where(inside, Q, 1 / vocabulary)
 
 
-# Jacobi decoding with the request's own draws: each token is a function of those before it, and the window iterates
-# towards its fixed point, which is the image of `ar`.
+# Jacobi decoding with the request's own draws: each token is a function of the tokens before it, and the window
+# iterates towards its fixed point, which is the image of `ar`.
 #
 # Sources:
 #     Song et al., "Accelerating Feedforward Computation via Parallel Nonlinear Equation Solving", arXiv 2002.03629.
@@ -197,7 +206,7 @@ def slide(runner: VQRunner, batch: Batch, tokens: Tensor, P: Tensor, accepted: T
 # 1. Draft. The window's tokens come from the round before, and so do K - 1 siblings beside each of the first D.
 # 2. Verify. One forward pass of the target over all of them, and one sample after each node by its position's own draw.
 # 3. Commit the tokens that equal the samples after their predecessors, and the sample after the last of these.
-# 4. Redraw. The samples along the first path are the next window: tokens that had converged stay as they are.
+# 4. Redraw. The samples along the first path are the next window: tokens that have converged stay as they are.
 
 
 def cached_nodes(runner: VQRunner) -> Tensor:
@@ -208,17 +217,19 @@ def cached_nodes(runner: VQRunner) -> Tensor:
 
 
 def run_same_image(runner: VQRunner, batch: Batch) -> Tensor:
-    """The round but for what the CPU counts: its `outcome`."""
+    """The round on the device; returns its `outcome`."""
     request = batch.request
     comb = comb_of(request.window, request.pd_k or 1, request.pd_d or 0, runner.device)
+    shape = comb.shape
     tokens = _draft_same_image(runner, batch, comb)
-    features = runner.features(batch, tokens, depth=comb.shape.depth, seen=comb.shape.seen)
+    features = runner.features(batch, tokens, depth=shape.depth, seen=shape.seen)
     P = runner.distributions(batch, features)
-    drawn = sample(P, runner.drawn(batch, comb.shape.depth))
-    verified = follow(comb.shape, tokens, drawn, runner.seq_len - batch.num_committed)
-    commit(runner, batch, Drafted(comb.shape, tokens, None), verified)
+    drawn = sample(P, runner.drawn(batch, shape.depth))
+    room = runner.seq_len - batch.num_committed
+    verified = follow(shape, tokens, drawn, room)
+    commit(runner, batch, Drafted(shape, tokens, None), verified)
     _redraw(runner, batch, comb, P, drawn, verified.count)
-    accepted = steps(comb.shape.height, runner.device) < verified.count.unsqueeze(1)
+    accepted = steps(shape.height, runner.device) < verified.count.unsqueeze(1)
     return outcome(runner, verified.count, verified.bound, verified.tried, accepted)
 
 
@@ -226,44 +237,55 @@ def _draft_same_image(runner: VQRunner, batch: Batch, comb: Comb) -> Tensor:
     """Tokens int64 [B, N] of the root and of the nodes from the round before, or guesses for a new request."""
     nodes = cached_nodes(runner)[batch.slot, : comb.shape.num_nodes - 1]
     guesses = _guesses(runner, batch, steps(comb.path, runner.device))
-    guesses = functional.pad(guesses, (0, comb.siblings.numel()), value=-1)  # no two siblings are alike
-    drafted = torch.where((batch.iteration == 0).unsqueeze(1), guesses, nodes)
-    return torch.cat([runner.last(batch, 1)[0], drafted], 1)
+    guesses = functional.pad(guesses, (0, comb.siblings.numel()), value=-1)  # no siblings
+    is_new = (batch.iteration == 0).unsqueeze(1)
+    drafted = torch.where(is_new, guesses, nodes)
+    root, _ = runner.last(batch, 1)
+    return torch.cat([root, drafted], 1)
 
 
 def _guesses(runner: VQRunner, batch: Batch, ahead: Tensor) -> Tensor:
-    """Tokens that the request's own draws, for the positions `ahead`, would sample from a uniform distribution."""
+    """The tokens that the request's own draws for the positions `ahead` sample from a uniform distribution."""
     return (runner.drawn(batch, ahead) * runner.config.vocab_size).long()
 
 
-def _redraw(runner: VQRunner, batch: Batch, comb: Comb, P: Tensor, drawn: Tensor, count: Tensor) -> None:
+def _redraw(
+    runner: VQRunner,
+    batch: Batch,
+    comb: Comb,
+    P: Tensor,
+    drawn: Tensor,
+    count: Tensor,
+) -> None:
     """Stores the nodes of the next round.
 
-    The first path is the target's samples behind the committed tokens. Siblings are the tokens that the target's
-    distributions P [B, N, V] at the same positions make likely.
+    The first path is the target's samples behind the `count` accepted tokens and one more. Siblings are the likeliest
+    tokens by the target's distributions P [B, N, V] at the same positions.
     """
     path = comb.path
     # positions in the old window; P has one more, after its last token
     position = count.unsqueeze(1) + 1 + steps(path, runner.device)
     inside = position <= path
     position_inside = position.clamp(max=path)
-    tokens = torch.where(inside, drawn.gather(1, position_inside), _guesses(runner, batch, position))
+    samples = drawn.gather(1, position_inside)
+    tokens = torch.where(inside, samples, _guesses(runner, batch, position))
     nodes = tokens
     if comb.depth:
+        shallow = slice(comb.depth)
         each = steps(len(tokens), runner.device).unsqueeze(1)
-        Q = P[each, position_inside[:, : comb.depth]]
-        u = runner.drawn(batch, position[:, : comb.depth])
-        left = without(nearby(Q, u), tokens[:, : comb.depth])
+        Q = P[each, position_inside[:, shallow]]
+        u = runner.drawn(batch, position[:, shallow])
+        left = without(nearby(Q, u), tokens[:, shallow])
         siblings = _likeliest_siblings(left, comb)
         nodes = torch.cat([tokens, siblings.flatten(1)], 1)
     cached_nodes(runner)[batch.slot, : nodes.shape[1]] = nodes
 
 
 def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
-    """The likeliest siblings int64 [B, D, K - 1] by what the path's own tokens leave, [B, D, V]; -1 if it is 0."""
+    """The likeliest siblings int64 [B, D, K - 1], by Q without the path's own tokens, [B, D, V]; -1 if it is 0."""
     siblings = likeliest(left, comb.siblings.shape[1])
-    possible = left.gather(-1, siblings.clamp(min=0)) > 0  # otherwise it may be the path's own token
-    return torch.where(possible, siblings, -1)
+    mass = left.gather(-1, siblings.clamp(min=0))
+    return torch.where(mass > 0, siblings, -1)  # of mass 0 may be the path's own token
 
 
 # Speculative Jacobi decoding: the target drafts for itself, a window of tokens at a time.
@@ -285,9 +307,9 @@ def _likeliest_siblings(left: Tensor, comb: Comb) -> Tensor:
 #    are verified against what is left of P (appendix A.3).
 # 4. Commit the accepted tokens and one more, sampled from P or from what the rejections left of it.
 # 5. Redraw the tokens behind them. SJD draws all of them from P (section 3.3). Adaptive continuation (section 4.2),
-#    which MC-SJD calls maximal coupling, retains those that the exact rule accepts, and draws the others from what a
-#    rejection leaves of P. Either way they follow P, which is the next round's Q.
-# 6. Slide the window behind the committed tokens. New positions get random tokens.
+#    which MC-SJD calls maximal coupling, retains the tokens that the exact rule accepts, and draws the others from what
+#    a rejection leaves of P. Either way they follow P, which is the next round's Q.
+# 6. Slide the window behind the committed tokens. New positions get random tokens, and the uniform distribution as Q.
 #
 # This is the round of `coupling="maximal"`; that of same-image coupling is above.
 #
@@ -309,10 +331,10 @@ def run_jacobi_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwat
 
 
 def _verify_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
-    """The round but for what the CPU counts: its `outcome`."""
+    """The round on the device; returns its `outcome`."""
     request = batch.request
     rule = rule_of(request)
-    near = near_codes(runner.models["tokenizer"], rule.metric, rule.num_near) if rule.pools else None
+    near = near_of(rule, runner)
     comb = comb_of(request.window, request.pd_k, request.pd_d, runner.device)
     draws = draw(runner, batch, comb)
 
@@ -330,37 +352,40 @@ def _verify_and_redraw(runner: VQRunner, batch: Batch) -> Tensor:
 
 
 def _draft(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, draws: Draws) -> Window:
-    """The window that the round before left, and siblings beside it; a new request's is filled with random tokens."""
-    vocabulary = runner.config.vocab_size
-    tokens, Q = (cached[batch.slot] for cached in cached_windows(runner, comb.path))
+    """The window that the last round left, with siblings; random tokens for a new request."""
+    cached_tokens, cached_Q = cached_windows(runner, comb.path)
     is_new = (batch.iteration == 0).unsqueeze(1)
-    tokens = torch.where(is_new, draws.fill[:, : comb.path], tokens)
-    Q = torch.where(is_new.unsqueeze(-1), 1 / vocabulary, Q)
+    fill = draws.fill[:, : comb.path]
+    uniform = 1 / runner.config.vocab_size
+    tokens = torch.where(is_new, fill, cached_tokens[batch.slot])
+    Q = torch.where(is_new.unsqueeze(-1), uniform, cached_Q[batch.slot])
 
     # proactive drafting (section 4.1): K candidates without replacement, of which the path's token is the first
     if not comb.depth:
         return Window(tokens, Q, tokens.new_empty(len(tokens), 0, 0))
     shallow = slice(comb.depth)
     left = without(Q[:, shallow], tokens[:, shallow])
-    if not rule.greedy:
-        return Window(tokens, Q, draw_siblings(left, draws.siblings))
-    return Window(tokens, Q, _likeliest_siblings(left, comb))
+    siblings = _likeliest_siblings(left, comb) if rule.greedy else draw_siblings(left, draws.siblings)
+    return Window(tokens, Q, siblings)
 
 
 def _verify(runner: VQRunner, batch: Batch, comb: Comb, rule: Rule, window: Window) -> Tensor:
     """P [B, N, V], the target's distribution after each node: one forward pass (line 2)."""
-    root = runner.last(batch, 1)[0]
-    nodes = torch.cat([root, window.tokens, window.siblings.flatten(1)], 1)
-    features = runner.features(batch, nodes, depth=comb.shape.depth, seen=comb.shape.seen)
+    shape = comb.shape
+    root, _ = runner.last(batch, 1)
+    siblings = window.siblings.flatten(1)
+    nodes = torch.cat([root, window.tokens, siblings], 1)
+    features = runner.features(batch, nodes, depth=shape.depth, seen=shape.seen)
     return runner.distributions(batch, features, soft=rule.greedy)
 
 
 def _verify_path(rule: Rule, window: Window, P: Tensor, draws: Draws, near: Tensor | None = None) -> SiblingVerdicts:
-    """Verifies every token of the first path on its own, with p_i = P after the old tokens before it (lines 5 to 8)."""
+    """Verifies every token of the first path alone, with P after the old tokens before it (lines 5 to 8)."""
     path = window.tokens.shape[1]
     depth = steps(path + 1, P.device)[1:]
-    tokens, uniforms = window.tokens.unsqueeze(-1), draws.path.unsqueeze(-1)
-    return verify_siblings(rule, P[:, :path], window.Q, tokens, uniforms, depth, near)
+    candidates = window.tokens.unsqueeze(-1)  # one at each position
+    uniforms = draws.path.unsqueeze(-1)
+    return verify_siblings(rule, P[:, :path], window.Q, candidates, uniforms, depth, near)
 
 
 def _verdict(
@@ -373,29 +398,31 @@ def _verdict(
     room: Tensor,
     near: Tensor | None,
 ) -> Verdict:
-    """The longest accepted prefix of the first path, and what becomes of the siblings behind it.
+    """The longest accepted prefix of the first path, and the verdict on the siblings of the rejected token after it.
 
-    `room`: int64 [B], tokens that are still to come: no more are verified.
+    `room`: int64 [B], the tokens still to come: no more are verified.
     """
     # the longest accepted prefix (section 3.3)
     levels = steps(comb.path, P.device)
-    accepted = (on_path.index == 0) & (levels < room.unsqueeze(1))
+    has_room = levels < room.unsqueeze(1)
+    accepted = (on_path.index == 0) & has_room
     prefix = accepted.int().cumprod(1).sum(1)
     rejected = prefix < room.clamp(max=comb.path)
-    tried = levels < (prefix + rejected).unsqueeze(1)
+    num_tried = prefix + rejected
+    tried = levels < num_tried.unsqueeze(1)
     bound = on_path.bound(tried).sum(1)
 
-    # beside the rejected token
+    # the siblings of the rejected token
     residual = P[:, : comb.path] if rule.greedy else on_path.residual
     sibling, node, beside = _verify_beside(rule, comb, window, residual, prefix, rejected, draws, near)
     found = sibling >= 0
+    bound = bound + beside.bound(rejected)
 
-    # the token after the accepted ones
+    # the distribution of the token after the accepted ones: P, or what the rejections left of it
     each = steps(len(P), P.device)
     node = torch.where(found, node, prefix)
     all_rejected = (rejected & ~found).unsqueeze(1)
     rest = torch.where(all_rejected, beside.residual, rule.target(P[each, node]))
-    bound = bound + beside.bound(rejected)
     return Verdict(prefix, sibling, prefix + found, node, rest, tried, bound)
 
 
@@ -409,7 +436,7 @@ def _verify_beside(
     draws: Draws,
     near: Tensor | None,
 ) -> tuple[Tensor, Tensor, SiblingVerdicts]:
-    """Verifies the siblings of rejected tokens. Returns the accepted sibling's token, or -1, and node, int64 [B].
+    """Verifies the siblings of rejected tokens. Returns the token, or -1, and the node of the accepted one, int64 [B].
 
     `residual`: [B, F, V], what the rejection of a token leaves of P (appendix A.3, eq. 8 with k = 1).
     """
@@ -418,7 +445,8 @@ def _verify_beside(
     residual = residual[each, level]
     if not comb.depth:
         none = torch.full_like(prefix, -1)
-        return none, none, SiblingVerdicts(none, rule.target(residual), none.unsqueeze(1) >= 0, bounds=None)
+        no_candidate = none.unsqueeze(1) >= 0
+        return none, none, SiblingVerdicts(none, rule.target(residual), no_candidate, bounds=None)
 
     row = prefix.clamp(max=comb.depth - 1)
     has_siblings = rejected & (prefix < comb.depth)
@@ -432,21 +460,33 @@ def _verify_beside(
     return token, comb.siblings[row, chosen], tried
 
 
-def _commit(runner: VQRunner, batch: Batch, comb: Comb, window: Window, verdict: Verdict, draws: Draws) -> None:
+def _commit(
+    runner: VQRunner,
+    batch: Batch,
+    comb: Comb,
+    window: Window,
+    verdict: Verdict,
+    draws: Draws,
+) -> None:
     """Commits the accepted prefix, the sibling after it if one was accepted, and one token more."""
-    prefix, sibling, accepted, node, rest, _, _ = (part.unsqueeze(1) for part in verdict)
-    last = sample(rest, draws.tokens.gather(1, accepted))
+    prefix = verdict.prefix.unsqueeze(1)
+    sibling = verdict.sibling.unsqueeze(1)
+    accepted = verdict.accepted.unsqueeze(1)
+    u = draws.tokens.gather(1, accepted)
+    last = sample(verdict.rest.unsqueeze(1), u)
 
     level = steps(comb.path + 1, runner.device)
+    found = sibling >= 0
     tokens = functional.pad(window.tokens, (0, 1))
-    tokens = torch.where((sibling >= 0) & (level == prefix), sibling, tokens)
+    tokens = torch.where(found & (level == prefix), sibling, tokens)
     tokens = torch.where(level == accepted, last, tokens)
     runner.commit(batch, tokens, token_cost=(level < accepted).float())
 
-    if comb.depth:  # a sibling's keys and values go where those of the rejected token are
+    if comb.depth:  # an accepted sibling's keys and values replace those of the rejected token
         nodes = level[: comb.depth + 1]
-        moved = (sibling >= 0) & (nodes == prefix + 1)
-        runner.compact(batch, torch.where(moved, node, nodes))
+        is_replaced = found & (nodes == prefix + 1)
+        path = torch.where(is_replaced, verdict.node.unsqueeze(1), nodes)
+        runner.compact(batch, path)
 
 
 def _redraw_path(
@@ -454,17 +494,16 @@ def _redraw_path(
 ) -> Tensor:
     """Tokens int64 [B, F] that follow P, for the next round's window.
 
-    SJD draws them all (section 3.3). Adaptive continuation keeps those that are accepted, and draws the others from
-    what the rejection leaves of P (section 4.2, lines 8 to 11).
+    SJD draws all of them (section 3.3). Adaptive continuation retains the accepted ones, and draws the others from what
+    the rejection leaves of P (section 4.2, lines 8 to 11).
     """
     path = window.tokens.shape[1]
     u = draws.tokens[:, :path]
-    # always by the exact rule: tokens that a relaxed one keeps do not follow P, which the next round takes for their Q
-    exact = Rule(greedy=rule.greedy)
     if not continuation:
-        return sample(exact.target(P[:, :path]), u)
+        return sample(rule.target(P[:, :path]), u)
+    # Always by the exact rule. Tokens that a relaxed rule accepts do not follow P, which is their Q in the next round.
     if rule.name != "exact":
-        on_path = _verify_path(exact, window, P, draws)
+        on_path = _verify_path(Rule(greedy=rule.greedy), window, P, draws)
     return torch.where(on_path.index == 0, window.tokens, sample(on_path.residual, u))
 
 
@@ -489,11 +528,12 @@ OPTIONS = (
 
 
 def check(request: Request, runner: VQRunner) -> None:
-    """Raises ValueError where the window has no room for the comb, or on a bad rule."""
-    comb = f"pd_k={request.pd_k} candidates at pd_d={request.pd_d} levels and a code below them"
-    least, most = request.pd_k * request.pd_d + 1, MOST_NODES - 1
+    """Raises ValueError if the window has no room for the comb, or the rule is invalid."""
+    comb = f"pd_k={request.pd_k} candidates at pd_d={request.pd_d} levels and a token below them"
+    least = request.pd_k * request.pd_d + 1
+    most = MOST_NODES - 1
     if least > most:
-        raise ValueError(f"{comb} need a window of {least}, and {most} is the largest: give fewer of them")
+        raise ValueError(f"{comb} need a window of {least}, and the maximum is {most}: lower pd_k or pd_d")
     check_integer("window", request.window, least, most, f"it has room for {comb}")
     check_rule(request, runner)
 
@@ -506,8 +546,9 @@ def jacobi(
     coupling: str = "maximal",
     **defaults: object,
 ) -> Method:
-    """A method that drafts by Jacobi iteration, with these defaults of `OPTIONS` and of the rule's parameters; any
-    other rule can be asked for.
+    """A method that drafts by Jacobi iteration. The arguments are defaults: requests may name any rule.
+
+    `defaults`: of `OPTIONS` and of the rule's parameters.
     """
     options = [option.but(default=defaults.get(option.name, option.default)) for option in OPTIONS]
     return Method(

@@ -1,4 +1,4 @@
-"""Distributions of codes, and the rules by which drafted codes are accepted or resampled."""
+"""Distributions of VQ tokens, and the rules by which drafted tokens are accepted or resampled."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from cspd.discrete.gpt import VQModel, steps
 from cspd.option import VQ_OPTIONS, Option, check_integer
 from cspd.request import Request
 
-# Distributions over the V codes of the codebook: computed from logits, for target and draft alike, and sampled from.
+# Distributions over the V codes of the codebook, computed from logits in the same way for target and draft.
 #
 # Probabilities are [..., V] in float32 or wider, with any leading dimensions. Uniform draws are arguments.
 
 TINY = torch.finfo(torch.float32).tiny
-LEAST_TEMPERATURE = 1e-5  # LlamaGen's
+MIN_TEMPERATURE = 1e-5  # LlamaGen's
 SPREAD = 0.1  # of `nearby`: how far a draft's distribution function is from the target's
 
 
 def guide(logits: Tensor, scale: Tensor) -> Tensor:
-    """Guided logits u + s (c - u) [B, ..., V] of logits (c, u) [2, B, ..., V] and s [B]; of logits [1, ...], these."""
+    """Applies guidance: u + s (c - u), float [B, ..., V].
+
+    Args:
+        logits: [2, B, ..., V], of the conditional branch c and the unconditional branch u; or [1, B, ..., V], which is
+            returned as it is.
+        scale: s, [B].
+    """
     if len(logits) == 1:
         return logits[0]
     conditional, null = logits
@@ -35,11 +41,11 @@ def guide(logits: Tensor, scale: Tensor) -> Tensor:
 
 
 class Filter(NamedTuple):
-    """Top-k and top-p of each sequence. Codes as likely as the least likely one that passes, pass too.
+    """Top-k and top-p of each sequence. Tokens as likely as the least likely one that passes also pass.
 
     Attributes:
-        count: int64 [B], k of top-k. mass: [B], p of top-p among these; 2 lets all pass. most: the largest count, on
-            the CPU.
+        count: int64 [B], k of top-k. mass: [B], p of top-p among these; 2 lets all pass.
+        most: the largest count, a Python integer.
     """
 
     count: Tensor
@@ -48,18 +54,20 @@ class Filter(NamedTuple):
 
 
 def filter_numbers(top_k: list[int], top_p: list[float], vocabulary: int) -> tuple[list[int], list[float], int]:
-    """The numbers of a `Filter` by top-k, 0 for all, and top-p, 1 for all; `most` is 0 if no sequence filters."""
+    """The numbers of a `Filter` from top-k (0: all) and top-p (1: all). `most` is 0 if no sequence filters."""
     counts = [min(k, vocabulary) or vocabulary for k in top_k]
     masses = [p if p < 1 else 2.0 for p in top_p]  # at p = 1 rounding must not cut the tail
-    filters = any(top_k) or min(top_p) < 1
-    return counts, masses, max(counts) if filters else 0
+    most = 0
+    if any(top_k) or min(top_p) < 1:
+        most = max(counts)
+    return counts, masses, most
 
 
 def probabilities(logits: Tensor, temperature: Tensor, kept: Filter | None = None) -> Tensor:
-    """Probabilities [B, ..., V] of logits, as LlamaGen (arXiv 2406.06525): temperature, top-k, top-p of what is left.
+    """Probabilities [B, ..., V] as in LlamaGen (arXiv 2406.06525): temperature, then top-k, then top-p of the rest.
 
     Args:
-        logits: [B, ..., V]. temperature: [B], not below LEAST_TEMPERATURE. kept: by default all codes.
+        logits: [B, ..., V]. temperature: [B], at least MIN_TEMPERATURE. kept: by default all tokens pass.
     """
     per_sequence = [-1, *[1] * (logits.dim() - 1)]
     scaled = logits / temperature.view(per_sequence)
@@ -70,7 +78,7 @@ def probabilities(logits: Tensor, temperature: Tensor, kept: Filter | None = Non
 
 
 def _least_kept(logits: Tensor, kept: Filter, per_sequence: list[int]) -> Tensor:
-    """The least logit that passes the filter [B, ..., 1]."""
+    """The smallest logit that passes the filter, [B, ..., 1]."""
     ordered = logits.topk(kept.most).values
 
     # top-k
@@ -84,32 +92,33 @@ def _least_kept(logits: Tensor, kept: Filter, per_sequence: list[int]) -> Tensor
 
 
 def likeliest_point(weights: Tensor) -> Tensor:
-    """The point mass at the likeliest code of weights (or logits) [..., V]; NaN where they are not finite."""
-    highest, code = weights.max(-1, keepdim=True)
-    return torch.where(highest.isfinite(), torch.zeros_like(weights).scatter(-1, code, 1), torch.nan)
+    """The point mass at the largest of weights or logits [..., V]; NaN if the largest is not finite."""
+    highest, token = weights.max(-1, keepdim=True)
+    at_highest = torch.zeros_like(weights).scatter(-1, token, 1)
+    return torch.where(highest.isfinite(), at_highest, torch.nan)
 
 
 def point(x: Tensor, like: Tensor) -> Tensor:
-    """The point masses at codes x [...]: [..., V], of the shape and dtype of `like`."""
+    """The point masses at tokens x [...]: [..., V], with the shape and dtype of `like`."""
     return torch.zeros_like(like).scatter(-1, x.unsqueeze(-1), 1)
 
 
 def sample(P: Tensor, u: Tensor) -> Tensor:
-    """Codes int64 [...] from weights P [..., V] and uniform draws u [...], by the inverse distribution function.
+    """Tokens int64 [...] from weights P [..., V] and uniform draws u [...], by the inverse distribution function.
 
-    One uniform draw per token suffices; Gumbel-max would need V. Sums are in float64 and cannot rise at codes of weight
-    0, so such a code is never returned, whatever u and the rounding. If all weights are 0, or one is NaN, returns -1.
+    One uniform draw per token suffices; Gumbel-max would need V. The sums are in float64 and never rise at a token of
+    weight 0, so that such a token is never returned. Returns -1 if all weights are 0 or one is NaN.
     """
-    code, total = _drawn(P.double(), _below_one(u))
-    return torch.where(total > 0, code, -1)
+    token, total = _invert(P.double(), _below_one(u))
+    return torch.where(total > 0, token, -1)
 
 
 def _below_one(u: Tensor) -> Tensor:
     return u.double().clamp(max=1 - 2**-53)
 
 
-def _drawn(P: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [...] from float64 weights [..., V] and draws [...], and the weights' sum: above 0 if there is a code."""
+def _invert(P: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [...] from float64 weights [..., V] and draws [...], and the weights' sum: above 0 if there is a token."""
     sums = P.cumsum(-1)
     if _adds_in_parallel(P.device):  # parallel sums may change even where 0 is added
         sums = sums.masked_fill(P <= 0, 0).cummax(-1).values
@@ -125,57 +134,60 @@ def _adds_in_parallel(device: torch.device) -> bool:
 
 
 def without(Q: Tensor, x: Tensor) -> Tensor:
-    """Q for the sibling after codes x [...]: [..., V], x zeroed, renormalised; 0 if nothing is left.
+    """Q for the sibling after tokens x [...]: x zeroed, renormalised, [..., V] (SJD-PAC, eq. 7); 0 if nothing is left.
 
-    x is -1 only if nothing of Q is left or Q is damaged; then it does not matter which code is zeroed.
+    x is -1 only if nothing of Q is left or Q is damaged. Then it does not matter which token is zeroed.
     """
     left = Q.scatter(-1, x.clamp(min=0).unsqueeze(-1), 0)
     total = left.sum(-1, keepdim=True)
     return left / total.clamp(min=TINY)
 
 
-def where_rows(mask: Tensor, rows: Tensor, others: Tensor | float) -> Tensor:
-    """torch.where(mask, rows, others) of rows [..., V] and mask [..., 1], fast if the mask is true everywhere.
-
-    Only a CPU tests that: on a GPU the test would be a synchronisation.
-    """
-    if mask.device.type == "cpu" and mask.all():
-        return rows
-    return torch.where(mask, rows, others)
-
-
 def draw_siblings(Q: Tensor, u: Tensor) -> Tensor:
-    """Siblings without replacement, in the order drawn: codes [..., K] by uniform draws u [..., K].
+    """Tokens int64 [..., K] sampled from Q [..., V] without replacement by uniform draws u [..., K], in this order.
 
     They are -1 once Q is used up.
     """
-    left, siblings, totals = Q.to(torch.float64, copy=True), [], []
+    left = Q.to(torch.float64, copy=True)
+    siblings: list[Tensor] = []
+    totals = []
     for uniform in _below_one(u).unbind(-1):
         if siblings:
             left.scatter_(-1, siblings[-1].unsqueeze(-1), 0)
-        code, total = _drawn(left, uniform)
-        siblings.append(code)
+        token, total = _invert(left, uniform)
+        siblings.append(token)
         totals.append(total)
-    return torch.where(torch.stack(totals, -1) > 0, torch.stack(siblings, -1), -1)
+    is_left = torch.stack(totals, -1) > 0
+    return torch.where(is_left, torch.stack(siblings, -1), -1)
 
 
 def nearby(Q: Tensor, u: Tensor) -> Tensor:
-    """How likely each code [..., V] is to be the target's `sample` at draws u [...], by a draft's distribution Q.
+    """The predicted probability of each token to be the target's `sample` at draws u [...], float64 [..., V].
 
-    The target's distribution function is near Q's, not equal to it. So its code at u is Q's at a draw near u, taken to
-    be Cauchy around it between 0 and 1, which asks for one number, SPREAD. Float64, for Q [..., V] that sums to 1.
+    The target's distribution function is near that of the draft's distribution Q [..., V]. So the target's token at u
+    is taken to be Q's token at a draw near u: Cauchy around u with scale SPREAD, restricted to 0..1.
     """
     edges = functional.pad(Q.double().cumsum(-1), (1, 0))
-    below = ((edges - u.unsqueeze(-1)) / SPREAD).atan()
-    return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+    distance = edges - u.unsqueeze(-1)
+    below = (distance / SPREAD).atan()  # Cauchy's distribution function, up to scale
+    lowest, highest = below[..., :1], below[..., -1:]
+    return below.diff(dim=-1) / (highest - lowest)
 
 
 def likeliest(Q: Tensor, count: int) -> Tensor:
-    """The codes of most probability, int64 [..., count], likeliest first, -1 where the codebook has fewer."""
+    """The most probable tokens, int64 [..., count], likeliest first; -1 if the codebook has fewer."""
     found = Q.topk(min(count, Q.shape[-1])).indices
-    if found.shape[-1] == count:
-        return found
-    return functional.pad(found, (0, count - found.shape[-1]), value=-1)
+    num_missing = count - found.shape[-1]
+    return functional.pad(found, (0, num_missing), value=-1) if num_missing else found
+
+
+def order_keys(values: Tensor) -> Tensor:
+    """Integers that sort as (value, index) does, int64 [..., V], for float32 values >= 0 [..., V].
+
+    The bits of a float64 >= 0, read as an integer, sort as the float does. The lowest 29 bits of a float32 turned into
+    float64 are 0: the index is added there.
+    """
+    return values.double().view(torch.int64) + steps(values.shape[-1], values.device)
 
 
 # The parts of a rule: f, the acceptance probability; G, the distribution after a rejection; and the bound.
@@ -194,16 +206,18 @@ def likeliest(Q: Tensor, count: int) -> Tensor:
 #     gsd: So et al., "Grouped Speculative Decoding for Autoregressive Image Generation", arXiv 2508.07747, and its
 #         authors' code.
 
-MOST_JUDGED_AT_ONCE = 2**22  # probabilities gathered at a time, which bounds memory
-LAST = torch.iinfo(torch.int64).max
+MAX_GATHERED = 2**22  # probabilities gathered at a time, which bounds memory
+LAST_KEY = torch.iinfo(torch.int64).max
+ELL = 8  # of the linear schedule; COOL-SD's
 
 
 def relaxed(P: Tensor, Q: Tensor, omega: Tensor | float) -> Tensor:
-    """f = min(1, omega P / Q) [..., V], omega a number or [..., 1] (COOL-SD, eq. 7).
+    """f = min(1, omega P / Q) [..., V] (COOL-SD, eq. 7). omega is a number or [..., 1].
 
-    omega = 1 is exact, delta is uniform-rsd, omega_i is cool-sd.
+    omega = 1 is exact, omega = delta is uniform-rsd, omega_i by depth is cool-sd.
     """
-    mass = P if isinstance(omega, float) and omega == 1 else omega * P
+    is_exact = isinstance(omega, float) and omega == 1
+    mass = P if is_exact else omega * P
     return _ratio(mass, Q)
 
 
@@ -218,64 +232,71 @@ def pooled(P: Tensor, Q: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     return _ratio(P + absorbed(P, near, limit), Q)
 
 
-def pooled_code(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """`pooled` of codes x [..., 1] only: f [..., 1], as limit is."""
-    return _ratio(P.gather(-1, x) + absorbed_by(P, x, near, limit), Q.gather(-1, x))
+def pooled_token(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
+    """f of `pooled` for tokens x [..., 1] only: [..., 1]. `limit`: [..., 1]."""
+    mass = P.gather(-1, x) + absorbed_by(P, x, near, limit)
+    return _ratio(mass, Q.gather(-1, x))
 
 
 def grouped(P: Tensor, Q: Tensor, group: int, gap: float) -> Tensor:
-    """f = min(1, P(C) / Q(C)) [..., V], C a group of codes around each: gsd (its Algorithm 3).
+    """f = min(1, P(C) / Q(C)) [..., V], C a group of tokens around each: gsd (its Algorithm 3).
 
-    By rising P, lower index first at ties, C has the code, the group // 2 before it and the (group - 1) // 2 after it,
-    but for those whose P differs from its own by `gap` or more. The paper also leaves out codes whose embeddings are
-    far apart, by a distance chosen for one model; by its Table 2 that changes nothing, and its authors' later code does
-    not do it.
+    In the order of rising P, lower index first at ties, C holds the token, the group // 2 before it and the
+    (group - 1) // 2 after it, but none whose P differs from its own by `gap` or more. The paper also leaves out tokens
+    whose embeddings are far apart, by a distance chosen for one model. By its Table 2 that changes nothing, and the
+    authors' later code does not do it.
 
     Args:
-        group: >= 1, codes of a group; 1 is exact. gap: in (0, 1].
+        group: at least 1, tokens per group; 1 is exact. gap: in (0, 1].
     """
-    ordered, codes = P.sort(dim=-1, stable=True)
+    ordered, tokens = P.sort(dim=-1, stable=True)
     ordered = ordered.contiguous()
-    place = steps(P.shape[-1], P.device)
+    rank = steps(P.shape[-1], P.device)
 
-    # where each group begins, and the place after its last
+    # where each group begins, and the index after its last token
     first = torch.searchsorted(ordered, ordered - gap, right=True)
-    first = torch.maximum(first, place - group // 2)
+    first = torch.maximum(first, rank - group // 2)
     end = torch.searchsorted(ordered, ordered + gap)
-    end = torch.minimum(end, place + (group + 1) // 2)
+    end = torch.minimum(end, rank + (group + 1) // 2)
 
-    # sums of P and Q over it, as differences: float64, or small ones would be lost
-    mass = torch.stack([ordered, Q.gather(-1, codes)]).double()
+    # sums of P and Q over the group, as differences: float64, or small ones would be lost
+    mass = torch.stack([ordered, Q.gather(-1, tokens)]).double()
     sums = functional.pad(mass.cumsum(-1), (1, 0))
-    inside = sums.gather(-1, end.expand_as(mass)) - sums.gather(-1, first.expand_as(mass))
-    f = _ratio(*inside).to(P.dtype)
-    f = f.masked_fill(ordered <= 0, 0)  # what the target never emits is never accepted
-    return torch.empty_like(P).scatter_(-1, codes, f)
+    before_end = sums.gather(-1, end.expand_as(mass))
+    before_first = sums.gather(-1, first.expand_as(mass))
+    target_mass, draft_mass = before_end - before_first
+    f = _ratio(target_mass, draft_mass).to(P.dtype)
+    f = f.masked_fill(ordered <= 0, 0)  # a token that the target never samples is never accepted
+    return torch.empty_like(P).scatter_(-1, tokens, f)
 
 
-def grouped_code(P: Tensor, Q: Tensor, x: Tensor, group: int, gap: float) -> Tensor:
-    """`grouped` of codes x [..., 1] only: f [..., 1]. In float32 it takes a top-k instead of sorting rows."""
+def grouped_token(P: Tensor, Q: Tensor, x: Tensor, group: int, gap: float) -> Tensor:
+    """f of `grouped` for tokens x [..., 1] only: [..., 1]. In float32 it takes a top-k instead of sorting rows."""
     if P.dtype == torch.float64:
         return grouped(P, Q, group, gap).gather(-1, x)
-    # An integer for each code that sorts as (P, index) does. The bits of a float64 >= 0, read as an integer, sort as
-    # the float does, and the lowest 29 bits of a float32 turned into float64 are 0: the index is added there.
-    order_key = P.double().view(torch.int64) + steps(P.shape[-1], P.device)
-    own, most = order_key.gather(-1, x), P.shape[-1]
-    before = order_key.masked_fill(order_key >= own, -1).topk(min(group // 2, most))
-    after = order_key.masked_fill(order_key <= own, LAST).topk(min((group - 1) // 2, most), largest=False)
-    codes = torch.cat([x, before.indices, after.indices], -1)
-    is_there = torch.cat([own >= 0, before.values >= 0, after.values < LAST], -1)
+
+    # the group in the order of (P, index); fewer tokens at the ends of the order
+    keys = order_keys(P)
+    own_key = keys.gather(-1, x)
+    num_before = min(group // 2, P.shape[-1])
+    num_after = min((group - 1) // 2, P.shape[-1])
+    before = keys.masked_fill(keys >= own_key, -1).topk(num_before)
+    after = keys.masked_fill(keys <= own_key, LAST_KEY).topk(num_after, largest=False)
+    tokens = torch.cat([x, before.indices, after.indices], -1)
+    is_there = torch.cat([own_key >= 0, before.values >= 0, after.values < LAST_KEY], -1)
 
     # sums over those whose probability is near its own
-    mass, drafted = P.gather(-1, codes), Q.gather(-1, codes)
+    mass = P.gather(-1, tokens)
     own = mass[..., :1]
     inside = is_there & (mass > own - gap) & (mass < own + gap)
-    sums = [(each.double() * inside).sum(-1, keepdim=True) for each in (mass, drafted)]
-    return _ratio(*sums).to(P.dtype).masked_fill(own <= 0, 0)
+    target_mass = (mass.double() * inside).sum(-1, keepdim=True)
+    draft_mass = (Q.gather(-1, tokens).double() * inside).sum(-1, keepdim=True)
+    f = _ratio(target_mass, draft_mass).to(P.dtype)
+    return f.masked_fill(own <= 0, 0)
 
 
 def _ratio(mass: Tensor, Q: Tensor) -> Tensor:
-    # 0 / 0 is 0: what the target never emits is never accepted
+    """min(1, mass / Q). 0 / 0 is 0: a token that the target never samples is never accepted."""
     return (mass / Q).clamp_(max=1).nan_to_num_(nan=0.0)
 
 
@@ -283,13 +304,14 @@ def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
     """The mass that each x takes over [..., V]: its neighbours', nearest first, until the sum would reach limit(x).
 
     Args:
-        near: int64 [V, k] by `cspd.discrete.rules`, taken in chunks of codes. limit: [..., V].
+        near: int64 [V, k], see `neighbours`. limit: [..., V].
     """
-    gathered = P.numel() * near.shape[1]
-    chunk = max(1, MOST_JUDGED_AT_ONCE * len(near) // max(1, gathered))
-    # a row for each code, so that what is gathered are whole rows
-    rows = P.reshape(-1, len(near)).T.contiguous()
-    limits = limit.reshape(-1, len(near)).T
+    vocabulary, num_near = near.shape
+    gathered = P.numel() * num_near
+    chunk = max(1, MAX_GATHERED * vocabulary // max(1, gathered))
+    # transposed to a row per token, so that whole rows are gathered
+    rows = P.reshape(-1, vocabulary).T.contiguous()
+    limits = limit.reshape(-1, vocabulary).T
     parts = []
     for block, most in zip(near.split(chunk), limits.split(chunk)):
         mass = rows.index_select(0, block.flatten()).unflatten(0, block.shape)
@@ -300,59 +322,66 @@ def absorbed(P: Tensor, near: Tensor, limit: Tensor) -> Tensor:
 
 
 def absorbed_by(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """`absorbed` of codes x [..., 1] only: [..., 1], as limit is."""
-    sums = P.gather(-1, near[x.squeeze(-1)]).cumsum(-1)
-    return sums.masked_fill_(sums >= limit, 0).amax(-1, keepdim=True)
+    """`absorbed` for tokens x [..., 1] only: [..., 1]. `limit`: [..., 1]."""
+    around = near[x.squeeze(-1)]
+    sums = P.gather(-1, around).cumsum(-1)
+    reached = sums >= limit
+    return sums.masked_fill_(reached, 0).amax(-1, keepdim=True)
 
 
 def merge(P: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """P_A [..., V]: P where codes x [...] have taken over what they absorb; near, limit: as in `absorbed`.
+    """P_A [..., V]: P after tokens x [...] took over the mass that they absorb; near, limit: as in `absorbed`.
 
     LANTERN, section 3.3, the distribution q_{k,delta}(. | D = x).
     """
-    block, x = near[x], x.unsqueeze(-1)
-    mass = P.gather(-1, block)
-    below = mass.cumsum(-1) < limit.gather(-1, x)
-    moved = mass * below
-    emptied = P.scatter(-1, block, mass - moved)
+    around = near[x]
+    x = x.unsqueeze(-1)
+    mass = P.gather(-1, around)
+    is_below = mass.cumsum(-1) < limit.gather(-1, x)
+    moved = mass * is_below
+    emptied = P.scatter(-1, around, mass - moved)
     return emptied.scatter_add(-1, x, moved.sum(-1, keepdim=True))
 
 
 def residual(P: Tensor, Q: Tensor, f: Tensor | float) -> Tensor:
-    """G* = norm([P - Q f]+) [..., V] (COOL-SD, eq. 5), P where that is 0.
+    """G* = norm([P - Q f]+) [..., V] (COOL-SD, eq. 5); P if that is 0 everywhere.
 
-    No other G brings the distribution of the committed code nearer to P. With f = 1 it is the papers' own
-    norm([P - Q]+) (eq. 6): the same if f >= min(1, P / Q) everywhere, else farther from P.
+    No other G brings the distribution of the committed token nearer to P. With f = 1 it is the papers' own
+    norm([P - Q]+) (COOL-SD, eq. 6): the same if f >= min(1, P / Q) everywhere, otherwise farther from P.
     """
     return _norm(P - Q * f, P)
 
 
 def _norm(difference: Tensor, otherwise: Tensor | float) -> Tensor:
-    """norm([difference]+) [..., V], which is written to; `otherwise` where that is 0."""
+    """norm([difference]+) [..., V], or `otherwise` if that is 0 everywhere. Writes to `difference`."""
     weights = difference.clamp_(min=0)
     total = weights.sum(-1, keepdim=True)
-    return where_rows(total > 0, weights / total, otherwise)
+    return torch.where(total > 0, weights / total, otherwise)
 
 
 def released_residual(P: Tensor, Q: Tensor, x: Tensor, near: Tensor, limit: Tensor) -> Tensor:
-    """G [..., V] of LANTERN's released code after codes x [...], drawn from Q, were rejected: norm([P - Q']+).
+    """G [..., V] of LANTERN's released code after tokens x [...], sampled from Q, were rejected: norm([P - Q']+).
 
-    Q' is Q without the neighbours of x, all of them, if the first gives x its mass. (The paper's [P_A - Q]+ moves what
-    neighbours give within P, see `merge`.) Where nothing is left, every code is equally likely.
+    Q' is Q without the neighbours of x, all of them if the first one gives x its mass. (The paper's [P_A - Q]+ moves
+    the neighbours' mass within P, see `merge`.) If nothing is left, every token is equally likely.
 
     Args:
-        near, limit: as in `absorbed`; near has one neighbour more than may give mass.
+        near, limit: as in `absorbed`, but `near` has one neighbour more than may give mass.
     """
-    block, x = near[x], x.unsqueeze(-1)
-    gives = P.gather(-1, block[..., :1]) < limit.gather(-1, x)
-    emptied = Q.scatter(-1, block, Q.gather(-1, block).masked_fill(gives, 0))
+    around = near[x]
+    nearest = around[..., :1]
+    gives = P.gather(-1, nearest) < limit.gather(-1, x.unsqueeze(-1))
+    of_neighbours = Q.gather(-1, around).masked_fill(gives, 0)
+    emptied = Q.scatter(-1, around, of_neighbours)
     return _norm(P - emptied, 1 / P.shape[-1])
 
 
 def bound(P: Tensor, Q: Tensor, f: Tensor, G: Tensor | None = None) -> Tensor:
-    """The total variation between P and what one judgement commits, the local term of COOL-SD's Theorem 2: [...].
+    """The total variation [...] between P and the token that verifying one draft commits: the local term of COOL-SD's
+    Theorem 2.
 
-    Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the code that was rejected.
+    Without G it is sum [Q f - P]+: for G*, and for lantern's own G, which depends on the rejected token
+    (docs/bounds.md).
     """
     committed = Q * f
     if G is not None:
@@ -366,23 +395,27 @@ def exponential(depth: Tensor | int, delta: float, length: int, nu: float = 0.7)
 
     mu is such that the mean of omega over them is delta.
     """
+    decay = math.exp(-nu)
     total = sum(math.exp(-nu * i) for i in range(length))
     first = delta * length / total
-    return first * math.exp(-nu) ** (depth - 1)
+    return first * decay ** (depth - 1)
 
 
-def linear(depth: Tensor | int, delta: float, length: int, ell: int = 8) -> Tensor | float:
-    """As `exponential`, with omega_i in proportion to ell - i; ValueError where the last would not be above 0."""
-    if length >= ell:
-        raise ValueError(f"linear schedule: length={length} must be below ell={ell}; or take the exponential one")
-    total = sum(ell - i for i in range(1, length + 1))
-    return delta * length * (ell - depth) / total
+def linear(depth: Tensor | int, delta: float, length: int) -> Tensor | float:
+    """As `exponential`, with omega_i in proportion to ELL - i. ValueError if the last one would not be above 0."""
+    if length >= ELL:
+        raise ValueError(
+            f"schedule='linear' needs a draft length below {ELL}, got length={length}: draft less far, or use"
+            " schedule='exponential'"
+        )
+    total = sum(ELL - i for i in range(1, length + 1))
+    return delta * length * (ELL - depth) / total
 
 
-# A rule accepts a drafted code x with probability f(x), and otherwise samples from G.
+# A rule accepts a drafted token x with probability f(x), and otherwise samples from G.
 #
 # It is a name and its parameters. Any rule verifies any draft: candidates that were sampled from Q, and candidates that
-# were chosen, for which Q is the point mass at that code.
+# were chosen, for which Q is the point mass at that token.
 
 SCHEDULES = ("exponential", "linear")
 METRICS = ("l2", "cosine", "raw")
@@ -461,27 +494,27 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
 }
 RULE = Option("rule", PARAMETERS, "how drafted tokens are accepted", default="exact")
 DEFAULTS = {option.name: option.default for options in PARAMETERS.values() for option in options}
-MOST_DEPTHS = 2**16  # of a chain or tree
+MAX_DEPTHS = 2**16  # of a chain or tree
 WINDOW_CAP = 8  # L of a schedule over a Jacobi window: at its 64, omega_1 would be 32 delta, blind acceptance
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule with its parameters: f, G and the bound of a judgement, whatever the draft.
+    """A rule with its parameters: f, G and the bound, for any draft.
 
     Attributes:
         name: "exact", "uniform-rsd", "cool-sd", "lantern", "lantern++" or "gsd".
-        delta: uniform-rsd: >= 1. cool-sd: > 0, the mean of omega, 1.1 to 4 in the paper. lantern: in (0, 1], what the
-            neighbours give stays below it, 0.05 to 0.4 in the paper.
-        schedule, nu, ell: cool-sd: of omega; nu > 0 is the exponential one's, ell the linear one's.
+        delta: uniform-rsd: at least 1. cool-sd: above 0, the mean of omega, 1.1 to 4 in the paper. lantern: in (0, 1];
+            the neighbours' mass stays below it, 0.05 to 0.4 in the paper.
+        schedule, nu: cool-sd: the schedule of omega, and nu > 0 of the exponential one.
         length: cool-sd: L, a chain's length or a tree's depth; min(length, WINDOW_CAP) for a Jacobi window.
-        lam: lantern++: > 0, see `pooled`. k: lantern, lantern++: how many neighbours at most.
+        lam: lantern++: above 0, see `pooled`. k: lantern, lantern++: the maximum number of neighbours.
         group, gap: gsd: see `grouped`.
-        optimal: G is G*; or else the papers' own, norm([P - Q]+) and lantern's norm([P_A - Q]+).
-        published: lantern, lantern++: f and G are those of the released code, whatever `optimal` says: `pool`,
-            `acceptance.released_residual`, and sums that equal the limit are pooled too. There is no bound.
-        greedy: temperature 0. P is given at temperature 1, and every candidate is a point mass; x is accepted if it is
-            P's argmax (P_A's, of a rule that pools), lowest index at ties, else P's argmax is committed.
+        optimal: G is G*; otherwise the papers' own, norm([P - Q]+) and lantern's norm([P_A - Q]+).
+        published: lantern, lantern++: f and G are those of the released code, whatever `optimal` says: see `pool` and
+            `released_residual`; sums that equal the limit are pooled too. There is no bound.
+        greedy: temperature 0. P is given at temperature 1, and every candidate is a point mass. x is accepted if it is
+            the argmax of P (of P_A, if the rule pools), lowest index at ties. Otherwise the argmax of P is committed.
 
     Raises:
         ValueError: a parameter of this rule is missing or out of range.
@@ -491,7 +524,6 @@ class Rule:
     delta: float | None = None
     schedule: str = DEFAULTS["schedule"]
     nu: float = DEFAULTS["nu"]
-    ell: int = 8
     length: int | None = None
     lam: float = DEFAULTS["lam"]
     k: int = DEFAULTS["k"]
@@ -507,8 +539,8 @@ class Rule:
         for option in PARAMETERS[self.name]:
             option.check(getattr(self, option.name))
         if self.name == "cool-sd":
-            check_integer("length", self.length, 1, MOST_DEPTHS, "it is how many depths are drafted")
-        self.omega(1)
+            check_integer("length", self.length, 1, MAX_DEPTHS, "it is how many depths are drafted")
+        self.omega(1)  # checks the schedule
 
     @property
     def guarantee(self) -> str:
@@ -518,31 +550,37 @@ class Rule:
 
     @property
     def pools(self) -> bool:
-        """Whether its f depends on neighbours in the codebook."""
+        """Whether f depends on neighbours in the codebook."""
         return self.name in ("lantern", "lantern++")
 
     @property
     def groups(self) -> bool:
-        """Whether its f depends on codes of similar probability."""
+        """Whether f depends on tokens of similar probability."""
         return self.name == "gsd"
 
     @property
-    def follows_f(self) -> bool:
-        """Whether its G needs f at all codes."""
-        return self.optimal and not self.published
+    def has_whole_f(self) -> bool:
+        """Whether f is computed at all tokens even on a CPU: G* needs it, or it is cheap."""
+        needed = self.optimal and not self.published
+        return needed or not (self.pools or self.groups)
 
     @property
     def num_near(self) -> int:
-        """How many neighbours of a code it looks at; the released code empties one more than it pools."""
+        """The number of neighbours per token that it reads. The released code empties one more than it pools."""
         return self.k + self.published
 
     def omega(self, depth: Tensor | int) -> Tensor | float:
-        """The factor of `relaxed` at depths from 1, an int or int64 [...]: a number or [..., 1]; constant from L on."""
+        """The factor of `relaxed` at depths from 1, an int or int64 [...]: a number or [..., 1]. Constant from L on."""
+        if self.name == "uniform-rsd":
+            return self.delta
         if self.name != "cool-sd":
-            return self.delta if self.name == "uniform-rsd" else 1.0
-        depth = depth.clamp(max=self.length).unsqueeze(-1) if isinstance(depth, Tensor) else min(depth, self.length)
+            return 1.0
+        if isinstance(depth, Tensor):
+            depth = depth.clamp(max=self.length).unsqueeze(-1)
+        else:
+            depth = min(depth, self.length)
         if self.schedule == "linear":
-            return linear(depth, self.delta, self.length, self.ell)
+            return linear(depth, self.delta, self.length)
         return exponential(depth, self.delta, self.length, self.nu)
 
     def target(self, P: Tensor) -> Tensor:
@@ -550,36 +588,39 @@ class Rule:
         return likeliest_point(P) if self.greedy else P
 
     def accept(
-        self, P: Tensor, Q: Tensor, depth: Tensor | int = 1, near: Tensor | None = None, x: Tensor | None = None
+        self,
+        P: Tensor,
+        Q: Tensor,
+        depth: Tensor | int = 1,
+        near: Tensor | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
         """f [..., V].
 
         Args:
-            depth: of the candidates, from 1, an int or int64 [...]. near: int64 [V, >= k] by `neighbours`, see `pools`.
-            x: [...], the candidates: greedily a rule that pools has an f for each.
+            depth: of the candidates, from 1, an int or int64 [...]. near: int64 [V, >= num_near], see `neighbours`; for
+                rules that pool.
+            x: int64 [...], the candidates; only read by rules that pool, at temperature 0, where each has its own f.
         """
         if self.greedy:
             return self.target(self._merged(P, x, near) if self.pools else P)
         if self.pools:
-            return pooled(P, Q, self._neighbours(near)[:, : self.k], self._limit(P))
+            return pooled(P, Q, self._pooled_neighbours(near), self._limit(P))
         if self.groups:
             return grouped(P, Q, self.group, self.gap)
         return relaxed(P, Q, self.omega(depth))
 
-    def accept_code(
-        self, P: Tensor, Q: Tensor, x: Tensor, depth: Tensor | int = 1, near: Tensor | None = None
-    ) -> Tensor:
-        """f [..., 1] of codes x [..., 1] only, at temperatures above 0; the other arguments as in `accept`."""
-        if self.pools:
-            limit = self._limit(P.gather(-1, x))
-            return pooled_code(P, Q, x, self._neighbours(near)[:, : self.k], limit)
+    def accept_token(self, P: Tensor, Q: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
+        """f for tokens x [..., 1] only: [..., 1]. For rules that pool or group, at temperatures above 0."""
         if self.groups:
-            return grouped_code(P, Q, x, self.group, self.gap)
-        return relaxed(P.gather(-1, x), Q.gather(-1, x), self.omega(depth))
+            return grouped_token(P, Q, x, self.group, self.gap)
+        limit = self._limit(P.gather(-1, x))
+        return pooled_token(P, Q, x, self._pooled_neighbours(near), limit)
 
     def resample(self, P: Tensor, Q: Tensor, f: Tensor | None, x: Tensor, near: Tensor | None = None) -> Tensor:
-        """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`. f may be None where G
-        does not follow from it.
+        """G [..., V] after candidates x [...] were rejected; the other arguments as in `accept`.
+
+        f may be None if the rule has no `has_whole_f`.
         """
         if self.greedy:
             return self.target(P)
@@ -590,52 +631,64 @@ class Rule:
         return residual(self._merged(P, x, near) if self.pools else P, Q, 1.0)
 
     def bound(self, P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
-        """What judging a candidate adds to the bound on the total variation [...]; the cap at 1 is the caller's."""
+        """The local term [...] that verifying a candidate adds to the bound on the total variation, not capped at 1."""
         if self.guarantee != "bounded":
             return torch.zeros_like(P[..., 0])
-        # their own G is biased where f < min(1, P / Q), though Q f <= P there
-        own = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
-        return bound(self.target(P), Q, f, residual(P, Q, 1.0) if own else None)
+        # norm([P - Q]+) is biased where f < min(1, P / Q), although Q f <= P there (docs/bounds.md)
+        is_biased = self.name in ("cool-sd", "gsd") and not (self.optimal or self.greedy)
+        G = residual(P, Q, 1.0) if is_biased else None
+        return bound(self.target(P), Q, f, G)
 
     def _merged(self, P: Tensor, x: Tensor, near: Tensor | None) -> Tensor:
-        """P_A [..., V] of codes x [...]."""
-        return merge(P, x, self._neighbours(near)[:, : self.k], self._limit(P))
+        """P_A [..., V] for tokens x [...]."""
+        return merge(P, x, self._pooled_neighbours(near), self._limit(P))
+
+    # A chosen candidate x has Q = 1 at x. Then f and G depend on P alone, and siblings are verified faster.
 
     def share(self, depth: Tensor | int) -> Tensor | float:
-        """What rejecting a chosen code, Q = 1 there, leaves of its own probability, as `omega`; without pooling."""
+        """The fraction of a chosen token's probability that its rejection leaves, 1 - omega or 0; shaped like `omega`.
+
+        For rules that neither pool nor group.
+        """
         left = 1 - self.omega(depth) if self.optimal else 0.0
         return left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0)
 
     def reach(self, x: Tensor, near: Tensor | None) -> Tensor:
-        """What judging chosen codes x [...] by pooling looks at: they and neighbours, int64 [..., 1 + num_near]."""
+        """The tokens that pooling for chosen tokens x [...] reads: x and neighbours, int64 [..., 1 + num_near]."""
         return torch.cat([x.unsqueeze(-1), self._neighbours(near)[x]], -1)
 
     def pool(self, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """The judgement of a chosen code by pooling, from the probabilities [..., 1 + num_near] of what it reaches.
+        """Verifies a chosen token by pooling, given the probabilities [..., 1 + num_near] of the tokens in its `reach`.
 
         Returns:
-            (what the code takes over [..., 1], bool [..., 1 + num_near], of which its rejection leaves nothing).
+            (the mass that the token takes over [..., 1],
+            bool [..., 1 + num_near], the tokens of which its rejection leaves nothing).
         """
-        own, around = mass[..., :1], mass[..., 1 : 1 + self.k]
+        own = mass[..., :1]
+        around = mass[..., 1 : 1 + self.k]
         limit = self.delta if self.name == "lantern" else self.lam * own
         sums = around.cumsum(-1)
-        if self.published:  # rejecting a code that takes over any neighbour's mass empties all of them
+        if self.published:  # rejecting a token that takes over any neighbour's mass empties all of them
             given = sums <= limit
             taken = given[..., :1].expand_as(mass[..., 1:])
         else:
             given = sums < limit
             taken = torch.zeros_like(given) if self.optimal else given
-        return (around * given).sum(-1, keepdim=True), functional.pad(taken, (1, 0), value=True)
+        mass_absorbed = (around * given).sum(-1, keepdim=True)
+        return mass_absorbed, functional.pad(taken, (1, 0), value=True)
 
     def _neighbours(self, near: Tensor | None) -> Tensor:
         """int64 [V, num_near], nearest first."""
         least = self.num_near
         if near is None or near.shape[1] < min(least, len(near) - 1):
-            raise ValueError(f"{self.name}: give near, int64 [V, k] by `neighbours` with k of at least {least}")
+            raise ValueError(f"rule={self.name!r} needs near=neighbours(codebook, k) with k of at least {least}")
         return near[:, :least]
 
+    def _pooled_neighbours(self, near: Tensor | None) -> Tensor:
+        return self._neighbours(near)[:, : self.k]
+
     def _limit(self, P: Tensor) -> Tensor:
-        """The mass that stays above what the neighbours of codes of probability P give, of the shape of P."""
+        """What the neighbours' mass must stay below, for tokens of probability P: of the shape of P."""
         limit = torch.full_like(P, self.delta) if self.name == "lantern" else self.lam * P
         if self.published:  # just above: a sum that equals the limit stays below this
             return limit.nextafter(torch.full_like(P, math.inf))
@@ -647,13 +700,8 @@ def _rule(name: str, length: int | None, greedy: bool, *parameters: tuple[str, o
     return Rule(name, length=length, greedy=greedy, **dict(parameters))
 
 
-def is_jacobi(request: Request) -> bool:
-    """Whether a request's method is Jacobi decoding: only these have the option `pd_k`."""
-    return request.pd_k is not None
-
-
 def rule_of(request: Request) -> Rule:
-    """The rule of a request. Its schedule spans the drafted depths; of a Jacobi window at most WINDOW_CAP.
+    """The rule of a request. Its schedule spans the drafted depths, but at most WINDOW_CAP of a Jacobi window.
 
     Raises:
         ValueError: a parameter is missing or out of range, or two contradict each other.
@@ -667,11 +715,12 @@ def rule_of(request: Request) -> Rule:
             )
         given["metric"] = given["metric"] or "raw"
     parameters = [(name, value) for name, value in given.items() if value is not None]
+
     length = request.gamma
-    if is_jacobi(request):
-        # the schedule spans the first path of the window, up to its cap
+    if request.pd_k is not None:  # a Jacobi window: the length of its first path
         path = request.window - (request.pd_k - 1) * request.pd_d
-        length = min(path, WINDOW_CAP - 1 if request.schedule == "linear" else WINDOW_CAP)
+        cap = ELL - 1 if request.schedule == "linear" else WINDOW_CAP
+        length = min(path, cap)
     return _rule(request.rule, length, request.temperature == 0, *parameters)
 
 
@@ -691,7 +740,7 @@ MIXED = tuple(option.name for option in VQ_OPTIONS)  # may differ between the se
 
 
 def coupling_option(default: str) -> Option:
-    """`COUPLING` of a method; one that is not everyone's is written into requests."""
+    """`COUPLING` with a method's default. A default other than the usual one is written into requests."""
     return COUPLING.but(default=default, implied=default == COUPLING.default)
 
 
@@ -709,7 +758,7 @@ def rule_options(rule: str = "exact", **defaults: object) -> tuple[Option, ...]:
 
 # Neighbours in the codebook, for rules that pool the probability of near codes.
 
-MOST_COMPARED_AT_ONCE = 2**22  # distances at a time
+MAX_COMPARED = 2**22  # distances computed at a time
 _TABLES: weakref.WeakKeyDictionary[VQModel, dict[str, Tensor]] = weakref.WeakKeyDictionary()  # by metric
 
 
@@ -724,35 +773,22 @@ def near_codes(tokenizer: VQModel, metric: str, k: int) -> Tensor:
 
 
 def neighbours(codebook: Tensor, k: int, metric: str = "l2") -> Tensor:
-    """The k nearest others of each code, all of them if fewer: int64 [V, k], nearest first, lower index at ties.
+    """The k nearest others of each code, or all if there are fewer: int64 [V, k], nearest first, lower index at ties.
 
     Args:
         codebook: [V, c], the vectors that the decoder receives, for LlamaGen the l2-normalised codes; for "raw" the
             codes as they are stored.
-        k: >= 1. metric: "l2", "cosine", or "raw", which is l2; else ValueError.
+        k: at least 1. metric: "l2", "cosine", or "raw", which is l2.
     """
-    if metric not in METRICS or k < 1:
-        raise ValueError(f"metric={metric!r}, k={k}: give one of {', '.join(METRICS)}, and k of at least 1")
     vectors = functional.normalize(codebook, dim=-1) if metric == "cosine" else codebook
     k = min(k, len(vectors) - 1)
-    near, start = [], 0
-    for part in vectors.split(max(1, MOST_COMPARED_AT_ONCE // len(vectors))):
+    near = []
+    first = 0
+    for part in vectors.split(max(1, MAX_COMPARED // len(vectors))):
         # no matrix product: its rounding would reorder close neighbours
         distance = torch.cdist(part, vectors, compute_mode="donot_use_mm_for_euclid_dist")
-        distance.diagonal(start).fill_(math.inf)  # a code is not its own neighbour
-        near.append(_nearest(distance.float(), k))
-        start += len(part)
+        distance.diagonal(first).fill_(math.inf)  # a code is not its own neighbour
+        # keys, since topk alone chooses arbitrarily among ties
+        near.append(order_keys(distance.float()).topk(k, largest=False).indices)
+        first += len(part)
     return torch.cat(near)
-
-
-def _nearest(distance: Tensor, k: int) -> Tensor:
-    """Indices of the k least of distance [n, V]: int64 [n, k], least first, lower index at ties."""
-    farthest = distance.topk(k, largest=False).values[:, -1:]
-    nearer = distance < farthest
-    # topk chooses arbitrarily among ties for the last places: choose the lowest indices
-    tied = distance == farthest
-    num_tied = k - nearer.sum(1, keepdim=True)
-    nearest = nearer | (tied & (tied.cumsum(1) <= num_tied))
-    index = nearest.nonzero()[:, 1].view(-1, k)  # ascending in each row, which the stable sort keeps at ties
-    order = distance.gather(1, index).argsort(dim=1, stable=True)
-    return index.gather(1, order)

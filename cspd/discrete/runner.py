@@ -45,8 +45,14 @@ PROGRAMS = 64
 
 
 def _layers(
-    module: Any, inputs: Tensor, table: Tensor, mask: Tensor | None, view: CacheView, past: Tensor | None
+    module: Any,
+    inputs: Tensor,
+    table: Tensor,
+    mask: Tensor | None,
+    view: CacheView,
+    past: Tensor | None,
 ) -> Tensor:
+    """Features of a model's layers; `past`, for EAGLE's drafter: the features before the inputs."""
     if past is not None:
         return module(past, inputs, table, mask, view)
     return module.through(inputs, table, mask, view)
@@ -58,33 +64,40 @@ def compiled_layers() -> Callable[..., Tensor]:
     compiled = torch.compile(_layers, dynamic=True)
     calls = itertools.count()
 
-    def run(module: Any, inputs: Tensor, table: Tensor, mask: Tensor | None, view: CacheView, *more: Any) -> Tensor:
+    def run(
+        module: Any,
+        inputs: Tensor,
+        table: Tensor,
+        mask: Tensor | None,
+        view: CacheView,
+        past: Tensor | None,
+    ) -> Tensor:
         is_first = next(calls) == 0
         progress = telling("compiling the models' layers, about half a minute") if is_first else nullcontext()
         with torch._dynamo.config.patch(recompile_limit=PROGRAMS), progress:
-            return compiled(module, inputs, table, mask, _without_slices(view), *more)
+            return compiled(module, inputs, table, mask, _without_slices(view), past)
 
     return run
 
 
 def _without_slices(view: CacheView) -> CacheView:
-    """The same view with tensors in place of slices: torch.compile would make a program for each slice."""
-    keys, values, rows, columns = view.keys, view.values, view.rows, view.columns
-    if isinstance(rows, slice):
-        keys = [layer[rows] for layer in keys]
-        values = [layer[rows] for layer in values]
-        rows = slice(None)
-    if isinstance(columns, slice):
-        columns = steps(columns.stop, keys[0].device)[columns]
-    return dataclasses.replace(view, keys=keys, values=values, rows=rows, columns=columns)
+    """The same view with tensors instead of slices: torch.compile would make a program for each slice."""
+    if isinstance(view.rows, slice):
+        keys = [layer[view.rows] for layer in view.keys]
+        values = [layer[view.rows] for layer in view.values]
+        view = dataclasses.replace(view, keys=keys, values=values, rows=slice(None))
+    if isinstance(view.columns, slice):
+        columns = steps(view.columns.stop, view.keys[0].device)[view.columns]
+        view = dataclasses.replace(view, columns=columns)
+    return view
 
 
-# Some models end each row of tokens with a row end: an input that is not a token. It is always there, so no forward
-# pass of its own predicts it.
+# Some models end each row of tokens with a row end: an input that is not a token. It always follows, so that no forward
+# pass has to predict it.
 #
 # The input at position p is the token before p. If p begins a row, there are two inputs: that token, then the row end,
 # after which token p is predicted. One forward pass takes both. The row end has the input's index, and the token is
-# appended behind all other inputs. So methods need not know about row ends, and neither does EAGLE's drafter.
+# appended behind all other inputs. So methods and EAGLE's drafter need not know about row ends.
 #
 # The cache has its columns in the order of tokens and row ends. An input whose node number equals its depth (the first
 # path) is written to the column where it would stay if it were accepted. Other inputs (siblings) are written beyond
@@ -92,15 +105,15 @@ def _without_slices(view: CacheView) -> CacheView:
 
 
 def _reserved(side: int) -> int:
-    """Columns from the root on that a forward pass's first path may need; siblings are written after them."""
+    """The number of columns from the root on for a forward pass's first path; siblings are written after them."""
     return MOST_NODES + MOST_NODES // side + 1
 
 
 class RowColumns(NamedTuple):
-    """Where the inputs at positions [R, N] belong if rows of tokens have row ends.
+    """The cache columns of inputs at positions [R, N], for a model with row ends.
 
     Attributes:
-        position: int64 [R, N], the input's position in the sequence of tokens and row ends, as the layers know it.
+        position: int64 [R, N], the input's position in the sequence of tokens and row ends, for the rotary angles.
         is_end: bool [R, N], whether the input is a row end.
         inputs, tokens: int64 [R, N], the cache columns of the input and, if it is a row end, of the token before it.
     """
@@ -112,22 +125,23 @@ class RowColumns(NamedTuple):
 
 
 def _sees_with_row_ends(sees: Tensor, is_end: Tensor, doubled: Tensor) -> Tensor:
-    """Which inputs each input looks at once the tokens before row ends are appended: bool [R, N + E, N + E].
+    """Which inputs each input looks at after the tokens before row ends were appended: bool [R, N + E, N + E].
 
     Args:
-        sees: bool [R, N, N], the same without them. is_end: bool [R, N]. doubled: int64 [R, E], indices of the inputs
-            that may have a token before them; `is_end` says which do.
+        sees: bool [R, N, N], the same before that. is_end: bool [R, N], which inputs are row ends.
+        doubled: int64 [R, E], indices of all row ends, and of other inputs if there are fewer than E.
     """
-    count, num_doubled = sees.shape[1], doubled.shape[1]
+    count = sees.shape[1]
     is_doubled = is_end.gather(1, doubled)
 
-    # an appended token looks at what its row end looks at ...
-    of_appended = sees.gather(1, doubled.unsqueeze(-1).expand(-1, -1, count))
+    # an appended token looks at the inputs that its row end looks at ...
+    rows = doubled.unsqueeze(-1).expand(-1, -1, count)
+    of_appended = sees.gather(1, rows)
     by_all = torch.cat([sees, of_appended], 1)
 
-    # ... and whoever looks at a row end looks at the token before it
-    index = doubled.unsqueeze(1).expand(-1, count + num_doubled, -1)
-    at_appended = by_all.gather(2, index) & is_doubled.unsqueeze(1)
+    # ... and an input that looks at a row end looks at the token before it
+    columns = doubled.unsqueeze(1).expand(-1, by_all.shape[1], -1)
+    at_appended = by_all.gather(2, columns) & is_doubled.unsqueeze(1)
 
     # but the row end comes after its token
     is_own_end = steps(count, sees.device) == doubled.unsqueeze(-1)
@@ -148,30 +162,32 @@ class Conditions:
 
     Attributes:
         last: for "target" and "draft", [2 * slots, dim], the last inputs.
-        before: int64 [2 * slots], the number of inputs before those; None for class-conditional models, which have
-            none.
+        before: int64 [2 * slots], the number of inputs before those; None for class-conditional models, where it is 0.
     """
 
     def __init__(self, models: Mapping[str, Any], num_slots: int, device: torch.device) -> None:
         rows = 2 * num_slots
         self.last: dict[str, Tensor] = {}
         for name in ("target", "draft"):
-            if models[name] is not None:
-                self.last[name] = models[name].tok_embeddings.weight.new_zeros(rows, models[name].config.dim)
+            model = models[name]
+            if model is not None:
+                self.last[name] = model.tok_embeddings.weight.new_zeros(rows, model.config.dim)
         has_classes = models["target"].config.num_classes
         self.before = None if has_classes else torch.zeros(rows, dtype=torch.int64, device=device)
 
     def columns(self, batch: Batch, position: Tensor) -> Tensor:
-        """Cache columns of inputs at positions [R], one for each row of a batch."""
+        """Cache columns of inputs at positions [R], one position per row of a batch."""
         return position if self.before is None else position + self.before[batch.rows]
 
     def positions(self, batch: Batch, config: Any, position: Tensor) -> Tensor:
         """Converts positions of tokens [R, N] to the positions that a model's layers expect."""
-        return position + self.before[batch.rows].unsqueeze(1) if config.text_places else position
+        if not config.text_places:
+            return position
+        return position + self.before[batch.rows].unsqueeze(1)
 
 
 class Texts(NamedTuple):
-    """Prompts as models take them in, on the device.
+    """Prompts as the models' inputs, on the device.
 
     Attributes:
         tokens: as `VQRunner.text_of` returns them, [R, N, ...], padded on the right. count: int64 [R], their lengths.
@@ -183,6 +199,11 @@ class Texts(NamedTuple):
     is_null: Tensor | None
 
 
+def _uses(sequences: list[Sequence]) -> set[str]:
+    """The models that the methods of some sequences run."""
+    return {"target"}.union(*(sequence.uses for sequence in sequences))
+
+
 def inputs_of_texts(model: GPT, texts: Texts) -> Tensor:
     """A model's inputs [R, N, dim] for prompts. For a null caption, its last `count` tokens."""
     tokens = texts.tokens
@@ -190,7 +211,8 @@ def inputs_of_texts(model: GPT, texts: Texts) -> Tensor:
         null = model.cls_embedding.uncond_embedding
         first = len(null) - texts.count.unsqueeze(1)
         index = first + steps(tokens.shape[1], tokens.device)
-        tokens = torch.where(texts.is_null[:, None, None], null[index.clamp(max=len(null) - 1)], tokens)
+        of_null = null[index.clamp(max=len(null) - 1)]
+        tokens = torch.where(texts.is_null[:, None, None], of_null, tokens)
     return model.cls_embedding(tokens)
 
 
@@ -198,21 +220,22 @@ class VQRunner:
     """Computes distributions after drafted tokens, and commits tokens, for the methods.
 
     Args:
-        target: the model. num_slots: the maximum of sequences in flight. device, precision: where and how it computes.
+        target: the model. num_slots: the maximum number of sequences in flight.
+        device, precision: where and how it computes.
         noise: the source of randomness: a namespace with the functions of `cspd.noise`.
-        draft: a smaller model of the same tokens. eagle: a drafter on the target's features. tokenizer: encodes and
-            decodes images. text_encoder: encodes prompts.
+        draft: a smaller model of the same tokens. eagle: a drafter on the target's features.
+        tokenizer: encodes and decodes images. text_encoder: encodes prompts.
         tuning: a `cspd.discrete.family.Tuning`, which chooses the draft configuration of the method `speculative`.
-        compiled: whether the models' layers run through torch.compile. graphs: CUDA graphs of rounds; by default
-            rounds are ordinary calls.
+        compiled: whether the models' layers run through torch.compile.
+        graphs: CUDA graphs of rounds; by default rounds are ordinary calls.
 
     Attributes:
         tokens: int64 [slots, L + MOST_NODES], raster order. token_cost: float32, the same shape.
         draws: float64, the same shape: the request's own uniform draw inside (0, 1) for each token.
         num_committed: int64 [slots]. draft_calls: forward passes of draft models in this round.
-        past: the target's features, which EAGLE's drafter takes in with the tokens.
-        late: whether a round is counted only after the next one was launched. unread: the rounds not counted yet, by
-            the sequences' key.
+        past: the target's features, an input of EAGLE's drafter.
+        late: whether a round is counted only after the next one was launched.
+        unread: the rounds not counted yet, by the sequences' key.
         windows, nodes: state of Jacobi methods, see `cspd.discrete.jacobi.cached_windows` and `cached_nodes`.
     """
 
@@ -236,36 +259,49 @@ class VQRunner:
     ) -> None:
         models = {"target": target, "draft": draft, "eagle": eagle}
         self.models = {name: model and precision.prepare(model) for name, model in models.items()}
-        self.models["tokenizer"], self.text_encoder, self.tuning = tokenizer, text_encoder, tuning
-        self.target, self.device, self.precision, self.noise = target, device, precision, noise
-        self.compiled, self.graphs = compiled, graphs or Graphs(device, enabled=False)
-        self.config, self.num_slots = target.config, num_slots
-        self.seq_len, self.num_classes = target.config.block_size, target.config.num_classes
+        self.models["tokenizer"] = tokenizer
+        self.target = target
+        self.text_encoder = text_encoder
+        self.tuning = tuning
+        self.device = device
+        self.precision = precision
+        self.noise = noise
+        self.compiled = compiled
+        self.graphs = graphs or Graphs(device, enabled=False)
+        self.config = target.config
+        self.num_slots = num_slots
+        self.seq_len = target.config.block_size
+        self.num_classes = target.config.num_classes
         self.defaults = defaults_of(target.config)
         self.image_size = self.defaults.image_size
-        length = self.config.block_size + MOST_NODES  # a round may commit past the end
-        self._inputs = torch.zeros(
-            num_slots, 1 + length, dtype=torch.int64, device=device
-        )  # the first is the condition's
-        self.tokens = self._inputs[:, 1:]
+
+        # tokens of running sequences; a round may commit past the end
+        length = self.seq_len + MOST_NODES
+        of_condition = 1
+        self._inputs = torch.zeros(num_slots, of_condition + length, dtype=torch.int64, device=device)
+        self.tokens = self._inputs[:, of_condition:]
         self.token_cost = torch.zeros(num_slots, length, device=device)
         self.num_committed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.draws = torch.zeros(num_slots, length, dtype=torch.float64, device=device)
+
+        # what the models have computed for them
         self.conditions = Conditions(self.models, num_slots, device)
-        self.unread: dict[Hashable, Any] = {}
-        self._caches: dict[str, Cache] = {}
         self.past = PastFeatures(num_slots, length, self.config.dim, device)
+        self._caches: dict[str, Cache] = {}
+        self._encode_once = remembered(self._encode)
+
+        # what methods leave from round to round
+        self.unread: dict[Hashable, Any] = {}
+        self.late = device.type == "cuda"
         self.windows: tuple[Tensor, Tensor] | None = None
         self.nodes: Tensor | None = None
-        self._encode_once = remembered(self._encode)
-        self.late = device.type == "cuda"
 
     def adopt(self, other: VQRunner) -> None:
         """Takes over the measurements of another model runner of the same models."""
         self.tuning = other.tuning
 
     def forget(self, key: Hashable) -> None:
-        """Drops the uncounted round of the sequences of one key, which have all left."""
+        """Drops the uncounted round of the sequences of one key, after all of them have left."""
         self.unread.pop(key, None)
 
     def clear(self) -> None:
@@ -276,15 +312,17 @@ class VQRunner:
         """The request with the target's and the method's defaults filled in.
 
         Raises:
-            ValueError: a setting is of the wrong kind or out of range, a model is missing, or the given tokens are not
+            ValueError: a setting has the wrong type or is out of range, a model is missing, or the given tokens are not
                 the first ones of an image.
         """
         defaults = {option.name: getattr(self.defaults, option.name) for option in VQ_OPTIONS}
-        request = complete(self._with_prefix(request), method, VQ_OPTIONS, defaults, self.num_classes)
+        request = self._with_prefix(request)
+        request = complete(request, method, VQ_OPTIONS, defaults, self.num_classes)
         if request.prompt is not None:
             if self.text_encoder is None:
-                missing = "needs a text encoder and this engine has none"
-                raise ValueError(f"prompt={shortened(request.prompt)} {missing}: {PLACE}")
+                raise ValueError(
+                    f"prompt={shortened(request.prompt)} needs a text encoder, and this engine has none: {PLACE}"
+                )
             self.text_encoder.check(request, self.config.prefix_length)
         method.check(request, self)
         return request
@@ -297,7 +335,7 @@ class VQRunner:
         return method.resolve(request, self)
 
     def text_of(self, text: str) -> Tensor:
-        """A prompt as the models take it in, on the CPU: float32 features [n, caption_dim], or tokens int64 [n]."""
+        """A prompt as the models' inputs, on the CPU: float32 features [n, caption_dim], or tokens int64 [n]."""
         return self.text_encoder.features(text, self.config.prefix_length, self.device)
 
     def published(self, labels: Tensor, settings: dict) -> Tensor:
@@ -307,21 +345,23 @@ class VQRunner:
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prepares the slots of new sequences: draws, empty caches, conditions and given tokens."""
-        if sequences:
-            slots, seeds = send_integers([[s.slot, s.request.seed] for s in sequences], self.device).T
-            position, none = steps(self.draws.shape[1], self.device), steps(1, self.device)
-            self.num_committed.index_fill_(0, slots, 0)
-            self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position, none, none)
-            for cache in self._caches.values():
-                cache.clear(slots)
-            self.past.clear(slots)
-            if self.conditions.before is None:
-                self._take_in_classes(sequences)
-            else:
-                for group in alike(sequences, lambda sequence: self.config.prefix_length):
-                    self._take_in_texts(group)
-            for group in alike(sequences, self._num_given):
-                self._prefill(group)
+        if not sequences:
+            return
+        slots, seeds = send_integers([[s.slot, s.request.seed] for s in sequences], self.device).T
+        position = steps(self.draws.shape[1], self.device)
+        zero = steps(1, self.device)
+        self.num_committed.index_fill_(0, slots, 0)
+        self.draws[slots] = self.noise.fine_uniform(seeds.unsqueeze(1), Purpose.CODE, position, zero, zero)
+        for cache in self._caches.values():
+            cache.clear(slots)
+        self.past.clear(slots)
+        if self.conditions.before is None:
+            self._take_in_classes(sequences)
+        else:
+            for group in alike(sequences, lambda sequence: self.config.prefix_length):
+                self._take_in_texts(group)
+        for group in alike(sequences, lambda sequence: self._num_given(sequence.request)):
+            self._prefill(group)
 
     def batch_of(self, sequences: list[Sequence]) -> Batch:
         """The batch of sequences in this runner's slots, between rounds."""
@@ -336,14 +376,14 @@ class VQRunner:
         tokenizer = self.models["tokenizer"]
         if tokenizer is None:
             raise ValueError(
-                "the request has an image and this engine has no tokenizer to encode it: load one, or give tokens"
+                "the request has an image, and this engine has no tokenizer to encode it: load one, or give tokens"
             )
         pixels = known.to_encode(self.config.grid * tokenizer.config.stride).to(self.device)
         with torch.no_grad(), self.precision.full():
             return tokenizer.encode(pixels)[0].cpu()
 
     def encode(self, known: Inpainting, seed: Tensor) -> Tensor:
-        """Tokens int64 [L], on the CPU, of a given image, whatever the seed; they are remembered.
+        """Encodes a given image to tokens int64 [L], on the CPU; the seed does not matter. Results are remembered.
 
         Raises ValueError if there is no tokenizer.
         """
@@ -356,38 +396,42 @@ class VQRunner:
             ValueError: these are not tokens of the model, or not the first ones; or as `with_tokens`.
         """
         request = with_tokens(request, self, (self.seq_len,))
-        known, vocabulary = request.known, self.config.vocab_size
-        if known is None:
+        if request.known is None:
             return request
-        if known.image.is_floating_point() or not ((known.image >= 0) & (known.image < vocabulary)).all():
+        tokens = request.known.image
+        vocabulary = self.config.vocab_size
+        if tokens.is_floating_point() or not ((tokens >= 0) & (tokens < vocabulary)).all():
             raise ValueError(f"given tokens must be codes 0..{vocabulary - 1} of this model's tokenizer")
-        num_given = self.seq_len - known.num_generated
-        first = int(known.generated.argmax())
-        if first < num_given:
-            rows = first // self.config.grid
-            instead = f"the first {rows} of {self.config.grid} rows of tokens" if rows else "only rows at the top"
+
+        num_given = self._num_given(request)
+        first_generated = int(request.known.generated.argmax())
+        if first_generated < num_given:
+            num_rows = self.config.grid
+            rows = first_generated // num_rows
+            instead = f"the first {rows} of {num_rows} rows of tokens" if rows else "only rows at the top"
             raise ValueError(
-                f"the mask keeps {num_given} of {self.seq_len} tokens, {num_given - first} of them after one that is"
-                f" generated. VQ models generate in raster order and can keep only a prefix: keep {instead}, or use a"
-                " MAR model, which accepts any mask"
+                f"the mask keeps {num_given} of {self.seq_len} tokens, {num_given - first_generated} of them after one"
+                f" that is generated. VQ models generate in raster order and can keep only a prefix: keep {instead}, or"
+                " use a MAR model, which accepts any mask"
             )
         return request
 
-    def _num_given(self, sequence: Sequence) -> int:
-        return self.seq_len - sequence.request.num_generated(self.seq_len)
+    def _num_given(self, request: Request) -> int:
+        return self.seq_len - request.num_generated(self.seq_len)
 
     def _prefill(self, sequences: list[Sequence]) -> None:
         """One forward pass of each model over the inputs before the given tokens, equally many in each sequence.
 
         The last given token is the first round's input.
         """
-        batch, count = self.batch_of(sequences), self._num_given(sequences[0])
+        batch = self.batch_of(sequences)
+        count = self._num_given(sequences[0].request)
         tokens = torch.stack([sequence.request.known.image[:count] for sequence in sequences])
         tokens = send_integers(tokens.numpy(), self.device)
         inputs = tokens.roll(1, 1)  # the input at a position is the token before it, and at the first the condition
         self.begin(None)
         features = self.features(batch, inputs)
-        uses = {name for sequence in sequences for name in sequence.uses}
+        uses = _uses(sequences)
         if "draft" in uses:
             self.features(batch, inputs, 0, "draft")
         if "eagle" in uses:
@@ -403,37 +447,40 @@ class VQRunner:
     # Conditions
 
     def _take_in_classes(self, sequences: list[Sequence]) -> None:
-        """A class is one input; that of the unconditional branch is the null class."""
-        null, numbers = self.num_classes, []
+        """Stores the one input of a class; that of the unconditional branch is the null class."""
+        null = self.num_classes
+        numbers = []
         for sequence in sequences:
-            label = null if sequence.request.label is None else sequence.request.label
-            numbers += [(2 * sequence.slot, label), (2 * sequence.slot + 1, null)]
+            label = sequence.request.label
+            row = 2 * sequence.slot
+            numbers.append((row, null if label is None else label))
+            numbers.append((row + 1, null))
         rows, labels = send_integers(numbers, self.device).unbind(1)
-        uses = {"target"}.union(*(sequence.uses for sequence in sequences))
+        uses = _uses(sequences)
         for name, last in self.conditions.last.items():
             if name in uses:
                 last[rows] = self.models[name].cls_embedding(labels).squeeze(1)
 
     def _take_in_texts(self, sequences: list[Sequence]) -> None:
         """One forward pass of each model over all prompts but their last tokens. Padding is overwritten later."""
-        batch, conditions = self.batch_of(sequences), self.conditions
-        requests = [sequence.request for sequence in sequences]
-        texts = self.sent_texts(requests, batch.num_branches)
-        count = texts.count
-        each = steps(len(count), self.device)
-        conditions.before[batch.rows] = count - 1
-        uses = {"target"}.union(*(sequence.uses for sequence in sequences))
+        batch = self.batch_of(sequences)
+        texts = self.sent_texts([sequence.request for sequence in sequences], batch.num_branches)
+        num_before = texts.count - 1
+        each = steps(len(num_before), self.device)
+        self.conditions.before[batch.rows] = num_before
+        uses = _uses(sequences)
         self.begin(None)
-        for name, last in conditions.last.items():
+        for name, last in self.conditions.last.items():
             with self.precision.fast():
                 inputs = inputs_of_texts(self.models[name], texts).to(last.dtype)
-            last[batch.rows] = inputs[each, count - 1]
+            last[batch.rows] = inputs[each, num_before]
+            inputs = inputs[:, :-1]
             if name in uses:
-                features = self._condition_features(batch, name, inputs[:, :-1])
+                features = self._condition_features(batch, name, inputs)
             if name == "target" and "eagle" in uses:
                 before = functional.pad(features, (0, 0, 1, 0))  # for each input, the feature before it
-                self._condition_features(batch, "eagle", inputs[:, :-1], past=before[:, :-1])
-                before_last = before[each, count - 1].unflatten(0, (len(batch), batch.num_branches))
+                self._condition_features(batch, "eagle", inputs, past=before[:, :-1])
+                before_last = before[each, num_before].unflatten(0, (len(batch), batch.num_branches))
                 self.past.keep(batch, before_last.transpose(0, 1).unsqueeze(2), ahead=-1)
 
     def sent_texts(self, requests: list[Request], num_branches: int) -> Texts:
@@ -441,7 +488,8 @@ class VQRunner:
 
         LlamaGen's null caption is as long as the prompt, as in the authors' mask.
         """
-        texts, is_null = [], []
+        texts = []
+        is_null = []
         for request in requests:
             own = self.text_of(request.prompt)
             texts.append(own)
@@ -453,8 +501,10 @@ class VQRunner:
                     other = self.text_of(request.negative_prompt)
                 texts.append(own if other is None else other)
                 is_null.append(other is None)
+
         count = np.array([len(text) for text in texts])
-        padded = np.zeros((len(texts), count.max(), *texts[0].shape[1:]), texts[0].numpy().dtype)
+        size = (len(texts), count.max(), *texts[0].shape[1:])
+        padded = np.zeros(size, texts[0].numpy().dtype)
         for row, text in zip(padded, texts):
             row[: len(text)] = text
         arrays = {"tokens": padded, "count": count}
@@ -465,20 +515,21 @@ class VQRunner:
 
     def _condition_features(self, batch: Batch, model: str, inputs: Tensor, past: Tensor | None = None) -> Tensor:
         """Features [R, N, dim] after a condition's inputs [R, N, dim], which go to the first columns of the cache."""
-        if not inputs.shape[1]:
+        count = inputs.shape[1]
+        if not count:
             return inputs
         start = torch.zeros_like(batch.committed_rows)
         has_positions = self.models[model].config.text_places
-        position = steps(inputs.shape[1], self.device) if has_positions else start.unsqueeze(1)
-        position = position.expand(inputs.shape[:2])
-        view, mask = self.cache(model).look(batch.rows, start, 0, True, inputs.shape[1])
-        return self._through_layers(model, inputs, position, mask, view, past)
+        position = steps(count, self.device) if has_positions else start.unsqueeze(1)
+        view, mask = self.cache(model).look(batch.rows, start, 0, True, count)
+        return self._through_layers(model, inputs, position.expand(inputs.shape[:2]), mask, view, past)
 
     # Forward passes
 
     def begin(self, watch: Stopwatch | None) -> None:
         """Begins a round. `watch`, if given, times its forward passes."""
-        self._watch, self.draft_calls = watch, 0
+        self._watch = watch
+        self.draft_calls = 0
 
     def _start(self, phase: str) -> None:
         if self._watch is not None:
@@ -488,22 +539,22 @@ class VQRunner:
         """The key-value cache of "target", "draft" or "eagle", allocated on first use."""
         if model not in self._caches:
             module = self.models[model]
-            size = (
-                most_columns(self.config),
-                len(module.layers),
-                self.num_slots,
-            )  # the target's block size: no drafter's weights tell it
-            self._caches[model] = Cache(module.config, *size, self.device, self.precision.type_of(module))
+            columns = most_columns(self.config)  # the target's: a drafter's weights do not tell the block size
+            dtype = self.precision.type_of(module)
+            cache = Cache(module.config, columns, len(module.layers), self.num_slots, self.device, dtype)
+            self._caches[model] = cache
         return self._caches[model]
 
     def _inputs_of(self, batch: Batch, tokens: Tensor, position: Tensor, model: str) -> Tensor:
         """Inputs [R, N, dim] for tokens [B, N] at positions [R, N]; at position 0, the condition's last input."""
         owner = "target" if model == "eagle" else model
-        embedded = self.models[owner].tok_embeddings(tokens.clamp(min=0).repeat_interleave(batch.num_branches, 0))
+        tokens = tokens.clamp(min=0).repeat_interleave(batch.num_branches, 0)
+        embedded = self.models[owner].tok_embeddings(tokens)
         if batch.kind.least >= tokens.shape[1]:  # even the first of the last N inputs is a token
             return embedded
         of_condition = self.conditions.last[owner][batch.rows].unsqueeze(1)
-        return torch.where(position.unsqueeze(-1) == 0, of_condition, embedded)
+        is_condition = position.unsqueeze(-1) == 0
+        return torch.where(is_condition, of_condition, embedded)
 
     def _through_layers(
         self,
@@ -525,10 +576,18 @@ class VQRunner:
             return layers(module, inputs, module.table(position), mask, view, past)
 
     def _row_columns(self, batch: Batch, position: Tensor, depth: Tensor, node: Tensor) -> RowColumns:
-        """Where the inputs of nodes, [N] or [R, N], belong: at positions [R, N], `depth` after the root, the first."""
+        """The columns of the inputs of nodes int64 [N] or [R, N].
+
+        Args:
+            position: int64 [R, N], of these inputs; the first is the root's. depth: int64 [N] or [R, N], their
+                distance from the root.
+        """
         side = self.config.grid
-        own = self.conditions.before[batch.rows].unsqueeze(1) + position + position // side
+        before = self.conditions.before[batch.rows].unsqueeze(1)
+        own = before + position + position // side
         is_end = (position % side == 0) & (position > 0)
+
+        # accepted inputs of the first path stay where they are written; siblings are written beyond them
         on_first_path = depth == node
         sibling = own[:, :1] + _reserved(side) + 2 * node
         inputs = torch.where(on_first_path, own, sibling)
@@ -546,9 +605,9 @@ class VQRunner:
         depth: Tensor,
         seen: Tensor | None,
     ) -> Tensor:
-        """Features [R, N, dim] as `features`, of a model with row ends. `start`: int64 [R], at most `most`."""
-        side, count, rows = self.config.grid, tokens.shape[1], len(start)
-        num_columns = most_columns(self.config)
+        """Features [R, N, dim] as `features`, for a model with row ends. `start`: int64 [R], at most `most`."""
+        side = self.config.grid
+        count = tokens.shape[1]
         node = steps(count, start.device)
         position = start.unsqueeze(1) + depth
         columns = self._row_columns(batch, position, depth, node)
@@ -558,31 +617,40 @@ class VQRunner:
         max_ends = count if seen is not None else 1 + (count - 1) // side
         doubled = is_end.int().topk(max_ends, dim=1).indices
         column = torch.cat([columns.inputs, columns.tokens.gather(1, doubled)], 1)
-        layer_position = torch.cat([columns.position, columns.position.gather(1, doubled) - 1], 1)
+        position_of_appended = columns.position.gather(1, doubled) - 1
+        layer_position = torch.cat([columns.position, position_of_appended], 1)
 
         # inputs: row ends replace tokens, which are appended
         embedded = self._inputs_of(batch, tokens, position, model)
         row_end = self.models[model].cls_embedding.weight[self.config.row_end].to(embedded.dtype)
         inputs = torch.where(is_end.unsqueeze(-1), row_end, embedded)
-        appended = embedded.gather(1, doubled.unsqueeze(-1).expand(-1, -1, embedded.shape[-1]))
-        inputs = torch.cat([inputs, appended], 1)
+        channels = doubled.unsqueeze(-1).expand(-1, -1, embedded.shape[-1])
+        inputs = torch.cat([inputs, embedded.gather(1, channels)], 1)
 
-        # the mask: every input looks at all columns before the root, and at inputs of this forward pass
+        # the mask over all columns, then those that are looked at
         sees = (node <= node.unsqueeze(1)) if seen is None else seen[..., 1:-1]
-        sees = _sees_with_row_ends(sees.expand(rows, -1, -1), is_end, doubled)
+        sees = _sees_with_row_ends(sees.expand(len(start), -1, -1), is_end, doubled)
         first_column = columns.position[:, :1] - is_end[:, :1].long()
-        before_root = steps(num_columns, start.device) < first_column
-        mask = before_root.unsqueeze(1).repeat(1, count + max_ends, 1)
-        mask.scatter_(2, column.unsqueeze(1).expand(-1, count + max_ends, -1), sees)
-
-        # columns that are looked at
+        mask = self._mask_with_row_ends(sees, first_column, column)
         width = self.config.prefix_length + most + most // side + count + count // side + 1
-        if seen is not None:
+        if seen is not None:  # siblings lie beyond the first path
             width += _reserved(side) + 2 * count
-        width = min(stepped(width), num_columns)
+        width = min(stepped(width), mask.shape[-1])
         view = self.cache(model).view(batch.rows, column, width)
         features = self._through_layers(model, inputs, layer_position, mask[..., :width].unsqueeze(1), view)
         return features[:, :count]
+
+    def _mask_with_row_ends(self, sees: Tensor, first_column: Tensor, column: Tensor) -> Tensor:
+        """bool [R, n, columns]: every input looks at all columns before the root, and at inputs of its forward pass.
+
+        Args:
+            sees: bool [R, n, n], which of these. first_column: int64 [R, 1], of the root or the token before it.
+            column: int64 [R, n], of each input.
+        """
+        count = sees.shape[1]
+        before_root = steps(most_columns(self.config), sees.device) < first_column
+        mask = before_root.unsqueeze(1).repeat(1, count, 1)
+        return mask.scatter_(2, column.unsqueeze(1).expand(-1, count, -1), sees)
 
     # What a method asks during a round
 
@@ -604,47 +672,49 @@ class VQRunner:
             start: the position of the first input; every token looks at all inputs before it. Either int64 [B], at
                 most the position of the last committed input, or the distance from that position, for all.
             depth: int64 [N] or [B, N], positions of the tokens relative to `start`; by default 0, 1, ..., N - 1.
-            seen: `seen_of` bool [N, M] or [B, N, M]: which of the M inputs from `start` on each token looks at; by
-                default itself and the tokens before it.
+            seen: bool [N, M + 2] or [B, N, M + 2], the `seen_of` of which of the M inputs from `start` on each token
+                looks at; by default itself and the tokens before it.
             columns: int64 [N], cache columns of the tokens relative to `start`; by default 0, 1, ..., N - 1.
             past: [branches, B, N, dim], for "eagle": the features before the tokens.
         """
+        num_branches = batch.num_branches
         most = batch.kind.most
         together = isinstance(start, int) and batch.kind.together and self.conditions.before is None
         if isinstance(start, Tensor):
-            start = per_branch(batch, start)
+            start = per_branch(start, num_branches)
         else:
             most += start
             start = batch.committed_rows + start if start else batch.committed_rows
         if depth is None:
             depth = steps(tokens.shape[1], self.device)
         elif depth.dim() == 2:
-            depth = per_branch(batch, depth)
+            depth = per_branch(depth, num_branches)
         if seen is not None and seen.dim() == 3:
-            seen = per_branch(batch, seen)
-        past = None if past is None else past.transpose(0, 1).flatten(0, 1)
+            seen = per_branch(seen, num_branches)
+        if past is not None:
+            past = past.transpose(0, 1).flatten(0, 1)
+
         self._start("backbone" if model == "target" else "draft")
         self.draft_calls += model != "target"
         config = self.models[model].config
         if config.row_end is None:
             position = (start.unsqueeze(1) + depth).clamp(max=self.config.block_size)
             first_column = self.conditions.columns(batch, start)
-            most_columns_before = most + self.config.prefix_length - 1
-            view, mask = self.cache(model).look(
-                batch.rows, first_column, most_columns_before, together, tokens.shape[1], seen, columns
-            )
+            max_column = most + self.config.prefix_length - 1
+            cache = self.cache(model)
+            view, mask = cache.look(batch.rows, first_column, max_column, together, tokens.shape[1], seen, columns)
             inputs = self._inputs_of(batch, tokens, position, model)
             layer_position = self.conditions.positions(batch, config, position)
             features = self._through_layers(model, inputs, layer_position, mask, view, past)
         else:
             features = self._features_with_row_ends(batch, tokens, start, model, most, depth, seen)
         self._start("other")
-        return features.unflatten(0, (len(batch), batch.num_branches)).transpose(0, 1)
+        return features.unflatten(0, (len(batch), num_branches)).transpose(0, 1)
 
     def distributions(self, batch: Batch, features: Tensor, model: str = "target", soft: bool = False) -> Tensor:
         """Guided, filtered token distributions, float32 [B, N, V], after features [branches, B, N, dim].
 
-        At temperature 0 they are point masses at the likeliest token. With `soft` they have temperature 1 instead, for
+        At temperature 0 they are point masses at the likeliest token; with `soft` they have temperature 1 instead, for
         rules that choose the likeliest token themselves.
         """
         output = self.models["target" if model == "eagle" else model].output
@@ -662,19 +732,21 @@ class VQRunner:
 
         A draft that samples by these, from the target's own distribution, samples the target's own token.
         """
-        return self.draws[batch.slot.unsqueeze(1), batch.num_committed.unsqueeze(1) + ahead]
+        position = batch.num_committed.unsqueeze(1) + ahead
+        return self.draws[batch.slot.unsqueeze(1), position]
 
     def uniform(
         self, batch: Batch, purpose: Tensor | int, ahead: Tensor, index: Tensor, fresh: Tensor | int = 1
     ) -> Tensor:
-        """Draws inside (0, 1), float64 [B, n], for the tokens `ahead`, int64 [n] or [B, n], of the committed ones.
+        """Uniform draws inside (0, 1), float64 [B, n].
 
         Args:
-            purpose: one for all, or int64 [n]: one call is faster than several.
+            purpose: a `Purpose` for all, or int64 [n]: one call is faster than several.
+            ahead: int64 [n] or [B, n], the tokens that they are for, counted from the committed ones.
             index: int64 [n] or [B, n], the number of the draw among those for the same token.
-            fresh: one for all, or int64 [n]. 1: the draw differs from round to round, as it must if a decision depends
-                on it and the token may be verified again. 0: it is the same in every round, so that it may influence
-                only the round that commits the token.
+            fresh: an int for all, or int64 [n]. 1: the draw differs from round to round, as it must if a decision
+                depends on it and the token may be verified again. 0: it is the same in every round, so that it may
+                influence only the round that commits the token.
         """
         position = batch.num_committed.unsqueeze(1) + ahead
         step = batch.iteration.unsqueeze(1) * fresh
@@ -683,10 +755,12 @@ class VQRunner:
     def last(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         """The tokens [B, count] of the last `count` inputs and the position int64 [B] of the first of them, at least 0.
 
-        The input at position p is the token before p; at position 0 it is the condition's last input and the returned
+        The input at position p is the token before p. At position 0 it is the condition's last input, and the returned
         value is meaningless, as are values after the committed tokens.
         """
-        start = (batch.num_committed - (count - 1)).clamp(min=0) if count > 1 else batch.num_committed
+        start = batch.num_committed
+        if count > 1:
+            start = (start - (count - 1)).clamp(min=0)
         position = start.unsqueeze(1) + steps(count, self.device)
         return self._inputs[batch.slot.unsqueeze(1), position], start
 
@@ -700,34 +774,37 @@ class VQRunner:
     def compact(self, batch: Batch, path: Tensor) -> None:
         """Moves keys and values of the last forward pass's nodes path[:, i], int64 [B, n], to the i-th column."""
         level = steps(path.shape[1], self.device)
-        node = per_branch(batch, path)
+        node = per_branch(path, batch.num_branches)
         if self.config.row_end is None:
             start = self.conditions.columns(batch, batch.committed_rows).unsqueeze(1)
-            source, target = start + node, start + level
+            source = start + node
+            target = start + level
         else:
             position = batch.committed_rows.unsqueeze(1) + level
-            source = self._row_columns(batch, position, level, node)
-            target = self._row_columns(batch, position, level, level)
-            source = torch.cat([source.inputs, source.tokens], 1)
-            target = torch.cat([target.inputs, target.tokens], 1)
+            old = self._row_columns(batch, position, level, node)
+            new = self._row_columns(batch, position, level, level)
+            source = torch.cat([old.inputs, old.tokens], 1)
+            target = torch.cat([new.inputs, new.tokens], 1)
         self.cache("target").move(batch.rows, source, target)
 
     def results(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
-        """(tokens [B, L], their costs [B, L], whether a token is valid and not -1, bool [B, L]) of sequences."""
-        slots = send_integers([s.slot for s in sequences], self.device)
+        """(tokens [B, L], their costs [B, L], bool [B, L]: whether a token is valid, not -1) of sequences."""
+        slots = send_integers([sequence.slot for sequence in sequences], self.device)
         tokens = self.tokens[slots, : self.seq_len]
-        return tokens, self.token_cost[slots, : self.seq_len], tokens >= 0
+        token_cost = self.token_cost[slots, : self.seq_len]
+        return tokens, token_cost, tokens >= 0
 
     def so_far(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
         """(tokens [1, L], costs [1, L]) of a running sequence: -1 and NaN at tokens that are not generated yet."""
         tokens, token_cost, _ = self.results([sequence])
-        unknown = steps(self.seq_len, self.device) >= sequence.num_committed
-        return tokens.masked_fill(unknown, -1), token_cost.masked_fill(unknown, torch.nan)
+        is_open = steps(self.seq_len, self.device) >= sequence.num_committed
+        tokens = tokens.masked_fill(is_open, -1)
+        return tokens, token_cost.masked_fill(is_open, torch.nan)
 
     def decode(self, tokens: Tensor) -> Tensor | None:
-        """Images [B, 3, H, W] in 0..1 of tokens [B, L] (-1 counts as 0), or None without a tokenizer.
+        """Decodes tokens [B, L] (-1 counts as 0) to images [B, 3, H, W] in 0..1; None without a tokenizer.
 
-        They are resized to `image_size`, as in LlamaGen's reference sampler.
+        Larger images are resized to `image_size`, as in LlamaGen's reference sampler.
         """
         tokenizer = self.models["tokenizer"]
         if tokenizer is None:
