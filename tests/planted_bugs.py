@@ -178,8 +178,8 @@ BUGS = [
     Bug(
         "the residual is not renormalised",
         "cspd/discrete/rules.py",
-        "where_rows(total > 0, weights / total,",
-        "where_rows(total > 0, weights,",
+        "torch.where(total > 0, weights / total,",
+        "torch.where(total > 0, weights,",
         "discrete/test_rules.py",
     ),
     Bug(
@@ -206,8 +206,8 @@ BUGS = [
     Bug(
         "a group lacks its last token",
         "cspd/discrete/rules.py",
-        "place + (group + 1) // 2",
-        "place + group // 2",
+        "rank + (group + 1) // 2",
+        "rank + group // 2",
         "discrete/test_rules.py",
     ),
     Bug(
@@ -253,6 +253,48 @@ BUGS = [
         "/ len(values) ** 0.5 if",
         "/ len(values) if",
         "evaluation/test_clip.py",
+    ),
+    Bug(
+        "rejected siblings are not taken out of the residual",
+        "cspd/discrete/trees.py",
+        "left = rule.resample(P, Q, f, x, near)",
+        "left = P",
+        "discrete/test_rules.py",
+    ),
+    Bug(
+        "siblings are the likeliest tokens",
+        "cspd/discrete/jacobi.py",
+        "draw_siblings(left, draws.siblings)",
+        "left.topk(draws.siblings.shape[-1]).indices",
+        "discrete/test_laws.py",
+    ),
+    Bug(
+        "a rejected token is replaced by a draw of P",
+        "cspd/discrete/jacobi.py",
+        "sample(on_path.residual, u)",
+        "sample(P[:, :path], u)",
+        "discrete/test_laws.py",
+    ),
+    Bug(
+        "draws of later positions are of their neighbours",
+        "cspd/discrete/runner.py",
+        "return self.draws[batch.slot.unsqueeze(1), position]",
+        "return self.draws[batch.slot.unsqueeze(1), position + (ahead > 0)]",
+        "discrete/test_same_image.py",
+    ),
+    Bug(
+        "siblings are compared with the token of another one",
+        "cspd/discrete/trees.py",
+        "tokens == drawn.gather(1, above)",
+        "tokens.roll(1, 1) == drawn.gather(1, above)",
+        "discrete/test_same_image.py",
+    ),
+    Bug(
+        "given tokens are shifted by two",
+        "cspd/discrete/runner.py",
+        "inputs = tokens.roll(1, 1)",
+        "inputs = tokens.roll(2, 1)",
+        "discrete/test_runner.py",
     ),
 ]
 
