@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conditions import inputs_of
 from safetensors.torch import load_file
 from torch import Tensor
 from toys import runner_of, toy_models
+from train_eagle import predict
 
 from cspd import noise
 from cspd.checkpoints import checkpoint_files
 from cspd.discrete.batch import by_slot
+from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.gpt import GPT, GPTConfig
 from cspd.discrete.registry import GPTS, GPTSpec, SamplingDefaults, create_gpt
 from cspd.discrete.rules import guide
@@ -207,19 +210,32 @@ def one_by_one(logits: Callable[[Tensor], Tensor], length: int, uniforms: Tensor
     return codes
 
 
-def check_training_and_drafting(started, trained, drafted):
-    """Training must give the drafter the inputs, and the drafter the outputs, that drafting has.
+def check_training_and_drafting(models: dict, asked: list[Request], rounds: tuple[int, ...]) -> None:
+    """Training must give an EAGLE drafter the inputs, and get from it the outputs, that drafting has.
 
     Args:
-        trained: predictions of the drafter and features of the target, [2, sequences, L, dim].
-        drafted: by slot, the drafter's output at the root and the target's last feature [2, slots, dim], and the
-            features before it [2, slots, L, dim].
+        asked: requests of the method eagle, one for each of PROMPTS. rounds: of each sequence before it is compared.
     """
-    predicted, features = trained
-    root, last, past = drafted
+    runner, started = running(models, asked, rounds)
+    slots = torch.tensor([sequence.slot for sequence in started])
+    length = runner.seq_len - 1
+    with torch.inference_mode():
+        batch = runner.batch_of(by_slot(started))
+        root = _eagle_root(runner, batch, 3)[:, slots, 0]
+        last = runner.features(batch, runner.last(batch, 1)[0])[:, slots, 0]
+        past = runner.past.before(batch, torch.arange(1, length + 1).expand(3, -1))[:, slots]
+
+        # both guidance branches of the three sequences
+        codes = runner.tokens[slots, :length].repeat(2, 1)
+        is_null = torch.arange(6) >= 3
+        inputs = inputs_of(runner, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
+        predicted, features = predict(models["target"], models["eagle"], inputs, 0.0, torch.Generator())
+    predicted = predicted.unflatten(0, (2, 3))
+    features = features.unflatten(0, (2, 3))
     for i, sequence in enumerate(started):
-        slot, count = sequence.slot, sequence.num_committed
-        assert relative_error(features[:, i, count], last[:, slot]) < 1e-5
-        assert relative_error(predicted[:, i, count], root[:, slot]) < 1e-5
+        count = sequence.num_committed
+        assert relative_error(features[:, i, count], last[:, i]) < 1e-5
+        assert relative_error(predicted[:, i, count], root[:, i]) < 1e-5
         if count:
-            assert relative_error(features[:, i, :count], past[:, slot, :count]) < 1e-5
+            assert relative_error(features[:, i, :count], past[:, i, :count]) < 1e-5
+    assert len({sequence.num_committed for sequence in started}) > 1
