@@ -125,7 +125,8 @@ def defaults_of(config: MARConfig) -> SamplingDefaults:
     for spec in MARS.values():
         if spec.config == config:
             return spec.defaults
-    for spec in MARS.values():  # the same size at another resolution
+    # digits and emojis share the sizes of their draft models, so the exact resolution comes first
+    for spec in MARS.values():
         if replace(spec.config, img_size=config.img_size, patch_size=config.patch_size) == config:
             return spec.defaults
     return SamplingDefaults()
@@ -142,6 +143,7 @@ def create_mar(name: str, seq_len: int | None = None, token_dim: int | None = No
     Raises:
         ValueError: unknown name.
     """
+    # L = (img_size / stride / patch_size)^2 and d = channels of the latent * patch_size^2
     config = mar_spec(name).config
     side = math.isqrt(seq_len or config.seq_len)
     patch = math.isqrt((token_dim or config.token_dim) // config.vae_embed_dim)
@@ -168,8 +170,7 @@ kl16 = functools.partial(create_vae, "kl16")
 
 Model = TypeVar("Model", bound=nn.Module)
 Shapes = dict[str, tuple[int, ...]]
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-LISTED = 3  # the most tensors that a message names
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,7 @@ def load_weights(path: Path, kind: Kind[Model], arch: str | None = None, ema: bo
     """
     if arch is not None:
         _check_arch(arch, kind)
+    # the first size with exactly these names and shapes; `defaults_of` tells sizes of equal shapes by their resolution
     tensors = read_tensors(path, ema)
     candidates = kind.names if arch is None else [arch]
     create = kind.like(tensors)
@@ -255,16 +257,17 @@ def fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     problem = _mismatch(_shapes_of(own), tensors)
     if problem:
         raise CheckpointError(f"{path}: not the weights of {type(model).__name__}: {problem}")
+    # `assign` takes the tensors themselves, so that a memory-mapped file is not copied
     weights = {name: _converted(tensors[name], own[name].dtype, f"{path}: {name}") for name in own}
     model.load_state_dict(weights, assign=True)
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype, where: str) -> Tensor:
     """A tensor in a model's type: float32, or the integers of a counter of batch normalisation."""
+    accepted = [dtype]
     if dtype.is_floating_point:
-        dtype, accepted = torch.float32, FLOATS
-    else:
-        accepted = (dtype,)
+        dtype = torch.float32
+        accepted = FLOATS
     if tensor.dtype not in accepted:
         types = " or ".join(str(each).removeprefix("torch.") for each in accepted)
         raise CheckpointError(f"{where} is {tensor.dtype}, expected {types}: save the weights in one of these types")
@@ -282,23 +285,16 @@ def _shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def _mismatch(shapes: Shapes, tensors: Mapping[str, Tensor]) -> str:
-    """How tensors differ from a model's, in a few words; empty if they do not."""
-    problems = {
-        "missing": [name for name in shapes if name not in tensors],
-        "unexpected": [name for name in tensors if name not in shapes],
-        "misshapen": [
-            f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
-            for name, shape in shapes.items()
-            if name in tensors and tensors[name].shape != shape
-        ],
-    }
-    return "; ".join(f"{problem}: {_few(names)}" for problem, names in problems.items() if names)
-
-
-def _few(names: list[str]) -> str:
-    listed = ", ".join(names[:LISTED])
-    more = len(names) - LISTED
-    return f"{listed} and {more} more" if more > 0 else listed
+    """The first difference between tensors and those of a model, in a few words; empty if there is none."""
+    for name in tensors:
+        if name not in shapes:
+            return f"the tensor {name} is unexpected"
+    for name, shape in shapes.items():
+        if name not in tensors:
+            return f"the tensor {name} is missing"
+        if tensors[name].shape != shape:
+            return f"the tensor {name} is {list(tensors[name].shape)}, expected {list(shape)}"
+    return ""
 
 
 def _resemblance(shapes: Shapes, tensors: Mapping[str, Tensor]) -> float:
@@ -324,10 +320,11 @@ def _explanation(tensors: dict[str, Tensor], wanted: Kind, candidates: Collectio
             if _shapes(kind.like(tensors), name) == _shapes_of(tensors):
                 advice = "pass that name as arch, or omit arch" if kind is wanted else kind.place
                 return f"these are the weights of {name} ({kind.what}), not of {expected}: {advice}"
+    # not the tensors of any model: the most similar candidate shows what differs
     create = wanted.like(tensors)
     nearest = max(candidates, key=lambda name: _resemblance(_shapes(create, name), tensors))
-    differences = _mismatch(_shapes(create, nearest), tensors)
-    return f"not the weights of {expected}; compared with {nearest}, {differences}: pass a file of one of these models"
+    difference = _mismatch(_shapes(create, nearest), tensors)
+    return f"not the weights of {expected}; compared with {nearest}, {difference}: pass a file of one of these models"
 
 
 def named_size(model: nn.Module) -> str | None:

@@ -44,7 +44,8 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
     try:
         content = _read(path)
     except Exception as error:  # a damaged file can fail anywhere in the readers
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):  # the archive is complete
+        # a complete archive that still cannot be unpickled has something that `weights_only` refuses to run
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
             raise CheckpointError(
                 f"{path}: it holds something other than tensors, and code in a file is not run: save the weights alone"
             ) from error
@@ -52,6 +53,7 @@ def read_tensors(path: Path, ema: bool = True) -> dict[str, Tensor]:
             f"{path}: cannot be read as weights ({_reason(error)}); it has {path.stat().st_size:,} bytes{_text(start)}"
             " and is likely truncated or another kind of file: fetch it again and compare its size with the source"
         ) from error
+    # official files hold sets of weights by key, and sometimes a prefix in all names
     tensors = _to_read(_tensors_in(content, ema))
     if not tensors:
         found = type(content).__name__
@@ -68,6 +70,7 @@ def count_numbers(path: Path) -> int:
     """How many numbers the tensors of a weights file have, by their shapes alone; 0 if the file is damaged."""
     try:
         if path.suffix != ".safetensors":
+            # memory-mapped, so that few bytes are read
             return sum(tensor.numel() for tensor in read_tensors(path).values())
         with safe_open(path, "pt") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())

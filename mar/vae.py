@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,6 +46,7 @@ class ResnetBlock(nn.Module):
         self.norm2 = group_norm(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         if in_channels != out_channels:
+            # the residual connection needs the same number of channels at both ends
             self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +83,8 @@ class Downsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1, 0, 1)))  # the authors pad at the right and at the bottom only
+        # the authors pad at the right and at the bottom only, which halves an even side exactly
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
 class Upsample(nn.Module):
@@ -117,7 +120,7 @@ class Level(nn.Module):
         return x
 
 
-class _Middle(nn.Module):
+class Middle(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.block_1 = ResnetBlock(channels, channels)
@@ -129,24 +132,33 @@ class _Middle(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: KLConfig) -> None:
+    """From images [B, 3, H, W] to [B, out_channels, H / stride, W / stride]."""
+
+    # The names in state dicts; LlamaGen's files have other ones for the same layers.
+    levels_name = "down"
+    level: type[Level] = Level
+    middle: type[nn.Module] = Middle
+
+    def __init__(self, config: Any, out_channels: int) -> None:
         super().__init__()
         widths = [config.ch * m for m in config.ch_mult]
         self.conv_in = nn.Conv2d(3, config.ch, 3, padding=1)
-        self.down = nn.ModuleList()
-        for i, (in_channels, out_channels) in enumerate(pairwise([config.ch, *widths])):
+        levels = nn.ModuleList()
+        for i, (in_width, width) in enumerate(pairwise([config.ch, *widths])):
+            # as in the authors' models, only the lowest resolution attends
             last = i == len(widths) - 1
-            level = Level(in_channels, out_channels, config.num_res_blocks, attention=last and config.attention)
+            level = self.level(in_width, width, config.num_res_blocks, attention=last and config.attention)
             if not last:
-                level.downsample = Downsample(out_channels)
-            self.down.append(level)
-        self.mid = _Middle(widths[-1])
+                level.downsample = Downsample(width)
+            levels.append(level)
+        self.add_module(self.levels_name, levels)
+        self.mid = self.middle(widths[-1])
         self.norm_out = group_norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], 2 * config.embed_dim, 3, padding=1)
+        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
-        for level in self.down:
+        for level in getattr(self, self.levels_name):
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(self.mid(x))))
 
@@ -156,8 +168,9 @@ class Decoder(nn.Module):
         super().__init__()
         widths = [config.ch * m for m in config.ch_mult]
         self.conv_in = nn.Conv2d(config.embed_dim, widths[-1], 3, padding=1)
-        self.mid = _Middle(widths[-1])
-        self.up = nn.ModuleList()  # index 0 is the full resolution, which runs last
+        self.mid = Middle(widths[-1])
+        # index 0 is the full resolution, which runs last, and the only one without an `upsample`
+        self.up = nn.ModuleList()
         for i, (out_channels, in_channels) in enumerate(pairwise([*widths, widths[-1]])):
             level = Level(in_channels, out_channels, config.num_res_blocks + 1)
             if i > 0:
@@ -179,13 +192,14 @@ class AutoencoderKL(nn.Module):
     def __init__(self, config: KLConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config)
+        self.encoder = Encoder(config, 2 * config.embed_dim)
         self.decoder = Decoder(config)
         self.quant_conv = nn.Conv2d(2 * config.embed_dim, 2 * config.embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.embed_dim, config.embed_dim, 1)
 
     def encode(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance (clamped to -30..20) of the unscaled latent's posterior."""
+        # half of the channels are the mean, half the log-variance
         mean, logvar = self.quant_conv(self.encoder(image)).chunk(2, dim=1)
         return mean, logvar.clamp(-30.0, 20.0)
 

@@ -210,6 +210,7 @@ class ChameleonPixels(Pixels):
                 getattr(self, name).load_state_dict(part)
             except RuntimeError as error:
                 raise CheckpointError(f"{decoder}: not the image decoder of this model ({error})") from error
+        # the file has the encoder too, with tensors that the weights of Lumina-mGPT lack
         encoder = {}
         for name, parameter in vqmodel.state_dict().items():
             if name in tensors and tensors[name].shape == parameter.shape:
@@ -289,6 +290,7 @@ def _tokens_of(config: Any, mapping: Any, num_codes: int) -> list[int]:
 
 def _rows(linear: nn.Linear, tokens: list[int]) -> nn.Linear:
     """The part of an output layer that computes the logits of some tokens."""
+    # on the meta device, since its random weights are replaced at once
     part = nn.Linear(linear.in_features, len(tokens), bias=False, device="meta")
     part.weight = nn.Parameter(linear.weight.detach()[_index(tokens, linear.weight)], requires_grad=False)
     return part
@@ -306,6 +308,7 @@ def _janus_image(config: Any, processor: Mapping[str, Any]) -> Image:
 @torch.no_grad()
 def _janus_parts(model: Any, image: Image, decoder: Path | None) -> Parts:
     own = model.model
+    # Janus has a vocabulary of its own for images, with embeddings that an adapter maps to the decoder's width
     codes = torch.arange(image.num_codes, device=own.generation_embeddings.weight.device)
     embeddings = model.prepare_embeddings_for_image_generation(codes)
     return Parts(own.language_model, embeddings, own.generation_head, JanusPixels(own.vqmodel, image))

@@ -406,6 +406,7 @@ class Tuning(DraftChooser):
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
         """The fastest configuration on this device, and the reason."""
+        # nothing is measured if the request leaves no choice
         by_name = {name_of(config): config for config in draft_configs(request, self.eagle is not None)}
         if len(by_name) == 1:
             return Choice(*by_name.values(), "as asked for")
@@ -432,6 +433,7 @@ class Tuning(DraftChooser):
         def measure() -> Rounds:
             requests = {name: request.but(**config) for name, config in by_name.items()}
             times = round_seconds(self._runner(num_slots), requests, long=LONG)
+            # other processes only ever add time, so the minimum is the best estimate
             return Rounds({name: min(own) for name, own in times.items()})
 
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
@@ -461,6 +463,7 @@ class Tuning(DraftChooser):
 
     def _key(self, request: Request, config: DraftConfig) -> dict:
         """Everything that tokens per round depend on. Rounding is left out, so that one count serves all devices."""
+        # only the weights that the configuration uses, by content, so that a copied file counts as the same
         models = ["target", *sorted(SPECULATIVE.uses(request.but(**config)))]
         return {
             "schema": SCHEMA,
@@ -526,6 +529,7 @@ def round_seconds(
 
 
 def _seconds_half_way(runner: VQRunner, sequences: list[Sequence], clock: Callable[[], float]) -> float:
+    # half-way, a round has the mean cost of attention; the tokens themselves do not matter
     half = runner.seq_len // 2
     runner.num_committed.fill_(half)
     for sequence in sequences:
@@ -543,6 +547,7 @@ def tokens_per_round(runner: VQRunner, request: Request, advance: Advance = no_a
 
     `advance` is called with the number of newly committed tokens.
     """
+    # every slot stays busy until its own image ends, so the last rounds have fewer sequences
     sequences = _begun(runner, request)
     running = list(sequences)
     done = 0
@@ -637,6 +642,7 @@ class VQModels:
         """
         if compiled and not isinstance(self.target, GPT):
             raise ValueError("compiled=True (--compile) works with LlamaGen and MAR models only: omit it")
+        # checked before the caches are allocated
         fix = "use a smaller model or another device"
         weights = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mar.vae import AttnBlock, Downsample, Level, ResnetBlock, Upsample, group_norm
+from mar import vae
 
 # Constants are created once, which saves a round their launches.
 
@@ -108,7 +108,9 @@ class CacheView:
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values [B, heads, N, head_dim]; returns those of all columns [B, heads, width, head_dim]."""
-        return self._update(self.keys[layer], key), self._update(self.values[layer], value)
+        keys = self._update(self.keys[layer], key)
+        values = self._update(self.values[layer], value)
+        return keys, values
 
     def _update(self, cache: Tensor, new: Tensor) -> Tensor:
         new = new.to(cache.dtype)
@@ -278,7 +280,9 @@ class GPT(nn.Module):
         The condition is classes [B] (n = 1; `num_classes` is the unconditional branch), or features of prompts
         [B, n, caption_dim].
         """
-        return torch.cat([self.cls_embedding(condition), self.tok_embeddings(tokens)], dim=1)
+        prefix = self.cls_embedding(condition)
+        image = self.tok_embeddings(tokens)
+        return torch.cat([prefix, image], dim=1)
 
     def features(
         self, x: Tensor, position: Tensor, mask: Tensor | None = None, cache: CacheView | None = None
@@ -357,6 +361,7 @@ class Eagle(nn.Module):
     ) -> Tensor:
         """Predicted features [B, N, dim]; table: rotary angles of the positions; mask, cache as in `GPT.features`."""
         x = self.fc(torch.cat([embeddings, features], dim=-1).to(self.fc.weight.dtype))
+        # unlike the target, the drafter has no final norm: its output is a feature
         for layer in self.layers:
             x = layer(x, table, mask, cache)
         return x
@@ -473,37 +478,21 @@ class VQConfig:
         return 2 ** (len(self.ch_mult) - 1)
 
 
-class _Level(Level):
+class _Level(vae.Level):
     blocks_name = "res"
 
 
-def _middle(channels: int) -> nn.ModuleList:
-    return nn.ModuleList([ResnetBlock(channels, channels), AttnBlock(channels), ResnetBlock(channels, channels)])
+class _Middle(nn.Sequential):
+    def __init__(self, channels: int) -> None:
+        super().__init__(
+            vae.ResnetBlock(channels, channels), vae.AttnBlock(channels), vae.ResnetBlock(channels, channels)
+        )
 
 
-class Encoder(nn.Module):
-    def __init__(self, config: VQConfig) -> None:
-        super().__init__()
-        widths = [config.ch * m for m in config.ch_mult]
-        self.conv_in = nn.Conv2d(3, config.ch, 3, padding=1)
-        self.conv_blocks = nn.ModuleList()
-        for i, (in_channels, out_channels) in enumerate(pairwise([config.ch, *widths])):
-            last = i == len(widths) - 1
-            level = _Level(in_channels, out_channels, config.num_res_blocks, attention=last and config.attention)
-            if not last:
-                level.downsample = Downsample(out_channels)
-            self.conv_blocks.append(level)
-        self.mid = _middle(widths[-1])
-        self.norm_out = group_norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], config.z_channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.conv_blocks:
-            x = level(x)
-        for block in self.mid:
-            x = block(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
+class Encoder(vae.Encoder):
+    levels_name = "conv_blocks"
+    level = _Level
+    middle = _Middle
 
 
 class Decoder(nn.Module):
@@ -511,21 +500,19 @@ class Decoder(nn.Module):
         super().__init__()
         widths = [config.ch * m for m in reversed(config.ch_mult)]  # the lowest resolution first
         self.conv_in = nn.Conv2d(config.z_channels, widths[0], 3, padding=1)
-        self.mid = _middle(widths[0])
+        self.mid = _Middle(widths[0])
         self.conv_blocks = nn.ModuleList()
         for i, (in_channels, out_channels) in enumerate(pairwise([widths[0], *widths])):
             attention = config.attention and i == 0
             level = _Level(in_channels, out_channels, config.num_res_blocks + 1, attention)
             if i < len(widths) - 1:
-                level.upsample = Upsample(out_channels)
+                level.upsample = vae.Upsample(out_channels)
             self.conv_blocks.append(level)
-        self.norm_out = group_norm(widths[-1])
+        self.norm_out = vae.group_norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for block in self.mid:
-            x = block(x)
+        x = self.mid(self.conv_in(x))
         for level in self.conv_blocks:
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(x)))
@@ -543,7 +530,7 @@ class VQModel(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config)
+        self.encoder = Encoder(config, config.z_channels)
         self.decoder = Decoder(config)
         self.quantize = _Quantizer(config)
         self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_dim, 1)
@@ -560,6 +547,7 @@ class VQModel(nn.Module):
 
     def nearest(self, vectors: Tensor) -> Tensor:
         """Codes [B, h * w] nearest to unit vectors [B, c, h, w]."""
+        # between unit vectors the largest product is the smallest distance
         similarity = vectors.flatten(2).transpose(1, 2) @ self.codebook.T
         return similarity.argmax(dim=-1)
 

@@ -112,6 +112,7 @@ def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
         own = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{path / CONFIG}: cannot be read ({error}): fetch it again") from error
+    # the size of the weights is needed before they are read, to check the free memory
     image = architecture.image(own, _processor(path))
     stored = getattr(own, "dtype", None) or _type_of(weight_files(path)[0])
     dtype = dtype or stored
@@ -146,6 +147,7 @@ def sizes(own: Any, architecture: Architecture, image: Image) -> HFConfig:
     text = architecture.text(own)
     heads = text.num_attention_heads
     length = image.side**2
+    # the positions of a prompt, of the image and of the ends of its rows all count
     row_ends = 0 if image.row_end is None else image.side
     room = text.max_position_embeddings - length - row_ends
     if room < 1:
@@ -190,6 +192,7 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
         )
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{folder.path}: its weights cannot be read ({error}): fetch them again") from error
+    # Lumina-mGPT's weights lack the VQ model, and others may lack parts that are not used here
     parts = folder.architecture.parts(model, folder.image, decoder)
     for name in sorted(report["missing_keys"]):
         if not _is_elsewhere(name, parts.tokenizer):
@@ -291,6 +294,7 @@ class HFEagle(Eagle):
     """
 
     def __init__(self, config: HFConfig) -> None:
+        # LlamaGen's layer has as many key heads as query heads, also if the target has fewer
         names = ("dim", "n_head", "vocab_size", "block_size", "prefix_length")
         sizes = {name: getattr(config, name) for name in names}
         super().__init__(GPTConfig(**sizes, n_layer=1, num_classes=0))
@@ -303,5 +307,6 @@ class HFEagle(Eagle):
 
 def load_hf_eagle(path: Path, target: HFConfig, dtype: torch.dtype) -> HFEagle:
     """Loads a drafter for a target, on the CPU. Raises CheckpointError as `mar.checkpoint.load_weights` does."""
+    # a kind with a single size: the file's tensors must be those of this target's drafter
     kind = replace(EAGLE, names={target.architecture: target}, create=lambda name: HFEagle(target))
     return load_weights(path, kind)[0].to(dtype)

@@ -42,6 +42,9 @@ class GPTSpec:
     defaults: SamplingDefaults
 
 
+# Widths, depths and heads are those of the official names.
+
+
 def _official(dim: int, n_layer: int, n_head: int, cfg: float, side: int) -> GPTSpec:
     config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, block_size=side * side)
     return GPTSpec(config, "vq16", SamplingDefaults(cfg=cfg))
@@ -102,6 +105,7 @@ def defaults_of(config: Any) -> SamplingDefaults:
     if hasattr(config, "defaults"):
         return config.defaults
     for spec in GPTS.values():
+        # files of a size exist for several resolutions; small images are not enlarged to the paper's size
         if replace(spec.config, block_size=config.block_size) == config:
             own_size = config.grid * TOKENIZERS[spec.tokenizer].stride
             return replace(spec.defaults, image_size=min(spec.defaults.image_size, own_size))
@@ -257,6 +261,7 @@ def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
         CheckpointError, ValueError: as in `mar.checkpoint.load_weights`.
     """
     model, name = load_weights(Path(path), GPT_MODEL, arch)
+    # the rotary angles are computed from block_size, so weights of one resolution run at any other
     pixels = PIXELS.search(Path(path).stem)
     if pixels:
         side = int(pixels[1]) // TOKENIZERS[GPTS[name].tokenizer].stride

@@ -92,6 +92,7 @@ def _cleaned_once(caption: str) -> str:
     import ftfy
 
     caption = unquote_plus(caption).strip().lower().replace("<person>", "person")
+    # the order of the steps is the authors'
     caption = _without_tags(_by(ADDRESSES, caption))
     caption = _by(CHARACTERS, caption)
     if len(re.findall("[-_]", caption)) > MOST_HYPHENS:
@@ -211,12 +212,13 @@ class TextEncoder:
     @property
     def bytes_to_load(self) -> int:
         """Bytes of the weights in float32, computed from the configuration; 0 once they are loaded."""
-        if "models" in vars(self):
+        if "models" in vars(self):  # the cached property has been computed
             return 0
         sizes = self._sizes
         width = self.width
         heads = sizes["num_heads"]
         attention = 4 * width * heads * sizes["d_kv"]
+        # a gated feed-forward layer has one matrix more (T5 1.1 and FLAN-T5)
         matrices = 3 if sizes["feed_forward_proj"].startswith("gated") else 2
         feed_forward = matrices * width * sizes["d_ff"]
         norms = 2 * width
@@ -236,6 +238,7 @@ class TextEncoder:
 
     def _cached(self, text: str, most: int, device: torch.device) -> tuple[Tensor, int]:
         """Features, and the number of tokens of the whole text, from the cache directory or computed."""
+        # features depend on the limit too, since tokens attend to each other
         text = cleaned(text)
         key = {"encoder": self.identity, "text": text, "most": most}
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
@@ -250,6 +253,7 @@ class TextEncoder:
 
     def _made(self, text: str, most: int, device: torch.device) -> dict[str, Any]:
         tokenizer, encoder = self.models
+        # the whole text is counted for the warning, then truncated
         tokenizer.no_truncation()
         count = len(tokenizer.encode(text).ids)
         tokenizer.enable_truncation(most)  # the end token stays
@@ -275,5 +279,6 @@ class TextEncoder:
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])[0]
             raise CheckpointError(f"{self.folder}: not the weights of a T5 encoder ({missing} is missing): {SOURCE}")
+        # texts are encoded one at a time, without the authors' padding, which is masked anyway
         tokenizer.no_padding()
         return tokenizer, encoder.float().eval()

@@ -61,23 +61,16 @@ def requests(method="ar", **changes):
     return [*own[:2], own[2].but(negative_prompt=NEGATIVE)]
 
 
-def test_a_whole_sequence(models):
-    codes = torch.arange(8)
-    for request in requests():
-        for features, present in conditions(models["target"], request):
-            expected = plain_logits(models["target"], features, present, codes)
-            logits = models["target"](features[present].unsqueeze(0), codes.unsqueeze(0))[0]
-            assert relative_error(logits, expected) < 1e-5
-
-
-def test_a_padded_batch(models):
-    """As in training: prompts of unequal lengths, padded on the left, some replaced by the unconditional branch."""
-    codes = torch.arange(8)
-    both = [condition for request in requests()[:2] for condition in conditions(models["target"], request)]
-    features, present = (torch.stack(each) for each in zip(*both))
-    logits = models["target"](features, codes.expand(4, -1), present)
-    for own, condition in zip(logits, both):
-        assert relative_error(own, plain_logits(models["target"], *condition, codes)) < 1e-5
+def test_logits_are_those_of_the_formulas(models):
+    """Also in a batch as in training: prompts of unequal lengths, padded on the left, or the unconditional branch."""
+    target, codes = models["target"], torch.arange(8)
+    every = [condition for request in requests() for condition in conditions(target, request)]
+    features, present = (torch.stack(each) for each in zip(*every))
+    batched = target(features, codes.expand(len(every), -1), present)
+    for own, (features, present) in zip(batched, every):
+        expected = plain_logits(target, features, present, codes)
+        alone = target(features[present].unsqueeze(0), codes.unsqueeze(0))[0]
+        assert relative_error(own, expected) < 1e-5 and relative_error(alone, expected) < 1e-5
 
 
 @pytest.mark.parametrize("rounds", [(0, 3, 1), (2, 2, 2)], ids=str)
@@ -158,23 +151,6 @@ def test_images_do_not_depend_on_their_batch(engine):
         assert torch.equal(output.tokens, alone.generate(request)[0].tokens)
 
 
-def test_prompts_and_classes_in_flight_together(models, small_mar):
-    """Prompts of three lengths with several methods, and a MAR's classes between them: images are those made alone."""
-    engine = Engine(MARModels(small_mar), VQModels(**models), max_batch=3, device="cpu")
-    quick = {"method": "ar", "num_iter": 2, "num_sampling_steps": 25, "cfg": 2.0}
-    texts = [requests("sd")[0], requests("sjd-pac")[1], requests("eagle2")[2]]
-    texts += [Request(prompt=PROMPTS[1], seed=7, method="ar", family="VQ")]
-    asked = [Request(1, 11, **quick), *texts[:2], Request(3, 12, family="MAR", **quick), *texts[2:]]
-    alone = engine.with_slots(1)
-    for request, output in zip(asked, staggered(engine, asked)):
-        single = alone.generate(request)[0]
-        assert output.stats.backbone_calls == single.stats.backbone_calls
-        if request.prompt is None:
-            assert relative_error(output.tokens, single.tokens) < 1e-5
-        else:
-            assert torch.equal(output.tokens, single.tokens) and output.class_name == request.prompt
-
-
 @pytest.mark.parametrize("method", ["eagle", "sjd-pac"])
 def test_graphs_and_late_reports(method, models, engine):
     graphed = Engine(VQModels(**models), max_batch=3, device="cpu")
@@ -249,11 +225,17 @@ def test_bad_requests(settings, told, engine):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_prompts_and_labels_choose_the_family(first, models, small_mar):
+def test_prompts_and_labels_in_one_engine(first, models, small_mar):
+    """They choose the family; images in flight together are those that are made alone."""
     both = [MARModels(small_mar), VQModels(**models)]
-    engine = Engine(both[first], both[1 - first], max_batch=1, device="cpu")
-    assert engine.check(Request(prompt=PROMPTS[0], method="ar")).family == "VQ"
-    assert engine.check(Request(1, method="ar")).family == engine.check(Request(1)).family == "MAR"
+    engine = Engine(both[first], both[1 - first], max_batch=2, device="cpu")
+    prompt = Request(prompt=PROMPTS[0], method="ar")
+    label = Request(1, 11, method="ar", num_iter=2, num_sampling_steps=25, cfg=2.0)
+    assert engine.check(Request(1)).family == "MAR"
+    outputs = engine.generate([label, prompt])
+    assert [output.request.family for output in outputs] == ["MAR", "VQ"]
+    assert relative_error(outputs[0].tokens, engine.generate(label)[0].tokens) < 1e-5
+    assert torch.equal(outputs[1].tokens, engine.generate(prompt)[0].tokens)
     with pytest.raises(ValueError):
         engine.check(Request(prompt=PROMPTS[0], family="MAR"))
 

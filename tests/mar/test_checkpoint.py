@@ -86,7 +86,6 @@ def test_size_is_found(save):
         ({"mask_token": torch.zeros(1, 1, 7)}, "mask_token"),
         ({f"extra.{i}": torch.zeros(1) for i in range(9)}, "extra.0"),
         ({"mask_token": None}, "mask_token"),
-        ({"mask_token": None, "module.mask_token": torch.zeros(1)}, "module.mask_token"),
     ],
 )
 def test_wrong_tensors(changes, problem, save, weights):
