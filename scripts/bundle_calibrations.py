@@ -40,17 +40,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=sorted(bundled()), help="bundled models (default: all)")
     for name in parser.parse_args().names:
-        place = bundled()[name] / CALIBRATION
-        shutil.rmtree(place, ignore_errors=True)  # otherwise its values would be read
+        folder = bundled()[name] / CALIBRATION
+        shutil.rmtree(folder, ignore_errors=True)  # otherwise its values would be read
         with tempfile.TemporaryDirectory() as cache:
             os.environ["XDG_CACHE_HOME"] = cache
             engine = cspd.load(name, max_batch=1, device="cpu")
             {"MAR": fit_mar, "VQ": count_vq}[engine.runner.family](engine)
-            place.mkdir()
+            folder.mkdir()
             files = [
-                Path(shutil.copy(file, place)) for file in sorted(user_cache().glob("*.*"))
+                Path(shutil.copy(file, folder)) for file in sorted(user_cache().glob("*.*"))
             ]  # not text/, the features
-        print(f"{place}: {len(files)} files, {sum(file.stat().st_size for file in files):,} bytes")
+        print(f"{folder}: {len(files)} files, {sum(file.stat().st_size for file in files):,} bytes")
 
 
 if __name__ == "__main__":

@@ -58,9 +58,9 @@ def read_captions(path: Path) -> list[Caption]:
     if wrong := misfit(content, SHAPE):
         raise ValueError(f'{path}: {wrong} is invalid: expected the form {{"train/class/image.png": {SHOWN}}}')
     found: dict[tuple[str, str], Caption] = {}
-    for place, about in sorted(content.items()):
-        file = path.parent / place
-        if not place.startswith("held_out/"):
+    for relative, about in sorted(content.items()):
+        file = path.parent / relative
+        if not relative.startswith("held_out/"):
             key = file.parent.name, about["name"]
             found.setdefault(key, Caption(about["name"], about["tags"], file.parent.name, [])).files.append(file)
     if not found:

@@ -75,7 +75,7 @@ def of_target(
     return make
 
 
-def kept(make: Make, num: int, folder: Path, made_with: dict, device: torch.device) -> Codes:
+def cached(make: Make, num: int, folder: Path, made_with: dict, device: torch.device) -> Codes:
     """Tokens of `num` images, from files in `folder` with PART images each; missing files are computed and written.
 
     Under torchrun each process computes its part of the files, and reads all of them.

@@ -56,8 +56,8 @@ def features_of(target: Any, inputs: Inputs) -> Tensor:
     """The target's features [B, N, dim] after inputs; at the last token of a row, the feature after the row's end."""
     if target.config.row_end is None:
         return _through(target, inputs)
-    whole, place = _with_row_ends(target, inputs)
-    return _through(target, whole)[:, place]
+    whole, index = _with_row_ends(target, inputs)
+    return _through(target, whole)[:, index]
 
 
 def _through(target: Any, inputs: Inputs) -> Tensor:
@@ -75,13 +75,13 @@ def _with_row_ends(target: Any, inputs: Inputs) -> tuple[Inputs, Tensor]:
     """
     position, side = inputs.position[0], target.config.grid
     num_ends = (inputs.length - 1) // side
-    place = torch.arange(len(position), device=position.device) + position // side
+    index = torch.arange(len(position), device=position.device) + position // side
     begins_row = (position % side == 0) & (position > 0)
     end = target.cls_embedding.weight[target.config.row_end]
     embedded = end.repeat(len(inputs.embedded), len(position) + num_ends, 1)
-    embedded[:, place - begins_row.long()] = inputs.embedded
+    embedded[:, index - begins_row.long()] = inputs.embedded
     present = F.pad(inputs.present, (0, num_ends), value=True)
-    return inputs._replace(embedded=embedded, present=present), place
+    return inputs._replace(embedded=embedded, present=present), index
 
 
 @torch.no_grad()
@@ -113,9 +113,10 @@ def _texts(runner: VQRunner, texts: list[str], is_null: Tensor) -> tuple[Tensor,
     sent = runner.sent_texts([Request(prompt=text) for text in texts], num_branches=2)
     inputs = inputs_of_texts(runner.target, sent)
     each = torch.arange(len(texts), device=runner.device)
-    row, most = 2 * each + is_null, inputs.shape[1]
-    place = torch.arange(most, device=runner.device) - (most - sent.count[row]).unsqueeze(1)
-    return inputs[row.unsqueeze(1), place.clamp(min=0)], place >= 0
+    row = 2 * each + is_null
+    most = inputs.shape[1]
+    index = torch.arange(most, device=runner.device) - (most - sent.count[row]).unsqueeze(1)  # negative at padding
+    return inputs[row.unsqueeze(1), index.clamp(min=0)], index >= 0
 
 
 def numbers_of(subjects: Sequence[Subject], held_out: bool) -> list[int]:

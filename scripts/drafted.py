@@ -59,16 +59,16 @@ def _sums(
 ) -> Tensor:
     """(accepted, verified) [2, depths], summed over all tokens [B, L]; inputs: of both guidance branches, [2 B]."""
     length, device = inputs.length, codes.device
-    place = torch.arange(length, device=device)
+    index = torch.arange(length, device=device)
     of_codes = inputs.embedded[:, -length:]
     features = features_of(target, inputs)
     P = distributions(target, features[:, -length:], sampling)
 
     # a chain starts at every position: its first input has the target's feature, the others the drafter's own
-    past, embedded, places = [inputs.past(features[:, :-1])], [inputs.embedded], [inputs.position[0]]
+    past, embedded, positions = [inputs.past(features[:, :-1])], [inputs.embedded], [inputs.position[0]]
     weight, sums = torch.ones_like(codes, dtype=torch.float32), []
     for ahead in range(depths):
-        table = drafter.table(torch.cat(places).unsqueeze(0))
+        table = drafter.table(torch.cat(positions).unsqueeze(0))
         mask = _sees(ahead, inputs.sees(), length).unsqueeze(1)
         predicted = drafter(torch.cat(past, 1), torch.cat(embedded, 1), table, mask)[:, -length:]
 
@@ -81,10 +81,10 @@ def _sums(
         weight = weight * torch.where(p > 0, q / p, 0).clamp(max=1)
 
         # the next input of every chain
-        after = (place + ahead + 1).clamp(max=length - 1)
+        after = (index + ahead + 1).clamp(max=length - 1)
         past.append(predicted)
         embedded.append(of_codes[:, after])
-        places.append(after)
+        positions.append(after)
     return torch.stack(sums, 1).double().cpu()
 
 
@@ -94,9 +94,11 @@ def distributions(target: GPT, features: Tensor, sampling: SamplingDefaults) -> 
     logits = target.output(features).float().unflatten(0, (2, -1))
     num, device = logits.shape[1], logits.device
     counts, masses, most = filter_numbers([sampling.top_k] * num, [sampling.top_p] * num, logits.shape[-1])
-    kept = Filter(torch.tensor(counts, device=device), torch.tensor(masses, device=device), most) if most else None
+    allowed = None
+    if most:
+        allowed = Filter(torch.tensor(counts, device=device), torch.tensor(masses, device=device), most)
     each = torch.ones(num, device=device)
-    return probabilities(guide(logits, sampling.cfg * each), sampling.temperature * each, kept)
+    return probabilities(guide(logits, sampling.cfg * each), sampling.temperature * each, allowed)
 
 
 def _sees(ahead: int, first: Tensor, length: int) -> Tensor:

@@ -114,7 +114,7 @@ def as_one(chain: Piece) -> Piece:
 
 
 def seconds(pieces: list[Piece], device: Device, graphs: bool) -> np.ndarray:
-    """Of each iteration, [K]: the CPU launches ahead of the device, but where it waits. No graph is waited for."""
+    """Seconds of each iteration, [K]: the CPU launches ahead of the GPU except at waits, of which graphs have none."""
     busy = sum(piece.on_device(device) for piece in pieces)
     launching = sum(piece.on_host(device, graphs) for piece in pieces)
     waiting = 0.0 if graphs else device.wait * sum(piece.times * piece.waits for piece in pieces)
@@ -122,7 +122,7 @@ def seconds(pieces: list[Piece], device: Device, graphs: bool) -> np.ndarray:
 
 
 class Iterations(NamedTuple):
-    """What an image is made by: iterations that know and predict so many tokens [K], of a batch, with guidance."""
+    """The iterations of an image, with the numbers of known and of predicted tokens [K], in a batch, with guidance."""
 
     config: MARConfig
     known: np.ndarray
@@ -150,10 +150,10 @@ class Iterations(NamedTuple):
 def published(of: Iterations) -> list[Piece]:
     kernels = of.kernels
     step = of.call(kernels.published_step, STEPS)
-    anew = modulations(of.config, 2 * of.batch * of.tokens, of.device.size)
+    repeated = modulations(of.config, 2 * of.batch * of.tokens, of.device.size)
     return [
         of.z(kernels.published_backbone, waits=1),
-        replace(step, work=step.work + anew, waits=kernels.published_waits),
+        replace(step, work=step.work + repeated, waits=kernels.published_waits),
     ]
 
 

@@ -39,12 +39,12 @@ def drawn(data: Data, num: int) -> ImageList:
 def write_reference(images: Dataset, path: Path, keep: int, space: str, weights: Path | None = None) -> int:
     """Writes the statistics of images' features, and at most `keep` of the images; returns their number."""
     arrays = fid_features_to_statistics(features(images, space=space, weights=weights))
-    kept = np.random.default_rng(0).permutation(len(images))[:keep]
+    stored = np.random.default_rng(0).permutation(len(images))[:keep]
     if keep:
-        arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in kept])
+        arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in stored])
     with publishing(path) as temporary:
         write_npz(temporary, arrays)
-    return len(kept)
+    return len(stored)
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -74,8 +74,8 @@ def main() -> None:
     if len(images) < LEAST["fid"] or args.keep < 0:
         parser.error(f"--num {len(images)} --keep {args.keep}: at least {LEAST['fid']} images, and --keep 0 or more")
     out = args.out or SPACES[args.space].reference
-    kept = write_reference(images, out, args.keep, args.space, args.weights)
-    print(f"{out}: statistics of {len(images)} images, {kept} of them stored")
+    stored = write_reference(images, out, args.keep, args.space, args.weights)
+    print(f"{out}: statistics of {len(images)} images, {stored} of them stored")
 
 
 if __name__ == "__main__":

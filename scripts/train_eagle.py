@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from codes import Codes, kept, of_images, of_target
+from codes import Codes, cached, of_images, of_target
 from conditions import Inputs, features_of, identity, inputs_of, numbers_of
 from drafted import acceptance_by_depth, estimates
 from pictures import Data, add_data_options, captioned, data_of
@@ -170,7 +170,7 @@ def codes_of(
     """Tokens to train on, and held-out tokens; `source`: see `learnt_from`.
 
     Raises:
-        ValueError: the data set has other classes than the target, or as in `captioned`, `numbers_of` and `kept`.
+        ValueError: the data set has other classes than the target, or as in `captioned`, `numbers_of` and `cached`.
     """
     num = args.self_samples or args.images
     data = None if args.self_samples else images_of(args, subjects)
@@ -181,7 +181,7 @@ def codes_of(
             make = of_target(runner, subjects, numbers, args.cfg, args.max_batch, first_seed)
         else:
             make = of_images(data, split, numbers, runner.models["tokenizer"], first_seed, runner.device)
-        return kept(make, num, (args.codes or args.run / "codes") / split, source, runner.device)
+        return cached(make, num, (args.codes or args.run / "codes") / split, source, runner.device)
 
     return of_split("train", num, FIRST_SEED), of_split("held-out", min(HELD_OUT, -(-num // 10)), HELD_OUT_SEED)
 

@@ -92,7 +92,7 @@ def in_the_transformer(name: str) -> bool:
 
 
 @torch.no_grad()
-def place(model: MAR) -> None:
+def initialise_positions(model: MAR) -> None:
     """Initialises the learned positions with sines and cosines of rows and columns, as in MAE (He et al. 2022)."""
     side, quarter = model.config.grid_size, model.config.embed_dim // 4
     angles = torch.arange(side).unsqueeze(1) * LONGEST ** (-torch.arange(quarter) / quarter)
@@ -138,7 +138,7 @@ def new_model(args: argparse.Namespace, vae: AutoencoderKL, num_classes: int, se
     model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
     if args.init is None:
         first_step.prepare(model.head)
-        place(model)
+        initialise_positions(model)
     else:
         go_on_with(model, args.init, settings)
     first_step.keep(model.head)

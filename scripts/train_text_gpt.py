@@ -20,7 +20,7 @@ from random import Random
 
 import torch
 from captions import Caption, held_out_names, labels_of, pictures_of, read_captions, read_list, text_of
-from codes import Codes, kept, of_images
+from codes import Codes, cached, of_images
 from pictures import chosen_classes
 from text_models import TextGPT, new_encoder, new_tokenizer, read_encoder, save_encoder, tokens_of
 from tokenizers import Tokenizer
@@ -105,7 +105,7 @@ def new_model(
 def codes_of(
     args: argparse.Namespace, captions: Sequence[Caption], images: VQModel, split: str, num: int, device: torch.device
 ) -> Codes:
-    """Tokens of `num` images, labelled by the index of their captions, from --codes or computed; raises as `kept`."""
+    """Tokens of `num` images, labelled by the index of their captions, from --codes or computed; raises as `cached`."""
     pictures = [(caption.name, caption.category, [file.name for file in caption.files]) for caption in captions]
     first_seed = args.first_seed if split == "train" else HELD_OUT_SEED
     made_with = {"size": args.size, "upright": args.upright, "first_seed": first_seed}
@@ -113,7 +113,7 @@ def codes_of(
     made_with["pictures"] = hashlib.sha256(json.dumps(pictures).encode()).hexdigest()
     data = pictures_of(captions, args.upright, args.size)
     make = of_images(data, split, labels_of(captions), images, first_seed, device)
-    return kept(make, num, args.codes / split, made_with, device)
+    return cached(make, num, args.codes / split, made_with, device)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_eagle
 import training
-from codes import Codes, kept
+from codes import Codes, cached
 from conditions import inputs_of
 from drafted import acceptance_by_depth, estimates, parameters
 from programs import class_images, run_program
@@ -151,7 +151,7 @@ def test_codes_are_computed_once(tmp_path, monkeypatch):
 
     def labels(num, **made_with):
         made.clear()
-        return kept(make, num, tmp_path, made_with, CPU).labels.tolist()
+        return cached(make, num, tmp_path, made_with, CPU).labels.tolist()
 
     assert labels(10, cfg=1.0) == [*range(10)] and len(made) == 3
     (tmp_path / "00000004.safetensors").unlink()

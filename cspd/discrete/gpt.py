@@ -138,17 +138,20 @@ def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
     its queries and keys become zero, so that every token gives it the attention logit 0. The table is not a buffer of
     the model, since official files do not have one.
     """
+    # RoPE's rates, base^(-2i / n), with n = half of the channels
     half = config.head_dim // 2
     exponent = torch.arange(0, half, 2)[: half // 2].float() / half
     rates = config.rope_base**-exponent
-    angle = torch.outer(torch.arange(config.grid).float(), rates)  # [grid, half / 2]
+    index = torch.arange(config.grid).float()
+    angle = torch.outer(index, rates)  # [grid, half / 2]
 
     # the first half of the channels encodes the row, the second the column
     down = angle.unsqueeze(1).expand(-1, config.grid, -1)
     across = angle.unsqueeze(0).expand(config.grid, -1, -1)
     angles = torch.cat([down, across], dim=-1).flatten(0, 1)
     table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
-    return torch.cat([torch.zeros_like(table[:1]), table]).to(device)
+    of_class = torch.zeros_like(table[:1])
+    return torch.cat([of_class, table]).to(device)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
