@@ -44,53 +44,41 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class MARSpec:
-    """A named MAR size, its authors' sampling settings and the autoencoder of its tokens."""
+    """A named MAR size and its authors' sampling settings."""
 
     config: MARConfig
-    vae: str
     defaults: SamplingDefaults
 
 
-def _official(embed_dim: int, depth: int, num_heads: int, width: int, head_depth: int, cfg: float) -> MARSpec:
-    config = MARConfig(embed_dim=embed_dim, depth=depth, num_heads=num_heads, diffloss_w=width, diffloss_d=head_depth)
-    return MARSpec(config, "kl16", SamplingDefaults(cfg=cfg))
-
-
-def _bundled(
-    embed_dim: int,
-    depth: int,
-    num_heads: int,
-    width: int,
-    head_depth: int,
-    img_size: int,
-    vae: str,
-    defaults: SamplingDefaults,
-) -> MARSpec:
-    config = MARConfig(
-        img_size=img_size,
-        vae_stride=4,
-        embed_dim=embed_dim,
-        depth=depth,
-        num_heads=num_heads,
-        class_num=10,
-        buffer_size=8,
-        diffloss_w=width,
-        diffloss_d=head_depth,
-    )
-    return MARSpec(config, vae, defaults)
-
-
+# The bundled models of digits and of emojis share the sizes of their draft models.
+_SMALL = MARConfig(vae_stride=4, class_num=10, buffer_size=8)
+_SMALL_DRAFT = replace(_SMALL, embed_dim=96, depth=2, num_heads=4, diffloss_w=160, diffloss_d=2)
 _DIGITS = SamplingDefaults(temperature_unguided=1.0)
 _EMOJI = SamplingDefaults(cfg=4.0, cfg_schedule="constant", temperature=0.9, temperature_unguided=1.0)
 
 MARS: dict[str, MARSpec] = {
-    "mar_base": _official(768, 12, 12, 1024, 6, cfg=2.9),
-    "mar_large": _official(1024, 16, 16, 1280, 8, cfg=3.0),
-    "mar_huge": _official(1280, 20, 16, 1536, 12, cfg=3.2),
-    "mar_digits32": _bundled(192, 3, 6, 256, 3, 32, "kl_digits32", _DIGITS),
-    "mar_digits32_draft": _bundled(96, 2, 4, 160, 2, 32, "kl_digits32", _DIGITS),
-    "mar_emoji64": _bundled(192, 4, 6, 256, 3, 64, "kl_emoji64", _EMOJI),
-    "mar_emoji64_draft": _bundled(96, 2, 4, 160, 2, 64, "kl_emoji64", _EMOJI),
+    "mar_base": MARSpec(
+        MARConfig(embed_dim=768, depth=12, num_heads=12, diffloss_w=1024, diffloss_d=6),
+        SamplingDefaults(cfg=2.9),
+    ),
+    "mar_large": MARSpec(
+        MARConfig(embed_dim=1024, depth=16, num_heads=16, diffloss_w=1280, diffloss_d=8),
+        SamplingDefaults(cfg=3.0),
+    ),
+    "mar_huge": MARSpec(
+        MARConfig(embed_dim=1280, depth=20, num_heads=16, diffloss_w=1536, diffloss_d=12),
+        SamplingDefaults(cfg=3.2),
+    ),
+    "mar_digits32": MARSpec(
+        replace(_SMALL, img_size=32, embed_dim=192, depth=3, num_heads=6, diffloss_w=256, diffloss_d=3),
+        _DIGITS,
+    ),
+    "mar_digits32_draft": MARSpec(replace(_SMALL_DRAFT, img_size=32), _DIGITS),
+    "mar_emoji64": MARSpec(
+        replace(_SMALL, img_size=64, embed_dim=192, depth=4, num_heads=6, diffloss_w=256, diffloss_d=3),
+        _EMOJI,
+    ),
+    "mar_emoji64_draft": MARSpec(replace(_SMALL_DRAFT, img_size=64), _EMOJI),
 }
 
 VAES: dict[str, KLConfig] = {
@@ -125,7 +113,7 @@ def defaults_of(config: MARConfig) -> SamplingDefaults:
     for spec in MARS.values():
         if spec.config == config:
             return spec.defaults
-    # digits and emojis share the sizes of their draft models, so the exact resolution comes first
+    # not the exact resolution: any one of the size
     for spec in MARS.values():
         if replace(spec.config, img_size=config.img_size, patch_size=config.patch_size) == config:
             return spec.defaults

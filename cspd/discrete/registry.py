@@ -42,23 +42,22 @@ class GPTSpec:
     defaults: SamplingDefaults
 
 
-# Widths, depths and heads are those of the official names.
-
-
 def _official(dim: int, n_layer: int, n_head: int, cfg: float, side: int) -> GPTSpec:
     config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, block_size=side * side)
     return GPTSpec(config, "vq16", SamplingDefaults(cfg=cfg))
 
 
+_DIGITS = GPTConfig(vocab_size=512, block_size=256, num_classes=10, multiple_of=32)
+_EMOJI = replace(_DIGITS, num_classes=0, prefix_length=32, caption_dim=128)
+
+
 def _digits(dim: int, n_layer: int, n_head: int) -> GPTSpec:
-    sizes = {"vocab_size": 512, "block_size": 256, "num_classes": 10, "multiple_of": 32}
-    config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, **sizes)
+    config = replace(_DIGITS, dim=dim, n_layer=n_layer, n_head=n_head)
     return GPTSpec(config, "vq_digits32", SamplingDefaults(image_size=32))
 
 
-def _emoji_texts(dim: int, n_layer: int, n_head: int) -> GPTSpec:
-    sizes = {"vocab_size": 512, "block_size": 256, "num_classes": 0, "multiple_of": 32}
-    config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, prefix_length=32, caption_dim=128, **sizes)
+def _emoji(dim: int, n_layer: int, n_head: int) -> GPTSpec:
+    config = replace(_EMOJI, dim=dim, n_layer=n_layer, n_head=n_head)
     return GPTSpec(config, "vq_emoji64", SamplingDefaults(cfg=4.5, temperature=0.85, image_size=64))
 
 
@@ -78,8 +77,8 @@ GPTS: dict[str, GPTSpec] = {
     ),
     "gpt_digits32": _digits(192, 8, 6),
     "gpt_digits32_draft": _digits(160, 3, 5),
-    "gpt_emoji64_text": _emoji_texts(128, 6, 4),
-    "gpt_emoji64_text_draft": _emoji_texts(64, 2, 2),
+    "gpt_emoji64_text": _emoji(128, 6, 4),
+    "gpt_emoji64_text_draft": _emoji(64, 2, 2),
 }
 
 TOKENIZERS: dict[str, VQConfig] = {
