@@ -133,10 +133,13 @@ def create_mar(name: str, seq_len: int | None = None, token_dim: int | None = No
     """
     # L = (img_size / stride / patch_size)^2 and d = channels of the latent * patch_size^2
     config = mar_spec(name).config
-    side = math.isqrt(seq_len or config.seq_len)
-    patch = math.isqrt((token_dim or config.token_dim) // config.vae_embed_dim)
+    seq_len = seq_len or config.seq_len
+    token_dim = token_dim or config.token_dim
+    side = math.isqrt(seq_len)
+    patch = math.isqrt(token_dim // config.vae_embed_dim)
     if side > 0 and patch > 0:
-        config = replace(config, img_size=side * patch * config.vae_stride, patch_size=patch)
+        img_size = side * patch * config.vae_stride
+        config = replace(config, img_size=img_size, patch_size=patch)
     return MAR(config)
 
 
@@ -289,7 +292,8 @@ def _resemblance(shapes: Shapes, tensors: Mapping[str, Tensor]) -> float:
     """The fraction of all tensors that both have, with the same shape."""
     ours = set(shapes.items())
     theirs = set(_shapes_of(tensors).items())
-    return len(ours & theirs) / len(ours | theirs)
+    common = ours & theirs
+    return len(common) / len(ours | theirs)
 
 
 def _check_arch(arch: str, kind: Kind) -> None:

@@ -109,12 +109,16 @@ def test_muon_trains_the_layers_of_the_gpt(folder):
     assert len(adamw["state"]) + len(muon["state"]) == len([*whole.parameters()])
 
 
-def test_unknown_names(train, data, tmp_path):
+def test_bad_arguments(folder, train, tmp_path, monkeypatch):
     write_json(tmp_path / "others.json", [{"prompt": "a ship", "label": 0, "held_out": True}])
     with pytest.raises(ValueError, match=r"captions\.json"):
         train(tmp_path / "out", held_out=tmp_path / "others.json")
     with pytest.raises(ValueError, match="--upright"):
         train(tmp_path / "out", upright="symbol")
+    wide = GPTS["tiny_text"]
+    monkeypatch.setitem(GPTS, "tiny_text", replace(wide, config=replace(wide.config, caption_dim=12)))
+    with pytest.raises(ValueError, match="tiny_text"):
+        train(tmp_path / "out", text_encoder=folder / "text_encoder")
 
 
 @pytest.mark.parametrize("lr, is_same", [(0, True), (1e-3, False)])
@@ -221,13 +225,6 @@ def test_a_replaced_caption_keeps_only_its_length(trained):
         plain = model(tokens_of(words, PROMPTS, MOST, torch.zeros(3, dtype=torch.bool)), codes)
     assert torch.equal(own, other)
     assert torch.equal(own[::2], plain[::2]) and relative_error(own[1], plain[1]) > 0.01
-
-
-def test_an_encoder_of_another_width(folder, train, tmp_path, monkeypatch):
-    wide = GPTS["tiny_text"]
-    monkeypatch.setitem(GPTS, "tiny_text", replace(wide, config=replace(wide.config, caption_dim=12)))
-    with pytest.raises(ValueError, match="tiny_text"):
-        train(tmp_path / "wide", text_encoder=folder / "text_encoder")
 
 
 def test_the_tokenizer_of_prompts():

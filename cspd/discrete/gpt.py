@@ -330,7 +330,8 @@ def seen(present: Tensor) -> Tensor:
     """
     own = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)
     before = torch.ones_like(own).tril()
-    return before & present.unsqueeze(1) | own
+    attended = before & present.unsqueeze(1)
+    return attended | own
 
 
 # EAGLE's drafter: a transformer layer that runs ahead of a GPT in its features (Li et al. 2024, arXiv 2401.15077).
@@ -378,7 +379,7 @@ class Eagle(nn.Module):
 
 def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Token probabilities [B, V] from logits [B, V]: temperature, then top-k, then nucleus sampling (top-p)."""
-    logits = logits / max(temperature, 1e-5)
+    logits = logits / max(temperature, 1e-5)  # the authors' lower limit
     if top_k > 0:
         top_k = min(top_k, logits.shape[-1])
         least = logits.topk(top_k).values[:, -1:]
@@ -439,6 +440,7 @@ def sample_published(
         everything = torch.ones(1, 1, 1, i + 1, dtype=torch.bool, device=device)
         features = model.features(inputs, position, everything, cache)
         logits = model.output(features)[:, 0].float()
+        # classifier-free guidance on the logits
         if guided:
             conditional, null = logits.chunk(2)
             logits = null + cfg * (conditional - null)
@@ -546,12 +548,14 @@ class VQModel(nn.Module):
 
     def project(self, image: Tensor) -> Tensor:
         """The encoder's vectors [B, c, h, w], of unit length, before they are quantised."""
-        return F.normalize(self.quant_conv(self.encoder(image)), dim=1)
+        vectors = self.quant_conv(self.encoder(image))
+        return F.normalize(vectors, dim=1)
 
     def nearest(self, vectors: Tensor) -> Tensor:
         """Codes [B, h * w] nearest to unit vectors [B, c, h, w]."""
         # between unit vectors the largest product is the smallest distance
-        similarity = vectors.flatten(2).transpose(1, 2) @ self.codebook.T
+        vectors = vectors.flatten(2).transpose(1, 2)
+        similarity = vectors @ self.codebook.T
         return similarity.argmax(dim=-1)
 
     def encode(self, image: Tensor) -> Tensor:
@@ -561,7 +565,8 @@ class VQModel(nn.Module):
     def lookup(self, codes: Tensor) -> Tensor:
         """Unit vectors [B, c, h, w] of codes [B, h * w] of a square image."""
         side = round(codes.shape[1] ** 0.5)
-        return self.codebook[codes].transpose(1, 2).unflatten(2, (side, side))
+        vectors = self.codebook[codes].transpose(1, 2)
+        return vectors.unflatten(2, (side, side))
 
     def render(self, vectors: Tensor) -> Tensor:
         """Images, about -1..1, of quantised vectors [B, c, h, w]."""

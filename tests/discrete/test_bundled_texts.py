@@ -43,7 +43,7 @@ def test_the_list_of_captions():
 def test_tokenizer():
     tokenizer = load_tokenizer(checkpoint_files("emoji64_text")["tokenizer"])
     with np.load(SPACES["emoji"].reference) as file:
-        images = torch.from_numpy(file["arr_0"]).permute(0, 3, 1, 2) / 127.5 - 1
+        images = torch.from_numpy(file["arr_0"][:200]).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.inference_mode():
         error = (tokenizer.decode(tokenizer.encode(images)).clamp(-1, 1) - images).square().mean()
     assert -10 * torch.log10(error / 4) > 24
