@@ -11,11 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conditions import inputs_of
 from safetensors.torch import load_file
 from torch import Tensor
 from toys import runner_of, toy_models
-from train_eagle import predict
 
 from cspd import noise
 from cspd.checkpoints import checkpoint_files
@@ -216,6 +214,9 @@ def check_training_and_drafting(models: dict, asked: list[Request], rounds: tupl
     Args:
         asked: requests of the method eagle, one for each of PROMPTS. rounds: of each sequence before it is compared.
     """
+    from conditions import inputs_of  # they import torchvision and matplotlib, which takes seconds
+    from train_eagle import predict
+
     runner, started = running(models, asked, rounds)
     slots = torch.tensor([sequence.slot for sequence in started])
     length = runner.seq_len - 1
