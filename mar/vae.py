@@ -1,9 +1,10 @@
-"""The KL autoencoder between images and latents (Rombach et al. 2022), as MAR uses it; official state-dict names."""
+"""The KL autoencoder between images and latents (Rombach et al. 2022) that MAR uses; official state-dict names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +18,7 @@ class KLConfig:
         embed_dim: channels of the latent. ch: base width. ch_mult: width factor of each resolution level.
         num_res_blocks: residual blocks per level; the decoder has one more.
         attention: whether the encoder attends at its lowest resolution.
-        scale: latents times this have unit variance (0.2325 for KL-16).
+        scale: latents times `scale` have unit variance; MAR models these.
     """
 
     embed_dim: int = 16
@@ -33,24 +34,27 @@ class KLConfig:
         return 2 ** (len(self.ch_mult) - 1)
 
 
-def _norm(channels: int) -> nn.GroupNorm:
+def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(32, channels, eps=1e-6)
 
 
 class ResnetBlock(nn.Module):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.norm1 = _norm(in_channels)
+        self.norm1 = group_norm(in_channels)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        self.norm2 = _norm(out_channels)
+        self.norm2 = group_norm(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         if in_channels != out_channels:
+            # the residual connection needs the same number of channels at both ends
             self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x)))
         h = self.conv2(F.silu(self.norm2(h)))
-        return h + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
+        if hasattr(self, "nin_shortcut"):
+            x = self.nin_shortcut(x)
+        return h + x
 
 
 class AttnBlock(nn.Module):
@@ -58,13 +62,17 @@ class AttnBlock(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = _norm(channels)
-        self.q, self.k, self.v, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
+        self.norm = group_norm(channels)
+        self.q = nn.Conv2d(channels, channels, 1)
+        self.k = nn.Conv2d(channels, channels, 1)
+        self.v = nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        # one head over all cells: [B, H * W, channels]
-        q, k, v = (layer(h).flatten(2).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q = self.q(h).flatten(2).transpose(1, 2)  # [B, H * W, channels]
+        k = self.k(h).flatten(2).transpose(1, 2)
+        v = self.v(h).flatten(2).transpose(1, 2)
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         return x + self.proj_out(h)
 
@@ -75,6 +83,7 @@ class Downsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
+        # the authors pad at the right and at the bottom only, which halves an even side exactly
         return self.conv(F.pad(x, (0, 1, 0, 1)))
 
 
@@ -87,27 +96,31 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-class _Level(nn.Module):
-    """The blocks of one resolution, then a change of resolution where there is one."""
+class Level(nn.Module):
+    """The residual blocks of one resolution, then `downsample` or `upsample` if the owner set one."""
+
+    blocks_name = "block"  # in state dicts; LlamaGen's files have another one
 
     def __init__(self, in_channels: int, out_channels: int, num_blocks: int, attention: bool = False) -> None:
         super().__init__()
-        widths = [in_channels] + [out_channels] * num_blocks
-        self.block = nn.ModuleList(ResnetBlock(a, b) for a, b in pairwise(widths))
+        blocks = nn.ModuleList([ResnetBlock(in_channels, out_channels)])
+        blocks.extend(ResnetBlock(out_channels, out_channels) for _ in range(num_blocks - 1))
+        self.add_module(self.blocks_name, blocks)
         self.attn = nn.ModuleList(AttnBlock(out_channels) for _ in range(num_blocks if attention else 0))
 
     def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.block):
+        for i, block in enumerate(getattr(self, self.blocks_name)):
             x = block(x)
             if self.attn:
                 x = self.attn[i](x)
-        for name in ("downsample", "upsample"):
-            if hasattr(self, name):
-                x = getattr(self, name)(x)
+        if hasattr(self, "downsample"):
+            x = self.downsample(x)
+        if hasattr(self, "upsample"):
+            x = self.upsample(x)
         return x
 
 
-class _Middle(nn.Module):
+class Middle(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.block_1 = ResnetBlock(channels, channels)
@@ -119,24 +132,33 @@ class _Middle(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: KLConfig) -> None:
+    """From images [B, 3, H, W] to [B, out_channels, H / stride, W / stride]."""
+
+    # The names in state dicts; LlamaGen's files have other ones for the same layers.
+    levels_name = "down"
+    level: type[Level] = Level
+    middle: type[nn.Module] = Middle
+
+    def __init__(self, config: Any, out_channels: int) -> None:
         super().__init__()
         widths = [config.ch * m for m in config.ch_mult]
         self.conv_in = nn.Conv2d(3, config.ch, 3, padding=1)
-        self.down = nn.ModuleList()
-        for i, (a, b) in enumerate(zip([config.ch, *widths], widths)):
+        levels = nn.ModuleList()
+        for i, (in_width, width) in enumerate(pairwise([config.ch, *widths])):
+            # as in the authors' models, only the lowest resolution attends
             last = i == len(widths) - 1
-            level = _Level(a, b, config.num_res_blocks, attention=last and config.attention)
+            level = self.level(in_width, width, config.num_res_blocks, attention=last and config.attention)
             if not last:
-                level.downsample = Downsample(b)
-            self.down.append(level)
-        self.mid = _Middle(widths[-1])
-        self.norm_out = _norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], 2 * config.embed_dim, 3, padding=1)
+                level.downsample = Downsample(width)
+            levels.append(level)
+        self.add_module(self.levels_name, levels)
+        self.mid = self.middle(widths[-1])
+        self.norm_out = group_norm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
-        for level in self.down:
+        for level in getattr(self, self.levels_name):
             x = level(x)
         return self.conv_out(F.silu(self.norm_out(self.mid(x))))
 
@@ -146,14 +168,15 @@ class Decoder(nn.Module):
         super().__init__()
         widths = [config.ch * m for m in config.ch_mult]
         self.conv_in = nn.Conv2d(config.embed_dim, widths[-1], 3, padding=1)
-        self.mid = _Middle(widths[-1])
-        self.up = nn.ModuleList()  # index 0 is the full resolution, which runs last
-        for i, (a, b) in enumerate(zip(widths[1:] + widths[-1:], widths)):
-            level = _Level(a, b, config.num_res_blocks + 1)
+        self.mid = Middle(widths[-1])
+        # index 0 is the full resolution, which runs last, and the only one without an `upsample`
+        self.up = nn.ModuleList()
+        for i, (out_channels, in_channels) in enumerate(pairwise([*widths, widths[-1]])):
+            level = Level(in_channels, out_channels, config.num_res_blocks + 1)
             if i > 0:
-                level.upsample = Upsample(b)
+                level.upsample = Upsample(out_channels)
             self.up.append(level)
-        self.norm_out = _norm(widths[0])
+        self.norm_out = group_norm(widths[0])
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,16 +192,17 @@ class AutoencoderKL(nn.Module):
     def __init__(self, config: KLConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config)
+        self.encoder = Encoder(config, 2 * config.embed_dim)
         self.decoder = Decoder(config)
         self.quant_conv = nn.Conv2d(2 * config.embed_dim, 2 * config.embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(config.embed_dim, config.embed_dim, 1)
 
     def encode(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log-variance (clamped to -30..20) of the latent's posterior, unscaled."""
+        """Mean and log-variance (clamped to -30..20) of the unscaled latent's posterior."""
+        # half of the channels are the mean, half the log-variance
         mean, logvar = self.quant_conv(self.encoder(image)).chunk(2, dim=1)
         return mean, logvar.clamp(-30.0, 20.0)
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Image, about -1..1, of an unscaled latent."""
+        """Images, about -1..1, from unscaled latents."""
         return self.decoder(self.post_quant_conv(latent))

@@ -1,4 +1,4 @@
-"""What GPTs of texts and EAGLE drafters learn from: codes, of images or of samples, made once and kept on disk."""
+"""Training data of text-to-image GPTs and EAGLE drafters: tokens of images or of samples, cached on disk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cspd.discrete.runner import VQRunner
 from cspd.evaluation.images import Subject, asking_for
 from cspd.files import publishing
 
-PART = 256  # images in a file
-ENCODED = 16  # images through the tokenizer at a time
+PART = 256  # images per file
+ENCODED = 16  # images that are encoded at a time
 
 
 class Codes(NamedTuple):
-    """Of N images: codes int64 [N, L], labels int64 [N], the numbers of what they are of."""
+    """Tokens int64 [N, L] of N images, and labels int64 [N], the indices of their classes or prompts."""
 
     codes: Tensor
     labels: Tensor
@@ -34,13 +34,13 @@ class Codes(NamedTuple):
         return Codes(self.codes[index], self.labels[index])
 
 
-Make = Callable[[range], Codes]  # of images by their numbers
+Make = Callable[[range], Codes]  # from the indices of images to their tokens
 
 
 def of_images(
     data: Data, split: str, labels: Sequence[int], tokenizer: VQModel, first_seed: int, device: torch.device
 ) -> Make:
-    """Makes codes of images that are drawn from a split of data, of labels in turn, with seeds from `first_seed` on."""
+    """Returns a function that encodes images of a split, cycling through labels, with seeds from `first_seed`."""
 
     def make(numbers: range) -> Codes:
         own = torch.tensor([labels[number % len(labels)] for number in numbers])
@@ -55,9 +55,9 @@ def of_images(
 def of_target(
     runner: VQRunner, subjects: Sequence[Subject], labels: Sequence[int], cfg: float, max_batch: int, first_seed: int
 ) -> Make:
-    """Makes codes that the target samples, of subjects by their labels in turn, with seeds from `first_seed` on.
+    """Returns a function that samples from the target, cycling through labels, with seeds from `first_seed`.
 
-    Baseline sampling of many images at once: where throughput counts, drafting would only add work.
+    Many images are sampled at once with `ar`: drafting lowers latency, but here throughput counts.
     """
     precision = "bf16" if runner.device.type == "cuda" else "fp32"
     models = VQModels(runner.target, text_encoder=runner.text_encoder)
@@ -75,22 +75,22 @@ def of_target(
     return make
 
 
-def kept(make: Make, num: int, folder: Path, made_with: dict, device: torch.device) -> Codes:
-    """Codes of `num` images, of which `folder` has a file for every PART; those that are there are not made again.
+def cached(make: Make, num: int, folder: Path, made_with: dict, device: torch.device) -> Codes:
+    """Tokens of `num` images, from files in `folder` with PART images each; missing files are computed and written.
 
-    Under torchrun each process makes its share of the files, and reads them all.
+    Under torchrun each process computes its part of the files, and reads all of them.
 
     Args:
-        made_with: what they depend on, plain values.
+        made_with: the settings that the tokens depend on, plain values.
 
     Raises:
-        ValueError: files in the folder were made with something else.
+        ValueError: files in the folder were computed with other settings.
     """
     metadata = {name: str(value) for name, value in made_with.items()}
     folder.mkdir(parents=True, exist_ok=True)
     files = {folder / f"{first:08}.safetensors": range(first, min(first + PART, num)) for first in range(0, num, PART)}
     missing = [file for file, numbers in files.items() if not _is_there(file, len(numbers), metadata)]
-    wait_for_all(device)  # before any is made, so that all processes miss the same ones
+    wait_for_all(device)  # all processes must see the same missing files
     rank, world = rank_and_world()
     to_make = sum(len(files[file]) for file in missing)
     with tqdm(total=num, initial=num - to_make, unit="image", desc=f"codes, {folder.name}", disable=rank > 0) as bar:
@@ -105,10 +105,10 @@ def kept(make: Make, num: int, folder: Path, made_with: dict, device: torch.devi
 
 
 def _is_there(file: Path, num: int, metadata: dict[str, str]) -> bool:
-    """Whether a file has the codes of so many images. Raises ValueError where it was made with something else."""
+    """Whether a file has the tokens of `num` images. Raises ValueError if it was computed with other settings."""
     if not file.exists():
         return False
     with safe_open(file, "pt") as opened:
         if opened.metadata() != metadata:
-            raise ValueError(f"{file} was made with {opened.metadata()}, not {metadata}: give another --codes")
+            raise ValueError(f"{file} was computed with {opened.metadata()}, not {metadata}: pass another --codes")
         return opened.get_slice("labels").get_shape() == [num]

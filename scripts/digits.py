@@ -1,7 +1,7 @@
-"""Coloured digits: the bundled models' data set, 32x32 RGB in 10 classes, drawn on the fly from a seed.
+"""Coloured digits, the data set of the bundled digit models: 32x32 RGB in 10 classes, drawn on the fly from a seed.
 
-The 1,797 handwritten digits that ship with scikit-learn (8x8, grey), upsampled and smoothed, with a small random
-rotation, scale and shift, in a random bright colour on a random dark two-colour gradient.
+They are the 1,797 handwritten digits of scikit-learn (8x8, grey), upsampled and smoothed, with a small random rotation,
+scale and shift, in a random bright colour on a random dark gradient of two colours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SIZE = 32
-HELD_OUT_EVERY = 8  # every eighth digit is never trained on
+HELD_OUT_EVERY = 8  # every eighth digit is held out from training
 BRIGHT = [colorsys.hsv_to_rgb(h / 8, 0.65, 1.0) for h in range(8)]
 DARK = [colorsys.hsv_to_rgb(h / 6, 0.75, 0.35) for h in range(6)]
 DIRECTIONS = 8
@@ -40,10 +40,8 @@ def coloured_digits(num: int, seed: int, split: str = "train", labels: Tensor | 
     """Draws `num` images; the same arguments give the same images.
 
     Args:
-        num: how many images.
-        seed: of this batch.
-        split: "train" or "held-out" (other handwriting).
-        labels: int64 [num], the classes wanted; random by default.
+        seed: of this batch. split: "train" or "held-out" (other handwriting).
+        labels: int64 [num]; random by default.
 
     Returns:
         images [num, 3, 32, 32] in -1..1, and labels [num].

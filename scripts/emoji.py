@@ -1,10 +1,10 @@
-"""Builds the emoji data set, 64x64 RGB on white in 10 classes, from packages of npm: python scripts/emoji.py
+"""Builds the emoji data set, 64x64 RGB on white in 10 classes, from npm packages: python scripts/emoji.py
 
-Seven sets of pictures under licences that let a trained model be shipped. Those that ask derived works to be under
-their own licence (OpenMoji, EmojiOne 1) or allow no reuse (Apple, Facebook) are left out. One emoji in ten is held out
-in all of its drawings, with both genders and every skin tone: no vendor's copy of a held-out emoji is trained on.
+It has the drawings of seven vendors, whose licences allow a trained model to be shipped. Sets that require derived
+works to be under the same licence (OpenMoji, EmojiOne 1) or forbid reuse (Apple, Facebook) are left out. One emoji in
+ten is held out, in the drawings of all vendors and with both genders and every skin tone.
 
-Packages are fetched by `npm pack` once, and checked. A run that was cut off goes on where it was.
+Packages are fetched once with `npm pack`, and their digests are checked. An interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tqdm import tqdm
 from cspd.files import write_json
 from cspd.runs import write_png
 
-SIZE, DRAWN = 64, 60  # pixels of a picture, and of the emoji in its middle
+SIZE, DRAWN = 64, 60  # pixels of an image, and of the emoji in its middle
 HELD_OUT_EVERY = 10
 
-LEFT_OUT = ("sky-weather", "place-map", "body-parts", "hair-style", "skin-tone")  # they look like no class
-# a class has the subgroups of Unicode's list whose names begin so; the first class that has one gets it
+LEFT_OUT = ("sky-weather", "place-map", "body-parts", "hair-style", "skin-tone")  # they look like none of the classes
+# each class has the subgroups of Unicode's list that begin with one of these; the first match counts
 CLASSES = {
     "animals": ("animal-",),
     "faces": ("face-", "cat-face", "monkey-face"),
@@ -52,7 +52,7 @@ NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/
 
 
 class Package(NamedTuple):
-    """One package of npm: its name and version, and the SHA-256 of its file."""
+    """An npm package: its name and version, and the SHA-256 of its file."""
 
     name: str
     version: str
@@ -60,7 +60,7 @@ class Package(NamedTuple):
 
 
 class Vendor(NamedTuple):
-    """One set of pictures. `read` gives their hexadecimal code points, without variation selectors, and SVG or WebP."""
+    """A set of drawings. `read` yields hexadecimal code points without variation selectors, and SVG or WebP content."""
 
     package: Package
     licence: str
@@ -69,18 +69,18 @@ class Vendor(NamedTuple):
 
 
 def hexcode(text: str) -> str:
-    """Code points in lower case, joined by hyphens, without the variation selector that some vendors write."""
+    """Code points in lower case, joined by hyphens, without the variation selector that some vendors add."""
     return "-".join(part for part in text.lower().split("-") if part != "fe0f")
 
 
 def squashed(name: str) -> str:
-    """A name by which vendors' spellings agree."""
+    """A normalised name, which is the same for all vendors' spellings."""
     name = re.sub(r"flag-for-(flag-)?", "flag-", name.lower())
     return re.sub(r"[^a-z0-9]", "", name)
 
 
 def icons(files: dict[str, bytes], hexcodes: dict[str, str]) -> Iterator[tuple[str, bytes]]:
-    """The SVGs of an Iconify package, which names its icons; older ones do not have their code points."""
+    """The SVGs of an Iconify package. Older packages name their icons, without the code points."""
     table = json.loads(files["icons.json"])
     bodies = {name: icon for name, icon in table["icons"].items()}
     renamed = {name: alias["parent"] for name, alias in table.get("aliases", {}).items() if alias.keys() == {"parent"}}
@@ -96,7 +96,7 @@ def icons(files: dict[str, bytes], hexcodes: dict[str, str]) -> Iterator[tuple[s
 
 
 def webps(files: dict[str, bytes], hexcodes: dict[str, str]) -> Iterator[tuple[str, bytes]]:
-    """A package of one WebP for each emoji. Its country flags are left out: they are not Microsoft's."""
+    """The drawings of a package with one WebP per emoji, without flags of countries, which are not Microsoft's."""
     for name, content in files.items():
         code = hexcode(Path(name).stem)
         if name.endswith(".webp") and not re.match("1f1[ef].-1f1", code):
@@ -159,7 +159,11 @@ VENDORS = {
 
 
 class Emoji(NamedTuple):
-    """One emoji of the Unicode list: its name, class, what it is held out with, keywords, and skin tone or None."""
+    """An emoji of the Unicode list.
+
+    Attributes:
+        family: all emojis of a family are held out together. tone: of the skin, 1 to 5, or None.
+    """
 
     name: str
     category: str
@@ -169,10 +173,10 @@ class Emoji(NamedTuple):
 
 
 def fetched(package: Package, folder: Path) -> dict[str, bytes]:
-    """A package's files by their paths in it, from `folder` or else from npm's registry.
+    """The files of a package by path, from `folder` or from npm's registry.
 
     Raises:
-        OSError: npm is missing or fails, or the file has other content than it had.
+        OSError: npm is missing or fails, or the file has another digest.
     """
     file = folder / f"{package.name.lstrip('@').replace('/', '-')}-{package.version}.tgz"
     if not file.exists():
@@ -181,23 +185,23 @@ def fetched(package: Package, folder: Path) -> dict[str, bytes]:
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except FileNotFoundError as error:
-            raise FileNotFoundError("npm, which fetches the packages, is not installed: install Node.js") from error
+            raise FileNotFoundError("npm, which fetches packages, is not installed: install Node.js") from error
         except subprocess.CalledProcessError as error:
             raise OSError(f"{package.name} cannot be fetched: {error.stderr.strip()}") from error
     content = file.read_bytes()
     if hashlib.sha256(content).hexdigest() != package.sha256:
-        raise OSError(f"{file} is not version {package.version} as it was published: delete it and run again")
+        raise OSError(f"{file} differs from version {package.version} on npm: delete the file and run again")
     files = {}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
-            member_file = archive.extractfile(member)  # None of a folder
+            member_file = archive.extractfile(member)  # None for a directory
             if member_file is not None:
                 files[member.name.split("/", 1)[1]] = member_file.read()
     return files
 
 
 def unicode_list(files: dict[str, bytes]) -> tuple[dict[str, Emoji], dict[str, str]]:
-    """All emojis by code points, and code points by squashed name."""
+    """All emojis by code points, and code points by normalised name."""
     groups = json.loads(files["meta/groups.json"])
     names = json.loads(files["meta/unicode-names.json"])
     emojis, hexcodes = {}, {squashed(name): hexcode(code) for code, name in names.items()}
@@ -222,7 +226,7 @@ def digest(text: str) -> int:
 
 
 def held_out_families(emojis: dict[str, Emoji]) -> set[tuple[str, str]]:
-    """Each tenth family of every class, in an order without a meaning."""
+    """Every tenth family of each class, in the order of their digests."""
     by_class = defaultdict(set)
     for emoji in emojis.values():
         by_class[emoji.category].add(emoji.family)
@@ -236,7 +240,7 @@ def held_out_families(emojis: dict[str, Emoji]) -> set[tuple[str, str]]:
 def picture(content: bytes) -> Image.Image:
     """An SVG or WebP in the middle of a white square."""
     if content.startswith(b"<svg"):
-        import resvg_py  # needed nowhere else
+        import resvg_py
 
         content = bytes(resvg_py.svg_to_bytes(svg_string=content.decode(), width=2 * DRAWN))
     drawn = Image.open(io.BytesIO(content)).convert("RGBA")
@@ -248,7 +252,7 @@ def picture(content: bytes) -> Image.Image:
 
 
 def wanted(code: str, emoji: Emoji, vendor: str) -> bool:
-    """Of the five skin tones of a vendor's emoji one is taken, beside the yellow one: people are many as it is."""
+    """Whether an emoji is in the data set. One of five skin tones is enough: there are many people anyway."""
     if emoji.tone is None:
         return True
     return emoji.tone == 1 + digest(f"{emoji.family} {vendor}") % TONES
@@ -256,7 +260,7 @@ def wanted(code: str, emoji: Emoji, vendor: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packages", type=Path, default=Path("data/packages"), help="where fetched files are kept")
+    parser.add_argument("--packages", type=Path, default=Path("data/packages"), help="directory of fetched files")
     parser.add_argument("--out", type=Path, default=Path("data/emoji64"), help="gets train/, held_out/, captions.json")
     args = parser.parse_args()
 
@@ -276,7 +280,7 @@ def main() -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_png(file, picture(found[code]))
     write_json(args.out / "captions.json", captions)
-    print(f"{args.out}: {len(captions)} pictures")
+    print(f"{args.out}: {len(captions)} images")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long MAR should take on a GPU, from counts: launches, bytes, operations and waits. Nothing here was measured.
+"""Predicts MAR's time on a GPU from counts of launches, bytes, operations and waits. Nothing here was measured.
 
 python scripts/gpu_costs.py          prints the table
 python scripts/gpu_costs.py --write  puts it into docs/gpu.md
@@ -25,17 +25,18 @@ SIZES = {"B": "mar_base", "L": "mar_large", "H": "mar_huge"}
 BATCHES, ITERATIONS = (1, 8, 64, 256), (64, 256)
 HEAD_CALLS = 10  # N of `calibrated`
 CALLS = {12: 11.4, 24: 8.1}  # head calls per token by W, of the bundled model: docs/benchmarks.md
-LONGEST = 1.08  # rounds until an iteration's tokens are done, over a token's own
+LONGEST = 1.08  # rounds of the slowest token of an iteration, over the mean of tokens
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU and its runner: the constants of the model.
+    """The constants of a GPU and its CPU.
 
     Attributes:
-        launch: seconds of the model runner for a kernel. wait: seconds lost where the CPU waits for the device. kernel:
-            seconds that the smallest kernel takes on the device, also in a graph. replay: of the CPU for a graph.
-        bandwidth: bytes a second. peak: operations a second.
+        launch: seconds of the CPU per kernel. replay: seconds of the CPU per graph.
+        wait: seconds lost each time the CPU waits for the GPU.
+        kernel: seconds that the smallest kernel takes on the GPU, also in a graph.
+        bandwidth: bytes per second. peak: operations per second.
         size: bytes of a number in matrix products and in the table of modulations.
     """
 
@@ -53,15 +54,16 @@ H200 = Device()
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels of each piece of work: `fixed` and `per_layer` of them; and how often the CPU waits.
+    """The number of kernels of each piece of work, as (fixed, per layer), and of waits of the CPU.
 
     Attributes:
-        backbone: a call, by layers of encoder and decoder. step: a denoising step with its modulations there, by blocks
-            of the head. window: a call of `calibrated`. round: of speculation, half of a launch. start, join: what
-            comes before an iteration's first step, and before its first round.
-        published_backbone, published_step: the same of the published sampler.
+        backbone: a call; layers are those of encoder and decoder.
+        step: a denoising step whose modulations are there; layers are the blocks of the head.
+        window: a call of `calibrated`. round: of speculation, half of a launch.
+        start, join: the work before an iteration's first step, and before its first round.
+        published_backbone, published_step: the same for the released sampler.
         gathers: how often a round's modulations are read or written before its head call reads them.
-        waits: of an iteration. published_waits: of a step of the published sampler.
+        waits: per iteration. published_waits: per step of the released sampler.
     """
 
     backbone: tuple[int, int] = (30, 10)
@@ -77,19 +79,19 @@ class Kernels:
     published_waits: int = 9
 
 
-KERNELS = Kernels()  # with our own
+KERNELS = Kernels()  # with the package's own kernels
 PYTORCH = Kernels(step=(10, 6), window=(14, 6), round=(76, 6), start=(219, 6), join=(142, 10), gathers=2)
 
 
 def count(kernels: tuple[int, int], layers: int) -> int:
-    """Kernels of work on so many layers."""
+    """The number of kernels for a number of layers."""
     fixed, per_layer = kernels
     return fixed + per_layer * layers
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of every iteration: its kernels, their work [K], and waits of the CPU; and how often it is repeated."""
+    """A part of every iteration: its kernels, their work [K], the waits of the CPU, and the number of repetitions."""
 
     kernels: float
     work: Work
@@ -97,22 +99,22 @@ class Piece:
     waits: float = 0.0
 
     def on_device(self, device: Device) -> np.ndarray:
-        """Seconds of the device: its least for so many kernels, or for the work."""
+        """Seconds of the GPU: the time of its smallest kernels, or of the work if that takes longer."""
         work = self.work.flops / device.peak + self.work.bytes / device.bandwidth
         return self.times * np.maximum(self.kernels * device.kernel, work)
 
     def on_host(self, device: Device, graphs: bool) -> float:
-        """Seconds in which the CPU launches the kernels, or one graph of them."""
+        """Seconds of the CPU to launch the kernels, or one graph of them."""
         return self.times * (device.replay if graphs else self.kernels * device.launch)
 
 
 def as_one(chain: Piece) -> Piece:
-    """A chain whose steps follow one another without the model runner: one graph can have them all."""
+    """A chain as one piece: the CPU does nothing between its steps, so that one graph can have all of them."""
     return Piece(chain.kernels * chain.times, chain.work * chain.times)
 
 
 def seconds(pieces: list[Piece], device: Device, graphs: bool) -> np.ndarray:
-    """Of each iteration, [K]: the CPU launches ahead of the device, but where it waits. No graph is waited for."""
+    """Seconds of each iteration, [K]: the CPU launches ahead of the GPU except at waits, of which graphs have none."""
     busy = sum(piece.on_device(device) for piece in pieces)
     launching = sum(piece.on_host(device, graphs) for piece in pieces)
     waiting = 0.0 if graphs else device.wait * sum(piece.times * piece.waits for piece in pieces)
@@ -120,7 +122,7 @@ def seconds(pieces: list[Piece], device: Device, graphs: bool) -> np.ndarray:
 
 
 class Iterations(NamedTuple):
-    """What an image is made by: iterations that know and predict so many tokens [K], of a batch, with guidance."""
+    """The iterations of an image, with the numbers of known and of predicted tokens [K], in a batch, with guidance."""
 
     config: MARConfig
     known: np.ndarray
@@ -135,12 +137,12 @@ class Iterations(NamedTuple):
         return Piece(count(kernels, 2 * self.config.depth), work, waits=waits)
 
     def table(self, kernels: tuple[int, int], num_steps: int, classes: float = 2.0) -> Piece:
-        """The modulations of so many steps, and what else comes before the first."""
+        """The modulations of `num_steps` steps, and the other work before the first step."""
         rows = classes * self.batch * self.tokens * num_steps
         return Piece(count(kernels, self.config.diffloss_d), modulations(self.config, rows, self.device.size))
 
     def call(self, kernels: tuple[int, int], times: float, states: float = 1.0, classes: float = 2.0) -> Piece:
-        """A head call, so often: of so many states of each token."""
+        """Head calls, `times` of them, with a number of states per token."""
         work = denoise(self.config, classes * self.batch * self.tokens * states, self.device.size)
         return Piece(count(kernels, self.config.diffloss_d), work, times)
 
@@ -148,10 +150,10 @@ class Iterations(NamedTuple):
 def published(of: Iterations) -> list[Piece]:
     kernels = of.kernels
     step = of.call(kernels.published_step, STEPS)
-    anew = modulations(of.config, 2 * of.batch * of.tokens, of.device.size)
+    repeated = modulations(of.config, 2 * of.batch * of.tokens, of.device.size)
     return [
         of.z(kernels.published_backbone, waits=1),
-        replace(step, work=step.work + anew, waits=kernels.published_waits),
+        replace(step, work=step.work + repeated, waits=kernels.published_waits),
     ]
 
 
@@ -161,7 +163,7 @@ def ar(of: Iterations) -> list[Piece]:
 
 
 def calibrated(of: Iterations) -> list[Piece]:
-    """The null class is evaluated at every other call only."""
+    """The unconditional branch is evaluated at every other call only."""
     chain = of.call(of.kernels.window, HEAD_CALLS, classes=1.5)
     table = of.table(of.kernels.start, HEAD_CALLS, classes=1.5)
     return [of.z(of.kernels.backbone, of.kernels.waits), table, as_one(chain)]
@@ -189,14 +191,14 @@ METHODS = {
 def image_ms(
     size: str, batch: int, num_iter: int, method: str, graphs: bool, device: Device = H200, kernels: Kernels = KERNELS
 ) -> float:
-    """Milliseconds of an image in a batch."""
+    """Milliseconds per image."""
     config = MARS[SIZES[size]].config
     pieces = METHODS[method](Iterations(config, *iterations(num_iter, config.seq_len), batch, device, kernels))
     return 1000 * float(seconds(pieces, device, graphs).sum()) / batch
 
 
 def table() -> str:
-    """The predictions as Markdown: by PyTorch's operations / by our kernels / by these in graphs."""
+    """The predictions as Markdown: with PyTorch's operations / the package's kernels / these kernels in graphs."""
     rows = []
     for size in SIZES:
         for batch in BATCHES:
@@ -211,7 +213,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """The page with the table as it is now."""
+    """A page with the current table."""
     before, rest = text.split("<!-- predicted -->")
     _, after = rest.split("<!-- /predicted -->")
     return f"{before}<!-- predicted -->\n\n{table()}\n\n<!-- /predicted -->{after}"

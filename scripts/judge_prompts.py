@@ -1,8 +1,9 @@
-"""Judges images of a list of captions by a classifier: python scripts/judge_prompts.py --images samples --prompts ...
+"""Evaluates images of captions with a classifier: python scripts/judge_prompts.py --images samples --prompts ...
 
-The images are a folder that `cspd sample --prompts` has made of a list that scripts/captions.py has written. Told is
-which share is recognised as the class that the caption's own pictures are in: of captions that were trained on, and of
-those held out in composition, in all and class by class. "By chance": the share if captions were dealt out anew.
+The images are a directory that `cspd sample --prompts` generated from a list of scripts/captions.py. The program
+prints the fraction of images that are recognised as the class of the caption's own images, for captions that were
+trained on, for captions that were held out as compositions, and for each class. "By chance" is the fraction if labels
+were permuted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def main() -> None:
     entries = {entry["prompt"]: entry for entry in read_list(args.prompts)}
     texts = prompts_of(images)
     if texts is None or not entries.keys() >= {*texts}:
-        raise SystemExit(f"{args.images} has other images than of {args.prompts}: make them by cspd sample --prompts")
+        raise SystemExit(
+            f"{args.images} has images that are not of {args.prompts}: generate them with cspd sample --prompts"
+        )
     classifier = read_classifier(args.classifier, CLASSIFIERS[args.arch])
     with torch.inference_mode():
         predicted = [classifier(image[None] / 127.5 - 1).argmax().item() for image in images]
@@ -48,9 +51,9 @@ def main() -> None:
 
 
 def tell(what: str, texts: Sequence[str], predicted: Sequence[int], labels: Sequence[int]) -> None:
-    """Prints the share of images that are recognised, and by chance: with the labels in any other order.
+    """Prints the fraction of images that are recognised, and the fraction by chance, with labels in random order.
 
-    The standard error is by the spread of the captions, since images of one caption are alike.
+    The standard error is that of the mean over captions, since images of one caption are alike.
     """
     num, of_predicted, of_labels = len(labels), Counter(predicted), Counter(labels)
     chance = sum(of_predicted[label] * count for label, count in of_labels.items()) / num**2

@@ -1,8 +1,8 @@
-"""How far LANTERN's released code is from its paper, on digits32_vq: python scripts/lantern_published.py
+"""Measures how LANTERN's released code differs from its paper, on digits32_vq: python scripts/lantern_published.py
 
-Of the first drafted code at every place of sampled images: what is sampled after it was rejected, G, and the
-distribution of the code that is committed. Drawn codes are as of a chain or a static tree; the chosen one is EAGLE-2's
-first.
+It compares, for the first drafted token at every position of sampled images, the residual distribution G after a
+rejection, and the distribution of the committed token. "drawn" tokens are those of a chain or a static tree, the
+"chosen" one is the first of EAGLE-2's tree.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cspd.discrete.trees import verify_siblings
 IMAGES = 10
 SAMPLING = SamplingDefaults(cfg=2.0)
 SETTINGS = ((0.2, 100), (0.4, 511))  # delta, k
-PLACES = 8  # at a time
+PLACES = 8  # positions at a time
 
 
 def drafts() -> tuple[cspd.Engine, Tensor, Tensor]:
-    """The engine, and (P, Q) [N, V] at all places of images."""
+    """The engine, and P and Q [N, V] at all positions of the images."""
     engine = cspd.load("digits32_vq", max_batch=IMAGES, device="cpu")
     outputs = engine.sample(range(IMAGES), method="ar", cfg=SAMPLING.cfg)
     runner, codes = engine.runner, torch.stack([output.tokens for output in outputs])
@@ -45,19 +45,19 @@ def distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def chosen(Q: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [N, 1], the distribution [N, 1, V] that each was drafted from): the likeliest, as a point mass."""
+    """The likeliest code [N, 1], and the point mass [N, 1, V] that it was drafted from."""
     x = Q.argmax(-1, keepdim=True)
     return x, torch.zeros_like(Q).scatter(-1, x, 1).unsqueeze(1)
 
 
 def drawn(Q: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of every code there is, drawn from Q."""
+    """Every code [N, V], and the distribution Q [N, V, V] that it was drafted from."""
     codes = torch.arange(Q.shape[-1]).expand(len(Q), -1)
     return codes, Q.unsqueeze(1).expand(-1, codes.shape[1], -1)
 
 
 def residual(rule: Rule, P: Tensor, Q: Tensor, f: Tensor, x: Tensor, near: Tensor) -> Tensor:
-    """G [N, n, V] after each of codes x [N, n] was rejected, of P, f [N, V] and Q [N, n, V]."""
+    """G [N, n, V] after the rejection of each of codes x [N, n], from P and f [N, V], and Q [N, n, V]."""
     if x.shape[1] == 1:  # a chosen code
         return verify_siblings(rule, P, None, x, torch.ones(x.shape), near=near).residual.unsqueeze(1)
     P, f = (each.unsqueeze(1).expand_as(Q) for each in (P, f))

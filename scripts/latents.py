@@ -1,4 +1,4 @@
-"""What MAR models are trained on: the latents of a data set, encoded once, and batches of them."""
+"""Training data of MAR models: the latents of a data set, encoded once, and batches of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PART = 500  # images that are encoded at a time
 
 
 class Latents(NamedTuple):
-    """Posterior means and standard deviations of images' tokens, each float16 [N, L, d], and labels int64 [N]."""
+    """Posterior means and standard deviations of the tokens of images, float16 [N, L, d], and labels int64 [N]."""
 
     means: Tensor
     stds: Tensor
@@ -28,9 +28,9 @@ class Latents(NamedTuple):
 
 
 def latents(vae: AutoencoderKL, data: Data, num: int, device: torch.device, cache: Path, settings: dict) -> Latents:
-    """Of `num` training images, scaled to unit variance.
+    """The latents of `num` training images, scaled to unit variance, from the file `cache` or computed.
 
-    They are kept in the file `cache`. It is made anew where it was made with other settings, plain values.
+    The file is replaced if it was computed with other settings, plain values.
     """
     made_with = {name: str(value) for name, value in settings.items()}
     if cache.exists():
@@ -56,15 +56,17 @@ def latents(vae: AutoencoderKL, data: Data, num: int, device: torch.device, cach
 
 def _tokens(latent: Tensor) -> Tensor:
     """Latents [B, d, h, w] to tokens [B, h * w, d], on the CPU."""
-    return latent.flatten(2).transpose(1, 2).half().cpu().contiguous().clone()  # a clone is no inference tensor
+    return (
+        latent.flatten(2).transpose(1, 2).half().cpu().contiguous().clone()
+    )  # unlike an inference tensor, a clone can be trained on
 
 
 class Batch(NamedTuple):
-    """What the whole model is trained on in one step; all images know equally many tokens, as MAR trains.
+    """The data of one step; all images have the same number of known tokens, as in MAR's training.
 
     Attributes:
-        tokens: [B, L, d]. order: int64 [B, L]. num_known: of the tokens. labels: int64 [B].
-        generator: for all other draws of the step, on the CPU. means: of the tokens' posteriors, [B, L, d].
+        tokens: [B, L, d]. order: int64 [B, L]. num_known: tokens that are not masked. labels: int64 [B].
+        generator: for all other random numbers of the step, on the CPU. means: of the tokens' posteriors, [B, L, d].
     """
 
     tokens: Tensor
@@ -76,7 +78,7 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The training data; maps a draw's number to its batch, on a device."""
+    """Maps the number of a batch to the batch, on a device."""
 
     def __init__(self, data: Latents, batch: int, mask_ratio_min: float, device: torch.device) -> None:
         self.data, self.batch, self.mask_ratio_min, self.device = data, batch, mask_ratio_min, device

@@ -1,8 +1,8 @@
 """Times baseline sampling of the bundled VQ target against LlamaGen's own loop: python scripts/llamagen_loop.py
 
-The loop is written after LlamaGen's code (Sun et al. 2024, arXiv 2406.06525): all images in lockstep, attention over
-the whole length of a cache under a mask, `torch.multinomial`; as it is, and compiled. The weights are ours.
-Times are of whole images without decoding, in turn; to compile takes about a minute first.
+The loop follows LlamaGen's code (Sun et al. 2024, arXiv 2406.06525): all images in lockstep, masked attention over the
+whole length of a cache, `torch.multinomial`. It runs eagerly and compiled, with the bundled weights. The runs are
+interleaved and generate whole images without decoding them; compiling takes about a minute first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def forward(model: GPT, x: Tensor, position: Tensor, causal: Tensor, table: Tens
 
 @torch.inference_mode()
 def sample(model: GPT, forward: Callable[..., Tensor], batch: int, cfg: float) -> None:
-    """One batch of images, of classes in turn."""
+    """Samples one batch of images, cycling through classes."""
     config = model.config
     length, rows = config.block_size, 2 * batch
     shape = (rows, config.n_head, length, config.head_dim)
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cfg", type=float, default=2.0)
-    parser.add_argument("--runs", type=int, default=8, help="of each, in turn")
+    parser.add_argument("--runs", type=int, default=8, help="runs of each, interleaved")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)

@@ -1,7 +1,7 @@
-"""Makes a reference to measure images against: python scripts/make_reference_stats.py --images FOLDER --out FILE.npz
+"""Computes reference statistics for FID: python scripts/make_reference_stats.py --images FOLDER --out FILE.npz
 
-Without such a folder, of a data set as models were trained on it, all classes equally often: coloured digits, or
---data FOLDER, as of the training programs.
+Without --images, the reference is a training distribution with all classes equally often: coloured digits, or --data
+as for the training programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PART = 1000  # images drawn at a time
 
 
 def drawn(data: Data, num: int) -> ImageList:
-    """`num` images of the training distribution, of draws that no training saw."""
+    """`num` images of the training distribution, with seeds that no training uses."""
     labels = torch.arange(num) % len(data.classes)
     pictures = []
     for i, part in enumerate(labels.split(PART)):
@@ -37,18 +37,18 @@ def drawn(data: Data, num: int) -> ImageList:
 
 
 def write_reference(images: Dataset, path: Path, keep: int, space: str, weights: Path | None = None) -> int:
-    """Writes the statistics of images' features, and some of the images, at most so many; returns how many."""
+    """Writes the statistics of images' features, and at most `keep` of the images; returns their number."""
     arrays = fid_features_to_statistics(features(images, space=space, weights=weights))
-    kept = np.random.default_rng(0).permutation(len(images))[:keep]
+    stored = np.random.default_rng(0).permutation(len(images))[:keep]
     if keep:
-        arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in kept])
+        arrays["arr_0"] = np.stack([images[i].permute(1, 2, 0).numpy() for i in stored])
     with publishing(path) as temporary:
         write_npz(temporary, arrays)
-    return len(kept)
+    return len(stored)
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Arrays for `np.load`, by LZMA: pictures take four fifths of what they do by `np.savez_compressed`."""
+    """Writes arrays for `np.load` with LZMA, which takes 20 % less space for images than `np.savez_compressed`."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
@@ -57,23 +57,25 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=Path, help="a folder of PNGs, all of one size, in place of --data")
+    parser.add_argument("--images", type=Path, help="a directory of PNGs of one size, in place of --data")
     add_data_options(parser)
     parser.add_argument("--num", type=int, default=20_000, help="images of --data to draw (default: %(default)s)")
-    parser.add_argument("--keep", type=int, default=1000, help="images that go into the file (default: %(default)s)")
+    parser.add_argument(
+        "--keep", type=int, default=1000, help="images that are stored in the file (default: %(default)s)"
+    )
     parser.add_argument("--space", choices=[*SPACES, INCEPTION], default="digits", help="(default: %(default)s)")
     parser.add_argument("--weights", type=Path, help="Inception-v3's file (default: torch-fidelity's own download)")
     parser.add_argument("--out", type=Path, help="(default: the bundled space's own file)")
     args = parser.parse_args()
     if args.out is None and args.space not in SPACES:
-        parser.error(f"--space {args.space} comes with no file of its own: give --out")
+        parser.error(f"--space {args.space} has no bundled reference: pass --out")
 
     images = ImageFolder(args.images) if args.images else drawn(data_of(args), args.num)
     if len(images) < LEAST["fid"] or args.keep < 0:
-        parser.error(f"{len(images)} images, {args.keep} to keep: give {LEAST['fid']} or more, and keep 0 or more")
+        parser.error(f"--num {len(images)} --keep {args.keep}: at least {LEAST['fid']} images, and --keep 0 or more")
     out = args.out or SPACES[args.space].reference
-    kept = write_reference(images, out, args.keep, args.space, args.weights)
-    print(f"{out}: statistics of {len(images)} images, {kept} of them kept")
+    stored = write_reference(images, out, args.keep, args.space, args.weights)
+    print(f"{out}: statistics of {len(images)} images, {stored} of them stored")
 
 
 if __name__ == "__main__":

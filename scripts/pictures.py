@@ -1,7 +1,4 @@
-"""What the training programs train on: coloured digits, class-named folders of pictures, or pictures of texts.
-
-Pictures may be of any size.
-"""
+"""Images to train on: coloured digits, directories of images named by class, or images with prompts, of any size."""
 
 from __future__ import annotations
 
@@ -20,21 +17,21 @@ from torchvision.transforms import v2
 from cspd.evaluation.images import image_files
 
 DIGITS = "digits"
-HELD_OUT_EVERY = 10  # of a class's pictures, where the folder itself holds none out
-MARGIN = 1 / 16  # of the side, by which pictures are padded before a square is cut out of them
-LEAST_AREA = 0.8  # of that square, as a share of the padded picture
-HUE = 0.02  # of a turn of the colour circle
+HELD_OUT_EVERY = 10  # one in ten images of a class is held out, unless the directory has held_out/
+MARGIN = 1 / 16  # padding before the random crop, as a fraction of the side
+LEAST_AREA = 0.8  # of the crop, as a fraction of the padded image
+HUE = 0.02  # the largest change, as a fraction of the colour circle
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set that is drawn from by a seed; the same arguments give the same images.
+    """A data set with images drawn from a seed; the same arguments give the same images.
 
     Attributes:
         classes: their names, in the order of their labels.
-        draw: maps (num, seed, split, labels) to images [num, 3, size, size] in -1..1 and labels [num]. The split is
-            "train" or "held-out". Where no labels are given, a folder's classes are drawn equally often and digits at
-            random; a folder's pictures that are held out are not augmented.
+        draw: (num, seed, split, labels) -> images [num, 3, size, size] in -1..1 and labels [num]. The split is "train"
+            or "held-out". Without labels, the classes of a directory are equally frequent, and digits are random.
+            Held-out images of a directory are not augmented.
     """
 
     classes: list[str]
@@ -43,33 +40,35 @@ class Data:
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `data_of` reads."""
-    parser.add_argument("--data", default=DIGITS, help="'digits', or a folder of class-named folders of images")
-    parser.add_argument("--size", type=int, default=32, help="of the images, pixels per side; others are resized")
-    parser.add_argument("--upright", default="", help="classes whose images are never mirrored, with commas between")
+    parser.add_argument(
+        "--data", default=DIGITS, help="'digits', or a directory with one directory of images per class"
+    )
+    parser.add_argument("--size", type=int, default=32, help="pixels per side; images of another size are resized")
+    parser.add_argument("--upright", default="", help="classes whose images are never mirrored, separated by commas")
 
 
 def data_of(args: argparse.Namespace) -> Data:
-    """The data set that flags name.
+    """The data set that flags select.
 
-    A folder has train/ and held_out/, each with one folder for each class; or only the classes' folders, and then each
-    tenth image of a class is held out.
+    A directory has train/ and held_out/, each with one directory per class; or it has the classes' directories, and
+    then one in ten images of a class is held out.
 
     Raises:
-        FileNotFoundError: no such folder, or a class without images.
-        ValueError: digits of another size or with --upright, classes that do not agree, a class that is not there or
-            has one image only, or one of train/ and held_out/.
+        FileNotFoundError: the directory does not exist, or a class has no images.
+        ValueError: the directory does not have this form, a class has a single image, or --size or --upright is
+            invalid for the data.
     """
     if args.data == DIGITS:
         if args.size != 32:
             raise ValueError(f"--size {args.size}: coloured digits have 32 pixels per side")
         if args.upright:
-            raise ValueError(f"--upright {args.upright}: digits are never mirrored: leave it out")
+            raise ValueError(f"--upright {args.upright}: digits are never mirrored, so omit the flag")
         return Data([str(digit) for digit in range(10)], coloured_digits)
 
     folder = Path(args.data)
     has_splits = (folder / "held_out").is_dir()
     if (folder / "train").is_dir() != has_splits:
-        raise ValueError(f"{folder} has one of train/ and held_out/: give it both, or neither")
+        raise ValueError(f"{folder} has only one of train/ and held_out/: it needs both, or neither")
     images = ImageFolder(folder / "train" if has_splits else folder)
     paths = {"train": _by_class(images)}
     if has_splits:
@@ -85,14 +84,14 @@ def data_of(args: argparse.Namespace) -> Data:
     for split, own in paths.items():
         for name, files in zip(images.classes, own):
             if not files:
-                raise ValueError(f"{folder}: the class {name} has no image in {split}: give it two or more")
+                raise ValueError(f"{folder}: the class {name} has no image in {split}: add at least two images")
     upright = chosen_classes(args.upright, images.classes, folder)
     mirrored = [name not in upright for name in images.classes]
     return Data(images.classes, drawing(images.loader, paths, mirrored, args.size))
 
 
 def chosen_classes(given: str, classes: Sequence[str], of: Path) -> list[str]:
-    """Those that --upright names. Raises ValueError where one is not there."""
+    """The classes in --upright. Raises ValueError if one does not exist."""
     chosen = [name for name in given.split(",") if name]
     for name in chosen:
         if name not in classes:
@@ -101,18 +100,18 @@ def chosen_classes(given: str, classes: Sequence[str], of: Path) -> list[str]:
 
 
 def captioned(folder: Path, texts: Sequence[str], size: int) -> Data:
-    """The pictures of a folder, in the order of their names those of texts in turn; a text stands for a class.
+    """The images of a directory, in the order of their names, for texts that are cycled; labels are indices of texts.
 
-    They are never mirrored, since texts tell left from right. Which texts are held out the caller says by their labels.
+    Images are never mirrored, since texts may mention left and right. The caller chooses which texts are held out.
 
     Raises:
-        ValueError: no pictures are there, or their number does not fit.
+        ValueError: there are no images, or their number is not a multiple of the number of texts.
     """
     files = image_files(folder)
     if len(files) % len(texts):
         raise ValueError(
-            f"{folder} has {len(files)} images and there are {len(texts)} texts: give --prompts a file with a text of"
-            " each image, in the order of their names"
+            f"{folder} has {len(files)} images, but there are {len(texts)} texts: --prompts needs one text per image,"
+            " in the order of the images' names"
         )
     of_texts = [list(map(str, files[i :: len(texts)])) for i in range(len(texts))]
     paths = {"train": of_texts, "held-out": of_texts}
@@ -127,7 +126,7 @@ def _by_class(images: ImageFolder) -> list[list[str]]:
 
 
 def drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bool], size: int) -> Callable:
-    """A data set's `draw`, of files by split and label; images of some labels are mirrored in training."""
+    """The `draw` of a data set, from files by split and label; training mirrors images of `mirrored` labels."""
     square = v2.Compose([v2.ToImage(), v2.Resize(size), v2.CenterCrop(size)])
     mirror = v2.RandomHorizontalFlip()
     padded = v2.Pad(round(size * MARGIN), padding_mode="edge")
@@ -142,7 +141,7 @@ def drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bo
         return augment(mirror(picked) if mirrored[label] else picked)
 
     def draw(num: int, seed: int, split: str = "train", labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        with torch.random.fork_rng(devices=[]):  # torchvision draws from torch's own generator
+        with torch.random.fork_rng(devices=[]):  # torchvision uses torch's global generator
             torch.manual_seed(seed)
             if labels is None:
                 labels = torch.randperm(num) % len(mirrored)
@@ -153,5 +152,5 @@ def drawing(load: Callable, paths: dict[str, list[list[str]]], mirrored: list[bo
 
 
 def psnr_of(mse: Tensor) -> float:
-    """In dB, of the mean squared error of pixels in -1..1."""
+    """The PSNR in dB, from the mean squared error of pixels in -1..1."""
     return -10 * torch.log10(mse / 4).item()

@@ -1,4 +1,4 @@
-"""What a training run writes of its numbers as it goes: a log that can be gone on with, and curves."""
+"""The log of a training run, which resumed runs continue, and its curves."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ LOG_EVERY = 10  # steps
 
 
 class Log:
-    """The numbers of a run: a line of log.jsonl for every few steps, with their means, and curves of all."""
+    """Writes the means of every LOG_EVERY steps to log.jsonl, and draws curves of them."""
 
     def __init__(self, run: Path, start: int) -> None:
         self.file, self.picture = run / "log.jsonl", run / "curves.png"
         self.pending: list[dict[str, float]] = []
         text = self.file.read_text() if self.file.exists() else ""
-        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a full disk tears the last
+        lines = [
+            line for line in text.splitlines(keepends=True) if line.endswith("\n")
+        ]  # a full disk truncates the last line
         self.entries = [entry for entry in map(json.loads, lines) if entry["step"] <= start]
-        if "".join(lines) != text or len(self.entries) < len(lines):  # steps after the last save are taken once more
+        if "".join(lines) != text or len(self.entries) < len(lines):  # steps after the last save are repeated
             write_bytes(self.file, "".join(json.dumps(entry) + "\n" for entry in self.entries).encode())
 
     def add(self, step: int, seconds: float, shown: dict[str, float]) -> None:
@@ -31,7 +33,7 @@ class Log:
             self.write(step, seconds)
 
     def write(self, step: int, seconds: float) -> None:
-        """The means of what is pending, if anything is."""
+        """Writes the means since the last line, if there were steps."""
         if not self.pending:
             return
         means = {name: sum(each[name] for each in self.pending) / len(self.pending) for name in self.pending[0]}
@@ -39,7 +41,7 @@ class Log:
         self.note(step, seconds, means)
 
     def note(self, step: int, seconds: float, numbers: dict[str, float]) -> None:
-        """A line of numbers."""
+        """Writes a line of numbers."""
         entry = {"step": step, "seconds": round(seconds, 1)}
         entry |= {name: round(number, 6) for name, number in numbers.items()}
         self.entries.append(entry)
@@ -48,7 +50,7 @@ class Log:
     def draw(self) -> None:
         if not self.entries:
             return
-        together: dict[str, list[str]] = {}  # names that begin with the same word share a picture
+        together: dict[str, list[str]] = {}  # names with the same first word share axes
         for name in dict.fromkeys(name for entry in self.entries for name in entry):
             if name not in ("step", "seconds"):
                 together.setdefault(name.split()[0], []).append(name)

@@ -1,4 +1,4 @@
-"""A GPT of texts together with the T5 encoder of its texts, as they are trained: a small one, or one that is there."""
+"""A text-to-image GPT together with its T5 encoder, for training: a new small encoder, or an existing one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import T5EncoderModel
 
 LAYERS, HEADS = 2, 4
-PAD, END, UNKNOWN = SPECIAL = ("<pad>", "</s>", "<unk>")  # in the order of their numbers, as T5 has them
+PAD, END, UNKNOWN = SPECIAL = ("<pad>", "</s>", "<unk>")  # ids 0, 1 and 2, as in T5
 
 
 class Texts(NamedTuple):
-    """Texts as T5 reads them.
+    """The tokens of texts.
 
     Attributes:
-        ids: int64 [B, n], padded at the left, where LlamaGen pads. present: bool [B, n], which are no padding.
-        is_null: bool [B], where the null caption is in a text's place.
+        ids: int64 [B, n], padded on the left as in LlamaGen. present: bool [B, n], False at padding.
+        is_null: bool [B], True if the unconditional branch replaces the text.
     """
 
     ids: Tensor
@@ -34,10 +34,10 @@ class Texts(NamedTuple):
 
 
 class TextGPT(nn.Module):
-    """A GPT and the encoder of its texts.
+    """A GPT and the encoder of its prompts.
 
     Attributes:
-        gpt: its null caption is fixed, small draws, as LlamaGen's is.
+        gpt: its `uncond_embedding` is not trained: small random numbers, as in LlamaGen.
         encoder: a `transformers.T5EncoderModel`.
     """
 
@@ -48,7 +48,7 @@ class TextGPT(nn.Module):
     def forward(self, texts: Texts, tokens: Tensor) -> Tensor:
         """Logits [B, 1 + N, V], as `GPT.forward`.
 
-        As in sampling, the null caption has the length of the text whose place it takes.
+        As in sampling, the unconditional branch has the length of the text that it replaces.
         """
         features = self.encoder(input_ids=texts.ids, attention_mask=texts.present).last_hidden_state
         null = self.gpt.cls_embedding.uncond_embedding[-texts.ids.shape[1] :]
@@ -57,7 +57,7 @@ class TextGPT(nn.Module):
 
 
 def new_tokenizer(texts: Iterable[str], num: int) -> Tokenizer:
-    """A byte-pair tokenizer of at most `num` tokens, trained on texts: it knows words without case or punctuation."""
+    """A byte-pair tokenizer of at most `num` tokens, trained on texts, without case and punctuation."""
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence(
         [
@@ -96,12 +96,12 @@ def new_encoder(tokenizer: Tokenizer, width: int) -> T5EncoderModel:
 
 
 def read_encoder(folder: Path) -> tuple[Tokenizer, T5EncoderModel]:
-    """The tokenizer and the encoder of a folder. Raises CheckpointError as `TextEncoder`."""
+    """The tokenizer and the encoder in a directory. Raises CheckpointError as `TextEncoder` does."""
     return TextEncoder(folder).models
 
 
 def save_encoder(tokenizer: Tokenizer, encoder: T5EncoderModel, folder: Path) -> None:
-    """Writes a folder that `TextEncoder` reads, in float16."""
+    """Writes a directory that `TextEncoder` reads, in float16."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -110,7 +110,7 @@ def save_encoder(tokenizer: Tokenizer, encoder: T5EncoderModel, folder: Path) ->
 
 
 def tokens_of(tokenizer: Tokenizer, texts: Sequence[str], most: int, is_null: Tensor) -> Texts:
-    """Texts of at most so many tokens, cleaned as in sampling, on the device of `is_null`."""
+    """Tokens of texts, cleaned as in sampling and truncated to `most`, on the device of `is_null`."""
     tokenizer.enable_truncation(most)
     tokenizer.enable_padding(direction="left", pad_id=tokenizer.token_to_id(PAD), pad_token=PAD)
     encoded = tokenizer.encode_batch([cleaned(text) for text in texts])

@@ -1,6 +1,6 @@
-"""Trains the classifier that judges bundled models, on real images: python scripts/train_classifier.py
+"""Trains the classifier that evaluates bundled models, on real images: python scripts/train_classifier.py
 
-Each image is blended with another of its batch, and so are their labels (mixup, Zhang et al. 2018).
+Each image is blended with another one of its batch, and so are their labels (mixup, Zhang et al. 2018).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit
 
 from cspd.evaluation.metrics import CLASSIFIERS, Classifier, accuracy
 
-MIXED = 0.2  # parameter of the beta distribution of a blend's shares
+MIXED = 0.2  # parameter of the beta distribution of the weights in a blend
 
 
 def arguments() -> argparse.Namespace:
@@ -29,17 +29,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.02)
-    parser.add_argument("--run", type=Path, default=Path("runs/classifier"), help="resumes from here if it was cut off")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/classifier"), help="directory of the run; an interrupted run resumes"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
 def loss_of(model: Classifier, data: Data, batch: int, device: torch.device) -> Loss:
-    """What `fit` is given: cross-entropy of blended images, by the share of each label."""
+    """The `loss_fn` of `fit`: cross-entropy of blended images, weighted by the share of each label."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images, labels = (part.to(device) for part in data.draw(batch, number, "train"))
-        share = np.random.default_rng(number).beta(MIXED, MIXED)  # equally often near 0 and near 1
+        share = np.random.default_rng(number).beta(MIXED, MIXED)  # mostly near 0 or near 1
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(torch.lerp(images, images.roll(1, 0), share)).float()
         own = F.cross_entropy(logits, labels, label_smoothing=0.05)
@@ -53,7 +55,7 @@ def loss_of(model: Classifier, data: Data, batch: int, device: torch.device) -> 
 
 
 def report(model: Classifier, data: Data) -> None:
-    """Prints how many held-out images are recognised, of all classes and of each."""
+    """Prints the accuracy on held-out images, over all classes and for each class."""
     images, labels = data.draw(4000, HELD_OUT_SEED, "held-out")
     print(f"held-out accuracy {accuracy(model, (images + 1) / 2, labels):.4f}")
     for label, name in enumerate(data.classes):
@@ -70,7 +72,7 @@ def main() -> None:
     sizes = {"size": args.size, "classes": len(data.classes)}
     model = Classifier(dataclasses.replace(CLASSIFIERS[args.arch], **sizes)).to(device).train()
     how = {"run": args.run, "settings": settings, "steps": args.steps, "lr": args.lr, "weight_decay": args.weight_decay}
-    # batch statistics are not averaged: take the last weights, which the learning rate's decay has settled
+    # batch statistics are not averaged, so the last weights are used; the decay of the learning rate settled them
     model, seconds = fit(model, loss_of(model, data, args.batch, device), ema_decay=0.0, **how)
     model = model.cpu().eval()
     if is_first():

@@ -1,13 +1,13 @@
 """Trains EAGLE's drafter for a VQ model: python scripts/train_eagle.py --checkpoint c2i_L_256.pt --self-samples 10000
 
-The target may be any that `cspd sample --checkpoint` takes, of classes or of texts (--prompts FILE): a LlamaGen, or the
-folder of a model of transformers. What it makes is learnt from codes that it samples itself, which takes no images, or
-from images (--data): of classes in class-named folders, of texts in a folder, in the order of their names. They are
-made once and kept in --codes. Each tenth text is held out.
+The target is any VQ model that `cspd sample --checkpoint` takes, class-conditional or text-to-image (--prompts FILE): a
+LlamaGen, or the directory of a `transformers` model. The training data are samples of the target, which need no images,
+or images (--data): in directories named by class, or for prompts in one directory, in the order of their names. Their
+tokens are computed once and stored in --codes. Every tenth prompt is held out.
 
-Regression onto the target's next feature and cross-entropy with the target's own distribution (EAGLE, section 4.2), a
-tenth of the classes or texts replaced by null so that guidance can be drafted too. The file that it writes is given to
-`cspd sample --eagle FILE`, or put beside the target as eagle.safetensors.
+The loss is a regression onto the target's next feature, plus the cross-entropy with the target's distribution (EAGLE,
+section 4.2). A tenth of the classes or prompts are replaced by the unconditional branch, so that guidance can be
+drafted too. Use the file with `cspd sample --eagle FILE`, or put it next to the target as eagle.safetensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from codes import Codes, kept, of_images, of_target
+from codes import Codes, cached, of_images, of_target
 from conditions import Inputs, features_of, identity, inputs_of, numbers_of
 from drafted import acceptance_by_depth, estimates
 from pictures import Data, add_data_options, captioned, data_of
@@ -41,15 +41,15 @@ from cspd.files import weight_files
 from cspd.runs import file_fingerprint, together
 from mar.checkpoint import named_size
 
-CLASSIFICATION = 0.1  # weight of the cross-entropy, as published
-NOISE = 0.1  # uniform, on the features that are read: at inference they are predicted ones
+CLASSIFICATION = 0.1  # weight of the cross-entropy, as in the paper
+NOISE = 0.1  # uniform, on the input features, which are predictions in drafting
 WIDTH_LR = 0.192  # the default learning rate times the width
-HELD_OUT = 256  # images, a tenth of those that are trained on at most
-DEPTHS = 6  # that are measured, as far as EAGLE-2's tree goes
-MEASURED, MEASURED_LAST = 8, 64  # images as it goes, and at the end
-LLAMAGEN = {"steps": 20000, "batch": 16, "samples": 10000, "max_batch": 32}  # what the estimates are for
+HELD_OUT = 256  # the most held-out images; at most a tenth of the training images
+DEPTHS = 6  # the depths that are measured, as many as EAGLE-2's tree has
+MEASURED, MEASURED_LAST = 8, 64  # images measured during training, and at the end
+LLAMAGEN = {"steps": 20000, "batch": 16, "samples": 10000, "max_batch": 32}  # the settings of the estimates
 ESTIMATES = """\
-On one GPU, by formula and not from any run (weights, moments, caches and logits in memory; 40 TFLOP/s, 1 TB/s):
+On one GPU, computed and not measured (memory: weights, moments, caches, logits; 40 TFLOP/s, 1 TB/s):
 {samples} images sampled {max_batch} at a time, and {steps} steps of {batch}.
 
 {table}
@@ -59,18 +59,18 @@ On one GPU, by formula and not from any run (weights, moments, caches and logits
 def predict(
     target: GPT, drafter: Eagle, inputs: Inputs, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(predicted, true) features [B, L, dim] at the inputs that predict the L codes."""
+    """Predicted and true features [B, L, dim] at the inputs that predict the L tokens."""
     features = features_of(target, inputs)
     past = features[:, :-1]
     uniform = torch.rand(past.shape, generator=generator).to(past.device)
     past = inputs.past(past + noise * (2 * uniform - 1))
-    predicted = drafter(past, inputs.bundled, drafter.table(inputs.position), inputs.mask())
+    predicted = drafter(past, inputs.embedded, drafter.table(inputs.position), inputs.mask())
     return predicted[:, -inputs.length :], features[:, -inputs.length :]
 
 
 def loss_of(target: GPT, drafter: Eagle, inputs: Inputs, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-    """EAGLE's loss on a batch, and the numbers to show."""
-    with torch.autocast(inputs.bundled.device.type, torch.bfloat16):
+    """EAGLE's loss on a batch, and numbers for the log."""
+    with torch.autocast(inputs.embedded.device.type, torch.bfloat16):
         predicted, features = predict(target, drafter, inputs, NOISE, generator)
         wanted = target.output(features).float().softmax(-1)
         logits = target.output(predicted).float()
@@ -88,75 +88,78 @@ def arguments() -> argparse.Namespace:
         epilog=ESTIMATES.format(table=table, **LLAMAGEN),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--checkpoint", default="digits32_vq", help="the target: a name, folder or file")
-    parser.add_argument("--arch", help="its size (default: found out from the file)")
-    parser.add_argument("--tokenizer", type=Path, help="its tokenizer's file, where not beside it")
+    parser.add_argument("--checkpoint", default="digits32_vq", help="the target: a name, directory or file")
+    parser.add_argument("--arch", help="its size (default: found from the file)")
+    parser.add_argument("--tokenizer", type=Path, help="its tokenizer, if not next to it")
     add_data_options(parser)
     parser.set_defaults(data=None, size=None)
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts of a target of texts: docs/text.md")
-    parser.add_argument("--text-encoder", type=Path, metavar="FOLDER", help="its encoder, where not beside the target")
     parser.add_argument(
-        "--images", type=int, default=20000, help="drawn from --data, augmented, and encoded (default: %(default)s)"
+        "--prompts", type=Path, metavar="FILE", help="prompts, for a text-to-image target (docs/text.md)"
     )
-    parser.add_argument("--self-samples", type=int, metavar="N", help="train on N images of the target's own, no data")
-    parser.add_argument("--cfg", type=float, help="guidance of its own samples (default: as published with the target)")
+    parser.add_argument("--text-encoder", type=Path, metavar="FOLDER", help="its encoder, if not next to it")
+    parser.add_argument(
+        "--images", type=int, default=20000, help="augmented images of --data to encode (default: %(default)s)"
+    )
+    parser.add_argument("--self-samples", type=int, metavar="N", help="train on N samples of the target, without data")
+    parser.add_argument("--cfg", type=float, help="guidance scale of the samples (default: the target's own)")
     parser.add_argument(
         "--max-batch", type=int, default=LLAMAGEN["max_batch"], help="images sampled at once (default: %(default)s)"
     )
-    parser.add_argument("--codes", type=Path, help="folder where codes are kept (default: in --run)")
-    parser.add_argument("--steps", type=int, default=1500, help="(default: %(default)s; of a LlamaGen 20000)")
+    parser.add_argument("--codes", type=Path, help="directory of the tokens (default: in --run)")
+    parser.add_argument("--steps", type=int, default=1500, help="(default: %(default)s; 20000 for a LlamaGen)")
     parser.add_argument("--batch", type=int, default=32, help="images per step and process (default: %(default)s)")
     parser.add_argument("--lr", type=float, help=f"learning rate (default: {WIDTH_LR:g} / the target's width)")
-    parser.add_argument("--run", type=Path, default=Path("runs/eagle"), help="resumes from here if it was cut off")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/eagle"), help="directory of the run; an interrupted run resumes"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the drafter's file")
     args = parser.parse_args()
     if bool(args.self_samples) == bool(args.data):
-        parser.error("give either --self-samples N or --data, a folder or 'digits'")
+        parser.error("pass either --self-samples N or --data, a directory or 'digits'")
     if args.prompts and args.upright:
-        parser.error("--upright names classes, and images of texts are never mirrored: leave it out")
+        parser.error("--upright is for classes, and images with prompts are never mirrored: omit it")
     if min(args.self_samples or args.images, args.steps, args.batch, args.max_batch) < 1:
-        parser.error("--images, --self-samples, --steps, --batch and --max-batch: give whole numbers above 0")
+        parser.error("--images, --self-samples, --steps, --batch and --max-batch: pass integers above 0")
     return args
 
 
 def loaded(args: argparse.Namespace, device: torch.device) -> tuple[VQRunner, list[Subject]]:
-    """A model runner of the target, at the resolution of --size where that is given, and what its images are to be of.
+    """A model runner of the target, at the resolution of --size, and the classes or prompts to train with.
 
     Raises:
-        ValueError: the target is no VQ model, cannot encode images or makes none of that size, texts are given to one
-            of classes or none to one of texts, or as `read_prompts`.
+        ValueError: the target is not a VQ model, has no tokenizer for --data, or does not take --size or --prompts.
     """
     texts = read_prompts(args.prompts, image_files(Path(args.data)) if args.data else ()) if args.prompts else None
     files = {"vae": args.tokenizer, "text_encoder": args.text_encoder}
     engine = cspd.load(args.checkpoint, arch=args.arch, **files, max_batch=1, device=device)
     runner = engine.runner
     if runner.family != "VQ":
-        raise ValueError(f"--checkpoint {args.checkpoint} is a MAR: EAGLE drafts the codes of VQ models")
+        raise ValueError(f"--checkpoint {args.checkpoint} is a MAR model, but EAGLE drafts for VQ models")
     subjects = texts or [*range(runner.num_classes)] or [0]
-    engine.check(asking_for(cspd.Request(method="ar"), subjects[0]))  # models of texts say that they have no class
+    engine.check(asking_for(cspd.Request(method="ar"), subjects[0]))  # raises ValueError if it needs prompts
     tokenizer, config = runner.models["tokenizer"], runner.config
     if args.data and tokenizer is None:
         raise ValueError(
-            f"--data {args.data}: nothing beside {args.checkpoint} encodes images: give --tokenizer, or --self-samples"
+            f"--data {args.data}: {args.checkpoint} has no tokenizer for images: pass --tokenizer, or --self-samples"
         )
     stride = (tokenizer or runner.target).config.stride
     own = config.grid * stride
     args.size = args.size or own
     if isinstance(config, HFConfig) and args.size != own:
-        raise ValueError(f"--size {args.size}: {args.checkpoint} makes images of {own} pixels alone: leave it out")
+        raise ValueError(f"--size {args.size}: {args.checkpoint} generates images of {own} pixels only: omit it")
     runner.target.config = dataclasses.replace(config, block_size=(args.size // stride) ** 2)
     return runner, subjects
 
 
 def learnt_from(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, Any]:
-    """What codes depend on, plain values; of models, their files' fingerprints."""
+    """The settings that tokens depend on, plain values, with fingerprints of models' files."""
     files = checkpoint_files(args.checkpoint)
     target = files["target"]
     weights = weight_files(target.parent) if is_hf(target) else [target]
     source = {"target": together([*map(file_fingerprint, weights)]), "size": args.size} | identity(subjects)
     if args.self_samples:
         return source | {"cfg": args.cfg}
-    tokenizer = args.tokenizer or files["tokenizer"]  # else the model's own
+    tokenizer = args.tokenizer or files["tokenizer"]  # None: it is in the target's files
     encoder = {"tokenizer": file_fingerprint(tokenizer)} if tokenizer else {}
     return source | encoder | {"data": args.data, "upright": args.upright}
 
@@ -164,10 +167,10 @@ def learnt_from(args: argparse.Namespace, subjects: list[Subject]) -> dict[str, 
 def codes_of(
     args: argparse.Namespace, runner: VQRunner, subjects: list[Subject], source: dict[str, Any]
 ) -> tuple[Codes, Codes]:
-    """What is trained on, and what is held out; `source`: as `learnt_from` has it.
+    """Tokens to train on, and held-out tokens; `source`: see `learnt_from`.
 
     Raises:
-        ValueError: the data set has other classes than the target, or as `captioned`, `numbers_of` and `kept`.
+        ValueError: the data set has other classes than the target, or as in `captioned`, `numbers_of` and `cached`.
     """
     num = args.self_samples or args.images
     data = None if args.self_samples else images_of(args, subjects)
@@ -178,20 +181,20 @@ def codes_of(
             make = of_target(runner, subjects, numbers, args.cfg, args.max_batch, first_seed)
         else:
             make = of_images(data, split, numbers, runner.models["tokenizer"], first_seed, runner.device)
-        return kept(make, num, (args.codes or args.run / "codes") / split, source, runner.device)
+        return cached(make, num, (args.codes or args.run / "codes") / split, source, runner.device)
 
     return of_split("train", num, FIRST_SEED), of_split("held-out", min(HELD_OUT, -(-num // 10)), HELD_OUT_SEED)
 
 
 def images_of(args: argparse.Namespace, subjects: list[Subject]) -> Data:
-    """The images that --data names. Raises ValueError where their classes or number do not fit."""
+    """The images in --data. Raises ValueError if the number of classes or of images is wrong."""
     if are_texts(subjects):
         return captioned(Path(args.data), subjects, args.size)
     data = data_of(args)
     if len(data.classes) != len(subjects):
         raise ValueError(
-            f"--data {args.data} has {len(data.classes)} classes and the target {len(subjects)}: give a folder of as"
-            " many, or --self-samples"
+            f"--data {args.data} has {len(data.classes)} classes, but the target has {len(subjects)}: pass a directory"
+            " with as many, or --self-samples"
         )
     return data
 
@@ -228,9 +231,10 @@ def main() -> None:
     drafter, seconds = fit(drafter, loss_fn, run=args.run, settings=settings, steps=args.steps, lr=lr, measure=measure)
     if is_first():
         shares = accepted(drafter.half().float(), MEASURED_LAST)  # as stored
-        print(f"held-out, guidance {sampling.cfg:g}: of codes 1, 2, ... ahead are accepted, given those before them,")
+        print(f"held-out acceptance at depths 1, 2, ..., guidance {sampling.cfg:g}, if all tokens before are accepted:")
         print(", ".join(f"{share:.3f}" for share in shares))
-        print(f"a chain of them: {1 + sum(itertools.accumulate(shares, float.__mul__)):.2f} tokens per forward pass")
+        per_pass = 1 + sum(itertools.accumulate(shares, float.__mul__))
+        print(f"a chain of this length: {per_pass:.2f} tokens per forward pass")
     arch = config.architecture if hf else named_size(target) or ""
     export(drafter, args.out, arch, seconds, half=lambda name: True)
 

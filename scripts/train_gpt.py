@@ -1,6 +1,7 @@
-"""Trains a GPT on the codes of coloured digits, or of a folder of images: python scripts/train_gpt.py --data FOLDER
+"""Trains a GPT on the tokens of coloured digits, or of a directory of images: python scripts/train_gpt.py --data FOLDER
 
-Next-token cross-entropy over all codes of an image, a tenth of the labels replaced by the null class, as LlamaGen.
+The loss is the cross-entropy of all tokens of an image. As in LlamaGen, a tenth of the labels are replaced by the
+unconditional branch.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ PART = 64  # images that are measured at a time
 
 
 def cross_entropy(model: nn.Module, condition: Any, codes: Tensor) -> Tensor:
-    """Nats per code of codes [B, L], after classes or whatever the model takes before them."""
+    """Nats per token of tokens [B, L], after classes or another condition that the model takes."""
     logits = model(condition, codes[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), codes.flatten())
 
 
 def initialise(model: GPT) -> None:
-    """Draws a new model's weights; it begins with all codes equally likely."""
+    """Initialises a new model at random; at first all tokens are equally likely."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.0 if name == "output.weight" else 0.02)
@@ -44,20 +45,26 @@ def arguments() -> argparse.Namespace:
     add_data_options(parser)
     of_classes = [name for name, spec in GPTS.items() if not spec.config.caption_dim]
     arch = {"default": "gpt_digits32", "choices": of_classes}
-    parser.add_argument("--arch", **arch, help="its number of codes gives way to --size")
+    parser.add_argument("--arch", **arch, help="the model's size; --size decides its number of tokens")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--first-seed", type=int, default=0, help="of the data: a later run takes another")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="of the images, see train_tokenizer.py")
-    parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
-    parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="of the data; a run that continues from --init needs another one"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="file of the images' tokenizer, see train_tokenizer.py"
+    )
+    parser.add_argument("--init", type=Path, help="a file of the same --arch to start from")
+    parser.add_argument(
+        "--run", type=Path, help="directory of the run; an interrupted run resumes (default: runs/ARCH)"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
 def loss_of(model: GPT, tokenizer: VQModel, data: Data, args: argparse.Namespace, device: torch.device) -> Loss:
-    """What `fit` is given."""
+    """The `loss_fn` of `fit`."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         seed = args.first_seed + number
@@ -76,7 +83,7 @@ def loss_of(model: GPT, tokenizer: VQModel, data: Data, args: argparse.Namespace
 
 @torch.inference_mode()
 def held_out_bits(model: GPT, tokenizer: VQModel, data: Data) -> float:
-    """Bits per code of held-out images."""
+    """Bits per token of held-out images."""
     images, labels = data.draw(HELD_OUT, HELD_OUT_SEED, "held-out")
     parts = [*zip(labels.split(PART), images.split(PART))]
     nats = sum(cross_entropy(model, label, tokenizer.encode(part)).item() for label, part in parts)
@@ -105,7 +112,7 @@ def main() -> None:
     model, seconds = fit(model, loss_fn, run=run, settings=settings, steps=args.steps, lr=args.lr)
     model = model.cpu().half().float()  # as stored
     if is_first():
-        print(f"held-out {held_out_bits(model, tokenizer.cpu(), data):.3f} bits per code")
+        print(f"held-out {held_out_bits(model, tokenizer.cpu(), data):.3f} bits per token")
     export(model, args.out, args.arch, seconds, half=lambda name: True)
 
 

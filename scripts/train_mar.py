@@ -1,11 +1,11 @@
-"""Trains a MAR on the latents of coloured digits, or of a folder of images: python scripts/train_mar.py --data FOLDER
+"""Trains a MAR on latents of coloured digits, or of a directory of images: python scripts/train_mar.py --data FOLDER
 
-Two stages: the whole model, then the head alone on conditions z of the averaged backbone. In both, a share of the
-head's rows is at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and uniform
-timesteps visit it once in a thousand.
+There are two stages: the whole model, then the head alone, on conditions z of the averaged backbone. In both, a
+fraction of the head's rows is at timestep 999 with extra weight: there sampling multiplies the head's error by 316, and
+uniform timesteps visit it once in a thousand rows.
 
-Most of the diffusion loss is noise that no condition can tell. So in the first stage a linear layer guesses the means
-of masked tokens from z too, which says directly what z must know. It is thrown away afterwards.
+Most of the diffusion loss is noise that no condition can predict. So in the first stage a linear layer also predicts
+the means of masked tokens from z, a direct signal of what z must contain. The layer is discarded afterwards.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from mar.vae import AutoencoderKL
 
 LABEL_DROP = 0.1
 LONGEST = 64.0  # cells per radian of the slowest wave of positions
-SHOWN = 24  # images, drawn as it goes
-FIRST_STEP_SHARE = 0.15  # of the head's rows, at timestep 999
-FIRST_STEP_WEIGHT = {"whole": 20.0, "head": 1000.0}  # their error is multiplied by 316 when sampling
-HEAD_IN_FLOAT32 = ("input_proj", "in_ln", "final_layer.linear")  # what x_t passes; elsewhere rounding costs 1e-5 of it
+SHOWN = 24  # images that are sampled during training
+FIRST_STEP_SHARE = 0.15  # the fraction of the head's rows at timestep 999
+FIRST_STEP_WEIGHT = {"whole": 20.0, "head": 1000.0}  # sampling multiplies their error by 316
+HEAD_IN_FLOAT32 = ("input_proj", "in_ln", "final_layer.linear")  # the path of x_t; rounding elsewhere costs 1e-5 of it
 
 
 def head_loss(
     head: Head, x0: Tensor, z: Tensor, generator: torch.Generator, weight: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The diffusion loss over rows x0 [N, d], z [N, D], the first share of them at timestep 999."""
+    """The diffusion loss of rows x0 [N, d] with conditions z [N, D]; the first FIRST_STEP_SHARE are at timestep 999."""
     rows = len(x0)
     first = max(1, int(rows * FIRST_STEP_SHARE))
     t = torch.randint(TRAIN_STEPS, (rows,), generator=generator)
@@ -61,15 +61,16 @@ def head_loss(
 
 
 class Guessing(nn.Module):
-    """A MAR and a layer that guesses the means of its tokens."""
+    """A MAR and a layer that predicts the means of its tokens."""
 
     def __init__(self, mar: MAR) -> None:
         super().__init__()
-        self.mar, self.guess = mar, nn.Linear(mar.config.embed_dim, mar.config.token_dim)
+        self.mar = mar
+        self.guess = nn.Linear(mar.config.embed_dim, mar.config.token_dim)
 
 
 def conditions(model: MAR, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Clean tokens [N, d], their means [N, d] and conditions [N, D] of all masked positions of a batch."""
+    """Clean tokens [N, d], their means [N, d] and conditions [N, D] at all masked positions of a batch."""
     tokens, order, num_known, labels, generator, means = batch
     drop = torch.rand(len(labels), 1, generator=generator) < LABEL_DROP
     embedding = torch.where(drop.to(labels.device), model.fake_latent, model.class_emb(labels))
@@ -80,19 +81,19 @@ def conditions(model: MAR, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def some(num_rows: int, batch: Batch, x0: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """So many of the rows, drawn with replacement: the head's share of a step."""
+    """`num_rows` random rows, with replacement, for the head's loss."""
     picked = torch.randint(len(x0), (num_rows,), generator=batch.generator).to(x0.device)
     return x0[picked], z[picked].float()
 
 
 def in_the_transformer(name: str) -> bool:
-    """Whether a weight is of the encoder's or decoder's blocks."""
+    """Whether a weight belongs to the blocks of the encoder or decoder."""
     return "encoder_blocks" in name or "decoder_blocks" in name
 
 
 @torch.no_grad()
-def place(model: MAR) -> None:
-    """Starts the learned positions as sines and cosines of rows and columns, as MAE has them (He et al. 2022)."""
+def initialise_positions(model: MAR) -> None:
+    """Initialises the learned positions with sines and cosines of rows and columns, as in MAE (He et al. 2022)."""
     side, quarter = model.config.grid_size, model.config.embed_dim // 4
     angles = torch.arange(side).unsqueeze(1) * LONGEST ** (-torch.arange(quarter) / quarter)
     waves = torch.cat([angles.sin(), angles.cos()], dim=1)
@@ -106,36 +107,38 @@ def place(model: MAR) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_options(parser)
-    parser.add_argument("--arch", default="mar_digits32", choices=MARS, help="its size of images gives way to --size")
+    parser.add_argument(
+        "--arch", default="mar_digits32", choices=MARS, help="the model's size; --size decides its image size"
+    )
     parser.add_argument("--steps", type=int, default=5000, help="of the whole model")
     parser.add_argument("--head-steps", type=int, default=800, help="of the head alone, afterwards")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=6144, help="the head's rows in a step")
-    parser.add_argument("--images", type=int, default=40000, help="drawn once, encoded, and kept in memory")
+    parser.add_argument("--rows", type=int, default=6144, help="the head's rows per step")
+    parser.add_argument("--images", type=int, default=40000, help="augmented images, encoded once")
     parser.add_argument("--mask-ratio-min", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--init", type=Path, help="a file of this program, of the same --arch, to start from")
+    parser.add_argument("--vae", type=Path, required=True, help="file of the autoencoder, see train_vae.py")
+    parser.add_argument("--latents", type=Path, help="file of the encoded images (default: in --run)")
     parser.add_argument(
-        "--init", type=Path, help="a file of the same arch, of this program, whose weights are gone on with"
+        "--run", type=Path, help="directory of the run; an interrupted run resumes (default: runs/ARCH)"
     )
-    parser.add_argument("--vae", type=Path, required=True, help="of the images, see train_vae.py")
-    parser.add_argument("--latents", type=Path, help="where encoded images are kept (default: in --run)")
-    parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.rows < 2:
-        parser.error(f"--rows {args.rows}: one is at timestep 999 and others elsewhere, so give 2 or more")
+        parser.error(f"--rows {args.rows}: expected at least 2, at timestep 999 and at another one")
     args.run = args.run or Path("runs") / args.arch
     args.latents = args.latents or args.run / "latents.safetensors"
     return args
 
 
 def new_model(args: argparse.Namespace, vae: AutoencoderKL, num_classes: int, settings: dict) -> MAR:
-    """A model to be trained, with random weights or those of --init, which `settings` are told of."""
+    """A model to train, with random weights or those of --init, which `settings` records."""
     sizes = {"img_size": args.size, "vae_stride": vae.config.stride, "class_num": num_classes}
     model = MAR(dataclasses.replace(mar_spec(args.arch).config, **sizes))
     if args.init is None:
         first_step.prepare(model.head)
-        place(model)
+        initialise_positions(model)
     else:
         go_on_with(model, args.init, settings)
     first_step.keep(model.head)
@@ -143,7 +146,7 @@ def new_model(args: argparse.Namespace, vae: AutoencoderKL, num_classes: int, se
 
 
 def loss_of_whole(guessing: Guessing, batches: Batches, rows: int) -> Loss:
-    """What `fit` is given in the first stage."""
+    """The `loss_fn` of the first stage."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(number)
@@ -159,7 +162,7 @@ def loss_of_whole(guessing: Guessing, batches: Batches, rows: int) -> Loss:
 
 
 def loss_of_head(model: MAR, batches: Batches, rows: int) -> Loss:
-    """What `fit` is given in the second stage."""
+    """The `loss_fn` of the second stage."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         batch = batches(10**6 + number)
@@ -171,8 +174,8 @@ def loss_of_head(model: MAR, batches: Batches, rows: int) -> Loss:
 
 
 def samples(model: MAR, vae: AutoencoderKL, num_classes: int, device: torch.device) -> Tensor:
-    """Quick images [SHOWN, 3, H, W] of classes in turn."""
-    models = cspd.MARModels(copy.deepcopy(model), vae=vae)  # an engine makes its weights constants
+    """Images [SHOWN, 3, H, W], cycling through classes, with few steps."""
+    models = cspd.MARModels(copy.deepcopy(model), vae=vae)  # an engine freezes its weights
     engine = cspd.Engine(models, max_batch=SHOWN, device=device)
     quick = {"num_iter": 16, "num_sampling_steps": 25}
     requests = [cspd.Request(i % num_classes, seed=i, method="ar", settings=quick) for i in range(SHOWN)]
@@ -203,7 +206,7 @@ def main() -> None:
     )
     model = guessing.mar
     if args.head_steps:
-        first_step.keep(model.head)  # an average is a copy without hooks
+        first_step.keep(model.head)  # the averaged model is a copy without hooks
         average, head_seconds = fit(
             model.head,
             loss_of_head(model, batches, args.rows),
@@ -219,7 +222,7 @@ def main() -> None:
 
 
 def may_be_half(name: str) -> bool:
-    """Whether a tensor is stored in float16: not where the head's first step multiplies its rounding by 316."""
+    """Whether a tensor is stored in float16: not if the first denoising step multiplies its rounding error by 316."""
     if not name.startswith("diffloss."):
         return True
     return not name.endswith("bias") and not any(part in name for part in HEAD_IN_FLOAT32)

@@ -1,9 +1,10 @@
-"""Trains a GPT of texts on pictures with captions: python scripts/train_text_gpt.py --captions data/captions.json
+"""Trains a text-to-image GPT on images with captions: python scripts/train_text_gpt.py --captions data/captions.json
 
-With it a small T5 encoder of its texts is trained, which goes into text_encoder/ beside it. A draft takes the target's
-as it is (--text-encoder). Together with a tokenizer of images they are a folder that `cspd sample --prompt` takes.
+A small T5 encoder is trained with it and written to text_encoder/ in the same directory. A draft model uses the
+target's encoder unchanged (--text-encoder). With the images' tokenizer this is a directory for `cspd sample --prompt`.
 
-Next-token cross-entropy over all codes of an image, a tenth of the captions replaced by the null caption, as LlamaGen.
+The loss is the cross-entropy of all tokens of an image. As in LlamaGen, a tenth of the captions are replaced by the
+unconditional branch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from random import Random
 
 import torch
 from captions import Caption, held_out_names, labels_of, pictures_of, read_captions, read_list, text_of
-from codes import Codes, kept, of_images
+from codes import Codes, cached, of_images
 from pictures import chosen_classes
 from text_models import TextGPT, new_encoder, new_tokenizer, read_encoder, save_encoder, tokens_of
 from tokenizers import Tokenizer
@@ -32,30 +33,38 @@ from cspd.discrete.registry import GPTS, gpt_spec, load_tokenizer
 from cspd.files import weight_files
 from cspd.runs import file_fingerprint, together
 
-HELD_OUT = 512  # pictures
-ENCODER = "text_encoder"  # the folder beside a target
-PART = 64  # pictures that are measured at a time
+HELD_OUT = 512  # images
+ENCODER = "text_encoder"  # the encoder's directory, next to the target
+PART = 64  # images that are measured at a time
 
 
 def arguments() -> argparse.Namespace:
     of_texts = [name for name, spec in GPTS.items() if spec.config.caption_dim]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--captions", type=Path, default=Path("data/emoji64/captions.json"), help="pictures, beside it")
-    parser.add_argument("--held-out", type=Path, help="a list of scripts/captions.py, half of it kept from training")
-    parser.add_argument("--size", type=int, default=64, help="of the images, pixels per side; others are resized")
-    parser.add_argument("--upright", default="", help="classes whose images are never mirrored, with commas between")
+    parser.add_argument(
+        "--captions", type=Path, default=Path("data/emoji64/captions.json"), help="images are next to it"
+    )
+    parser.add_argument("--held-out", type=Path, help="a list of scripts/captions.py; half of it is held out")
+    parser.add_argument("--size", type=int, default=64, help="pixels per side; images of another size are resized")
+    parser.add_argument("--upright", default="", help="classes whose images are never mirrored, separated by commas")
     parser.add_argument("--arch", default="gpt_emoji64_text", choices=of_texts)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="of the images, see train_tokenizer.py")
-    parser.add_argument("--text-encoder", type=Path, help="the folder of one to take as it is (default: train one)")
-    parser.add_argument("--init", type=Path, help="a target's file to go on from, with the text_encoder/ beside it")
-    parser.add_argument("--vocabulary", type=int, default=1536, help="tokens that a new one knows at most")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="file of the images' tokenizer, see train_tokenizer.py"
+    )
+    parser.add_argument(
+        "--text-encoder", type=Path, help="directory of an encoder to use unchanged (default: train one)"
+    )
+    parser.add_argument("--init", type=Path, help="a target's file to start from, with the text_encoder/ next to it")
+    parser.add_argument("--vocabulary", type=int, default=1536, help="the most tokens of a new encoder")
     parser.add_argument("--images", type=int, default=40000, help="drawn and augmented (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the images (default: %(default)s)")
-    parser.add_argument("--codes", type=Path, help="folder where the images' codes are kept (default: in --run)")
+    parser.add_argument("--codes", type=Path, help="directory of the images' tokens (default: in --run)")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--run", type=Path, help="resumes from here if it was cut off (default: runs/ARCH)")
+    parser.add_argument(
+        "--run", type=Path, help="directory of the run; an interrupted run resumes (default: runs/ARCH)"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.run = args.run or Path("runs") / args.arch
@@ -66,11 +75,11 @@ def arguments() -> argparse.Namespace:
 def new_model(
     args: argparse.Namespace, images: VQModel, captions: Sequence[Caption], settings: dict[str, str]
 ) -> tuple[Tokenizer, TextGPT]:
-    """The tokenizer of texts, and a model to be trained, with random weights or those of --init, told to `settings`.
+    """The tokenizer of prompts, and a model to train, with random weights or those of --init, which `settings` records.
 
     Raises:
-        CheckpointError: --init or the text encoder is not there, or of others. ValueError: it is of another width than
-            the GPT takes.
+        CheckpointError: --init or the text encoder cannot be read, or belongs to another model.
+        ValueError: the width of the text encoder is not the GPT's.
     """
     side = args.size // images.config.stride
     config = gpt_spec(args.arch).config
@@ -83,8 +92,8 @@ def new_model(
         words, encoder = read_encoder(args.text_encoder)
         encoder.requires_grad_(False)
         if encoder.config.d_model != config.caption_dim:
-            widths = f"its features have {encoder.config.d_model} channels and {args.arch} takes {config.caption_dim}"
-            raise ValueError(f"--text-encoder {args.text_encoder}: {widths}: give the target's own, or another --arch")
+            widths = f"features have {encoder.config.d_model} channels, but {args.arch} takes {config.caption_dim}"
+            raise ValueError(f"--text-encoder {args.text_encoder}: {widths}: pass the target's own, or another --arch")
     elif args.init:
         words, encoder = read_encoder(args.init.parent / ENCODER)
     else:
@@ -96,7 +105,7 @@ def new_model(
 def codes_of(
     args: argparse.Namespace, captions: Sequence[Caption], images: VQModel, split: str, num: int, device: torch.device
 ) -> Codes:
-    """Codes of so many pictures, labelled by captions' numbers, from --codes or made. Raises ValueError as `kept`."""
+    """Tokens of `num` images, labelled by the index of their captions, from --codes or computed; raises as `cached`."""
     pictures = [(caption.name, caption.category, [file.name for file in caption.files]) for caption in captions]
     first_seed = args.first_seed if split == "train" else HELD_OUT_SEED
     made_with = {"size": args.size, "upright": args.upright, "first_seed": first_seed}
@@ -104,11 +113,11 @@ def codes_of(
     made_with["pictures"] = hashlib.sha256(json.dumps(pictures).encode()).hexdigest()
     data = pictures_of(captions, args.upright, args.size)
     make = of_images(data, split, labels_of(captions), images, first_seed, device)
-    return kept(make, num, args.codes / split, made_with, device)
+    return cached(make, num, args.codes / split, made_with, device)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, str]:
-    """What a run depends on; of files, what is in them."""
+    """The settings that a run depends on, with fingerprints of files."""
     names = ("size", "upright", "arch", "vocabulary", "images", "first_seed", "steps", "batch", "lr")
     settings = {name: str(value) for name, value in chosen(args, *names).items()}
     files = {"captions": [args.captions], "tokenizer": [args.tokenizer], "held_out": [], "text_encoder": []}
@@ -121,21 +130,21 @@ def settings_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def parts_of(captions: Sequence[Caption], args: argparse.Namespace) -> tuple[list[Caption], list[Caption]]:
-    """Captions that are trained on, and those that --held-out keeps away. Raises ValueError where one is not there."""
+    """Captions that are trained on, and captions that --held-out excludes. Raises ValueError if one does not exist."""
     away = held_out_names(read_list(args.held_out)) if args.held_out else set()
     if unknown := away - {caption.name for caption in captions}:
-        raise ValueError(f"--held-out {args.held_out} is of other captions: {args.captions} has no {min(unknown)!r}")
+        raise ValueError(f"--held-out {args.held_out}: {args.captions} does not have the caption {min(unknown)!r}")
     trained_on = [caption for caption in captions if caption.name not in away]
     return trained_on, [caption for caption in captions if caption.name in away]
 
 
 def in_the_layers(name: str) -> bool:
-    """Whether a weight is of the GPT's layers."""
+    """Whether a weight belongs to the GPT's layers."""
     return name.startswith("gpt.layers.")
 
 
 def loss_of(model: TextGPT, words: Tokenizer, captions: Sequence[Caption], train: Codes, batch: int) -> Loss:
-    """What `fit` is given."""
+    """The `loss_fn` of `fit`."""
     most, device = model.gpt.config.prefix_length, model.gpt.output.weight.device
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
@@ -161,7 +170,7 @@ def main() -> None:
     torch.manual_seed(0)
     settings = settings_of(args)
     words, model = new_model(args, images, trained_on, settings)
-    model.to(device)  # in the modes they come in: an encoder that is taken as it is drops nothing out
+    model.to(device)  # not .train(): a given encoder has to stay without dropout
     train = codes_of(args, trained_on, images, "train", args.images, device)
     loss_fn = loss_of(model, words, trained_on, train, args.batch)
     how = {"run": args.run, "settings": settings, "steps": args.steps, "lr": args.lr}
@@ -172,7 +181,7 @@ def main() -> None:
         codes = codes_of(args, held_out, images, "held-out", HELD_OUT, device)
         if is_first():
             bits = [bits_of(model, words, held_out, codes, is_null) for is_null in (False, True)]
-            print("held-out captions: {:.3f} bits per code, {:.3f} without the text".format(*bits))
+            print("held-out captions: {:.3f} bits per token, {:.3f} without the caption".format(*bits))
     if is_first() and not args.text_encoder:
         save_encoder(words, model.encoder, args.out.parent / ENCODER)
     export(model.gpt, args.out, args.arch, seconds, half=lambda name: True)
@@ -180,7 +189,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def bits_of(model: TextGPT, words: Tokenizer, captions: Sequence[Caption], codes: Codes, is_null: bool) -> float:
-    """Bits per code of pictures, after their captions' names or after null captions of the same length."""
+    """Bits per token of images, after the names in their captions, or in the unconditional branch."""
     device = model.gpt.output.weight.device
     bits = 0.0
     for part in range(0, len(codes.labels), PART):

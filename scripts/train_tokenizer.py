@@ -1,7 +1,7 @@
-"""Trains a VQ tokenizer on coloured digits, or on a folder of images: python scripts/train_tokenizer.py --data FOLDER
+"""Trains a VQ tokenizer on coloured digits, or a directory of images: python scripts/train_tokenizer.py --data FOLDER
 
-Straight-through gradients, as LlamaGen's, without its perceptual and adversarial losses: squared error is enough for
-pictures of few details. Codes that no vector of a batch is near to are moved onto vectors of that batch, so that none
+Gradients are straight-through, as in LlamaGen, but without its perceptual and adversarial losses: squared error is
+enough for images of few details. Codes that a batch does not use are moved onto vectors of that batch, so that no code
 stays unused.
 """
 
@@ -20,7 +20,7 @@ from cspd.discrete.registry import TOKENIZERS, create_tokenizer
 
 COMMITMENT = 0.25
 REVIVE_EVERY = 20  # steps
-REVIVE_UNTIL = 0.7  # share of the steps
+REVIVE_UNTIL = 0.7  # fraction of the steps
 PART = 64  # images that are measured at a time
 
 
@@ -31,19 +31,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--run", type=Path, default=Path("runs/tokenizer"), help="resumes from here if it was cut off")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/tokenizer"), help="directory of the run; an interrupted run resumes"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
 def usage(model: VQModel, codes: Tensor) -> Tensor:
-    """How often each vector of the codebook is among codes: int64 [V]."""
+    """The number of times that each code occurs, int64 [V]."""
     return torch.bincount(codes.flatten(), minlength=model.config.codebook_size)
 
 
 @torch.no_grad()
 def revive(model: VQModel, vectors: Tensor, used: Tensor, generator: torch.Generator) -> None:
-    """Moves codes not `used` (bool [V]) onto random ones of vectors [B, d, h, w], as the first process has both."""
+    """Moves codes that are not `used` (bool [V]) onto random `vectors` [B, d, h, w]; all processes move them alike."""
     pool = vectors.flatten(2).transpose(1, 2).flatten(0, 1)
     picked = pool[torch.randint(len(pool), (len(used),), generator=generator).to(pool.device)]
     weight = model.quantize.embedding.weight
@@ -51,7 +53,7 @@ def revive(model: VQModel, vectors: Tensor, used: Tensor, generator: torch.Gener
 
 
 def loss_of(model: VQModel, data: Data, args: argparse.Namespace, device: torch.device) -> Loss:
-    """What `fit` is given: errors of pixels, and of vectors and their codes (van den Oord et al. 2017, eq. 3)."""
+    """The `loss_fn` of `fit`: errors of pixels, of vectors and of their codes (van den Oord et al. 2017, eq. 3)."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)
@@ -79,7 +81,7 @@ def loss_of(model: VQModel, data: Data, args: argparse.Namespace, device: torch.
 
 @torch.inference_mode()
 def report(model: VQModel, images: Tensor) -> None:
-    """Prints what the tokenizer keeps of held-out images, and how many of its codes they use."""
+    """Prints the PSNR of held-out images, and how many codes they use."""
     codes = torch.cat([model.encode(part) for part in images.split(PART)])
     decoded = torch.cat([model.decode(part) for part in codes.split(PART)])
     psnr = psnr_of((decoded.clamp(-1, 1) - images).square().mean())

@@ -1,8 +1,8 @@
-"""Trains a KL autoencoder on coloured digits, or on a folder of images: python scripts/train_vae.py --data FOLDER
+"""Trains a KL autoencoder on coloured digits, or on a directory of images: python scripts/train_vae.py --data FOLDER
 
-A Gaussian likelihood with a fixed variance is weighed against the KL term: latent channels that do not pay for
-themselves stay at the prior, and the latents come out near unit variance. With --free-nats every channel may carry so
-much for nothing (free bits, Kingma et al. 2016, eq. 15), so that each is used.
+The loss is a Gaussian likelihood with a fixed variance plus the KL term: channels that do not reduce the error enough
+stay at the prior, and latents have about unit variance. With --free-nats the KL term of a channel counts only above
+that value (free bits, Kingma et al. 2016, eq. 15), so that every channel is used.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--variance", type=float, default=0.002, help="of a pixel (in -1..1) given the latent")
-    parser.add_argument("--free-nats", type=float, default=0.0, help="per channel and cell")
-    parser.add_argument("--init", type=Path, help="a file of the same arch, whose weights are gone on with")
-    parser.add_argument("--run", type=Path, default=Path("runs/vae"), help="resumes from here if it was cut off")
+    parser.add_argument("--free-nats", type=float, default=0.0, help="KL per channel and cell that costs nothing")
+    parser.add_argument("--init", type=Path, help="a file of the same --arch to start from")
+    parser.add_argument(
+        "--run", type=Path, default=Path("runs/vae"), help="directory of the run; an interrupted run resumes"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
 def loss_of(vae: AutoencoderKL, data: Data, args: argparse.Namespace, device: torch.device) -> Loss:
-    """What `fit` is given: the evidence lower bound, in squared errors of a pixel."""
+    """The `loss_fn` of `fit`: the evidence lower bound, scaled to the squared error of a pixel."""
 
     def loss_fn(number: int) -> tuple[Tensor, dict[str, float]]:
         images = data.draw(args.batch, number, "train")[0].to(device)
@@ -83,7 +85,7 @@ def main() -> None:
 
 
 def nats(mean: Tensor, logvar: Tensor) -> Tensor:
-    """KL divergence from the prior of posteriors [B, c, h, w], per cell: their mean [c] in float32."""
+    """The KL divergence of posteriors [B, c, h, w] from the prior: the mean per cell of each channel, float32 [c]."""
     mean, logvar = mean.float(), logvar.float()
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar)
     return kl.mean(dim=(0, 2, 3))
@@ -91,7 +93,7 @@ def nats(mean: Tensor, logvar: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def report(vae: AutoencoderKL, images: Tensor) -> None:
-    """Prints what the autoencoder keeps of held-out images, and what each channel carries of it."""
+    """Prints the PSNR of held-out images, and the KL divergence of each channel."""
     parts = images.split(PART)
     posteriors = [vae.encode(part) for part in parts]
     mean, logvar = (torch.cat(each) for each in zip(*posteriors))

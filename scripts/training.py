@@ -1,7 +1,7 @@
-"""What the training programs share: a resumable loop with warm-up, cosine decay and an average of the weights.
+"""The loop of the training programs: resumable, with warm-up, cosine decay and an average of the weights.
 
-`python scripts/train_....py` trains on a GPU where there is one, else on the CPU; under
-`torchrun --nproc-per-node N -- scripts/train_....py` each of N processes draws its own part of a step's batch.
+`python scripts/train_....py` trains on a GPU if there is one, otherwise on the CPU. Under
+`torchrun --nproc-per-node N -- scripts/train_....py` each of N processes has a batch of its own in every step.
 """
 
 from __future__ import annotations
@@ -34,56 +34,58 @@ from mar.tensors import read_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Tensors = tuple[Tensor, ...] | list[Tensor]
-Loss = Callable[[int], tuple[Tensor, dict[str, float]]]  # of the number of a draw, and numbers to show
-MUON_FACTOR = 4  # its rate, in those of AdamW: 2 and 6 did alike on MAR's blocks
+Loss = Callable[[int], tuple[Tensor, dict[str, float]]]  # from the number of a batch to its loss and numbers to show
+MUON_FACTOR = 4  # Muon's learning rate over AdamW's; 2 and 6 were equally good for MAR's blocks
 SAVE_SECONDS = 120
 DRAW_SECONDS = 900
-FIRST_SEED = 10**6  # of data that is made once and kept
-HELD_OUT_SEED = 10**9  # training draws never come near
+FIRST_SEED = 10**6  # of data that is computed once and stored
+HELD_OUT_SEED = 10**9  # far above all numbers of batches
 
 
 def device_of_process() -> torch.device:
-    """Where this process trains. Under torchrun, the first call joins the others."""
-    # the head's conditions vanish at timestep 999: products with denormal numbers took 40 % of a step on a CPU
+    """The device that this process trains on. Under torchrun, the first call connects the processes."""
+    # the head's conditions vanish at timestep 999, and denormal numbers took 40 % of a step on a CPU
     torch.set_flush_denormal(True)
     has_gpu = torch.cuda.is_available()
     if "LOCAL_RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("nccl" if has_gpu else "gloo")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
 
 
 def rank_and_world() -> tuple[int, int]:
-    """The number of this process, from 0, and how many there are."""
+    """The index of this process, and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files."""
+    """Whether this is the process that writes files."""
     return rank_and_world()[0] == 0
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Until all processes are here."""
+    """Blocks until all processes call it."""
     if dist.is_initialized():
         nothing = torch.zeros(1, device=device)
         dist.all_reduce(nothing)
-        nothing.item()  # on a GPU the sum is only on its way
+        nothing.item()  # on a GPU the sum is asynchronous
 
 
 def as_first(tensor: Tensor) -> Tensor:
-    """A tensor with the values that it has in the first process, in all of them."""
+    """Copies a tensor's values from the first process to all processes."""
     if dist.is_initialized():
         dist.broadcast(tensor, src=0)
     return tensor
 
 
 def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Flags by name, for what a run depends on."""
+    """The values of flags by name: settings that a run depends on."""
     return {name: getattr(args, name) for name in names}
 
 
 def go_on_with(model: nn.Module, path: Path, settings: dict) -> None:
-    """Gives a model the weights of a file, by --init, and tells a run's settings. Raises CheckpointError."""
+    """Loads the weights of --init into a model, and records the file in `settings`. Raises CheckpointError."""
     fill(model, read_tensors(path), path)
     settings["init"] = file_fingerprint(path)
 
@@ -103,23 +105,23 @@ def fit(
     show: Callable[[Model], Tensor] | None = None,
     measure: Callable[[Model], dict[str, float]] | None = None,
 ) -> tuple[Model, float]:
-    """Trains `model` in place and resumes from `run`/last.pt if it is there.
+    """Trains `model` in place; resumes from `run`/last.pt if it exists.
 
-    Beside it are log.jsonl and curves.png, of the numbers that `loss_fn` gives, and samples.png. The pictures are drawn
-    every quarter of an hour.
+    `run` also gets log.jsonl and curves.png, with the numbers that `loss_fn` returns, and samples.png. The images are
+    drawn every 15 minutes.
 
     Args:
-        loss_fn: maps the number of a draw to (loss, numbers to show). Its randomness must come from that number alone,
-            so that a resumed run goes on as if it had not stopped.
-        settings: what the run depends on, plain values; a run with other settings is not resumed.
-        hidden: says of a name whether this weight, if it is a matrix, is trained by Muon (Jordan et al. 2024) in place
-            of AdamW. Right for matrices between hidden layers, and needs torch 2.9.
-        show: maps the averaged model to images [N, 3, H, W] in 0..1.
-        measure: maps the averaged model to further numbers for the log, at each save.
+        loss_fn: the number of a batch -> (loss, numbers to show). Its randomness must come from that number alone, so
+            that a resumed run ends with the same weights.
+        settings: the settings that the run depends on, plain values; a run with other settings is not resumed.
+        hidden: the name of a weight -> whether Muon (Jordan et al. 2024) trains it in place of AdamW, if it is a
+            matrix. For matrices between hidden layers; needs torch 2.9.
+        show: the averaged model -> images [N, 3, H, W] in 0..1.
+        measure: the averaged model -> more numbers for the log, at each save.
 
     Returns:
-        The exponential average of the weights (ema_decay = 0: the last ones) as a model, and the seconds trained,
-        earlier runs included.
+        A model with the exponential average of the weights (ema_decay = 0: with the last weights), and the seconds
+        trained, including earlier runs.
     """
     rank, world = rank_and_world()
     state = _State(run, model, settings, ema_decay, _optimizers(model, hidden, lr, weight_decay))
@@ -167,9 +169,9 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _optimizers(
     model: nn.Module, hidden: Callable[[str], bool], lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon if it has weights, see `fit`. Each group's `peak` is its learning rate after the warm-up.
+    """AdamW, and Muon if it trains weights, see `fit`. `peak` of a group is its learning rate after the warm-up.
 
-    Muon's steps are scaled to the size of AdamW's, as Liu et al. have them (arXiv 2502.16982).
+    Muon's steps are scaled to the size of AdamW's (Liu et al., arXiv 2502.16982).
     """
     matrices = [p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and hidden(name)]
     by_muon = set(map(id, matrices))
@@ -183,7 +185,7 @@ def _optimizers(
 
 
 class _State:
-    """All that a run needs to go on: weights, their average, the optimizers' moments, how far it is."""
+    """The state of a run, saved for resuming: weights, their average, the optimizers' moments, the step."""
 
     def __init__(
         self,
@@ -194,7 +196,7 @@ class _State:
         optimizers: list[torch.optim.Optimizer],
     ) -> None:
         def ema(averages: Tensors, current: Tensors, num: Tensor | int) -> None:
-            # a short memory at first: a constant one would keep a share of the initial weights
+            # a short memory at first, so that the average does not contain the initial weights
             torch._foreach_lerp_(averages, current, max(1 - ema_decay, 9 / (int(num) + 10)))
 
         self.model, self.average = model, AveragedModel(model, multi_avg_fn=ema)
@@ -206,7 +208,7 @@ class _State:
             self._load()
 
     def learn_from(self, loss: Tensor, world: int) -> None:
-        """A step of the optimizers, along the gradients' mean over all processes."""
+        """Takes a step of the optimizers, with gradients averaged over all processes."""
         parameters = _trained(self.model)
         self.model.zero_grad(set_to_none=True)
         loss.backward()
@@ -217,7 +219,7 @@ class _State:
         self.average.update_parameters(self.model)
 
     def set_rate(self, step: int, steps: int, warmup: int) -> None:
-        """Of all weights in this step: up in a line, and down along a cosine."""
+        """Sets the learning rates of a step: linear warm-up, then cosine decay."""
         decay = 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.01
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -225,15 +227,15 @@ class _State:
 
     def _load(self) -> None:
         state = torch.load(self.file, weights_only=True, map_location="cpu")
-        kept = [self.model, self.average, *self.optimizers]
-        if state.get("settings") != self.settings or len(state.get("states", ())) != len(kept):
-            raise SystemExit(f"{self.file} was trained with {state.get('settings')}: give another --run, or delete it")
-        for each, saved in zip(kept, state["states"]):
+        parts = [self.model, self.average, *self.optimizers]
+        if state.get("settings") != self.settings or len(state.get("states", ())) != len(parts):
+            raise SystemExit(f"{self.file} was trained with {state.get('settings')}: pass another --run, or delete it")
+        for each, saved in zip(parts, state["states"]):
             each.load_state_dict(saved)
         self.step, self.seconds = state["step"], state["seconds"]
 
     def save(self) -> None:
-        states = [kept.state_dict() for kept in (self.model, self.average, *self.optimizers)]
+        states = [part.state_dict() for part in (self.model, self.average, *self.optimizers)]
         state = {"states": states, "step": self.step, "seconds": self.seconds, "settings": self.settings}
         with publishing(self.file) as temporary:
             torch.save(state, temporary)
@@ -254,7 +256,7 @@ def export(
     """Writes weights as safetensors, with architecture, command and training time in the metadata.
 
     Args:
-        half: says of a tensor's name whether it is stored in float16.
+        half: the name of a tensor -> whether it is stored in float16.
     """
     if not is_first():
         return

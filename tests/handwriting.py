@@ -1,4 +1,4 @@
-"""Coloured digits as images, as folders of PNGs and as statistics, and torch-fidelity's names of what is measured."""
+"""Coloured digits as images, directories of PNGs and statistics; torch-fidelity's names of the metrics."""
 
 from __future__ import annotations
 

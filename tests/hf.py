@@ -1,4 +1,4 @@
-"""Tiny models of `transformers` with random weights, their tokenizers, and sampling by their own code, one by one."""
+"""Tiny `transformers` models with random weights, their tokenizers, and sampling with their own code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from texts import one_by_one
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
@@ -33,13 +34,13 @@ BOS, EOS, PAD, SEP, START, END, WRAPPER, IMAGE, ROW_END, FRAME_END = (
     "<s> </s> <pad> <sep> <boi> <eoi> <img> <image> <|extra_200|> <eof>".split()
 )
 SPECIAL = [BOS, EOS, PAD, SEP, START, END, WRAPPER, IMAGE, ROW_END, FRAME_END]
-# of Lumina-mGPT: what ends turns and rows, sizes of 2 and 4 codes, and its words for 4 and 8 pixels
+# Lumina-mGPT's tokens: ends of turns and rows, sizes of 2 and 4 codes, and the words of its turn
 OF_LUMINA = "<reserved08706> <reserved08799> <reserved08801> <reserved08802>".split()
 OF_LUMINA += "Generate image of 4x4 8x8 according to the following prompt :".split()
 
 
 def image_names(architecture: str, codes: int) -> list[str]:
-    """How an architecture's vocabulary names the tokens of codes 0, 1, ..."""
+    """The names of the tokens of codes 0, 1, ... in an architecture's vocabulary."""
     if architecture == "janus":
         return []
     if architecture == "emu3":
@@ -53,14 +54,14 @@ DECODER |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
 
 
 def tokenizer_of(architecture: str, codes: int = CODES) -> PreTrainedTokenizerFast:
-    """Words, special tokens, and in no order of theirs the images'."""
+    """A tokenizer of words and special tokens; the tokens of codes are permuted."""
     names = image_names(architecture, codes)
     images = [names[(5 * i + 3) % codes] for i in range(len(names))]
     more = OF_LUMINA if architecture == "lumina_mgpt" else []
     vocabulary = {name: i for i, name in enumerate([*SPECIAL, *images, *WORDS, *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace()])
-    if architecture != "emu3":  # whose processor writes it into the text
+    if architecture != "emu3":  # its processor writes the first token into the text
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
         )
@@ -78,12 +79,12 @@ def tokenizer_of(architecture: str, codes: int = CODES) -> PreTrainedTokenizerFa
 
 
 def is_shared(name: str) -> bool:
-    """Whether it is a parameter that Lumina-mGPT's heads share."""
+    """Whether groups of Lumina-mGPT's heads share a parameter."""
     return ".q_norm." in name or ".k_norm." in name
 
 
 def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = SIDE, **more: int) -> PreTrainedModel:
-    """A model with random weights, larger than a new one's, so that its distributions are uneven."""
+    """A model with large random weights, so that its distributions are uneven."""
     torch.manual_seed(seed)
     vocabulary = tokenizer_of(architecture, codes).get_vocab()
     decoder = DECODER | {"vocab_size": len(vocabulary), "pad_token_id": vocabulary[PAD]} | more
@@ -107,7 +108,7 @@ def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = S
         vq = {"embed_dim": 8, "num_embeddings": codes, "latent_channels": 32, "channel_multiplier": [1, 1]}
         vq |= {"resolution": 2 * side}
         config = ChameleonConfig(vq_config=vq | convolutions, vocabulary_map=vocabulary, **decoder)
-        if architecture == "lumina_mgpt":  # as its authors' own class writes it
+        if architecture == "lumina_mgpt":  # settings of its authors' own class
             config.model_parallel_size, config.mask_image_logits = decoder["num_key_value_heads"], False
             config.name_or_path = f"Lumina-mGPT-7B-{2 * side}"
         model = ChameleonForConditionalGeneration(config)
@@ -128,7 +129,7 @@ def model_of(architecture: str, seed: int = 0, codes: int = CODES, side: int = S
 
 
 def hf_of(model: PreTrainedModel, **more: int) -> tuple[HFModel, Prompts, Image]:
-    """A model as `VQRunner` takes it, without a folder between; `more` of its sizes, by which it was made."""
+    """A model in the form that `VQRunner` takes; `more`: the sizes that `model_of` was called with."""
     architecture = ARCHITECTURES[name_of(model.config.to_dict())]
     area = (2 * more.get("side", SIDE)) ** 2
     image = architecture.image(model.config, {"image_area": area})
@@ -145,13 +146,13 @@ def drafter_of(target: HFModel) -> HFEagle:
 
 
 def plain_logits(model: PreTrainedModel, image: Image, prompt: Tensor, codes: Tensor) -> Tensor:
-    """Logits [B, V] of the code after a prompt's tokens [n] and codes [B, N], by the model's own layers at once."""
+    """Logits [B, V] of the code after a prompt's tokens [n] and codes [B, N], by one call of the model's own layers."""
     inner, prompts = model.model, prompt.expand(len(codes), -1)
     if model.config.model_type == "janus":
-        bundled = [model.get_input_embeddings()(prompts)]
+        embedded = [model.get_input_embeddings()(prompts)]
         if codes.shape[1]:
-            bundled.append(model.prepare_embeddings_for_image_generation(codes))
-        made = inner.language_model(inputs_embeds=torch.cat(bundled, 1), use_cache=False)
+            embedded.append(model.prepare_embeddings_for_image_generation(codes))
+        made = inner.language_model(inputs_embeds=torch.cat(embedded, 1), use_cache=False)
         return inner.generation_head(made.last_hidden_state[:, -1])
     tokens = torch.tensor(image.tokens)
     rows = [tokens[row] for row in codes.split(image.side, 1)]
@@ -163,13 +164,13 @@ def plain_logits(model: PreTrainedModel, image: Image, prompt: Tensor, codes: Te
 
 
 def _ended(row: Tensor, image: Image) -> Tensor:
-    """A row [B, n] of tokens, with its end if it is whole."""
+    """A row [B, n] of tokens, with the token that ends it if it is complete."""
     is_whole = row.shape[1] == image.side
     return torch.cat([row, row.new_full((len(row), is_whole), image.row_end)], 1)
 
 
 def guided_logits(model: PreTrainedModel, image: Image, prompts: Sequence[Tensor], codes: Tensor, cfg: float) -> Tensor:
-    """As `plain_logits`, of a prompt and what guidance leads away from."""
+    """As `plain_logits`, guided; prompts: the tokens of the prompt, and of the unconditional branch."""
     own, null = (plain_logits(model, image, prompt, codes) for prompt in prompts)
     return null + cfg * (own - null)
 
@@ -177,26 +178,22 @@ def guided_logits(model: PreTrainedModel, image: Image, prompts: Sequence[Tensor
 def plain_codes(
     model: PreTrainedModel, image: Image, prompts: Sequence[Tensor], cfg: float, uniforms: Tensor | None = None
 ) -> Tensor:
-    """Codes int64 [L], one after the other: the likeliest, or by the inverse distribution function at uniforms [L]."""
-    codes = torch.empty(1, 0, dtype=torch.int64)
-    for i in range(image.side**2):
-        logits = guided_logits(model, image, prompts, codes, cfg)
-        if uniforms is None:
-            code = logits.argmax(1)
-        else:
-            code = (logits.double().softmax(1).cumsum(1) > uniforms[i]).int().argmax(1)
-        codes = torch.cat([codes, code.view(1, 1)], 1)
-    return codes[0]
+    """Codes int64 [L], as `one_by_one`."""
+
+    def logits(codes: Tensor) -> Tensor:
+        return guided_logits(model, image, prompts, codes.unsqueeze(0), cfg)[0]
+
+    return one_by_one(logits, image.side**2, uniforms)
 
 
 def generated(model: PreTrainedModel, image: Image, prompts: Sequence[Tensor], cfg: float) -> Tensor:
-    """Codes int64 [L] by the model's own `generate`, greedily, in the form that its documentation gives."""
+    """Greedy codes int64 [L] by the model's own `generate`, called as its documentation shows."""
     prompt, null = (tokens.unsqueeze(0) for tokens in prompts)
     common = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
     if model.config.model_type == "janus":
         return model.generate(**common, generation_mode="image", guidance_scale=cfg)[0]
     if model.config.model_type == "chameleon":
-        model.model.vocabulary_mapping.image_tokens = []  # or they are forbidden after the output layer
+        model.model.vocabulary_mapping.image_tokens = []  # otherwise their logits are masked
 
     def allowed(row: int, tokens: Tensor) -> list[int]:
         ends = image.row_end is not None and (len(tokens) - prompt.shape[1]) % (image.side + 1) == image.side
@@ -216,8 +213,9 @@ def generated(model: PreTrainedModel, image: Image, prompts: Sequence[Tensor], c
     return torch.tensor([code[token] for token in made[0, prompt.shape[1] :].tolist() if token != image.row_end])
 
 
-def saved(folder: Path, architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **more: int) -> Path:
-    """A folder as on the hub; of Lumina-mGPT it must be called as there."""
+def saved(root: Path, architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32, **more: int) -> Path:
+    """A directory below `root` with the files, and for Lumina-mGPT the name, that the Hub has."""
+    folder = root / (f"Lumina-mGPT-7B-{2 * SIDE}" if architecture == "lumina_mgpt" else architecture)
     model = model_of(architecture, seed, **more).to(dtype)
     model.save_pretrained(folder)
     tokenizer_of(architecture).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Captions of pictures: which are held out, what texts are made of them, and how images of them are judged."""
+"""Captions of images: which are held out, the prompts made of them, and the evaluation of images."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COLOURS, SHAPES = ("red", "blue", "green", "black", "white"), ("heart", "circle"
 PEOPLE = [
     f"{who} {work}: {tone}" for who in ("man", "woman") for work in ("cook", "pilot") for tone in ("dark", "light")
 ]
-ALONE = ("hot dog", "dog", "bread")  # no words that combine
+ALONE = ("hot dog", "dog", "bread")  # names whose words do not combine
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """captions.json of pictures whose left half is white."""
+    """captions.json of images whose left half is white."""
     folder, found = tmp_path_factory.mktemp("data"), {}
     classes = {"shapes": [f"{c} {s}" for c in COLOURS for s in SHAPES], "people": PEOPLE, "things": ALONE}
     for category, names in classes.items():
@@ -51,7 +51,7 @@ def own(file):
 
 
 def test_captions_are_read(own):
-    """By class and name, with all of their pictures; what is in held_out/ is left there."""
+    """By class and name, with all their images but those in held_out/."""
     assert len(own) == len(COLOURS) * len(SHAPES) + len(PEOPLE) + len(ALONE) + 1
     assert [caption.category for caption in own] == sorted(caption.category for caption in own)
     assert all(len(caption.files) == 2 and caption.name != "unknown" for caption in own)
@@ -59,7 +59,7 @@ def test_captions_are_read(own):
 
 def test_held_out_in_composition(own):
     entries = listed(own, 10)
-    assert entries == listed(own[::-1], 10)  # whatever the order
+    assert entries == listed(own[::-1], 10)  # in any order
     away = held_out_names(entries)
     assert [entry["prompt"] in away for entry in entries] == [True, False] * 5
     assert {entry["label"] for entry in entries} == {0, 1}  # people and shapes
@@ -70,15 +70,14 @@ def test_held_out_in_composition(own):
         assert all(sum(word in each for each in others) >= 2 for word in words_of(name))
 
 
-def test_a_word_that_would_be_lost_stays(own):
-    """As few names as there are: no word may be left in less than two."""
+def test_every_word_stays_in_two_names():
     few = [f"{c} {s}" for c in COLOURS[:3] for s in SHAPES[:3]]
-    kept = {name for name, _ in captions.pairs_of_class(few)}
-    count = Counter(word for name in few if name not in kept for word in words_of(name))
-    assert kept and min(count.values()) >= 2
+    held_out = {name for name, _ in captions.pairs_of_class(few)}
+    count = Counter(word for name in few if name not in held_out for word in words_of(name))
+    assert held_out and min(count.values()) >= 2
 
 
-def test_the_list_is_one_of_prompts(file, tmp_path, monkeypatch, capsys):
+def test_the_list_can_be_sampled(file, tmp_path, monkeypatch, capsys):
     out = tmp_path / "prompts.json"
     monkeypatch.setattr(sys, "argv", ["captions", "--captions", str(file), "--num", "8", "--out", str(out)])
     captions.main()
@@ -89,7 +88,7 @@ def test_the_list_is_one_of_prompts(file, tmp_path, monkeypatch, capsys):
         captions.main()
 
 
-def test_texts_of_a_caption():
+def test_prompts_of_a_caption():
     caption, random = Caption("red heart", ["love", "red"], "symbols", []), Random(0)
     texts = Counter(text_of(caption, random) for _ in range(4000))
     assert 0.45 < sum(count for text, count in texts.items() if text.endswith("red heart")) / 4000 < 0.55
@@ -98,8 +97,8 @@ def test_texts_of_a_caption():
     assert text_of(caption._replace(tags=[]), random).endswith("red heart")
 
 
-def test_what_is_mirrored(own):
-    """Not what points to the left, and no class that stays upright."""
+def test_mirrored_images(own):
+    """Names with a direction, and upright classes, are not mirrored."""
     few = [caption for caption in own if caption.name in ("man cook: dark", "arrow pointing left", "hot dog")]
     data = pictures_of(few, ["people"], 8)
     labels = torch.arange(3).repeat(8)
@@ -111,8 +110,8 @@ def test_what_is_mirrored(own):
     assert captions.labels_of(few) == [0, 0, 1, 1, 2, 2]
 
 
-def test_images_are_judged(own, tmp_path, monkeypatch, capsys):
-    """By a classifier of brightness: class 1 is bright. Half of the held-out ones are as they should be."""
+def test_images_are_evaluated(tmp_path, monkeypatch, capsys):
+    """With a classifier whose class 1 is bright images. Half of the held-out images have the right class."""
     monkeypatch.setitem(CLASSIFIERS, "tiny", ClassifierConfig(size=8, widths=(4,), classes=2))
     model = Classifier(CLASSIFIERS["tiny"]).eval()
     for tensor in model.state_dict().values():
@@ -134,13 +133,9 @@ def test_images_are_judged(own, tmp_path, monkeypatch, capsys):
         Image.new("RGB", (8, 8), "white" if bright else "black").save(folder / f"{i}.png")
         made.append({"file": f"{i}.png", "request": {"prompt": str(i % 8)}})
     write_json(folder / "samples.json", {"images": made})
-    paths = {
-        "--images": folder,
-        "--prompts": tmp_path / "prompts.json",
-        "--classifier": tmp_path / "classifier.safetensors",
-    }
-    arguments = [str(text) for pair in paths.items() for text in pair]
-    monkeypatch.setattr(sys, "argv", ["judge_prompts", *arguments, "--arch", "tiny"])
+    arguments = ["--images", folder, "--prompts", tmp_path / "prompts.json", "--arch", "tiny"]
+    arguments += ["--classifier", tmp_path / "classifier.safetensors"]
+    monkeypatch.setattr(sys, "argv", ["judge_prompts", *map(str, arguments)])
     judge_prompts.main()
     assert capsys.readouterr().out == (
         "captions trained on: 8 images, 100.0% recognised (by chance 50.0%), standard error 0.0%\n"

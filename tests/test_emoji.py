@@ -1,4 +1,4 @@
-"""The emoji data set: what is held out, how vendors' names and pictures are read, and that packages are checked."""
+"""The emoji data set: held-out emojis, vendors' names and drawings, and the check of packages."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_icons_are_found_by_code_point_or_by_name():
     assert b'viewBox="0 0 16 8"' in found["1f1eb-1f1f7"]
 
 
-def test_flags_of_countries_are_no_part_of_fluent():
+def test_fluent_has_no_flags_of_countries():
     files = dict.fromkeys(("assets/1f1eb-1f1f7.webp", "assets/2615-fe0f.webp", "package.json"), b"")
     assert [code for code, _ in emoji.webps(files, {})] == ["2615"]
 
 
-def test_a_picture_is_on_white_in_the_middle():
+def test_a_drawing_is_centred_on_white():
     buffer = io.BytesIO()
     drawn = Image.new("RGBA", (100, 50), (0, 0, 0, 0))
     drawn.paste((255, 0, 0, 255), (0, 0, 50, 50))
@@ -68,7 +68,7 @@ def test_a_picture_is_on_white_in_the_middle():
     assert colours == [(255, 255, 255), (255, 0, 0), (255, 255, 255), (255, 255, 255)]
 
 
-def test_a_package_of_other_content_is_rejected(tmp_path):
+def test_a_package_with_another_digest_is_refused(tmp_path):
     (tmp_path / "emojibase-data-17.0.0.tgz").write_bytes(b"something else")
     with pytest.raises(OSError, match=r"emojibase-data-17.0.0\.tgz"):
         emoji.fetched(emoji.EMOJIBASE, tmp_path)

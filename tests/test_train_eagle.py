@@ -1,4 +1,4 @@
-"""Drafters for a target that is not bundled: from its own samples, and from a folder; what is kept and measured."""
+"""Drafters for a target that is not bundled, trained on its own samples or on images; their acceptance and costs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import itertools
 import json
 
 import codes
-import numpy as np
 import pytest
 import torch
 import train_eagle
 import training
-from codes import Codes, kept
+from codes import Codes, cached
 from conditions import inputs_of
 from drafted import acceptance_by_depth, estimates, parameters
-from PIL import Image
-from programs import run_program
+from programs import class_images, run_program
 from safetensors.torch import load_file, save_file
 from stores import small_vq_checkpoint
 from texts import PROMPTS, text_models
@@ -42,20 +40,25 @@ TOKENIZER = VQConfig(ch=32, ch_mult=(1, 1), z_channels=32, codebook_size=24, num
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """The folder of a target of 8x8 pixels, 4x4 codes."""
+    """The directory of a target for images of 8x8 pixels, 4x4 tokens."""
     folder = tmp_path_factory.mktemp("target")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(GPTS, "tiny", GPTSpec(GPTConfig(block_size=16, **SIZES), "tiny", SamplingDefaults(image_size=8)))
         patch.setitem(TOKENIZERS, "tiny", TOKENIZER)
         torch.manual_seed(0)
-        for name, create in (("target", create_gpt), ("tokenizer", create_tokenizer)):
-            save_file(create("tiny").state_dict(), folder / f"{name}.safetensors")
+        save_new(folder)
         yield folder
+
+
+def save_new(folder):
+    """Saves a target and a tokenizer with new random weights."""
+    for name, create in (("target", create_gpt), ("tokenizer", create_tokenizer)):
+        save_file(create("tiny").state_dict(), folder / f"{name}.safetensors")
 
 
 @pytest.fixture
 def train(target, tmp_path, monkeypatch):
-    """A function that runs the program for some steps, and returns the file that it makes."""
+    """A function that trains a drafter for a few steps, and returns its file."""
 
     def run(name, **options):
         out = tmp_path / f"{name}.safetensors"
@@ -66,7 +69,7 @@ def train(target, tmp_path, monkeypatch):
 
 
 def test_from_its_own_samples(target, train, tmp_path, capsys):
-    """What the drafter drafts changes no image."""
+    """Drafting changes no image."""
     whole = train("whole", self_samples=20)
     assert capsys.readouterr().out
     last = json.loads((tmp_path / "whole" / "log.jsonl").read_text().splitlines()[-1])
@@ -77,37 +80,21 @@ def test_from_its_own_samples(target, train, tmp_path, capsys):
     )
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(plain, drafted))
     assert sum(output.stats.backbone_calls for output in drafted) < 4 * 16
-    arguments = ["--checkpoint", str(target), "--eagle", str(whole), "--method", "eagle2", "--labels", "0"]
-    assert main(["sample", *arguments, "--out", str(tmp_path / "out")]) == 0
+    command = ["sample", "--checkpoint", target, "--eagle", whole, "--method", "eagle2", "--labels", 0]
+    assert main([*map(str, command), "--out", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "samples.json").read_text())["settings"]["eagle"]["file"] == str(whole)
 
 
-def test_codes_of_another_target_are_not_taken(target, train, tmp_path):
-    """Of the same name and size."""
-    other = tmp_path / "other"
-    other.mkdir()
-    for name, create in (("target", create_gpt), ("tokenizer", create_tokenizer)):
-        save_file(create("tiny").state_dict(), other / f"{name}.safetensors")
+def test_codes_of_another_target_are_refused(train, tmp_path):
+    """Even of a target with the same name and size."""
+    save_new(tmp_path)
     train("drafter", self_samples=4, codes=tmp_path / "codes")
     with pytest.raises(ValueError, match="--codes"):
-        train("another", checkpoint=other, self_samples=4, codes=tmp_path / "codes")
+        train("another", checkpoint=tmp_path, self_samples=4, codes=tmp_path / "codes")
 
 
 @pytest.mark.slow
-def test_codes_of_another_tokenizer_are_not_taken(target, train, tmp_path):
-    save_file(create_tokenizer("tiny").state_dict(), tmp_path / "tokenizer.safetensors")
-    images = {"data": tmp_path / "images", "images": 20, "codes": tmp_path / "codes"}
-    for label, shade in itertools.product(range(10), range(2)):
-        place = tmp_path / "images" / f"class_{label}" / f"{shade}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (20 * label, 100 * shade, 0)).save(place)
-    train("drafter", **images)
-    with pytest.raises(ValueError, match="--codes"):
-        train("another", tokenizer=tmp_path / "tokenizer.safetensors", **images)
-
-
-@pytest.mark.slow
-def test_a_run_that_was_cut_off_goes_on_to_the_same_drafter(train, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_drafter(train, monkeypatch):
     whole, loss_of, calls = train("whole", self_samples=20), train_eagle.loss_of, itertools.count()
 
     def cut_off(*args):
@@ -124,25 +111,21 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_drafter(train, monkeypatch):
 
 
 @pytest.mark.slow
-def test_from_a_folder(train, tmp_path):
-    random = np.random.default_rng(0)
-    for label in range(10):
-        place = tmp_path / "images" / f"class_{label}"
-        place.mkdir(parents=True)
-        for i in range(2):
-            Image.fromarray(random.integers(0, 255, (9, 10, 3), dtype=np.uint8)).save(place / f"{i}.png")
-    assert train("folder", data=tmp_path / "images", images=20).exists()
-    parts = [load_file(tmp_path / "folder" / "codes" / part / "00000000.safetensors") for part in ("train", "held-out")]
+def test_from_images(train, tmp_path):
+    images = {"data": class_images(tmp_path / "images", 10, 2), "images": 20, "codes": tmp_path / "codes"}
+    train("drafter", **images)
+    parts = [load_file(tmp_path / "codes" / part / "00000000.safetensors") for part in ("train", "held-out")]
     assert [part["codes"].shape for part in parts] == [(20, 16), (2, 16)]
     assert torch.bincount(parts[0]["labels"]).tolist() == [2] * 10
-    (tmp_path / "images" / "class_10").mkdir()
-    for i in range(2):
-        Image.new("RGB", (8, 8)).save(tmp_path / "images" / "class_10" / f"{i}.png")
-    with pytest.raises(ValueError):
-        train("another", data=tmp_path / "images", images=20)
+
+    save_new(tmp_path)
+    with pytest.raises(ValueError, match="--codes"):
+        train("another", tokenizer=tmp_path / "tokenizer.safetensors", **images)
+    with pytest.raises(ValueError):  # the target has ten classes
+        train("more", data=class_images(tmp_path / "more images", 11, 2), images=20)
 
 
-def test_what_is_no_target(train, capsys):
+def test_not_a_target(train, capsys):
     with pytest.raises(ValueError, match="digits32"):
         train("mar", checkpoint="digits32", self_samples=20)
     with pytest.raises(SystemExit):
@@ -150,14 +133,14 @@ def test_what_is_no_target(train, capsys):
     assert "--self-samples" in capsys.readouterr().err
 
 
-def test_an_eagle_that_does_not_fit(target):
+def test_incompatible_drafters(target):
     with pytest.raises(ValueError, match="EAGLE"):
         cspd.load(small_vq_checkpoint(), eagle=checkpoint_files("digits32_vq")["eagle"], device="cpu")
     with pytest.raises(ValueError, match="digits32"):
         cspd.load("digits32", eagle=target, device="cpu")
 
 
-def test_codes_are_made_once(tmp_path, monkeypatch):
+def test_codes_are_computed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(codes, "PART", 4)
     made = []
 
@@ -168,7 +151,7 @@ def test_codes_are_made_once(tmp_path, monkeypatch):
 
     def labels(num, **made_with):
         made.clear()
-        return kept(make, num, tmp_path, made_with, CPU).labels.tolist()
+        return cached(make, num, tmp_path, made_with, CPU).labels.tolist()
 
     assert labels(10, cfg=1.0) == [*range(10)] and len(made) == 3
     (tmp_path / "00000004.safetensors").unlink()
@@ -179,7 +162,10 @@ def test_codes_are_made_once(tmp_path, monkeypatch):
 
 
 def one_by_one(target, drafter, both, own, sampling, depths):
-    """(accepted, judged) [2, depths] of an image's codes [L] under a condition and the null one, chain after chain."""
+    """(accepted, verified) [2, depths] for an image's tokens [L], one draft chain after the other, guided.
+
+    `both`: the condition and the unconditional branch.
+    """
     sums = torch.zeros(2, depths)
     inputs = target.embed(both, own[:-1].expand(2, -1))
     first = inputs.shape[1] - len(own)
@@ -205,11 +191,13 @@ def one_by_one(target, drafter, both, own, sampling, depths):
     return sums
 
 
-@pytest.mark.parametrize("subjects", [range(CLASSES), PROMPTS], ids=["classes", "texts"])
+@pytest.mark.parametrize("subjects", [range(CLASSES), PROMPTS], ids=["classes", "prompts"])
 def test_acceptance_by_depth_is_that_of_chains_one_by_one(subjects):
     of_texts = subjects is PROMPTS
     runner = runner_of(text_models() if of_texts else toy_models(codes=11, length=9), 1)
-    drafter, depths, sampling = runner.models["eagle"], 4, SamplingDefaults(cfg=1.7, top_k=6 if of_texts else 0)
+    drafter = runner.models["eagle"]
+    depths = 4
+    sampling = SamplingDefaults(cfg=1.7, top_k=6 if of_texts else 0)
     data = Codes(torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3)
 
     def both(number):
@@ -228,7 +216,7 @@ def test_acceptance_by_depth_is_that_of_chains_one_by_one(subjects):
 
 
 def test_estimates():
-    """Of LlamaGen-L, 343M parameters; parameters are those of the models, but for norms and biases."""
+    """The estimates for LlamaGen-L, and the parameters that they count: all but norms and biases."""
     row = estimates(steps=20000, batch=16, samples=10000, max_batch=32).splitlines()[2].split()
     assert row[:2] == ["llamagen_l", "256"] and 2 < float(row[3]) < 10 and 0.1 < float(row[7]) < 10
     for name in ("gpt_digits32", "llamagen_xl_t2i"):

@@ -1,53 +1,33 @@
-"""Drafters for targets of texts: training sees what drafting sees; from own samples and from images with captions."""
+"""Drafters for text-to-image targets, trained on the target's own samples and on images with captions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from conditions import inputs_of
 from pictures import captioned
 from programs import run_program, shades
 from safetensors.torch import load_file, save_file
 from stores import small_text_encoder, small_vq_checkpoint
-from texts import PROMPTS, check_fed_alike, folder_of_words, running, text_models
+from texts import PROMPTS, check_training_and_drafting, folder_of_words, text_models
 from toys import request_of
-from train_eagle import predict
 
 import cspd
-from cspd.discrete.batch import by_slot
-from cspd.discrete.drafts import _eagle_root
 from cspd.discrete.registry import GPTS, TOKENIZERS, GPTSpec, SamplingDefaults
 from cspd.discrete.text import TextEncoder
 
-BY_T5 = TextEncoder._made  # in whose place other tests have words
+BY_T5 = TextEncoder._made  # replaced in most tests
 SIDE = 4  # codes along a side
 TEXTS = ["a red fox", "blue", "an old ship in green", "a quiet night", "green", "a blue ship at night"]
 
 
 def test_training_sees_what_drafting_sees():
-    """Of three texts of unequal length and their null captions, each sequence as far as it is."""
-    models = text_models()
     asked = [request_of("eagle", label=None, prompt=text, seed=i, cfg=2.5, gamma=3) for i, text in enumerate(PROMPTS)]
-    runner, started = running(models, asked, (0, 2, 1))
-    with torch.inference_mode():
-        batch = runner.batch_of(by_slot(started))
-        root = _eagle_root(runner, batch, 3)[:, :, 0]
-        last = runner.features(batch, runner.last(batch, 1)[0])[:, :, 0]
-        kept = runner.past.before(batch, torch.arange(1, 10).expand(3, -1))
-
-        slots = torch.tensor([sequence.slot for sequence in started])
-        codes = runner.tokens[slots, :9].repeat(2, 1)
-        is_null = torch.arange(6) >= 3
-        inputs = inputs_of(runner, PROMPTS, torch.arange(3).repeat(2), is_null, codes)
-        made = predict(models["target"], models["eagle"], inputs, 0.0, torch.Generator())
-    predicted, features = (each.unflatten(0, (2, 3)) for each in made)
-    assert len({sequence.num_committed for sequence in started}) == 3
-    check_fed_alike(started, (predicted, features), last, root, kept)
+    check_training_and_drafting(text_models(), asked, (0, 2, 1))
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Of a target of texts with uneven distributions, its tokenizer, and an encoder of words."""
+    """The directory of a text-to-image target with uneven distributions, its tokenizer, and an encoder of words."""
     models = text_models(length=SIDE**2)
     config, tokenizer = models["target"].config, models["tokenizer"].config
     defaults = SamplingDefaults(cfg=2.0, top_k=8, image_size=SIDE * tokenizer.stride)
@@ -63,7 +43,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def train(folder, tmp_path, monkeypatch):
-    """A function that runs the program for two steps, with texts unless it is told otherwise."""
+    """A function that runs the program for two steps, by default with TEXTS."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(TEXTS))
 
@@ -80,7 +60,7 @@ def labels(tmp_path, split):
 
 
 def test_from_its_own_samples(folder, train, tmp_path):
-    """What the drafter drafts changes no image; the first of six texts is held out."""
+    """Drafting changes no image. The first of six prompts is held out."""
     drafter = train(self_samples=7)
     assert labels(tmp_path, "train") == [1, 2, 3, 4, 5, 1, 2] and labels(tmp_path, "held-out") == [0]
     engine = cspd.load(folder, eagle=drafter, max_batch=3, device="cpu")
@@ -93,7 +73,7 @@ def test_from_its_own_samples(folder, train, tmp_path):
 
 
 def test_images_and_their_texts(tmp_path):
-    """In the order of the numbers in the names; a text that has several images has all of them."""
+    """Captions belong to images in the order of the numbers in their names, and may have several images."""
     texts = [str(i) for i in range(6)]
     data = captioned(shades(tmp_path / "images", 12), texts, 8)
     for split in ("train", "held-out"):
@@ -125,18 +105,18 @@ def test_bad_texts(folder, train, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_trained_drafter_is_accepted_more_often(folder, train, tmp_path, monkeypatch):
-    """By T5's features, of texts that it was not trained on; and its images are the target's."""
+    """With T5's features and new prompts. Its images are those of the target."""
     monkeypatch.setattr(TextEncoder, "_made", BY_T5)
     letters = "abcdefghijklmnopqrst"
     (tmp_path / "prompts.txt").write_text("\n".join(letters[i : i + 1 + i % 5] for i in range(len(letters))))
     own = {"text_encoder": small_text_encoder(), "codes": tmp_path / "codes", "self_samples": 300}
     files = {"untrained": train("untrained", **own), "trained": train("trained", **own | {"steps": 150, "batch": 32})}
-    forwards = {}
+    passes = {}
     for name, file in files.items():
         engine = cspd.load(folder, eagle=file, text_encoder=own["text_encoder"], device="cpu")
         drafted = engine.sample(prompts=[*letters[::-1]], method="eagle", seed=7)
-        forwards[name] = sum(output.stats.backbone_calls for output in drafted)
-    assert forwards["trained"] < 0.75 * forwards["untrained"]
+        passes[name] = sum(output.stats.backbone_calls for output in drafted)
+    assert passes["trained"] < 0.75 * passes["untrained"]
     for temperature in (0.0, 1.0):
         asked = {"prompts": [*letters], "temperature": temperature}
         plain = engine.sample(**asked, method="ar")

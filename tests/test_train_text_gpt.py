@@ -1,4 +1,4 @@
-"""A target of texts with its own text encoder, and a draft: trained, loaded and sampled as LlamaGen's files are."""
+"""A text-to-image target with its own text encoder, and a draft model: trained, loaded and sampled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sizes():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Six pictures with captions, one of them held out, and a tokenizer."""
+    """Six images with captions, one of them held out, and a tokenizer."""
     folder, random, found = tmp_path_factory.mktemp("data"), np.random.default_rng(0), {}
     (folder / "train" / "symbols").mkdir(parents=True)
     for i, name in enumerate(NAMES):
@@ -62,7 +62,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(data):
-    """A function that runs the program for three steps into a folder, and returns the file that it makes."""
+    """A function that runs the program for three steps, and returns its file in a directory."""
 
     def run(folder, part="target", arch="tiny_text", **options):
         folder.mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def train(data):
 
 @pytest.fixture(scope="module")
 def folder(data, train, tmp_path_factory):
-    """A whole folder: tokenizer, target, text encoder, draft."""
+    """A directory with tokenizer, target, text encoder and draft; training the draft leaves the encoder unchanged."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "tokenizer.safetensors").symlink_to(data / "tokenizer.safetensors")
     train(folder)
@@ -89,7 +89,7 @@ def folder(data, train, tmp_path_factory):
     return folder
 
 
-def test_the_folder_is_loaded_and_sampled(folder):
+def test_the_directory_is_loaded_and_sampled(folder):
     engine = cspd.load(folder, max_batch=2, device="cpu")
     red, other = {"label": None, "prompt": "red heart"}, {"label": None, "prompt": "blue", "negative_prompt": "red"}
     asked = [request_of("ar", **red), request_of("sd", gamma=2, **red), request_of("ar", **other)]
@@ -100,26 +100,29 @@ def test_the_folder_is_loaded_and_sampled(folder):
 
 
 def test_muon_trains_the_layers_of_the_gpt(folder):
-    """And AdamW the encoder, the embeddings and the outputs: it holds moments of as many weights as are left."""
+    """AdamW trains the other weights: encoder, embeddings and output."""
     model, _, adamw, muon = torch.load(folder / "run_target" / "last.pt", weights_only=True)["states"]
     _, encoder = read_encoder(folder / "text_encoder")
     layers = [name for name, weight in model.items() if name.startswith("gpt.layers.") and weight.ndim == 2]
     assert len(muon["state"]) == len(layers) == 2 * 5
-    assert len(adamw["state"]) + len(muon["state"]) == len(
-        [*TextGPT(load_gpt(folder / "target.safetensors"), encoder).parameters()]
-    )
+    whole = TextGPT(load_gpt(folder / "target.safetensors"), encoder)
+    assert len(adamw["state"]) + len(muon["state"]) == len([*whole.parameters()])
 
 
-def test_names_that_are_not_there_are_told(train, data, tmp_path):
+def test_bad_arguments(folder, train, tmp_path, monkeypatch):
     write_json(tmp_path / "others.json", [{"prompt": "a ship", "label": 0, "held_out": True}])
     with pytest.raises(ValueError, match=r"captions\.json"):
         train(tmp_path / "out", held_out=tmp_path / "others.json")
     with pytest.raises(ValueError, match="--upright"):
         train(tmp_path / "out", upright="symbol")
+    wide = GPTS["tiny_text"]
+    monkeypatch.setitem(GPTS, "tiny_text", replace(wide, config=replace(wide.config, caption_dim=12)))
+    with pytest.raises(ValueError, match="tiny_text"):
+        train(tmp_path / "out", text_encoder=folder / "text_encoder")
 
 
 @pytest.mark.parametrize("lr, is_same", [(0, True), (1e-3, False)])
-def test_a_file_is_gone_on_with_and_its_encoder_too(lr, is_same, folder, train, tmp_path):
+def test_init_takes_the_encoder_too(lr, is_same, folder, train, tmp_path):
     again = train(tmp_path / "again", init=folder / "target.safetensors", first_seed=5, lr=lr).parent
     for name in ("target.safetensors", "text_encoder/model.safetensors"):
         first, second = load_file(folder / name), load_file(again / name)
@@ -127,11 +130,11 @@ def test_a_file_is_gone_on_with_and_its_encoder_too(lr, is_same, folder, train, 
         assert all(torch.equal(first[key], second[key]) for key in first) == is_same, name
     tokenizers = [(place / "text_encoder" / "tokenizer.json").read_text() for place in (folder, again)]
     assert tokenizers[0] == tokenizers[1]
-    with pytest.raises(SystemExit, match="--run"):  # the same images, but not gone on with
+    with pytest.raises(SystemExit, match="--run"):  # without --init
         train(tmp_path / "again", first_seed=5, lr=lr)
 
 
-def test_an_encoder_that_is_taken_as_it_is_drops_nothing_out(folder, train, tmp_path, monkeypatch):
+def test_a_given_encoder_has_no_dropout(folder, train, tmp_path, monkeypatch):
     def stopped(model, *args, **kwargs):
         assert not any(module.training for module in model.encoder.modules())
         raise KeyboardInterrupt
@@ -141,7 +144,7 @@ def test_an_encoder_that_is_taken_as_it_is_drops_nothing_out(folder, train, tmp_
         train(tmp_path / "out", "draft", "tiny_text_draft", text_encoder=folder / "text_encoder")
 
 
-def test_a_run_of_other_captions_is_not_gone_on_with(train, data, tmp_path):
+def test_a_run_with_other_captions_is_not_resumed(train, data, tmp_path):
     train(tmp_path / "out")
     for picture in (data / "train").rglob("*.png"):
         place = tmp_path / picture.relative_to(data)
@@ -153,16 +156,15 @@ def test_a_run_of_other_captions_is_not_gone_on_with(train, data, tmp_path):
         train(tmp_path / "out", captions=tmp_path / "captions.json")
 
 
-def test_a_run_that_was_cut_off_ends_as_if_it_had_not(folder, train, tmp_path, monkeypatch):
-    """Target and encoder; their texts, null captions and pictures are those of the step."""
+def test_an_interrupted_run_ends_with_the_same_weights(folder, train, tmp_path, monkeypatch):
     cross_entropy, calls = train_text_gpt.cross_entropy, iter(range(100))
 
-    def cut_off(*args):
+    def interrupted(*args):
         if next(calls) == 1:
             raise KeyboardInterrupt
         return cross_entropy(*args)
 
-    monkeypatch.setattr(train_text_gpt, "cross_entropy", cut_off)
+    monkeypatch.setattr(train_text_gpt, "cross_entropy", interrupted)
     monkeypatch.setattr(training, "SAVE_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut")
@@ -176,7 +178,7 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not(folder, train, tmp_path, m
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """An engine of the folder, the tokenizer of texts, and the model as it is trained, with weights that matter."""
+    """An engine, the tokenizer of prompts, and the model that training uses, all with large random weights."""
     engine = cspd.load(folder, max_batch=3, device="cpu")
     words, encoder = read_encoder(folder / "text_encoder")
     generator = torch.Generator().manual_seed(0)
@@ -187,32 +189,32 @@ def trained(folder):
 
 @pytest.mark.filterwarnings("ignore::cspd.discrete.text.Truncated")
 def test_training_sees_what_sampling_sees(trained):
-    """Texts of unequal length, and one that is cut off, and what guides them: the logits of every code."""
+    """The logits of every token, in both guidance branches, for prompts of unequal length and a truncated one."""
     engine, words, model = trained
     runner, method = engine.runner, find("ar", "VQ")
     started = []
     for slot, prompt in enumerate(PROMPTS):
         request = request_of("ar", label=None, prompt=prompt, seed=slot, cfg=2.0)
         started.append(Sequence(request, slot=slot, key=slot, uses=method.uses(request), stats=RoundStats()))
-    seen = []
+    sampled = []
     with torch.inference_mode():
         runner.admit(started)
         for _ in range(16):
             batch = runner.batch_of(started)
-            seen.append(runner.target.output(runner.features(batch, runner.last(batch, 1)[0]))[:, :, 0])
+            sampled.append(runner.target.output(runner.features(batch, runner.last(batch, 1)[0]))[:, :, 0])
             method.run_round(runner, started, Stopwatch(CPU))
         codes = runner.tokens[:3, :16]
-    for rows, (half, is_null) in product((slice(2), slice(2, 3)), enumerate((False, True))):
-        texts = tokens_of(words, PROMPTS[rows], MOST, torch.full((len(PROMPTS[rows]),), is_null))
-        assert (texts.ids.shape[1] == MOST) == (len(texts.ids) == 1)  # cut off
-        assert texts.present.sum(1).tolist() == [len(runner.text_of(prompt)) for prompt in PROMPTS[rows]]
-        expected = torch.stack([each[half, rows] for each in seen], 1)
-        with torch.inference_mode():
+        for rows, branch in product((slice(2), slice(2, 3)), range(2)):  # the last prompt is truncated
+            is_null = torch.full((len(PROMPTS[rows]),), branch == 1)
+            texts = tokens_of(words, PROMPTS[rows], MOST, is_null)
+            assert texts.present.sum(1).tolist() == [len(runner.text_of(prompt)) for prompt in PROMPTS[rows]]
+            expected = torch.stack([logits[branch, rows] for logits in sampled], 1)
             assert relative_error(model(texts, codes[rows, :-1]), expected) < 1e-4
+    assert texts.ids.shape[1] == MOST
 
 
-def test_a_caption_replaced_is_the_null_caption_of_its_length(trained):
-    """Of a batch's rows only those that are replaced change, and of their own text only the length is left."""
+def test_a_replaced_caption_keeps_only_its_length(trained):
+    """Rows of a batch that are replaced by the unconditional branch depend on nothing else; other rows stay."""
     _, words, model = trained
     codes = torch.arange(15).expand(3, -1)
     with torch.inference_mode():
@@ -225,14 +227,7 @@ def test_a_caption_replaced_is_the_null_caption_of_its_length(trained):
     assert torch.equal(own[::2], plain[::2]) and relative_error(own[1], plain[1]) > 0.01
 
 
-def test_an_encoder_of_another_width(folder, train, tmp_path, monkeypatch):
-    wide = GPTS["tiny_text"]
-    monkeypatch.setitem(GPTS, "tiny_text", replace(wide, config=replace(wide.config, caption_dim=12)))
-    with pytest.raises(ValueError, match="tiny_text"):
-        train(tmp_path / "wide", text_encoder=folder / "text_encoder")
-
-
-def test_the_tokenizer_of_texts():
+def test_the_tokenizer_of_prompts():
     words = new_tokenizer(["red heart", "red circle", "heart"] * 3, 60)
     ids = [words.encode(text).ids for text in ("red heart", "Réd -- Heart!", "red  heart")]
     assert ids[0] == ids[1] == ids[2] and len(ids[0]) == 3

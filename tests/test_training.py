@@ -1,4 +1,4 @@
-"""Training programs: each trains on a folder of 40 images and samples from it, and goes on where it was cut off."""
+"""Training programs: they train on a directory of 40 images, sample, and resume interrupted runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import training
 from pictures import data_of
 from PIL import Image
-from programs import run_program
+from programs import class_images, run_program
 from safetensors.torch import load_file
 from torch import nn
 from train_mar import Guessing, in_the_transformer, may_be_half
@@ -33,21 +32,13 @@ CLASSES = [f"class_{i}" for i in range(10)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """40 images of 20x18 pixels, white at the left, in ten classes."""
-    root = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
-    for name in CLASSES:
-        (root / name).mkdir()
-        for i in range(4):
-            pixels = random.integers(0, 100, (18, 20, 3), dtype=np.uint8)
-            pixels[:, :10] = 255
-            Image.fromarray(pixels).save(root / name / f"{i}.png")
-    return root
+    """A directory of 40 images in ten classes."""
+    return class_images(tmp_path_factory.mktemp("data") / "images", 10, 4)
 
 
 @pytest.fixture
 def train(folder, tmp_path, monkeypatch):
-    """A function that runs a program for two steps on the folder, and returns the file that it makes."""
+    """A function that runs a program for two steps on the directory, and returns its file."""
 
     def run(program, **options):
         out = tmp_path / f"{program}.safetensors"
@@ -63,14 +54,22 @@ def size_of(path: Path) -> tuple[int, int]:
 
 
 def test_autoencoder_and_mar(train, tmp_path):
+    """Also `--init`: with a learning rate of 0, the weights stay."""
     vae = train("train_vae", arch="kl_emoji64", free_nats=0.5)
     assert load_vae(vae).config.stride == 4
     options = {"arch": "mar_emoji64_draft", "images": 20, "rows": 16, "head_steps": 2, "vae": vae}
-    assert train("train_mar", **options).exists()
+    mar = train("train_mar", **options)
     run = tmp_path / "train_mar"
     assert size_of(run / "whole" / "samples.png") == (8 * SIZE, 3 * SIZE)
     assert {path.name for path in run.rglob("*.png")} == {"curves.png", "samples.png"}
     assert json.loads((run / "head" / "log.jsonl").read_text())["step"] == 2
+
+    for first, program, own in ((vae, "train_vae", {"arch": "kl_emoji64"}), (mar, "train_mar", options)):
+        again = {"init": first, "lr": 0, "run": tmp_path / f"{program}_again", "out": tmp_path / "again.safetensors"}
+        second = load_file(train(program, **own, **again))
+        for name, tensor in load_file(first).items():
+            if "final_layer.linear" not in name:  # the last layer of a head is fitted again
+                assert torch.equal(tensor, second[name]), name
 
 
 def test_too_few_rows_for_all_timesteps(train, tmp_path, capsys):
@@ -79,21 +78,9 @@ def test_too_few_rows_for_all_timesteps(train, tmp_path, capsys):
     assert "--rows" in capsys.readouterr().err
 
 
-def test_a_file_is_gone_on_with(train, tmp_path):
-    vae = train("train_vae", arch="kl_emoji64")
-    mar = {"arch": "mar_emoji64_draft", "images": 20, "rows": 16, "head_steps": 2, "vae": vae}
-    for program, options in (("train_vae", {"arch": "kl_emoji64"}), ("train_mar", mar)):
-        first = train(program, **options)
-        again = {"init": first, "lr": 0, "run": tmp_path / f"{program}_again", "out": tmp_path / "again.safetensors"}
-        second = load_file(train(program, **options, **again))
-        for name, tensor in load_file(first).items():
-            if "final_layer.linear" not in name:  # a head's last layer is fitted once more
-                assert torch.equal(tensor, second[name]), name
-
-
 @pytest.mark.slow
 def test_tokenizer_gpt_and_eagle(train, tmp_path):
-    tokenizer = train("train_tokenizer", out=tmp_path / "tokenizer.safetensors")  # beside the target, to be found
+    tokenizer = train("train_tokenizer", out=tmp_path / "tokenizer.safetensors")  # next to the target
     assert load_tokenizer(tokenizer).config.stride == 2
     assert size_of(tmp_path / "train_tokenizer" / "samples.png")[0] == 8 * SIZE
     target = train("train_gpt", arch="gpt_digits32_draft", tokenizer=tokenizer)
@@ -107,13 +94,13 @@ def test_classifier(train, capsys):
     assert "class_9" in capsys.readouterr().out
 
 
-def trained(run, hidden, cut_off_at=None):
-    """The weights of a small model after 25 steps, of which Muon trains the hidden ones."""
+def trained(run, hidden, interrupted_at=None):
+    """The weights of a small model after 25 steps; Muon trains the `hidden` ones."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
 
     def loss_fn(number):
-        if number == cut_off_at:
+        if number == interrupted_at:
             raise KeyboardInterrupt
         generator = torch.Generator().manual_seed(number)
         loss = model(torch.randn(8, 3, generator=generator)).square().mean()
@@ -123,18 +110,20 @@ def trained(run, hidden, cut_off_at=None):
 
 
 @pytest.mark.parametrize("hidden", [lambda name: False, lambda name: True], ids=["adamw", "muon"])
-def test_a_run_that_was_cut_off_ends_as_if_it_had_not(tmp_path, monkeypatch, hidden):
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, hidden):
     monkeypatch.setattr(training, "SAVE_SECONDS", 0)
     cut, whole = tmp_path / "cut", trained(tmp_path / "whole", hidden)
     with pytest.raises(KeyboardInterrupt):
-        trained(cut, hidden, cut_off_at=13)
+        trained(cut, hidden, interrupted_at=13)
     with (cut / "log.jsonl").open("a") as file:
         file.write('{"step": 14, "seconds": 1.0, "loss": 1.0}\n')  # logged, but not saved
     assert torch.equal(trained(cut, hidden), whole)
     steps = [json.loads(line)["step"] for line in (cut / "log.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 26))
-    with pytest.raises(SystemExit, match="--run"):
+    with pytest.raises(SystemExit, match="--run"):  # other settings
         fit(nn.Linear(3, 2), lambda number: None, run=cut, settings={"lr": 0.2}, steps=25, lr=0.2)
+    with pytest.raises(SystemExit, match="--run"):  # another optimizer
+        trained(cut, lambda name: not hidden(name))
 
 
 def test_muon_trains_the_transformers_matrices_and_adamw_all_else():
@@ -153,15 +142,6 @@ def test_muon_trains_the_transformers_matrices_and_adamw_all_else():
     assert isinstance(muon, torch.optim.Muon) and muon.param_groups[0]["peak"] == MUON_FACTOR * 0.1
 
 
-def test_a_run_of_another_form_is_not_gone_on_with(tmp_path):
-    trained(tmp_path, lambda name: False)
-    with pytest.raises(SystemExit, match="--run"):  # Muon's state is not there
-        trained(tmp_path, lambda name: True)
-    torch.save({"settings": {"lr": 0.1}, "model": {}}, tmp_path / "last.pt")
-    with pytest.raises(SystemExit, match="--run"):
-        trained(tmp_path, lambda name: False)
-
-
 PARALLEL = """
 import sys, torch
 from pathlib import Path
@@ -171,7 +151,7 @@ from training import device_of_process, fit, is_first
 device_of_process()
 torch.manual_seed(0)
 model = nn.Linear(3, 2)
-per_step = int(sys.argv[2])  # draws of this process
+per_step = int(sys.argv[2])  # batches of this process
 
 def loss_fn(number):
     draws = [torch.randn(8, 3, generator=torch.Generator().manual_seed(number * per_step + i)) for i in range(per_step)]
@@ -210,7 +190,7 @@ torch.save(after, Path(sys.argv[1]) / f"{rank}.pt")
 
 
 def run_processes(program, folder, processes, *arguments):
-    """Runs a program's text in so many processes that know each other."""
+    """Runs the text of a program in a number of connected processes."""
     folder.mkdir()
     file = folder / "program.py"
     file.write_text(program)
@@ -221,7 +201,7 @@ def run_processes(program, folder, processes, *arguments):
 
 @pytest.mark.slow
 def test_processes_share_a_step(tmp_path):
-    """Two processes with one draw each take the steps of one process with two."""
+    """Two processes with one batch each take the steps of one process with two."""
     weights = []
     for processes in (1, 2):
         run = tmp_path / str(processes)
@@ -232,13 +212,13 @@ def test_processes_share_a_step(tmp_path):
 
 @pytest.mark.slow
 def test_processes_share_a_codebook(tmp_path):
-    """Codes that are moved are moved alike, whatever each process has drawn."""
+    """Unused codes are moved to the same vectors in all processes."""
     run_processes(CODEBOOKS, tmp_path / "run", 2)
     assert torch.equal(*(torch.load(tmp_path / "run" / f"{rank}.pt") for rank in range(2)))
 
 
-def test_a_head_is_stored_in_half_precision_where_it_costs_nothing(tmp_path):
-    """The first step multiplies errors by 316; x_t has unit variance."""
+def test_half_precision_of_a_stored_head_costs_nothing(tmp_path):
+    """The first denoising step multiplies errors by 316; x_t has unit variance."""
     model = load_mar(checkpoint_files("digits32")["draft"])
     file = tmp_path / "mar.safetensors"
     export(model, file, "mar_digits32_draft", 0.0, half=may_be_half)
@@ -246,14 +226,14 @@ def test_a_head_is_stored_in_half_precision_where_it_costs_nothing(tmp_path):
     x, z, t = torch.randn(500, 16), torch.randn(500, 96), torch.full((500,), 999)
     stored, whole = (each.head(x, t, z)[:, :16] for each in (load_mar(file), model))
     error = (stored - whole).square().mean().sqrt()
-    assert 316 * error < 0.15  # 0.5 if all of it were in half precision
+    assert 316 * error < 0.15  # it is 0.5 if every layer is in half precision
 
 
 def data(folder, size=SIZE, upright=""):
     return data_of(Namespace(data=str(folder), size=size, upright=upright))
 
 
-def test_a_folder_is_drawn_from(folder):
+def test_images_are_augmented(folder):
     own = data(folder, upright="class_0,class_3")
     assert own.classes == CLASSES
     images, labels = own.draw(200, 5, "train")
@@ -270,7 +250,7 @@ def test_a_folder_is_drawn_from(folder):
     assert 0.35 < mirrored[~upright].float().mean() < 0.65
 
 
-def test_held_out_images_are_others(folder, tmp_path):
+def test_held_out_images(folder, tmp_path):
     own = data(folder)
     drawn = {
         split: {image.numpy().tobytes() for image in own.draw(100, 1, split)[0]} for split in ("train", "held-out")

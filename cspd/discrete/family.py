@@ -31,7 +31,7 @@ from cspd.option import Option
 from cspd.request import Request, Sequence, Stopwatch
 from cspd.terminal import Advance, counting, no_advance
 
-# Tokens per round are counted at few sampling settings, so that moving a slider seldom needs a new count.
+# Tokens per round are counted on a coarse grid of sampling settings, so that moving a slider seldom needs a new count.
 
 STEPS = {"cfg": 0.5, "temperature": 0.1, "top_p": 0.05}
 OFF = {"cfg": 1.0, "temperature": 0.0, "top_p": 1.0}
@@ -39,10 +39,11 @@ SETTINGS = (*STEPS, "top_k")
 
 
 def on_grid(request: Request) -> Request:
-    """A resolved request with the nearest settings of a grid.
+    """A resolved request with its sampling settings rounded to a grid.
 
-    Guidance is in steps of 0.5, temperature of 0.1, top-p of 0.05, top-k in powers of two. A setting that is off, or
-    on, stays so. A count is the mean of a few images, with an error of 5 %, and decides only how long images take.
+    The grid has steps of 0.5 for guidance, 0.1 for temperature, 0.05 for top-p and powers of two for top-k. A setting
+    that is off stays off, and one that is on stays on. A coarse grid is enough: a count is the mean of a few images,
+    with an error of 5 %, and it decides only how long images take.
     """
     settings: dict[str, float] = {}
     for name, step in STEPS.items():
@@ -56,39 +57,45 @@ def _nearest(value: float, step: float, off: float) -> float:
     """The nearest positive multiple of a step. Only the value `off` itself gives `off`."""
     if value == off:
         return value
-    nearest = max(1, round(value / step)) * step
-    if round(nearest, 9) == off:
-        nearest += step if value > off else -step
-    return round(nearest, 9)
+    nearest = round(max(1, round(value / step)) * step, 9)
+    if nearest != off:
+        return nearest
+    return round(off + step if value > off else off - step, 9)
 
 
 # Estimates of memory, made before anything is allocated.
 
-WORKING = 10  # tensors [N, V] that a round may hold at once
+WORKING = 10  # tensors [nodes, vocab_size] that a round holds at once, at most
 
 
 def bytes_per_slot(target: GPT, others: Iterable[GPT | Eagle | None], precision: Precision) -> int:
-    """Estimated peak bytes a slot adds: key-value caches, and the distributions of a round.
+    """Estimated peak bytes that a slot adds: key-value caches, and the distributions of a round.
 
-    `others`: the models that draft.
+    `others`: the models that draft; None stands for a model that was not loaded.
     """
-    config = target.config
-    gpts = [target, *(model for model in others if model is not None)]
-    caches = sum(cache_bytes(config, m.config, len(m.layers), precision.type_of(m)) for m in gpts)
-    return caches + working_bytes(config)
+    total = working_bytes(target.config)
+    for model in (target, *others):
+        if model is not None:
+            total += cache_bytes(target.config, model.config, len(model.layers), precision.type_of(model))
+    return total
 
 
 def cache_bytes(target: Any, config: Any, layers: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot's keys and values in a model's layers, for both guidance branches; target: its config."""
-    return 4 * dtype.itemsize * layers * most_columns(target) * config.key_heads * config.head_dim
+    """Bytes of one slot's key-value cache for a model.
+
+    Args:
+        target: the configuration of the target, which decides the number of columns. config: that of the model.
+    """
+    tensors = 4  # keys and values, for each of the two guidance branches
+    return tensors * dtype.itemsize * layers * most_columns(target) * config.key_heads * config.head_dim
 
 
 def working_bytes(config: Any) -> int:
-    """The most bytes that a slot's distributions take during a round."""
-    return 4 * MOST_NODES * config.vocab_size * WORKING
+    """The most bytes that one slot's float32 distributions take during a round."""
+    return torch.float32.itemsize * MOST_NODES * config.vocab_size * WORKING
 
 
-# The methods: published pairs of a draft and a rule.
+# The methods: pairs of a draft and a rule, each with the settings of its paper.
 
 AR = Method(
     name="ar",
@@ -206,11 +213,10 @@ GSD = jacobi(
 )
 
 
-# The default method: it takes the draft configuration that is fastest on this device, or drafts nothing. Guarantee:
-# exact.
+# The default method takes the draft configuration that is fastest on this device, or drafts nothing.
 #
 # Its rounds are those of other methods with same-image coupling: baseline sampling (if `window` is 0), Jacobi windows
-# or EAGLE-2's trees. So on every machine a seed gives the image of `ar`, up to rounding.
+# or EAGLE-2's trees. So a seed gives the image of `ar` on every machine, up to rounding, and the method is exact.
 
 ROUNDS = {"jacobi": run_jacobi_round, "eagle-dynamic": run_drafted_round}
 OPEN = " (default: the fastest on this device)"
@@ -238,8 +244,9 @@ DECIDED = tuple(option.name for option in (WINDOW, DRAFT, GAMMA))
 def run_round(runner: VQRunner, sequences: list[Sequence], watch: Stopwatch) -> list[Sequence]:
     """A round of baseline sampling, or of the request's draft; returns the finished sequences."""
     request = sequences[0].request
-    own = run_plain_round if request.window == 0 else ROUNDS[request.draft]
-    return own(runner, sequences, watch)
+    if request.window == 0:
+        return run_plain_round(runner, sequences, watch)
+    return ROUNDS[request.draft](runner, sequences, watch)
 
 
 def check(request: Request, runner: VQRunner) -> None:
@@ -268,25 +275,25 @@ SPECULATIVE = Method(
 )
 
 
-# The choice of a draft configuration: the one with the fewest seconds per round for the tokens that a round commits.
+# The choice of a draft configuration: the one with the fewest seconds per committed token.
 #
-# The seconds depend on the machine, on the shapes of the models and of the batch, and on the configuration; the tokens
-# on the weights and the sampling settings. Both are measured on first use, with random and with real tokens, and stored
-# in the user's cache directory. The bundled models come with counts at their usual settings. All configurations
-# generate the images of `ar`: the choice decides only how long they take.
+# Seconds per round depend on the machine, on the shapes of the models and of the batch, and on the configuration.
+# Tokens per round depend on the weights and the sampling settings. Both are measured on first use and stored in the
+# user's cache directory; the bundled models come with counts at their usual settings. All configurations generate the
+# images of `ar`: the choice decides only how long they take.
 
 SCHEMA = "cspd.vq-costs/1"
 MOST_CODES = 6.0  # the largest plausible mean of tokens per round: the largest ever measured is 4.3
 LARGEST = 1e9
 REPEATS = 12  # how often a round is timed
-LONG = 0.1  # seconds; a longer round is timed once
-IMAGES = 4  # generated to count tokens per round
+LONG = 0.1  # seconds; a round that takes longer is timed once
+IMAGES = 4  # images that are generated to count tokens per round
 TEXT_STEP = 32  # prompts are timed at lengths that are multiples of this
 
 JACOBI: list[DraftConfig] = [{"draft": "jacobi", "window": window} for window in (4, 8, 16, 32, 64)]
 TREES: list[DraftConfig] = [
     {"draft": "eagle-dynamic", "gamma": gamma, "window": window}
-    for gamma, window in ((2, 6), (3, 12), (4, 24), (6, 60))  # the last one is that of the EAGLE-2 paper
+    for gamma, window in ((2, 6), (3, 12), (4, 24), (6, 60))  # the last pair is EAGLE-2's own
 ]
 
 
@@ -297,18 +304,18 @@ def name_of(config: DraftConfig) -> str:
 
 def draft_configs(request: Request, has_drafter: bool) -> list[DraftConfig]:
     """The draft configurations that agree with the settings of a request; baseline sampling, if allowed, is first."""
-    given = {name: value for name in DECIDED if (value := getattr(request, name)) is not None}
+    given = {name: getattr(request, name) for name in DECIDED if getattr(request, name) is not None}
     if given.get("window") == 0:
         return [{}]
-    drafting = [*JACOBI, *(TREES if has_drafter else [])]
+    drafting = [*JACOBI, *TREES] if has_drafter else JACOBI
     if not given:
         return [PLAIN, *drafting]
-    fitting = {name_of(config | given): config | given for config in map(dict, drafting) if _fits(config, given)}
-    return list(fitting.values())
-
-
-def _fits(config: DraftConfig, given: Mapping[str, object]) -> bool:
-    return given.get("draft", config["draft"]) == config["draft"]
+    by_name = {}  # a given window makes some of them equal
+    for config in drafting:
+        if given.get("draft") in (None, config["draft"]):
+            own = {**config, **given}
+            by_name[name_of(own)] = own
+    return list(by_name.values())
 
 
 def farthest(config: DraftConfig) -> float:
@@ -323,10 +330,9 @@ class Rounds:
     values: dict[str, float]
 
     def check(self) -> None:
-        """Raises ValueError unless the values are positive numbers, as a damaged file may have others."""
-        values = self.values.values() if isinstance(self.values, dict) else [None]
-        if not all(isinstance(value, float) and 0 < value < LARGEST for value in values):
-            raise ValueError(f"values are no numbers in 0..{LARGEST:g}")
+        """Raises ValueError unless all values are positive and finite: they are used as divisors."""
+        if not all(0 < value < LARGEST for value in self.values.values()):
+            raise ValueError(f"expected values in 0..{LARGEST:g}, got {self.values}")
 
 
 def fastest(
@@ -338,28 +344,31 @@ def fastest(
     """Chooses the fastest configuration, or baseline sampling if it is a candidate and the others gain too little.
 
     Args:
-        seconds: per round, by configuration name. count: measures the tokens per round of some configurations, by name.
-            It takes long, so it is called only for those that would win at the largest plausible count.
+        seconds: per round, by configuration name. by_name: the candidates.
+        count: measures the tokens per round of some configurations, by name. It generates images, so it is called only
+            for configurations that would win at the largest plausible count.
     """
     at_once = f"with {num_slots} image{'s' if num_slots > 1 else ''} at once"
     drafting = {name: config for name, config in by_name.items() if config is not PLAIN}
-    plain = seconds.get(name_of(PLAIN))
-    if plain is None:
-        codes = count(list(drafting.values()))
-        best = min(codes, key=lambda name: seconds[name] / codes[name])
+    if len(drafting) == len(by_name):  # the request asks for drafting
+        tokens = count(list(drafting.values()))
+        best = min(tokens, key=lambda name: seconds[name] / tokens[name])
         return Choice(by_name[best], f"{at_once} {best} is predicted to be the fastest draft configuration")
-    most = {name: plain * farthest(config) / seconds[name] for name, config in drafting.items()}
-    promising = [config for name, config in drafting.items() if is_enough(most[name])]
+
+    # the gain of a configuration is its speed-up over baseline sampling, which commits one token per round
+    baseline = seconds[name_of(PLAIN)]
+    bounds = {name: farthest(config) * baseline / seconds[name] for name, config in drafting.items()}
+    promising = [config for name, config in drafting.items() if is_enough(bounds[name])]
     if not promising:
-        best = max(most, key=most.__getitem__)
-        return choose_by_gain(by_name[best], most[best], f"{at_once} {best}", at_best=True)
-    gains = {name: plain * codes / seconds[name] for name, codes in count(promising).items()}
+        best = max(bounds, key=bounds.__getitem__)
+        return choose_by_gain(by_name[best], bounds[best], f"{at_once} {best}", at_best=True)
+    gains = {name: tokens * baseline / seconds[name] for name, tokens in count(promising).items()}
     best = max(gains, key=gains.__getitem__)
     return choose_by_gain(by_name[best], gains[best], f"{at_once} {best}")
 
 
 class Tuning(DraftChooser):
-    """Chooses draft configurations by measurements that are made on first use.
+    """Chooses draft configurations from measurements that are made on first use.
 
     Args:
         target, eagle, text_encoder: the models. device, precision, compiled, graphs: how they run.
@@ -388,13 +397,16 @@ class Tuning(DraftChooser):
 
     def _text_length(self, request: Request) -> int:
         """The length of a request's longer prompt, rounded up to TEXT_STEP; 0 for a class."""
-        texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]
-        most = self.target.config.prefix_length
-        lengths = [len(self.text_encoder.features(text, most, self.device)) for text in texts]
-        return -(-max(lengths, default=0) // TEXT_STEP) * TEXT_STEP
+        longest = 0
+        for text in (request.prompt, request.negative_prompt):
+            if text is not None:
+                features = self.text_encoder.features(text, self.target.config.prefix_length, self.device)
+                longest = max(longest, len(features))
+        return math.ceil(longest / TEXT_STEP) * TEXT_STEP
 
     def _choose(self, request: Request, num_slots: int) -> Choice:
         """The fastest configuration on this device, and the reason."""
+        # nothing is measured if the request leaves no choice
         by_name = {name_of(config): config for config in draft_configs(request, self.eagle is not None)}
         if len(by_name) == 1:
             return Choice(*by_name.values(), "as asked for")
@@ -421,30 +433,37 @@ class Tuning(DraftChooser):
         def measure() -> Rounds:
             requests = {name: request.but(**config) for name, config in by_name.items()}
             times = round_seconds(self._runner(num_slots), requests, long=LONG)
+            # other processes only ever add time, so the minimum is the best estimate
             return Rounds({name: min(own) for name, own in times.items()})
 
         return measured_once(Rounds, key, measure, "timing this device, once", user_cache()).values
 
     def tokens_per_round(self, request: Request, some: list[DraftConfig]) -> dict[str, float]:
-        """The mean of tokens per round of some configurations, for whole images at settings near a request's."""
+        """The mean of tokens per round of some configurations, for whole images at settings near the request's."""
         request = on_grid(request)
-        keys = {name_of(config): self._key(request, config) for config in some}
-        folders = [folder for folder in (self._calibrations, user_cache()) if folder]
-        known = {name: measured_before(Rounds, key, folders) for name, key in keys.items()}
-        missing = [config for config in some if known[name_of(config)] is None]
+        folders = [folder for folder in (self._calibrations, user_cache()) if folder is not None]
+        tokens = {}
+        missing = []
+        for config in some:
+            found = measured_before(Rounds, self._key(request, config), folders)
+            if found is None:
+                missing.append(config)
+            else:
+                tokens[name_of(config)] = found.values["codes"]
+
         settings = ", ".join(f"{name}={getattr(request, name):g}" for name in SETTINGS)
         message = f"counting the tokens per round of this model, for the first time with {settings}"
         work = IMAGES * self.target.config.block_size * len(missing)
         with counting(f"{message} (stored in {user_cache()})", work) as advance:
             for config in missing:
-                name = name_of(config)
-                found = Rounds({"codes": tokens_per_round(self._runner(IMAGES), request.but(**config), advance)})
-                keep(keys[name], found, user_cache())
-                known[name] = found
-        return {name: found.values["codes"] for name, found in known.items() if found is not None}
+                count = tokens_per_round(self._runner(IMAGES), request.but(**config), advance)
+                keep(self._key(request, config), Rounds({"codes": count}), user_cache())
+                tokens[name_of(config)] = count
+        return tokens
 
     def _key(self, request: Request, config: DraftConfig) -> dict:
-        """All that tokens per round depend on, except for rounding, which differs between devices."""
+        """Everything that tokens per round depend on. Rounding is left out, so that one count serves all devices."""
+        # only the weights that the configuration uses, by content, so that a copied file counts as the same
         models = ["target", *sorted(SPECULATIVE.uses(request.but(**config)))]
         return {
             "schema": SCHEMA,
@@ -460,12 +479,20 @@ class Tuning(DraftChooser):
         free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
-                f"choosing how far to draft takes {num_slots} slots more, about {needed / 2**30:.1f} GiB, and there are"
-                f" {free / 2**30:.1f} GiB free on {self.device}: give window=0 (as ar) or a smaller max_batch"
+                f"choosing a window needs {num_slots} more slots, about {needed / 2**30:.1f} GiB, but only"
+                f" {free / 2**30:.1f} GiB are free on {self.device}: pass window=0 (baseline sampling) or a smaller"
+                " max_batch"
             )
-        graphs = Graphs(self.device, self.graphs)
-        how = {"eagle": self.eagle, "text_encoder": self.text_encoder, "compiled": self.compiled, "graphs": graphs}
-        return VQRunner(self.target, num_slots, self.device, self.precision, **how)
+        return VQRunner(
+            self.target,
+            num_slots,
+            self.device,
+            self.precision,
+            eagle=self.eagle,
+            text_encoder=self.text_encoder,
+            compiled=self.compiled,
+            graphs=Graphs(self.device, self.graphs),
+        )
 
     def _hash(self, name: str) -> str:
         if name not in self._hashes:
@@ -481,20 +508,28 @@ def round_seconds(
     clock: Callable[[], float] = time.perf_counter,
     long: float = math.inf,
 ) -> dict[str, list[float]]:
-    """Seconds of rounds of resolved requests, interleaved, with all slots half-way through an image.
+    """Times rounds of resolved requests, interleaved, with all slots half-way through an image.
 
     Args:
-        clock: returns seconds. long: a round that takes this many is timed once, since noise matters for short times.
+        clock: returns seconds.
+        long: seconds; a round that takes this long is timed once, since noise matters for short times only.
+
+    Returns:
+        The seconds of each timed round, by the name of its request.
     """
     times: dict[str, list[float]] = {name: [] for name in requests}
-    for _ in range(1 + repeats):  # the first warms up
+    for repeat in range(1 + repeats):
         for name, request in requests.items():
-            if max(times[name][1:], default=0.0) < long:
-                times[name].append(_seconds_half_way(runner, _begun(runner, request), clock))
-    return {name: own[1:] for name, own in times.items()}
+            if max(times[name], default=0.0) >= long:
+                continue
+            seconds = _seconds_half_way(runner, _begun(runner, request), clock)
+            if repeat > 0:  # the first round warms up
+                times[name].append(seconds)
+    return times
 
 
 def _seconds_half_way(runner: VQRunner, sequences: list[Sequence], clock: Callable[[], float]) -> float:
+    # half-way, a round has the mean cost of attention; the tokens themselves do not matter
     half = runner.seq_len // 2
     runner.num_committed.fill_(half)
     for sequence in sequences:
@@ -512,17 +547,16 @@ def tokens_per_round(runner: VQRunner, request: Request, advance: Advance = no_a
 
     `advance` is called with the number of newly committed tokens.
     """
+    # every slot stays busy until its own image ends, so the last rounds have fewer sequences
     sequences = _begun(runner, request)
     running = list(sequences)
-    num_committed = 0
+    done = 0
     while running:
         finished = set(run_round(runner, running, Stopwatch(runner.device)))
-        before, num_committed = (
-            num_committed,
-            sum(min(runner.seq_len, sequence.num_committed) for sequence in sequences),
-        )
-        advance(num_committed - before)
         running = [sequence for sequence in running if sequence not in finished]
+        before = done
+        done = sum(min(runner.seq_len, sequence.num_committed) for sequence in sequences)
+        advance(done - before)
     return statistics.mean(runner.seq_len / sequence.stats.backbone_calls for sequence in sequences)
 
 
@@ -532,7 +566,7 @@ def _begun(runner: VQRunner, request: Request) -> list[Sequence]:
     sequences = []
     for slot in range(runner.num_slots):
         own = request.but(seed=slot, known=None)
-        if runner.num_classes:  # a prompt is the same in all slots
+        if runner.num_classes:  # classes differ between slots; a prompt is the same in all
             own = own.but(label=slot % runner.num_classes)
         sequences.append(Sequence(own, slot=slot, key=SPECULATIVE.round_key(own), uses=SPECULATIVE.uses(own)))
     runner.admit(sequences)
@@ -549,26 +583,32 @@ def _synchronize(device: torch.device) -> None:
 SHARED = "block_size", "vocab_size", "num_classes", "prefix_length", "caption_dim", "text_places", "row_end"
 
 
-def check_draft(ours: GPTConfig | HFConfig, theirs: GPTConfig | HFConfig) -> None:
+def check_draft(target: GPTConfig | HFConfig, draft: GPTConfig | HFConfig) -> None:
     """Raises ValueError if draft model and target have different tokens or conditions, by their configurations."""
     for name in SHARED:
-        if getattr(ours, name) != getattr(theirs, name):
-            raise ValueError(
-                f"draft model and target are incompatible: {name} is {getattr(theirs, name)} and {getattr(ours, name)};"
-                " use a draft model for the same tokens"
-            )
+        fix = "use a draft model for the same tokens"
+        _check_equal("draft model", name, getattr(draft, name), getattr(target, name), fix)
+
+
+def _check_equal(model: str, size: str, theirs: object, ours: object, fix: str) -> None:
+    """Raises ValueError unless a size of a model equals the target's."""
+    if theirs != ours:
+        raise ValueError(f"{model} and target are incompatible: {size} is {theirs} and {ours}; {fix}")
 
 
 @dataclass(frozen=True)
 class VQModels:
-    """What samples images by a GPT over VQ codes.
+    """The models that sample images from a transformer over VQ tokens.
 
     Attributes:
-        target: the model whose images are made; its published settings are the requests' defaults.
-        draft: a smaller model of the same codes, for chains. eagle: a drafter on the target's features, for trees.
-        tokenizer: of the codes; without it outputs have codes and no image, and rules know no neighbours.
-        classes: the names of the target's classes. text_encoder: of prompts, where it makes images of texts.
-        calibrations: a folder of what was counted of these models' rounds, as beside their checkpoint.
+        target: the model whose images are generated; its authors' sampling settings are the defaults of requests.
+        draft: a smaller model of the same tokens, which drafts chains.
+        eagle: a drafter on the target's features, which drafts trees.
+        tokenizer: decodes tokens to pixels. Without it outputs have tokens but no image, and LANTERN's rules, which
+            pool near codebook entries, are not available.
+        classes: the names of the target's classes.
+        text_encoder: encodes prompts, for a text-to-image target.
+        calibrations: a directory with counts of tokens per round, such as the checkpoint's own.
     """
 
     family: ClassVar[str] = VQRunner.family
@@ -594,19 +634,30 @@ class VQModels:
     ) -> VQRunner:
         """A model runner of these models, which are on the device already; arguments as in `VQRunner`.
 
-        `cache`, in place of `calibrations`, is read before the user's cache directory. Raises ValueError if there is
-        too little memory, or `compiled` is for other layers than LlamaGen's.
+        Args:
+            cache: replaces `calibrations`.
+
+        Raises:
+            ValueError: there is too little memory, or `compiled` is set for a `transformers` model.
         """
         if compiled and not isinstance(self.target, GPT):
-            raise ValueError("compiled=True, or --compile, is for LlamaGen's and MAR's layers: leave it out")
+            raise ValueError("compiled=True (--compile) works with LlamaGen and MAR models only: omit it")
+        # checked before the caches are allocated
         fix = "use a smaller model or another device"
         weights = sum(precision.bytes_to_copy(model) for model in (self.target, self.draft, self.eagle))
         encoder = self.text_encoder.bytes_to_load if self.text_encoder is not None else 0
         per_slot = bytes_per_slot(self.target, (self.draft, self.eagle), precision)
         check_fits(per_slot, num_slots, " with its key-value caches", fix, device, weights + encoder)
-        with_graphs = graphs is not None and graphs.enabled
-        how = device, precision, compiled, with_graphs
-        tuning = Tuning(self.target, self.eagle, *how, self.text_encoder, cache or self.calibrations)
+        tuning = Tuning(
+            self.target,
+            self.eagle,
+            device,
+            precision,
+            compiled,
+            graphs is not None and graphs.enabled,
+            self.text_encoder,
+            cache or self.calibrations,
+        )
         return VQRunner(
             self.target,
             num_slots,
@@ -629,45 +680,25 @@ class VQModels:
             check_draft(config, self.draft.config)
         if self.eagle is not None:
             for name in ("dim", "n_head", "block_size"):
-                ours, theirs = getattr(config, name), getattr(self.eagle.config, name)
-                if ours != theirs:
-                    raise ValueError(
-                        f"EAGLE drafter and target are incompatible: {name} is {theirs} and {ours};"
-                        " use the drafter that was trained on this target"
-                    )
-        if self.tokenizer is not None and self.tokenizer.config.codebook_size != config.vocab_size:
-            raise ValueError(
-                f"tokenizer and target are incompatible: they have {self.tokenizer.config.codebook_size} and"
-                f" {config.vocab_size} codes; use the one that the target was trained on"
-            )
-        if self.text_encoder is not None and self.text_encoder.width != config.caption_dim:
-            raise ValueError(
-                f"text encoder and target are incompatible: features have {self.text_encoder.width} and"
-                f" {config.caption_dim} channels; use the encoder that the target was trained on"
-            )
+                theirs = getattr(self.eagle.config, name)
+                fix = "use the drafter that was trained on this target"
+                _check_equal("EAGLE drafter", name, theirs, getattr(config, name), fix)
+        fix = "use the one that the target was trained on"
+        if self.tokenizer is not None:
+            theirs = self.tokenizer.config.codebook_size
+            _check_equal("tokenizer", "the number of codes", theirs, config.vocab_size, fix)
+        if self.text_encoder is not None:
+            width = self.text_encoder.width
+            _check_equal("text encoder", "the number of channels", width, config.caption_dim, fix)
 
 
 def _named_by(request: Request) -> str | None:
-    """The method `sd` if a request names a draft: it takes any."""
+    """The method `sd` if a request names a draft, since it takes any draft."""
     return "sd" if isinstance(request.draft, str) and request.draft in DRAFTS else None
 
 
 register_family(
     VQModels.family,
-    [
-        AR,
-        SPECULATIVE,
-        SD,
-        EAGLE,
-        EAGLE2,
-        UNIFORM_RSD,
-        COOL_SD,
-        LANTERN,
-        LANTERN_PLUS,
-        SJD,
-        MC_SJD,
-        SJD_PAC,
-        GSD,
-    ],
+    [AR, SPECULATIVE, SD, EAGLE, EAGLE2, UNIFORM_RSD, COOL_SD, LANTERN, LANTERN_PLUS, SJD, MC_SJD, SJD_PAC, GSD],
     named_by=_named_by,
 )

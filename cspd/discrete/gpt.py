@@ -1,4 +1,4 @@
-"""LlamaGen's modules: the GPT, EAGLE's drafter, the tokenizer, and the sampler as its authors published it."""
+"""LlamaGen's modules: the GPT, EAGLE's drafter, the tokenizer, and the authors' own sampler."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mar.vae import AttnBlock, Downsample, ResnetBlock, Upsample
+from mar import vae
 
-# Constants that are made once: a round makes no tensor that the round before had too.
+# Constants are created once, which saves a round their launches.
 
 
 def steps(count: int, device: torch.device) -> Tensor:
-    """int64 [count]: 0, 1, ..., count - 1. It is everyone's: do not write to it."""
-    return torch.arange(count, device=device) if torch.compiler.is_compiling() else _made_once(count, device)
+    """int64 [count]: 0, 1, ..., count - 1. The tensor is shared: do not write to it."""
+    if torch.compiler.is_compiling():  # the compiler fuses it, and cannot trace through the cache
+        return torch.arange(count, device=device)
+    return _made_once(count, device)
 
 
 @functools.lru_cache(maxsize=1024)
 def _made_once(count: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # an ordinary tensor, which training can use too
         return torch.arange(count, device=device)
 
 
-# LlamaGen's GPT over VQ tokens of a class or a text (Sun et al. 2024, arXiv 2406.06525); official state-dict names.
+# LlamaGen's GPT over the VQ tokens of an image, given a class or a prompt (Sun et al. 2024, arXiv 2406.06525).
+#
+# State-dict names are the official ones, so that official files load as they are.
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,13 @@ class GPTConfig:
 
     Attributes:
         dim, n_layer, n_head: width, depth, attention heads.
-        vocab_size: codes. num_classes: classes, the null class comes after them; 0 of a model of texts.
+        vocab_size: entries of the VQ codebook.
+        num_classes: classes; index `num_classes` is the unconditional branch. 0: a text-to-image model.
         block_size: L, tokens per image, a square number in raster order.
-        multiple_of: the feed-forward width is rounded up to a multiple of it.
+        multiple_of: the feed-forward width is rounded up to a multiple of this.
         norm_eps: of RMSNorm. rope_base: of the rotary angles.
-        prefix_length: inputs before the codes at most, a class or a text's tokens. caption_dim: channels of the latter.
+        prefix_length: the most inputs before the image's tokens: 1 for a class, or the tokens of a prompt.
+        caption_dim: channels of a prompt's features; 0: a class-conditional model.
     """
 
     dim: int = 768
@@ -57,12 +63,13 @@ class GPTConfig:
     prefix_length: int = 1
     caption_dim: int = 0
 
-    text_places: ClassVar[bool] = False  # whether inputs of texts are turned by their positions, and codes after them
-    row_end: ClassVar[int | None] = None  # a token after each row of codes
+    # How `HFConfig` may differ: its prompts count as positions, and a token may end each row of the image.
+    text_places: ClassVar[bool] = False
+    row_end: ClassVar[int | None] = None
 
     @property
     def key_heads(self) -> int:
-        """Attention heads that keys and values have."""
+        """The number of attention heads of keys and values."""
         return self.n_head
 
     @property
@@ -71,7 +78,7 @@ class GPTConfig:
 
     @property
     def hidden_dim(self) -> int:
-        """Width of the feed-forward layers: two thirds of 4 dim, rounded up."""
+        """Width of the feed-forward layers: two thirds of 4 dim, since SwiGLU has three matrices, not two."""
         width = 8 * self.dim // 3
         return math.ceil(width / self.multiple_of) * self.multiple_of
 
@@ -83,13 +90,14 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class CacheView:
-    """Where a forward finds the past and leaves its own keys and values.
+    """The part of a key-value cache that one forward pass reads and writes.
 
     Attributes:
         keys, values: of each layer, [rows, heads, columns, head_dim], shared by all sequences, written in place.
-        rows: the row of each of B sequences, int64 [B] or a slice, which saves copies.
-        columns: where their N inputs go, int64 [B, N], or int64 [N] or a slice if all go to the same columns.
-        width: how many columns are looked at, from the first.
+        rows: the cache row of each of B sequences, int64 [B], or a slice, which saves copies.
+        columns: the columns that their N inputs are written to: int64 [B, N], or if they are the same for all
+            sequences int64 [N] or a slice.
+        width: the number of columns that are read, from the first.
     """
 
     keys: Sequence[Tensor]
@@ -99,46 +107,60 @@ class CacheView:
     width: int
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, heads, N, head_dim]; returns those that are looked at, [B, heads, width, ...]."""
-        return self._update(self.keys[layer], key), self._update(self.values[layer], value)
+        """Stores keys and values [B, heads, N, head_dim]; returns those of all columns [B, heads, width, head_dim]."""
+        keys = self._update(self.keys[layer], key)
+        values = self._update(self.values[layer], value)
+        return keys, values
 
     def _update(self, cache: Tensor, new: Tensor) -> Tensor:
         new = new.to(cache.dtype)
         if isinstance(self.columns, slice) or (self.columns.dim() == 1 and isinstance(self.rows, slice)):
             cache[self.rows, :, self.columns] = new
-        elif isinstance(self.rows, slice):
-            cache[self.rows][steps(len(new), new.device).unsqueeze(1), :, self.columns] = new.transpose(1, 2)
+            return cache[self.rows, :, : self.width]
+
+        # indexed by [B, 1] and [B, N] around a slice, the cache has the shape [B, N, heads, head_dim]
+        new = new.transpose(1, 2)
+        if isinstance(self.rows, slice):
+            row = steps(len(new), new.device).unsqueeze(1)
+            cache[self.rows][row, :, self.columns] = new
         else:
-            cache[self.rows.unsqueeze(1), :, self.columns] = new.transpose(1, 2)
+            row = self.rows.unsqueeze(1)
+            cache[row, :, self.columns] = new
         return cache[self.rows, :, : self.width]
 
 
 @functools.cache
 @torch.inference_mode(False)  # an ordinary tensor, which training can use too
 def rotary_table(config: GPTConfig, device: torch.device) -> Tensor:
-    """cos and sin, float32 [1 + L, head_dim / 2, 2], by position: row and column of the grid; 0 at the class position.
+    """cos and sin of each position's rotary angles, float32 [1 + L, head_dim / 2, 2]; position 0 is the class.
 
-    The zeros are the authors': queries and keys of the class token are zero, so that every token gives it logit 0. It
-    is no buffer of a model, since the official files have none.
+    The angles encode row and column of the grid. Those of the class are (0, 0) as in the authors' code, not (1, 0):
+    its queries and keys become zero, so that every token gives it the attention logit 0. The table is not a buffer of
+    the model, since official files do not have one.
     """
+    # RoPE's rates, base^(-2i / n), with n = half of the channels
     half = config.head_dim // 2
     exponent = torch.arange(0, half, 2)[: half // 2].float() / half
     rates = config.rope_base**-exponent
-    angle = torch.outer(torch.arange(config.grid).float(), rates)  # [grid, half / 2]
+    index = torch.arange(config.grid).float()
+    angle = torch.outer(index, rates)  # [grid, half / 2]
 
-    # the first half of the channels turns with the row, the second with the column
+    # the first half of the channels encodes the row, the second the column
     down = angle.unsqueeze(1).expand(-1, config.grid, -1)
     across = angle.unsqueeze(0).expand(config.grid, -1, -1)
     angles = torch.cat([down, across], dim=-1).flatten(0, 1)
     table = torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
-    return torch.cat([torch.zeros_like(table[:1]), table]).to(device)
+    of_class = torch.zeros_like(table[:1])
+    return torch.cat([of_class, table]).to(device)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turns pairs of channels of x [B, N, heads, head_dim] by the angles of table [B or 1, N, head_dim / 2, 2]."""
-    pairs, table = x.float().unflatten(-1, (-1, 2)), table.unsqueeze(2)
-    if torch.compiler.is_compiling():  # which makes one kernel of real products, and none of complex ones
-        (a, b), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
+    pairs = x.float().unflatten(-1, (-1, 2))
+    table = table.unsqueeze(2)
+    if torch.compiler.is_compiling():  # the compiler fuses real products into one kernel, but not complex ones
+        a, b = pairs.unbind(-1)
+        cos, sin = table.unbind(-1)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
     else:
         turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table))
@@ -158,7 +180,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.n_head, self.layer = config.n_head, layer
+        self.n_head = config.n_head
+        self.layer = layer
         self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
@@ -166,9 +189,13 @@ class Attention(nn.Module):
         qkv = self.wqkv(x).unflatten(-1, (3 * self.n_head, -1))
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=-2)
         q, k = rotate(qk, table).chunk(2, dim=-2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if cache is not None:
-            k, v = (t.type_as(q) for t in cache.update(self.layer, k, v))
+            keys, values = cache.update(self.layer, k, v)
+            k = keys.type_as(q)
+            v = values.type_as(q)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and cache is None)
         return self.wo(out.transpose(1, 2).flatten(2))
 
@@ -185,7 +212,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer; EAGLE's drafter is one of these too."""
+    """A transformer layer; EAGLE's drafter is one such layer."""
 
     def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
@@ -219,7 +246,7 @@ class _Projection(nn.Module):
 
 
 class _CaptionEmbedder(nn.Module):
-    """`uncond_embedding` is the null caption, in the place of a text's features."""
+    """`uncond_embedding` replaces a prompt's features in the unconditional branch."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -231,10 +258,10 @@ class _CaptionEmbedder(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each VQ token from its class or text and the tokens before it in raster order.
+    """Predicts each VQ token from a class or prompt and the tokens before it in raster order.
 
-    Inputs are embeddings: of the class, or of every token of a text, at position 0, of code i at position i + 1. The
-    output at position i predicts code i; of a text that of its last token does at 0.
+    Inputs are embeddings. Token i of the image is at position i + 1; the class, or every token of a prompt, is at
+    position 0. The output at position i predicts token i. With a prompt, the output of its last token predicts token 0.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -251,61 +278,71 @@ class GPT(nn.Module):
         return rotary_table(self.config, position.device)[position]
 
     def embed(self, condition: Tensor, tokens: Tensor) -> Tensor:
-        """Inputs [B, n + N, dim] of a condition and tokens [B, N].
+        """Inputs [B, n + N, dim] from a condition and tokens [B, N].
 
-        The condition is of classes [B] (num_classes is the null class; n = 1), or texts' features [B, n, caption_dim].
+        The condition is classes [B] (n = 1; `num_classes` is the unconditional branch), or features of prompts
+        [B, n, caption_dim].
         """
-        return torch.cat([self.cls_embedding(condition), self.tok_embeddings(tokens)], dim=1)
+        prefix = self.cls_embedding(condition)
+        image = self.tok_embeddings(tokens)
+        return torch.cat([prefix, image], dim=1)
 
     def features(
         self, x: Tensor, position: Tensor, mask: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:
-        """What the output layer reads [B, N, dim] of inputs x [B, N, dim].
+        """Features [B, N, dim], which the output layer reads, from inputs x [B, N, dim].
 
         Args:
             position: int64 [B or 1, N], of the inputs.
-            mask: bool [B or 1, 1, N, width], True where an input looks; by default at all that the cache's view has, or
-                without a cache at itself and those before it.
-            cache: the past, and where the inputs' own keys and values go; by default there is no past.
+            mask: bool [B or 1, 1, N, width], True where an input attends. By default it attends to the whole view of
+                the cache, or without a cache to itself and the inputs before it.
+            cache: keys and values of earlier inputs, to which those of these inputs are added.
         """
         return self.through(x, self.table(position), mask, cache)
 
     def through(self, x: Tensor, table: Tensor, mask: Tensor | None = None, cache: CacheView | None = None) -> Tensor:
-        """As `features`, of inputs whose positions have the rotary angles of `table`."""
+        """As `features`, with the rotary angles of the positions in place of the positions."""
         for layer in self.layers:
             x = layer(x, table, mask, cache)
         return self.norm(x)
 
     def forward(self, condition: Tensor, tokens: Tensor, present: Tensor | None = None) -> Tensor:
-        """Logits [B, 1 + N, V] of the tokens after each prefix of tokens [B, N], teacher-forced; see `embed`.
+        """Teacher-forced logits [B, 1 + N, V] of the token after each prefix of tokens [B, N]; condition: see `embed`.
 
         Args:
-            present: bool [B, n], False where texts are padded, at their left; by default none is.
+            present: bool [B, n], False at the padding on the left of prompts; by default there is no padding.
         """
         inputs = self.embed(condition, tokens)
-        last = inputs.shape[1] - tokens.shape[1] - 1  # of the condition
+        last = inputs.shape[1] - tokens.shape[1] - 1  # index of the condition's last input
         position = (torch.arange(inputs.shape[1], device=tokens.device) - last).clamp(min=0)
-        mask = None if present is None else seen(F.pad(present, (0, tokens.shape[1]), value=True)).unsqueeze(1)
+        mask = None
+        if present is not None:
+            all_present = F.pad(present, (0, tokens.shape[1]), value=True)
+            mask = seen(all_present).unsqueeze(1)
         features = self.features(inputs, position.unsqueeze(0), mask)
         return self.output(features[:, last:])
 
 
 def seen(present: Tensor) -> Tensor:
-    """bool [B, N, N]: inputs look at those before them that are `present`, bool [B, N], and at themselves."""
+    """The attention mask, bool [B, N, N], of inputs that attend to `present` ones (bool [B, N]) before them.
+
+    Every input, so padding too, attends to itself: no softmax is over an empty set.
+    """
     own = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)
     before = torch.ones_like(own).tril()
-    return before & present.unsqueeze(1) | own
+    attended = before & present.unsqueeze(1)
+    return attended | own
 
 
 # EAGLE's drafter: a transformer layer that runs ahead of a GPT in its features (Li et al. 2024, arXiv 2401.15077).
 
 
 class Eagle(nn.Module):
-    """Predicts the target's next feature from its last one and the token drawn from that.
+    """Predicts the target's next feature from its last one and the token that was sampled from that.
 
     Embeddings and the output layer are the target's own. The input at position i joins the target's feature at
-    position i - 1 with the embedding of position i, and stands for the target's feature at position i. Positions are
-    LlamaGen's, whatever the target's are: 0 of all a condition's inputs, then those of codes.
+    position i - 1 with the embedding at position i; the output predicts the target's feature at position i. Positions
+    are LlamaGen's for every target: 0 for all inputs of the condition, i + 1 for token i.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -328,29 +365,33 @@ class Eagle(nn.Module):
     ) -> Tensor:
         """Predicted features [B, N, dim]; table: rotary angles of the positions; mask, cache as in `GPT.features`."""
         x = self.fc(torch.cat([embeddings, features], dim=-1).to(self.fc.weight.dtype))
+        # unlike the target, the drafter has no final norm: its output is a feature
         for layer in self.layers:
             x = layer(x, table, mask, cache)
         return x
 
 
-# LlamaGen's sampler as published, token by token: `ar` is measured against it and must agree with it.
+# LlamaGen's own sampler: `ar` must agree with it, and its speed is compared with it.
 #
-# A batch in lockstep with one key-value cache, both halves of guidance in one forward. It calls our modules, so it is
-# a baseline for the sampler, not for the layers. Use `cspd` to sample, and this to check and compare.
+# All sequences advance in lockstep with one key-value cache, and one forward pass has both guidance branches. It calls
+# the modules above, so it is a baseline for the sampler, not for the layers.
 
 
 def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Token probabilities [B, V] of logits [B, V]: temperature, then the k likeliest, then the least set of mass p."""
-    logits = logits / max(temperature, 1e-5)
+    """Token probabilities [B, V] from logits [B, V]: temperature, then top-k, then nucleus sampling (top-p)."""
+    logits = logits / max(temperature, 1e-5)  # the authors' lower limit
     if top_k > 0:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        top_k = min(top_k, logits.shape[-1])
+        least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p < 1:
         ordered, index = logits.sort(descending=True, stable=True)
         mass = ordered.softmax(-1).cumsum(-1)
-        mass_before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=-1)
+        # a token is dropped if the likelier ones reach p without it; the likeliest always stays
+        mass_before = F.pad(mass[:, :-1], (1, 0))
         dropped = mass_before > top_p
-        logits = logits.masked_fill(dropped.scatter(1, index, dropped), -torch.inf)
+        dropped = dropped.scatter(1, index, dropped)
+        logits = logits.masked_fill(dropped, -torch.inf)
     return logits.softmax(-1)
 
 
@@ -374,15 +415,16 @@ def sample_published(
     Args:
         labels: int64 [B].
         cfg, temperature, top_k, top_p: as in `cspd.Request`; temperature 0 takes the likeliest token.
-        draw: maps token probabilities [B, V] and the position to tokens [B]; torch's global generator by default.
+        draw: (token probabilities [B, V], the index of the token) -> tokens [B]; by default torch's global generator.
 
     Returns:
-        Codes, int64 [B, L].
+        Tokens, int64 [B, L].
     """
-    config, device = model.config, labels.device
+    config = model.config
+    device = labels.device
     guided = cfg != 1
     classes = labels
-    if guided:  # the second half of the batch has the null class
+    if guided:  # the second half of the batch is the unconditional branch
         null_class = torch.full_like(labels, config.num_classes)
         classes = torch.cat([labels, null_class])
     rows = slice(0, len(classes))
@@ -398,6 +440,7 @@ def sample_published(
         everything = torch.ones(1, 1, 1, i + 1, dtype=torch.bool, device=device)
         features = model.features(inputs, position, everything, cache)
         logits = model.output(features)[:, 0].float()
+        # classifier-free guidance on the logits
         if guided:
             conditional, null = logits.chunk(2)
             logits = null + cfg * (conditional - null)
@@ -420,9 +463,10 @@ class VQConfig:
     """Sizes of a tokenizer.
 
     Attributes:
-        ch: base width. ch_mult: width factor of each resolution level. z_channels: width at the lowest resolution.
+        ch: base width. ch_mult: width factor of each resolution level. z_channels: channels of the encoder's output.
         codebook_size, codebook_dim: V codes of c channels, compared and decoded on the unit sphere.
-        attention: whether the lowest resolution's blocks attend.
+        num_res_blocks: residual blocks per level; the decoder has one more.
+        attention: whether the blocks of the lowest resolution attend.
     """
 
     ch: int = 128
@@ -439,52 +483,21 @@ class VQConfig:
         return 2 ** (len(self.ch_mult) - 1)
 
 
-class _Level(nn.Module):
-    """The blocks of one resolution."""
-
-    def __init__(self, in_channels: int, out_channels: int, num_blocks: int, attention: bool) -> None:
-        super().__init__()
-        widths = [in_channels] + [out_channels] * num_blocks
-        self.res = nn.ModuleList(ResnetBlock(a, b) for a, b in pairwise(widths))
-        self.attn = nn.ModuleList(AttnBlock(out_channels) for _ in range(num_blocks if attention else 0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.res):
-            x = block(x)
-            if self.attn:
-                x = self.attn[i](x)
-        return x
+class _Level(vae.Level):
+    blocks_name = "res"
 
 
-def _middle(channels: int) -> nn.ModuleList:
-    return nn.ModuleList([ResnetBlock(channels, channels), AttnBlock(channels), ResnetBlock(channels, channels)])
+class _Middle(nn.Sequential):
+    def __init__(self, channels: int) -> None:
+        super().__init__(
+            vae.ResnetBlock(channels, channels), vae.AttnBlock(channels), vae.ResnetBlock(channels, channels)
+        )
 
 
-class Encoder(nn.Module):
-    def __init__(self, config: VQConfig) -> None:
-        super().__init__()
-        widths = [config.ch * m for m in config.ch_mult]
-        self.conv_in = nn.Conv2d(3, config.ch, 3, padding=1)
-        self.conv_blocks = nn.ModuleList()
-        for i, (a, b) in enumerate(zip([config.ch, *widths], widths)):
-            last = i == len(widths) - 1
-            level = _Level(a, b, config.num_res_blocks, attention=last and config.attention)
-            if not last:
-                level.downsample = Downsample(b)
-            self.conv_blocks.append(level)
-        self.mid = _middle(widths[-1])
-        self.norm_out = nn.GroupNorm(32, widths[-1], eps=1e-6)
-        self.conv_out = nn.Conv2d(widths[-1], config.z_channels, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for level in self.conv_blocks:
-            x = level(x)
-            if hasattr(level, "downsample"):
-                x = level.downsample(x)
-        for block in self.mid:
-            x = block(x)
-        return self.conv_out(F.silu(self.norm_out(x)))
+class Encoder(vae.Encoder):
+    levels_name = "conv_blocks"
+    level = _Level
+    middle = _Middle
 
 
 class Decoder(nn.Module):
@@ -492,24 +505,21 @@ class Decoder(nn.Module):
         super().__init__()
         widths = [config.ch * m for m in reversed(config.ch_mult)]  # the lowest resolution first
         self.conv_in = nn.Conv2d(config.z_channels, widths[0], 3, padding=1)
-        self.mid = _middle(widths[0])
+        self.mid = _Middle(widths[0])
         self.conv_blocks = nn.ModuleList()
-        for i, (a, b) in enumerate(zip([widths[0], *widths], widths)):
-            level = _Level(a, b, config.num_res_blocks + 1, attention=i == 0 and config.attention)
+        for i, (in_channels, out_channels) in enumerate(pairwise([widths[0], *widths])):
+            attention = config.attention and i == 0
+            level = _Level(in_channels, out_channels, config.num_res_blocks + 1, attention)
             if i < len(widths) - 1:
-                level.upsample = Upsample(b)
+                level.upsample = vae.Upsample(out_channels)
             self.conv_blocks.append(level)
-        self.norm_out = nn.GroupNorm(32, widths[-1], eps=1e-6)
+        self.norm_out = vae.group_norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for block in self.mid:
-            x = block(x)
+        x = self.mid(self.conv_in(x))
         for level in self.conv_blocks:
             x = level(x)
-            if hasattr(level, "upsample"):
-                x = level.upsample(x)
         return self.conv_out(F.silu(self.norm_out(x)))
 
 
@@ -525,7 +535,7 @@ class VQModel(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder = Encoder(config)
+        self.encoder = Encoder(config, config.z_channels)
         self.decoder = Decoder(config)
         self.quantize = _Quantizer(config)
         self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_dim, 1)
@@ -533,16 +543,19 @@ class VQModel(nn.Module):
 
     @property
     def codebook(self) -> Tensor:
-        """The vectors that the decoder receives [V, c], of unit length."""
+        """The vectors [V, c], of unit length, that the decoder receives."""
         return F.normalize(self.quantize.embedding.weight, dim=-1)
 
     def project(self, image: Tensor) -> Tensor:
-        """The encoder's vectors before they are quantised [B, c, h, w], of unit length."""
-        return F.normalize(self.quant_conv(self.encoder(image)), dim=1)
+        """The encoder's vectors [B, c, h, w], of unit length, before they are quantised."""
+        vectors = self.quant_conv(self.encoder(image))
+        return F.normalize(vectors, dim=1)
 
     def nearest(self, vectors: Tensor) -> Tensor:
         """Codes [B, h * w] nearest to unit vectors [B, c, h, w]."""
-        similarity = vectors.flatten(2).transpose(1, 2) @ self.codebook.T
+        # between unit vectors the largest product is the smallest distance
+        vectors = vectors.flatten(2).transpose(1, 2)
+        similarity = vectors @ self.codebook.T
         return similarity.argmax(dim=-1)
 
     def encode(self, image: Tensor) -> Tensor:
@@ -552,7 +565,8 @@ class VQModel(nn.Module):
     def lookup(self, codes: Tensor) -> Tensor:
         """Unit vectors [B, c, h, w] of codes [B, h * w] of a square image."""
         side = round(codes.shape[1] ** 0.5)
-        return self.codebook[codes].transpose(1, 2).unflatten(2, (side, side))
+        vectors = self.codebook[codes].transpose(1, 2)
+        return vectors.unflatten(2, (side, side))
 
     def render(self, vectors: Tensor) -> Tensor:
         """Images, about -1..1, of quantised vectors [B, c, h, w]."""

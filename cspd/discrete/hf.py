@@ -1,4 +1,4 @@
-"""Reads a folder of a model of `transformers`."""
+"""Loads `transformers` models from directories."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ from cspd.terminal import shortened
 from mar.checkpoint import load_weights
 from mar.tensors import CheckpointError
 
-# A folder of a model of `transformers`, as its hub has them: what is in it, and whether it can be used here.
+# A directory of a `transformers` model, with the files that the Hub has.
 
 CONFIG = "config.json"
-FILES = {  # what a folder must have, any of each
+FILES = {  # required: one of the names of each
     "tokenizer": ("tokenizer.json",),
     "tokenizer configuration": ("tokenizer_config.json",),
     "weights": WEIGHTS,
 }
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # what is found in the last one holds
-MOST_PROMPT = 512  # tokens: each takes as much of the cache as a code
-OF_IMAGES = "vqmodel."  # in the names of the VQ model's weights
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # settings of the last one win
+MOST_PROMPT = 512  # tokens; each takes as much of the cache as a token of the image
+VQ_MODEL = "vqmodel."  # in the names of the VQ model's tensors
 
 
-def is_hf(place: Path) -> bool:
-    """Whether a place is a folder of a model of `transformers`, or the configuration of one."""
-    config = place / CONFIG if place.is_dir() else place
+def is_hf(path: Path) -> bool:
+    """Whether a path is the directory of a `transformers` model, or its configuration."""
+    config = path / CONFIG if path.is_dir() else path
     return config.name == CONFIG and config.is_file() and "model_type" in _read(config)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Raises CheckpointError where it is no JSON object."""
+    """The content of a JSON file. Raises CheckpointError if it is not an object."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}): fetch it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: is no configuration of a model: fetch it again")
+        raise CheckpointError(f"{path}: not the configuration of a model: fetch it again")
     return content
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of a model whose weights are not read yet.
+    """The directory of a model whose weights are not read yet.
 
     Attributes:
-        path: its place. architecture: which of those that are hosted. image: what images it makes. config: its sizes.
-        own: `transformers`' configuration. dtype: of the weights when they are read. num_bytes: of the weights then.
+        path: of the directory. architecture: the model's. image: the format of its images. config: its sizes.
+        own: the configuration of `transformers`.
+        dtype: the type that the weights are loaded in. num_bytes: the size of the weights in that type.
     """
 
     path: Path
@@ -68,57 +69,60 @@ class Folder:
     num_bytes: int
 
     def decoder(self, given: Path | None) -> Path | None:
-        """The file that decodes codes to pixels: the one that is given, or that of the folder; None where none is.
+        """The file with the decoder to pixels: `given`, or the directory's own, or None if there is neither.
 
-        Raises ValueError where the model has its own, CheckpointError where the one that is given is not there.
+        Raises ValueError if the model needs no such file, CheckpointError if `given` does not exist.
         """
         if given is not None and not self.architecture.decoder_files:
-            raise ValueError(f"{self.path}: this model decodes its codes itself: leave vae=... (--vae) out")
+            raise ValueError(f"{self.path}: this model has its own image decoder: omit vae=... (--vae)")
         if given is not None and not given.is_file():
-            raise CheckpointError(f"{given}: no such file: give Chameleon's vqgan.ckpt (vae=..., --vae)")
-        here = (self.path / name for name in self.architecture.decoder_files)
-        return given or next((file for file in here if file.is_file()), None)
+            raise CheckpointError(f"{given}: no such file: pass Chameleon's vqgan.ckpt (vae=..., --vae)")
+        if given is not None:
+            return given
+        candidates = [self.path / name for name in self.architecture.decoder_files]
+        return next((file for file in candidates if file.is_file()), None)
 
 
 def opened(path: Path, dtype: torch.dtype | None = None) -> Folder:
-    """A folder, looked into.
+    """Reads the configuration of a model's directory, but not its weights.
 
     Args:
-        dtype: that its weights are to be read in; by default their own.
+        dtype: the type to load the weights in; by default the type that they are stored in.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the architecture is not hosted, or its vocabulary has no images.
-            ValueError: `transformers` is not installed.
+        CheckpointError: a file is missing or damaged, or the model is not supported.
+        ValueError: `transformers` is not installed.
     """
     config = _read(path / CONFIG)
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
-            f"{path} is of {config.get('model_type')} models, which need transformers: pip install 'cspd[text]'"
+            f"{path} has a {config.get('model_type')} model, which needs transformers: pip install 'cspd[text]'"
         )
     from cspd.discrete.architectures import ARCHITECTURES, name_of
 
     name = name_of(config)
     if name not in ARCHITECTURES:
-        known = [f"{each} (as {architecture.example})" for each, architecture in ARCHITECTURES.items()]
-        raise CheckpointError(f"{path}: models of type {name!r} are not hosted; these are: {', '.join(known)}")
+        known = [f"{each} (such as {architecture.example})" for each, architecture in ARCHITECTURES.items()]
+        raise CheckpointError(f"{path}: models of type {name!r} are not supported; supported are {', '.join(known)}")
     architecture = ARCHITECTURES[name]
-    check_files(path, FILES, f"a model as {architecture.example}", "fetch the whole folder")
+    check_files(path, FILES, f"a model such as {architecture.example}", "fetch the whole directory")
     from transformers import AutoConfig
 
     try:
         own = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{path / CONFIG}: cannot be read ({error}): fetch it again") from error
+    # the size of the weights is needed before they are read, to check the free memory
     image = architecture.image(own, _processor(path))
-    kept = getattr(own, "dtype", None) or _type_of(weight_files(path)[0])
-    num_bytes = sum(file.stat().st_size for file in weight_files(path))
-    wanted = dtype or kept
-    num_bytes = num_bytes * wanted.itemsize // kept.itemsize
-    return Folder(path, architecture, image, sizes(own, architecture, image), own, wanted, num_bytes)
+    stored = getattr(own, "dtype", None) or _type_of(weight_files(path)[0])
+    dtype = dtype or stored
+    stored_bytes = sum(file.stat().st_size for file in weight_files(path))
+    num_bytes = stored_bytes * dtype.itemsize // stored.itemsize
+    return Folder(path, architecture, image, sizes(own, architecture, image), own, dtype, num_bytes)
 
 
 def _type_of(weights: Path) -> torch.dtype:
-    """Of the first tensor of a file, where that can be read without the rest."""
+    """The type of the first tensor of a safetensors file; other files would have to be read whole."""
     if weights.suffix != ".safetensors":
         return torch.float32
     try:
@@ -129,7 +133,7 @@ def _type_of(weights: Path) -> torch.dtype:
 
 
 def _processor(path: Path) -> dict[str, Any]:
-    """The settings of a model's processor of images, where its folder has them."""
+    """The settings of a model's image processor, as far as its directory has them."""
     settings: dict[str, Any] = {}
     for name in PROCESSORS:
         if (path / name).is_file():
@@ -139,16 +143,17 @@ def _processor(path: Path) -> dict[str, Any]:
 
 
 def sizes(own: Any, architecture: Architecture, image: Image) -> HFConfig:
-    """What a runner must know of a configuration of `transformers`. Raises CheckpointError where it has no room."""
+    """The sizes in a configuration of `transformers`. Raises CheckpointError if no prompt fits before an image."""
     text = architecture.text(own)
     heads = text.num_attention_heads
     length = image.side**2
-    rows = 0 if image.row_end is None else image.side
-    room = text.max_position_embeddings - length - rows
+    # the positions of a prompt, of the image and of the ends of its rows all count
+    row_ends = 0 if image.row_end is None else image.side
+    room = text.max_position_embeddings - length - row_ends
     if room < 1:
         raise CheckpointError(
             f"config.json: max_position_embeddings={text.max_position_embeddings} leaves no room for a prompt before"
-            f" {length + rows} tokens of an image: take the config.json of a model that makes images"
+            f" {length + row_ends} tokens of an image: use the config.json of a model that generates images"
         )
     return HFConfig(
         architecture.name,
@@ -167,13 +172,13 @@ def sizes(own: Any, architecture: Architecture, image: Image) -> HFConfig:
 
 
 def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn.Module, nn.Module | None]:
-    """The model of a folder, and what makes pixels of its codes where there is that; decoder: as `Folder.decoder`.
+    """Loads a model, and its tokenizer between pixels and tokens if there is one; decoder: see `Folder.decoder`.
 
-    Raises CheckpointError where weights cannot be read, or are not all there.
+    Raises CheckpointError if weights cannot be read or are incomplete.
     """
     from cspd.discrete.architectures import HFModel
 
-    # without accelerate it is read into the computer's memory first, and moved by the engine
+    # without accelerate the weights are read into the CPU's memory, and the engine moves them
     straight = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
         model, report = folder.architecture.model_class().from_pretrained(
@@ -187,43 +192,45 @@ def read(folder: Folder, device: torch.device, decoder: Path | None) -> tuple[nn
         )
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{folder.path}: its weights cannot be read ({error}): fetch them again") from error
+    # Lumina-mGPT's weights lack the VQ model, and others may lack parts that are not used here
     parts = folder.architecture.parts(model, folder.image, decoder)
-    missing = sorted(name for name in report["missing_keys"] if not _is_elsewhere(name, parts.tokenizer))
-    if missing:
-        raise CheckpointError(f"{folder.path}: the weights lack {missing[0]}: fetch the whole folder again")
+    for name in sorted(report["missing_keys"]):
+        if not _is_elsewhere(name, parts.tokenizer):
+            raise CheckpointError(f"{folder.path}: the weights lack {name}: fetch the whole directory again")
     return HFModel(folder.config, parts), parts.tokenizer
 
 
 def _is_elsewhere(name: str, tokenizer: Any) -> bool:
-    """Whether a tensor that the weights lack is of the VQ model and not needed, or read from the decoder's file."""
-    _, of_images, rest = name.partition(OF_IMAGES)
-    return bool(of_images) and (tokenizer is None or rest in getattr(tokenizer, "from_file", ()))
+    """Whether a missing tensor belongs to a VQ model that is not used, or was read from the decoder's file."""
+    _, vq_model, rest = name.partition(VQ_MODEL)
+    return bool(vq_model) and (tokenizer is None or rest in getattr(tokenizer, "from_file", ()))
 
 
 def read_prompts(folder: Folder) -> Any:
-    """What makes tokens of texts for a folder's model. Raises CheckpointError."""
+    """Loads the tokenizer of a model's prompts. Raises CheckpointError if it cannot be read."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
     except Exception as error:  # a damaged file can fail anywhere in the readers
         raise CheckpointError(f"{folder.path}: its tokenizer cannot be read ({error}): fetch it again") from error
-    older = folder.path / "chat_template.json"  # which only processors read
+    older = folder.path / "chat_template.json"  # tokenizers do not read this file, only processors do
     if not tokenizer.chat_template and older.is_file():
         tokenizer.chat_template = _read(older).get("chat_template")
     return Prompts(tokenizer, folder.architecture, folder.image)
 
 
-# The tokens that a model of `transformers` takes in before the first code, by its own tokenizer.
+# The tokens of a prompt, which a `transformers` model reads before the first token of the image.
 
 REMEMBERED = 4096  # prompts in memory
 
 
 class Prompts:
-    """Makes tokens of texts, in the place of `cspd.discrete.text.TextEncoder`.
+    """Converts prompts to tokens, with the interface of `cspd.discrete.text.TextEncoder`.
 
     Args:
-        tokenizer: the model's own. architecture: what it puts around a text. image: what comes after it.
+        tokenizer: the model's own. architecture: decides which tokens surround a prompt.
+        image: the format of the images, which some prompts state.
     """
 
     width = 0
@@ -237,27 +244,29 @@ class Prompts:
         """The tokens of a prompt, int64 [n], n <= most, on the CPU.
 
         Raises:
-            ValueError: it has more tokens, or the tokenizer lacks one of the model's.
+            ValueError: there are more than `most`, or the tokenizer lacks a special token.
         """
         tokens = self._of_text(text)
         if len(tokens) > most:
             raise ValueError(
-                f"{shortened(text)} has {len(tokens)} tokens and the model takes {most}: give a shorter prompt"
+                f"{shortened(text)} has {len(tokens)} tokens, but the model takes {most}: use a shorter prompt"
             )
         return tokens
 
     def null(self, prompt: Tensor, most: int) -> Tensor:
-        """The tokens that guidance leads away from where a request does not say, int64 [n], n <= most, on the CPU.
+        """The tokens of the unconditional branch for requests without a negative prompt, int64 [n], on the CPU.
 
-        Raises ValueError where the tokenizer lacks one of them, or there are more.
+        Raises:
+            ValueError: there are more than `most`, or the tokenizer lacks a special token.
         """
-        made = self._made(self.architecture.null(self.tokenizer, prompt.tolist(), self.image), "guidance")
+        tokens = self.architecture.null(self.tokenizer, prompt.tolist(), self.image)
+        made = self._made(tokens, "guidance", "use a negative_prompt, or cfg=1")
         if len(made) > most:
-            raise ValueError(f"guidance leads away from {len(made)} tokens and the model takes {most}: give cfg=1")
+            raise ValueError(f"the unconditional branch has {len(made)} tokens, but the model takes {most}: use cfg=1")
         return made
 
     def check(self, request: Request, most: int) -> None:
-        """Raises ValueError where a request's prompts are too long, or guidance needs one that cannot be made."""
+        """Raises ValueError if a prompt of a request is too long, or the tokenizer cannot express it."""
         own = self.features(request.prompt, most, torch.device("cpu"))
         if request.negative_prompt is not None:
             self.features(request.negative_prompt, most, torch.device("cpu"))
@@ -265,28 +274,27 @@ class Prompts:
             self.null(own, most)
 
     def _tokens(self, text: str) -> Tensor:
-        return self._made(self.architecture.prompt(self.tokenizer, text, self.image), "a prompt")
+        tokens = self.architecture.prompt(self.tokenizer, text, self.image)
+        return self._made(tokens, "a prompt", "use the tokenizer files of the model")
 
-    def _made(self, tokens: list[int | None], what: str) -> Tensor:
+    def _made(self, tokens: list[int | None], purpose: str, fix: str) -> Tensor:
         if None in tokens:
-            fix = "give a negative_prompt, or cfg=1" if what == "guidance" else "take the tokenizer files of the model"
-            raise ValueError(
-                f"{what} needs a special token that this tokenizer of {self.architecture.name} models does not"
-                f" have: {fix}"
-            )
+            name = self.architecture.name
+            raise ValueError(f"{purpose} needs a special token that this tokenizer of a {name} model lacks: {fix}")
         return torch.tensor(tokens)
 
 
-# EAGLE's drafter for a model of `transformers`: the layer that a LlamaGen of its width and heads would have.
+# EAGLE's drafter for a `transformers` model: a LlamaGen layer with the model's width and number of heads.
 
 
 class HFEagle(Eagle):
-    """Runs ahead of a model in its features, code by code: the ends of rows are no inputs of its.
+    """Drafts for a `transformers` model; tokens that end rows are not among its inputs.
 
     It computes in the type of its weights, as its target does. config: the target's.
     """
 
     def __init__(self, config: HFConfig) -> None:
+        # LlamaGen's layer has as many key heads as query heads, also if the target has fewer
         names = ("dim", "n_head", "vocab_size", "block_size", "prefix_length")
         sizes = {name: getattr(config, name) for name in names}
         super().__init__(GPTConfig(**sizes, n_layer=1, num_classes=0))
@@ -298,10 +306,7 @@ class HFEagle(Eagle):
 
 
 def load_hf_eagle(path: Path, target: HFConfig, dtype: torch.dtype) -> HFEagle:
-    """A drafter with the weights of a file, on the CPU in a type; target: what it drafts for.
-
-    Raises:
-        CheckpointError: as in `mar.checkpoint.load_weights`.
-    """
+    """Loads a drafter for a target, on the CPU. Raises CheckpointError as `mar.checkpoint.load_weights` does."""
+    # a kind with a single size: the file's tensors must be those of this target's drafter
     kind = replace(EAGLE, names={target.architecture: target}, create=lambda name: HFEagle(target))
     return load_weights(path, kind)[0].to(dtype)

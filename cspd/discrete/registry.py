@@ -1,4 +1,4 @@
-"""Sizes of VQ models by name, their official files, and what a configuration of `transformers` says."""
+"""Sizes of VQ models by name, loading their official files, and what describes a `transformers` model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from cspd.discrete.gpt import GPT, Eagle, GPTConfig, VQConfig, VQModel
 from mar.checkpoint import KINDS, Kind, load_weights, lookup
 
-# Every VQ model this project can build, by name: the official sizes and the bundled ones.
+# Every VQ model by name: the official sizes and the bundled ones.
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """How a model's authors sample it.
+    """The settings that a model's authors sample it with.
 
     Attributes:
         cfg: guidance scale s.
-        temperature, top_k, top_p: of the token distribution; top_k = 0 and top_p = 1 keep every token.
-        image_size: side of the images in the paper's results; larger ones are resized to it.
+        temperature, top_k, top_p: of the token distribution; top_k = 0 and top_p = 1 allow every token.
+        image_size: side of the images, in pixels, in the paper's results; larger images are resized to it.
     """
 
     cfg: float = 2.0
@@ -35,7 +35,7 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class GPTSpec:
-    """A named GPT size, its published sampling settings and the tokenizer of its tokens."""
+    """A named GPT size, its authors' sampling settings and the tokenizer of its tokens."""
 
     config: GPTConfig
     tokenizer: str
@@ -47,25 +47,21 @@ def _official(dim: int, n_layer: int, n_head: int, cfg: float, side: int) -> GPT
     return GPTSpec(config, "vq16", SamplingDefaults(cfg=cfg))
 
 
-def _texts(dim: int, n_layer: int, n_head: int, side: int) -> GPTSpec:
-    sizes = {"num_classes": 0, "prefix_length": 120, "caption_dim": 2048}
-    config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, block_size=side * side, **sizes)
-    return GPTSpec(config, "vq16", SamplingDefaults(cfg=7.5, top_k=1000, image_size=512))
+_DIGITS = GPTConfig(vocab_size=512, block_size=256, num_classes=10, multiple_of=32)
+_EMOJI = replace(_DIGITS, num_classes=0, prefix_length=32, caption_dim=128)
 
 
 def _digits(dim: int, n_layer: int, n_head: int) -> GPTSpec:
-    sizes = {"vocab_size": 512, "block_size": 256, "num_classes": 10, "multiple_of": 32}
-    config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, **sizes)
+    config = replace(_DIGITS, dim=dim, n_layer=n_layer, n_head=n_head)
     return GPTSpec(config, "vq_digits32", SamplingDefaults(image_size=32))
 
 
-def _emoji_texts(dim: int, n_layer: int, n_head: int) -> GPTSpec:
-    sizes = {"vocab_size": 512, "block_size": 256, "num_classes": 0, "multiple_of": 32}
-    config = GPTConfig(dim=dim, n_layer=n_layer, n_head=n_head, prefix_length=32, caption_dim=128, **sizes)
+def _emoji(dim: int, n_layer: int, n_head: int) -> GPTSpec:
+    config = replace(_EMOJI, dim=dim, n_layer=n_layer, n_head=n_head)
     return GPTSpec(config, "vq_emoji64", SamplingDefaults(cfg=4.5, temperature=0.85, image_size=64))
 
 
-# side 24: files trained at 384 pixels, whose images the authors resize to 256; 32: at 512
+# A side of 24 tokens: trained at 384 pixels, and the authors resize the images to 256. A side of 32: 512 pixels.
 GPTS: dict[str, GPTSpec] = {
     "llamagen_b": _official(768, 12, 12, cfg=2.0, side=16),
     "llamagen_l": _official(1024, 24, 16, cfg=2.0, side=16),
@@ -74,11 +70,15 @@ GPTS: dict[str, GPTSpec] = {
     "llamagen_xxxl": _official(2560, 48, 40, cfg=1.75, side=24),
     "llamagen_1b": _official(2048, 22, 32, cfg=1.75, side=24),
     "llamagen_3b": _official(3200, 24, 32, cfg=1.65, side=24),
-    "llamagen_xl_t2i": _texts(1280, 36, 20, side=32),
+    "llamagen_xl_t2i": GPTSpec(
+        GPTConfig(1280, 36, 20, block_size=32 * 32, num_classes=0, prefix_length=120, caption_dim=2048),
+        "vq16",
+        SamplingDefaults(cfg=7.5, top_k=1000, image_size=512),
+    ),
     "gpt_digits32": _digits(192, 8, 6),
     "gpt_digits32_draft": _digits(160, 3, 5),
-    "gpt_emoji64_text": _emoji_texts(128, 6, 4),
-    "gpt_emoji64_text_draft": _emoji_texts(64, 2, 2),
+    "gpt_emoji64_text": _emoji(128, 6, 4),
+    "gpt_emoji64_text_draft": _emoji(64, 2, 2),
 }
 
 TOKENIZERS: dict[str, VQConfig] = {
@@ -96,14 +96,15 @@ def gpt_spec(name: str) -> GPTSpec:
 
 
 def defaults_of(config: Any) -> SamplingDefaults:
-    """The published sampling settings of a size, at any resolution; the common ones for one without a name.
+    """The sampling settings of a size's authors, at any resolution; usual ones for a size without a name.
 
     Args:
-        config: a `GPTConfig`, or a model's own that has them, as `HFConfig`.
+        config: a `GPTConfig` or `HFConfig`; the latter has its own settings.
     """
     if hasattr(config, "defaults"):
         return config.defaults
     for spec in GPTS.values():
+        # files of a size exist for several resolutions; small images are not enlarged to the paper's size
         if replace(spec.config, block_size=config.block_size) == config:
             own_size = config.grid * TOKENIZERS[spec.tokenizer].stride
             return replace(spec.defaults, image_size=min(spec.defaults.image_size, own_size))
@@ -125,22 +126,23 @@ def create_tokenizer(name: str) -> VQModel:
     return VQModel(lookup(TOKENIZERS, name, "tokenizer"))
 
 
-# What a model of `transformers` is, as far as a model runner must know, and what an architecture must tell.
+# The description of a `transformers` model. `cspd.discrete.architectures` fills it in, and needs `transformers`.
 
-CHAMELEON_DECODER = ("vqgan.ckpt", "tokenizer/vqgan.ckpt")  # what makes pixels of its codes, in a folder
+CHAMELEON_DECODER = ("vqgan.ckpt", "tokenizer/vqgan.ckpt")  # the file with its image decoder, in its directory
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """Sizes of a model of `transformers`, by the names of `cspd.discrete.gpt.GPTConfig` where it has them too.
+    """Sizes of a `transformers` model, under the names of `cspd.discrete.gpt.GPTConfig` where both have them.
 
     Attributes:
-        architecture: its name. dim, n_layer, n_head, key_heads, head_dim: of its decoder; groups of query heads
-            may share a head of keys.
-        vocab_size: codes. block_size: L, codes of a square image. prefix_length: tokens of a prompt at most.
-        stride: pixels per code, along a side.
-        row_end: the token that follows each row of codes, which no code is; None where rows follow each other.
-        defaults: how its authors sample it.
+        architecture: its name.
+        dim, n_layer, n_head, key_heads, head_dim: of its decoder; groups of query heads may share a key head.
+        vocab_size: entries of the VQ codebook. block_size: L, tokens of a square image.
+        prefix_length: the most tokens of a prompt.
+        stride: pixels per token, along a side.
+        row_end: a token, outside the codebook, that follows each row of the image; None if there is no such token.
+        defaults: the authors' sampling settings.
     """
 
     num_classes: ClassVar[int] = 0
@@ -162,18 +164,19 @@ class HFConfig:
 
     @property
     def grid(self) -> int:
-        """Codes along a side of the image."""
+        """Tokens along a side of the image."""
         return round(self.block_size**0.5)
 
 
 @dataclass(frozen=True)
 class Image:
-    """The images of a model.
+    """The format of a model's images.
 
     Attributes:
-        side: codes along a side. stride: pixels per code, along a side. num_codes: in the codebook.
-        tokens: of the codes, by code, where they are tokens of the text's vocabulary. row_end: see `HFConfig`.
-        mean, std: of the pixels of each colour, 0..1, by which they are normed.
+        side: tokens along a side. stride: pixels per token, along a side. num_codes: entries of the codebook.
+        tokens: the token of each code in the vocabulary of prompts, if images share that vocabulary.
+        row_end: see `HFConfig`.
+        mean, std: of each colour, for pixels in 0..1; the VQ model's images are normalised with them.
     """
 
     side: int
@@ -187,11 +190,12 @@ class Image:
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules of a model that make images.
+    """The modules of a model that generate images.
 
     Attributes:
-        decoder: its layers. codes: embeddings [V, dim] of the codes. output: logits of the codes [..., V] of features.
-        tokenizer: of the images' pixels, None where there is nothing that makes them.
+        decoder: the transformer. codes: embeddings [V, dim] of the codes.
+        output: from features [..., dim] to the logits [..., V] of the codes.
+        tokenizer: between pixels and codes, or None if there is no decoder to pixels.
     """
 
     decoder: nn.Module
@@ -202,18 +206,19 @@ class Parts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of `transformers` that makes images of texts by VQ codes.
+    """A text-to-image architecture of `transformers` that samples VQ tokens.
 
     Attributes:
         name: `cspd.discrete.architectures.name_of` its configuration, mostly the `model_type` there.
-        model_class: () the class that reads its weights. example: a name on the hub.
-        defaults: how its authors sample it.
-        text: (config) the configuration of its decoder. image: (config, the processor's settings) what images it makes.
-        parts: (model, image, a decoder's file or None) the modules that make them.
-        decoder_files: names of the file that decodes codes to pixels, where `transformers` does not.
-        prompt: (tokenizer, text, image) the tokens that come before the codes.
-        null: (tokenizer, prompt, image) those that guidance leads away from, where no negative prompt is given; in the
-            place of a token that the tokenizer does not have is None.
+        model_class: () -> the class that loads its weights. example: a model on the Hub.
+        defaults: the authors' sampling settings.
+        text: configuration -> the configuration of its decoder.
+        image: (configuration, settings of the image processor) -> the format of its images.
+        parts: (model, image, the file with the decoder to pixels or None) -> its modules.
+        prompt: (tokenizer, text, image) -> the tokens before those of the image; None stands for a special token that
+            the tokenizer lacks.
+        null: (tokenizer, prompt, image) -> the tokens of the unconditional branch without a negative prompt; as there.
+        decoder_files: names of the file with the decoder to pixels, if `transformers` does not have it.
     """
 
     name: str
@@ -228,32 +233,34 @@ class Architecture:
     decoder_files: tuple[str, ...] = ()
 
 
-# Loading weights of VQ models from local files: official `c2i_*.pt`, `t2i_*.pt`, `vq_ds16_*.pt`, and safetensors.
+# Loading VQ models from local files: official `c2i_*.pt`, `t2i_*.pt`, `vq_ds16_*.pt`, and safetensors.
 
 GPT_MODEL = Kind(
     "GPT",
     GPTS,
     create_gpt,
-    "give it as checkpoint, with its tokenizer beside it, or as draft of a GPT (--checkpoint, --draft-checkpoint)",
+    "pass it as the checkpoint, with its tokenizer in the same directory, or as the draft of a GPT (--checkpoint,"
+    " --draft-checkpoint)",
 )
-TOKENIZER = Kind("tokenizer", TOKENIZERS, create_tokenizer, "give it as vae of a GPT (--vae)")
-EAGLE = Kind("EAGLE drafter", GPTS, create_eagle, "give it as eagle of its GPT (--eagle)")
+TOKENIZER = Kind("tokenizer", TOKENIZERS, create_tokenizer, "pass it as the vae of a GPT (--vae)")
+EAGLE = Kind("EAGLE drafter", GPTS, create_eagle, "pass it as the eagle of its GPT (--eagle)")
 KINDS += [GPT_MODEL, TOKENIZER, EAGLE]
-PIXELS = re.compile(r"_(256|384|512)\b")  # in an official file's name; its weights are the same at any resolution
+PIXELS = re.compile(r"_(256|384|512)\b")  # in the names of official files
 
 
 def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
-    """A GPT with the weights of a file, on the CPU in float32.
+    """Loads a GPT, on the CPU in float32.
 
     Args:
-        path: `c2i_*.pt`, `t2i_*.pt` or .safetensors. Only an official name tells the resolution (c2i_L_384.pt: 576
-            tokens), the weights do not; for another name it is the resolution published for the size.
-        arch: a name of `GPTS`; found out from the file by default.
+        path: `c2i_*.pt`, `t2i_*.pt` or .safetensors. The weights are the same at any resolution, so it is read from the
+            name of an official file (c2i_L_384.pt: 384 pixels, 576 tokens). Other files get the usual one of the size.
+        arch: a name in `GPTS`; by default found from the tensors.
 
     Raises:
         CheckpointError, ValueError: as in `mar.checkpoint.load_weights`.
     """
     model, name = load_weights(Path(path), GPT_MODEL, arch)
+    # the rotary angles are computed from block_size, so weights of one resolution run at any other
     pixels = PIXELS.search(Path(path).stem)
     if pixels:
         side = int(pixels[1]) // TOKENIZERS[GPTS[name].tokenizer].stride
@@ -262,10 +269,10 @@ def load_gpt(path: Path | str, arch: str | None = None) -> GPT:
 
 
 def load_tokenizer(path: Path | str, arch: str | None = None) -> VQModel:
-    """A tokenizer with the weights of a file, as `load_gpt`; arch is a name of `TOKENIZERS`."""
+    """Loads a tokenizer, as `load_gpt`; arch is a name in `TOKENIZERS`."""
     return load_weights(Path(path), TOKENIZER, arch)[0]
 
 
 def load_eagle(path: Path | str, arch: str | None = None) -> Eagle:
-    """An EAGLE drafter with the weights of a file, as `load_gpt`; arch is its target's."""
+    """Loads an EAGLE drafter, as `load_gpt`; arch is that of its target."""
     return load_weights(Path(path), EAGLE, arch)[0]

@@ -1,4 +1,4 @@
-"""From texts to features: the T5 encoder, and how captions are cleaned."""
+"""From prompts to features: cleaning of captions, and the T5 encoder."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from cspd.files import WEIGHTS, check_files, identity_of, read_item, read_json, 
 from cspd.terminal import shortened, telling
 from mar.tensors import CheckpointError
 
-# Captions in the form that LlamaGen's models know: plain words in lower case, as of web pages' captions.
+# Captions are cleaned by the rules of DeepFloyd IF, which LlamaGen's authors apply in training and in sampling.
 #
-# The rules are those of DeepFloyd IF, which LlamaGen's authors apply to every caption, in training and in sampling.
-# They are what they are: a model was trained on what they leave, down to their oddities. Every rule takes time in
-# proportion to the caption's length, however odd the caption is.
+# The models were trained on the output of these rules, so even odd ones are reproduced. Every rule takes time
+# proportional to the caption's length, for any caption.
 
 HOST = r"[a-zA-Z0-9.\-]"
 DOMAIN = rf"{HOST}+[.](?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
@@ -36,38 +35,38 @@ SUFFIX = "(?:png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4)"
 DASHES = "-\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40"
 EASTERN_DASHES = "\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
 DECORATION = re.escape("#®•©™&@·º½¾¿¡§~)(][}{|\\/*")
-MOST_HYPHENS = 3  # with more, hyphens and underscores are taken for spaces
+MOST_HYPHENS = 3  # with more, hyphens and underscores become spaces
 
-Rules = Sequence[tuple[str, str]]
-ADDRESSES: Rules = [  # a word without a domain is put back whole: nothing after its first letter is tried again
+Rules = Sequence[tuple[str, str]]  # pattern, replacement
+ADDRESSES: Rules = [  # a word that is not an address is matched and put back whole, so that it is tried only once
     (rf"\b(?:{scheme}:(?:/{{1,3}}|[a-zA-Z0-9%])|{DOMAIN}|((?:(?!\b{scheme}:){HOST})+))", r"\1")
     for scheme in ("https?", "www")
 ]
 CHARACTERS: Rules = [
-    (r"@\w+\b", ""),  # names of accounts
+    (r"@\w+\b", ""),  # account names
     (r"[\u31c0-\u9fff]+", ""),  # Chinese and Japanese
     (f"[{DASHES}{EASTERN_DASHES}]+", "-"),
     ("[`´«»“”¨]", '"'),
     ("[‘’]", "'"),
     ("&quot;?", ""),
     ("&amp", ""),
-    (r"\d{1,3}(?:\.\d{1,3}){3}", " "),  # addresses of computers
-    (r"\d:\d\d\s+$", ""),  # numbers: of articles, of lists, and long ones
+    (r"\d{1,3}(?:\.\d{1,3}){3}", " "),  # IP addresses
+    (r"\d:\d\d\s+$", ""),  # article numbers
     (r"\\n", " "),
     (r"#\d{1,3}\b", ""),
     (r"#\d{5,}\b", ""),
     (r"\b\d{6,}\b", ""),
-    (rf"(?<!\S)\S+\.{SUFFIX}", ""),  # names of files
+    (rf"(?<!\S)\S+\.{SUFFIX}", ""),  # file names
     ("[\"']{2,}", '"'),
     (r"\.{2,}", " "),
     (f"[{DECORATION}]+", " "),
     (r"(?<!\s)\s+\.\s+", " "),
 ]
 WORDS: Rules = [
-    (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # numbers of products
+    (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # product numbers
     (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
     (r"\b\d+[a-zA-Z]+\d+\b", ""),
-    (r"(worldwide\s+)?(free\s+)?shipping", ""),  # what shops and pages say around a caption
+    (r"(worldwide\s+)?(free\s+)?shipping", ""),  # phrases of shops and web pages
     (r"(free\s)?download(\sfree)?", ""),
     (r"\bclick\b\s(?:for|on)\s\w+", ""),
     (rf"\b{SUFFIX}(\simages?)?", ""),
@@ -77,7 +76,7 @@ WORDS: Rules = [
     (r"\b\s+:\s+", ": "),
     (r"(\D[,./])\b", r"\1 "),
     (r"\s+", " "),
-    (r"^[\"']([\w\W]+)[\"']$", r"\1"),  # what stands at the ends
+    (r"^[\"']([\w\W]+)[\"']$", r"\1"),  # quotes and punctuation at both ends
     (r"^['_,\-:;]", ""),
     (r"['_,\-:+]$", ""),
     (r"^\.\S+$", ""),
@@ -85,7 +84,7 @@ WORDS: Rules = [
 
 
 def cleaned(caption: str) -> str:
-    """A caption by the rules, twice, as the authors apply them."""
+    """Applies the rules to a caption twice, as the authors do."""
     return _cleaned_once(_cleaned_once(caption))
 
 
@@ -93,6 +92,7 @@ def _cleaned_once(caption: str) -> str:
     import ftfy
 
     caption = unquote_plus(caption).strip().lower().replace("<person>", "person")
+    # the order of the steps is the authors'
     caption = _without_tags(_by(ADDRESSES, caption))
     caption = _by(CHARACTERS, caption)
     if len(re.findall("[-_]", caption)) > MOST_HYPHENS:
@@ -120,21 +120,19 @@ def _without_tags(caption: str) -> str:
         return caption
 
 
-# The features that LlamaGen's models take of a text, of a T5 encoder by transformers from a local folder.
-#
-# Of the official models it is FLAN-T5-XL's.
+# LlamaGen's text-to-image models read features of a T5 encoder: FLAN-T5-XL for the official models.
 
-SOURCE = "google/flan-t5-xl on the Hugging Face hub has them, see docs/text.md"
+SOURCE = "google/flan-t5-xl on the Hugging Face Hub has them, see docs/text.md"
 PLACE = (
-    f"{SOURCE}: put its files into flan-t5-xl/ beside the checkpoint, those of an encoder of its own into"
-    " text_encoder/, or name the folder (--text-encoder)"
+    f"{SOURCE}: put its files into flan-t5-xl/ next to the checkpoint, those of the model's own encoder into"
+    " text_encoder/, or pass the directory (--text-encoder)"
 )
-FILES = {  # what a folder must have, any of each
+FILES = {  # required: one of the names of each
     "configuration": ("config.json",),
     "tokenizer": ("tokenizer.json",),
     "weights": WEIGHTS,
 }
-SIZES = {  # what a T5 has where its configuration does not say
+SIZES = {  # the defaults of T5's configuration
     "d_kv": 64,
     "d_ff": 2048,
     "num_layers": 6,
@@ -144,11 +142,11 @@ SIZES = {  # what a T5 has where its configuration does not say
     "relative_attention_num_buckets": 32,
 }
 LIBRARIES = ("transformers", "ftfy", "bs4")
-REMEMBERED = 256  # texts in memory, of up to a megabyte
+REMEMBERED = 256  # texts in memory; the features of each take up to a megabyte
 
 
 def missing_library() -> str | None:
-    """One of those that encoding a text takes and that is not installed."""
+    """A library that the text encoder needs and that is not installed, or None."""
     return next((library for library in LIBRARIES if importlib.util.find_spec(library) is None), None)
 
 
@@ -157,13 +155,14 @@ class Truncated(UserWarning):
 
 
 class TextEncoder:
-    """A T5 encoder and its tokenizer, which are read where a text is new: features are kept in the user's cache folder.
+    """A T5 encoder and its tokenizer, loaded for the first new text. Features are cached in the user's cache directory.
 
     Args:
-        folder: their files, as the hub has them.
+        folder: a directory with the files that the Hub has.
 
     Raises:
-        CheckpointError: the folder lacks a file, or has another model's. ValueError: a library is missing.
+        CheckpointError: a file is missing, or belongs to another model.
+        ValueError: a library is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -171,26 +170,21 @@ class TextEncoder:
         check_files(self.folder, FILES, "the text encoder", SOURCE)
         config = self._config()
         if config.get("model_type") != "t5" or not isinstance(config.get("d_model"), int):
-            raise CheckpointError(f"{self.folder / 'config.json'} is of another model than T5's encoder: {SOURCE}")
-        if missing := missing_library():
-            raise ValueError(f"texts need {missing}, which is not installed: pip install 'cspd[text]'")
+            raise CheckpointError(f"{self.folder / 'config.json'} is not the configuration of a T5 encoder: {SOURCE}")
+        missing = missing_library()
+        if missing is not None:
+            raise ValueError(f"prompts need {missing}, which is not installed: pip install 'cspd[text]'")
         self.width: int = config["d_model"]
         self._sizes = SIZES | config
-        for name, published in SIZES.items():
-            if type(self._sizes[name]) is not type(published):
-                raise CheckpointError(
-                    f"{self.folder / 'config.json'}: {name}={shortened(self._sizes[name])} is no"
-                    f" {type(published).__name__}: fetch it again"
-                )
-        self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._kept)
+        self._remembered = functools.lru_cache(maxsize=REMEMBERED)(self._cached)
 
     def features(self, text: str, most: int, device: torch.device) -> Tensor:
-        """Features float32 [n, width], on the CPU, of a text's tokens and its end's, at most so many.
+        """Features float32 [n, width], n <= most, on the CPU, of a text's tokens and the end token.
 
-        As LlamaGen's authors do, the text is cleaned first, and cut where it is too long, which is warned of.
+        As LlamaGen's authors do, the text is cleaned first, and truncated if it is too long, with a warning.
 
         Args:
-            device: where they are computed, if they have not been before.
+            device: computes features that are not cached.
 
         Raises:
             CheckpointError: the files cannot be read.
@@ -198,17 +192,17 @@ class TextEncoder:
         features, count = self._remembered(text, most, device)
         if count > most:
             warnings.warn(
-                f"{shortened(text)} has {count} tokens: the model takes {most}, and the rest is cut off",
+                f"{shortened(text)} has {count} tokens, but the model takes {most}: the text is truncated",
                 Truncated,
                 stacklevel=1,
             )
         return features
 
     def null(self, features: Tensor, most: int) -> None:
-        """No text's features guide where a request has no negative prompt: the model has a null caption of its own."""
+        """None: without a negative prompt, the unconditional branch is the model's own `uncond_embedding`."""
 
     def check(self, request: object, most: int) -> None:
-        """Nothing is wrong with a text: a longer one is cut."""
+        """Accepts all texts, since long ones are truncated."""
 
     @functools.cached_property
     def identity(self) -> str:
@@ -217,15 +211,22 @@ class TextEncoder:
 
     @property
     def bytes_to_load(self) -> int:
-        """Of its weights in float32, by the sizes in its configuration; 0 once they are loaded."""
-        if "models" in vars(self):
+        """Bytes of the weights in float32, computed from the configuration; 0 once they are loaded."""
+        if "models" in vars(self):  # the cached property has been computed
             return 0
-        sizes, width = self._sizes, self.width
-        heads, hidden = sizes["num_heads"], sizes["d_ff"]
-        matrices = 3 if str(sizes["feed_forward_proj"]).startswith("gated") else 2
-        layer = 4 * width * heads * sizes["d_kv"] + matrices * width * hidden + 2 * width  # attention, MLP, norms
-        others = sizes["vocab_size"] * width + sizes["relative_attention_num_buckets"] * heads + width
-        return torch.float32.itemsize * (sizes["num_layers"] * layer + others)
+        sizes = self._sizes
+        width = self.width
+        heads = sizes["num_heads"]
+        attention = 4 * width * heads * sizes["d_kv"]
+        # a gated feed-forward layer has one matrix more (T5 1.1 and FLAN-T5)
+        matrices = 3 if sizes["feed_forward_proj"].startswith("gated") else 2
+        feed_forward = matrices * width * sizes["d_ff"]
+        norms = 2 * width
+        layers = sizes["num_layers"] * (attention + feed_forward + norms)
+        embeddings = sizes["vocab_size"] * width
+        positions = sizes["relative_attention_num_buckets"] * heads
+        final_norm = width
+        return torch.float32.itemsize * (layers + embeddings + positions + final_norm)
 
     def _config(self) -> dict:
         path = self.folder / "config.json"
@@ -235,25 +236,27 @@ class TextEncoder:
             raise CheckpointError(f"{path}: cannot be read ({error}): {SOURCE}") from error
         return config if isinstance(config, dict) else {}
 
-    def _kept(self, text: str, most: int, device: torch.device) -> tuple[Tensor, int]:
-        """Features, and how many tokens the whole text has, from the cache folder or computed and kept there."""
+    def _cached(self, text: str, most: int, device: torch.device) -> tuple[Tensor, int]:
+        """Features, and the number of tokens of the whole text, from the cache directory or computed."""
+        # features depend on the limit too, since tokens attend to each other
         text = cleaned(text)
-        made_of = {"encoder": self.identity, "text": text, "most": most}
-        name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-        folder = user_cache() / "text"
-        kept = read_item(folder / f"{name}.npz", made_of, {"count": (np.integer, ())})
-        if kept is None:
-            kept = self._made(text, most, device)
-            with contextlib.suppress(OSError):  # read-only: computed again next time
-                folder.mkdir(parents=True, exist_ok=True)
-                write_item(folder / f"{name}.npz", kept, made_of)
-        return torch.from_numpy(kept["features"]), int(kept["count"])
+        key = {"encoder": self.identity, "text": text, "most": most}
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        file = user_cache() / "text" / f"{name}.npz"
+        item = read_item(file, key, {"count": (np.integer, ())})
+        if item is None:
+            item = self._made(text, most, device)
+            with contextlib.suppress(OSError):  # a directory that cannot be written: computed again next time
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_item(file, item, key)
+        return torch.from_numpy(item["features"]), int(item["count"])
 
     def _made(self, text: str, most: int, device: torch.device) -> dict[str, Any]:
         tokenizer, encoder = self.models
+        # the whole text is counted for the warning, then truncated
         tokenizer.no_truncation()
         count = len(tokenizer.encode(text).ids)
-        tokenizer.enable_truncation(most)  # before the end's token
+        tokenizer.enable_truncation(most)  # the end token stays
         tokens = torch.tensor([tokenizer.encode(text).ids])
         with torch.inference_mode():
             features = encoder.to(device)(input_ids=tokens.to(device)).last_hidden_state[0]
@@ -272,9 +275,10 @@ class TextEncoder:
                     self.folder, local_files_only=True, output_loading_info=True
                 )
             except Exception as error:  # a damaged file can fail anywhere in the readers
-                raise CheckpointError(f"{self.folder}: cannot be read as T5's encoder ({error}): {SOURCE}") from error
+                raise CheckpointError(f"{self.folder}: cannot be read as a T5 encoder ({error}): {SOURCE}") from error
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])[0]
-            raise CheckpointError(f"{self.folder}: not the weights of T5's encoder: {missing} is missing: {SOURCE}")
+            raise CheckpointError(f"{self.folder}: not the weights of a T5 encoder ({missing} is missing): {SOURCE}")
+        # texts are encoded one at a time, without the authors' padding, which is masked anyway
         tokenizer.no_padding()
         return tokenizer, encoder.float().eval()

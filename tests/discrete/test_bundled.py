@@ -1,4 +1,4 @@
-"""The bundled VQ models are what their card says, and every method runs on them, also from the command line."""
+"""The bundled VQ models of digits agree with their card, and methods run on them, also from the command line."""
 
 import json
 
@@ -25,7 +25,6 @@ def parameters(model):
 def test_sizes(engine):
     models = engine.runner.models
     assert 3e6 <= parameters(models["target"]) <= 6e6 and 0.7e6 <= parameters(models["draft"]) <= 1.3e6
-    assert engine.runner.seq_len == 256
     assert sum(path.stat().st_size for path in bundled()["digits32_vq"].iterdir()) < 24e6
 
 
@@ -43,21 +42,20 @@ def test_samples_are_recognised(method, num, engine):
     outputs = engine.generate([cspd.Request(label=i % 10, seed=i, method=method) for i in range(num)])
     images, labels = torch.stack([o.image for o in outputs]), torch.tensor([o.request.label for o in outputs])
     assert accuracy(load_classifier("digits"), images, labels) >= 0.86
-    assert {o.request.family for o in outputs} == {"VQ"}
 
 
 @pytest.mark.slow
 def test_drafts_are_worth_it(engine):
-    """Codes a target forward; baseline sampling has 1."""
+    """Tokens per forward pass of the target; baseline sampling has 1."""
     least = {"sd": 1.5, "eagle": 2, "eagle2": 2, "sjd": 2, "mc-sjd": 3, "sjd-pac": 3}
     for method, compression in least.items():
         outputs = engine.generate([cspd.Request(label=i, seed=i, method=method) for i in range(4)])
         assert sum(o.stats.step_compression for o in outputs) / 4 > compression, method
 
 
-def test_the_draft_is_a_target_too():
+def test_the_draft_model_is_a_target_too():
     engine = cspd.load(bundled()["digits32_vq"] / "draft.safetensors", max_batch=1, device="cpu")
-    assert engine.runner.models["eagle"] is None  # it belongs to the target beside
+    assert engine.runner.models["eagle"] is None  # the drafter in the directory belongs to the other target
     with pytest.raises(ValueError, match="EAGLE"):
         engine.check(cspd.Request(label=0, method="eagle"))
 
@@ -73,15 +71,12 @@ def test_sample_from_the_command_line(tmp_path, capsys):
     arguments = ["sample", "--checkpoint", "digits32_vq", "--labels", "3", "--num", "2", "--out", str(tmp_path)]
     arguments += ["--method", "sd", "--draft", "eagle-static", "--rule", "cool-sd", "--delta", "1.5"]
     assert main([*arguments, "--heatmap"]) == 0
-    text = capsys.readouterr().out
-    assert "guarantee" in text
+    assert "guarantee" in capsys.readouterr().out
     record = json.loads((tmp_path / "samples.json").read_text())
     stats = record["images"][0]["stats"]
     assert stats["guarantee"] == "bounded" and stats["step_compression"] > 1 and stats["bound"] > 0
     assert sum(int(n) * count for n, count in stats["committed"].items()) == 256
     assert record["settings"].keys() >= {"target", "tokenizer"} and (tmp_path / "heatmap.png").exists()
-    assert main([*arguments, "--heatmap"]) == 0
-    assert "2 " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -103,5 +98,5 @@ def test_both_families_in_one_engine():
     outputs = engine.generate([cspd.Request(1, **quick), cspd.Request(2, method="sjd-pac"), cspd.Request(3, **quick)])
     assert [o.request.family for o in outputs] == ["MAR", "VQ", "MAR"]
     assert [o.image.shape for o in outputs] == [(3, 32, 32)] * 3
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError):  # a file for which of the two?
         cspd.load("digits32", "digits32_vq", vae="x")

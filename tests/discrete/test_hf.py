@@ -1,4 +1,4 @@
-"""Models of `transformers`: their rounds and their folders."""
+"""Models of `transformers`: their rounds and their directories."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ from hf import (
     tokenizer_of,
 )
 from safetensors.torch import load_file, save_file
-from toys import counts, draw, p_value, request_of, runner_of, sequences, staggered
+from texts import next_logits, running, uniforms
+from toys import counts, draw, p_value, request_of, sequences, staggered
 
 import cspd
-from cspd import Engine, MARModels, Request, VQModels, noise
+from cspd import Engine, MARModels, Request, VQModels
 from cspd import device as cspd_device
 from cspd.checkpoints import checkpoint_files
 from cspd.cli import main
-from cspd.discrete.rules import guide
-from cspd.method import find
-from cspd.noise import Purpose
-from cspd.request import RoundStats, Sequence, Stopwatch
 from mar.tensors import CheckpointError
 from mar.vae import Decoder, KLConfig
 
 ARCHITECTURES = ["janus", "chameleon", "lumina_mgpt", "emu3"]
 SLOW = pytest.mark.slow
-METHODS = {  # with trees and windows that rows end in, and that go beyond the image
+METHODS = {  # with trees and windows that go beyond the end of a row and of the image
     "ar": {},
     "sd": {"gamma": 6},
     "eagle": {"gamma": 5, "coupling": "same-image"},
@@ -56,7 +53,7 @@ SAME = 1e-4  # p-values
 
 
 class Case:
-    """An architecture's tiny model, and an engine over it with a smaller draft model and EAGLE's drafter."""
+    """An architecture's tiny model, and an engine over it with a smaller draft model and an EAGLE drafter."""
 
     def __init__(self, architecture: str) -> None:
         self.model = model_of(architecture)
@@ -72,14 +69,14 @@ class Case:
         return [generated(self.model, self.image, self.prompts(own), own.cfg) for own in requests()]
 
     def prompts(self, request: Request):
-        """The tokens of a request's prompt, and those that guidance leads away from."""
+        """The tokens of a request's prompt, and those of its unconditional branch."""
         own = self.texts.features(request.prompt, 99, None)
         if request.negative_prompt is not None:
             return own, self.texts.features(request.negative_prompt, 99, None)
         return own, self.texts.null(own, 99)
 
 
-# the fast set has the architecture that has all there is: groups of query heads, tokens among others, row ends
+# Emu3 is in the fast set, since it has every feature: groups of query heads, a shared vocabulary, row ends
 @pytest.fixture(scope="module", params=[*(pytest.param(name, marks=SLOW) for name in ARCHITECTURES[:3]), "emu3"])
 def case(request):
     return Case(request.param)
@@ -95,16 +92,11 @@ def test_greedy_codes_are_those_of_its_own_generate(method, case):
     made = case.engine.generate(requests(method, temperature=0.0))
     for output, codes in zip(made, case.generated):
         assert torch.equal(output.tokens, codes)
-        assert output.stats.backbone_calls <= len(codes)  # rows end for nothing
-
-
-def uniforms(seed, length):
-    none = torch.zeros(1, dtype=torch.int64)
-    return noise.fine_uniform(torch.tensor(seed), Purpose.CODE, torch.arange(length), none, none)
+        assert output.stats.backbone_calls <= len(codes)  # no forward pass for the end of a row
 
 
 def test_sampled_codes_are_those_of_its_own_layers(case):
-    """One by one and in a batch, with the request's own uniform draws, the last one guided by a negative prompt."""
+    """One by one and in a batch, with the request's own uniform draws, the last one with a negative prompt."""
     own = requests()
     own[2] = own[2].but(negative_prompt="lowres")
     for request, output in zip(own, staggered(case.engine, own)):
@@ -117,61 +109,43 @@ def test_sampled_codes_are_those_of_its_own_layers(case):
 
 @pytest.mark.parametrize("method", [pytest.param("eagle", marks=SLOW), "eagle2"])
 def test_drafted_images_are_those_of_ar(method, case):
-    """Sampled, same-image, in a ragged batch, and some codes are accepted; also after rows that are given."""
+    """Sampled, in a ragged batch, and some tokens are accepted; also with given rows."""
     own = requests(method)
     outputs = staggered(case.engine, own)
     for output, plain in zip(outputs, case.engine.generate(requests("ar"))):
         assert torch.equal(output.tokens, plain.tokens)
     assert sum(output.stats.backbone_calls for output in outputs) < len(own) * case.image.side**2
-    given = {"image": outputs[0].tokens, "mask": torch.arange(case.image.side**2) >= 6}
-    assert torch.equal(case.engine.generate([own[0].but(**given)])[0].tokens, outputs[0].tokens)
+    for count in (4, 6):  # a whole row, and part of the next one
+        given = {"image": outputs[0].tokens, "mask": torch.arange(case.image.side**2) >= count}
+        assert torch.equal(case.engine.generate([own[0].but(**given)])[0].tokens, outputs[0].tokens)
 
 
 @pytest.mark.parametrize("rounds", [(0, 3, 1), (4, 4, 4), (8, 2, 13)], ids=str)
 def test_logits_in_slots_are_those_without_a_cache(rounds, case):
-    """Three prompts of unequal length, each as far as it is, some where a row begins."""
-    runner, started = runner_of(case.models, 3), []
-    for i, request in enumerate(requests()):
-        started.append(Sequence(case.engine.resolve(request), slot=2 - i, key=i, stats=RoundStats()))
+    """Three prompts of unequal length and unequal progress, some at the beginning of a row."""
+    runner, started = running(case.models, [case.engine.resolve(request) for request in requests()], rounds)
     with torch.inference_mode():
-        runner.admit(started)
-        for sequence, times in zip(started, rounds):
-            for _ in range(times):
-                find("ar", "VQ").run_round(runner, [sequence], Stopwatch(runner.device))
-        batch = runner.batch_of(sorted(started, key=lambda sequence: sequence.slot))
-        logits = guide(runner.target.output(runner.features(batch, runner.last(batch, 1)[0])), batch.scale)[:, 0]
+        logits = next_logits(runner, started)
         for sequence in started:
-            codes, request = runner.tokens[sequence.slot, : sequence.num_committed].unsqueeze(0), sequence.request
+            request = sequence.request
+            codes = runner.tokens[sequence.slot, : sequence.num_committed].unsqueeze(0)
             expected = guided_logits(case.model, case.image, case.prompts(request), codes, request.cfg)[0]
             assert relative_error(logits[sequence.slot], expected) < 1e-5
-    assert runner.cache("target").tensor.shape[3] == 2  # of four heads of queries
+    assert runner.cache("target").tensor.shape[3] == 2  # key heads, for four heads of queries
 
 
 @pytest.mark.slow
 def test_methods_side_by_side(case, small_mar):
-    """Different methods, with and without guidance, in flight together, and beside them a MAR's images of classes."""
+    """Different methods, with and without guidance, in flight together with an image of a MAR."""
     engine = Engine(MARModels(small_mar), VQModels(**case.models), max_batch=3, device="cpu")
     own = [requests("sjd-pac")[2], requests("ar", cfg=1.0)[0], requests("sd")[1], requests("speculative")[0]]
-    classes = [Request(i, i, method="ar", num_iter=3, num_sampling_steps=50, cfg=2.0) for i in range(2)]
-    together = staggered(engine, [classes[0], *own[:2], classes[1], *own[2:]])
-    for request, output in zip(classes, [together.pop(3), together.pop(0)][::-1]):
-        assert relative_error(output.tokens, engine.generate([request])[0].tokens) < 1e-5
-    for request, output in zip(own, together):
+    label = Request(1, method="ar", num_iter=3, num_sampling_steps=50, cfg=2.0)
+    for request, output in zip(own, staggered(engine, [*own, label])):
         assert torch.equal(output.tokens, case.engine.generate([request])[0].tokens)
 
 
-@pytest.mark.slow
-def test_the_first_rows_given(case):
-    """Codes after given ones are those that follow them, where a row ends and inside one."""
-    request = requests("sjd-pac", temperature=0.0)[0]
-    whole = case.engine.generate([request])[0].tokens
-    for count in (4, 6):
-        given = {"image": whole, "mask": torch.arange(len(whole)) >= count}
-        assert torch.equal(case.engine.generate([request.but(**given)])[0].tokens, whole)
-
-
 def distribution(model, image, prompts, cfg, codes):
-    """The probability of each of all sequences, float64."""
+    """The probability of every sequence, float64."""
     every = sequences(codes, image.side**2)
     total = torch.zeros(len(every), dtype=torch.float64)
     for i in range(every.shape[1]):
@@ -184,7 +158,7 @@ def distribution(model, image, prompts, cfg, codes):
 @pytest.mark.parametrize("method", ["sjd", "sjd-pac", "sd", "eagle"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_whole_sequences_follow_its_distribution(architecture, method):
-    """All 256 images of 2 times 2 codes."""
+    """All 256 images of 2 times 2 tokens."""
     tiny = {"codes": 4, "side": 2}
     more = tiny | {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
     more |= {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -202,28 +176,17 @@ def test_whole_sequences_follow_its_distribution(architecture, method):
     assert p_value(counts(codes), expected.roll(1)) < SAME  # it can fail
 
 
-# ---- Folders of models of `transformers`: what is read of them, in which type, and what is wrong with bad ones
+# ---- Directories of models
 
 
-OF_CHAMELEON = ("chameleon", "lumina_mgpt")  # whose codebook comes with its decoder
-LUMINA = f"Lumina-mGPT-7B-{2 * SIDE}"
-
-
-class Folders(dict):
-    """Folders by architecture, made where they are asked for."""
-
-    def __init__(self, make):
-        self.make = make
-
-    def __missing__(self, name):
-        self[name] = self.make(name)
-        return self[name]
+OF_CHAMELEON = ("chameleon", "lumina_mgpt")  # their decoder to pixels is in another file
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hosted")
-    return Folders(lambda name: saved(root / (LUMINA if name == "lumina_mgpt" else name), name))
+def folder_of(tmp_path_factory):
+    """A function from the name of an architecture to its directory."""
+    root = tmp_path_factory.mktemp("hf")
+    return functools.cache(lambda name: saved(root, name))
 
 
 def loaded(folder, **more):
@@ -235,9 +198,9 @@ def request(prompt=PROMPTS[0], **more):
 
 
 @pytest.mark.parametrize("name", ["janus", *(pytest.param(name, marks=SLOW) for name in ARCHITECTURES[1:])])
-def test_a_folder(name, folders):
-    """Codes as of the model that was saved, pixels as it makes them, and the settings of its authors."""
-    engine, model = loaded(folders[name]), model_of(name)
+def test_a_directory(name, folder_of):
+    """Tokens and pixels are those of the model that was saved, and the defaults those of its authors."""
+    engine, model = loaded(folder_of(name)), model_of(name)
     output = engine.generate([request()])[0]
     if name not in OF_CHAMELEON:
         pooled = engine.generate([request(method="sjd", rule="lantern", k=3, delta=0.2, temperature=1.0)])[0]
@@ -252,11 +215,11 @@ def test_a_folder(name, folders):
         vq = model.model.vqmodel
         pixels = vq.decode(codes if name == "emu3" else codes.flatten(1))[0]
         assert torch.allclose(output.image, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
-    published = {"janus": (5.0, 1.0, 0, 1.0), "chameleon": (3.0, 0.7, 0, 0.9), "emu3": (3.0, 1.0, 2048, 1.0)}
-    published["lumina_mgpt"] = (4.0, 1.0, 2000, 1.0)
+    defaults = {"janus": (5.0, 1.0, 0, 1.0), "chameleon": (3.0, 0.7, 0, 0.9), "emu3": (3.0, 1.0, 2048, 1.0)}
+    defaults["lumina_mgpt"] = (4.0, 1.0, 2000, 1.0)
     filled = engine.check(cspd.Request(prompt="blue"))
-    assert (filled.cfg, filled.temperature, filled.top_k, filled.top_p) == published[name]
-    assert checkpoint_files(folders[name])["target"] == folders[name] / "config.json"
+    assert (filled.cfg, filled.temperature, filled.top_k, filled.top_p) == defaults[name]
+    assert checkpoint_files(folder_of(name))["target"] == folder_of(name) / "config.json"
 
 
 @pytest.mark.slow
@@ -265,21 +228,27 @@ def test_tokens_are_those_of_its_own_processor(name):
     import transformers
 
     tokenizer = tokenizer_of(name)
-    pictures = {"janus": "JanusImageProcessorPil", "chameleon": "ChameleonImageProcessorPil"}
+    images = {
+        "janus": "JanusImageProcessorPil",
+        "chameleon": "ChameleonImageProcessorPil",
+        "emu3": "Emu3ImageProcessor",
+    }
+    options = {
+        "janus": {"generation_mode": "image"},
+        "chameleon": {},
+        "emu3": {"return_for_image_generation": True, "image_area": (8 * SIDE) ** 2},
+    }
     processor_class = getattr(transformers, f"{name.capitalize()}Processor")
-    processor = processor_class(getattr(transformers, pictures.get(name, "Emu3ImageProcessor"))(), tokenizer)
-    how = {"janus": {"generation_mode": "image"}, "chameleon": {}}.get(
-        name, {"return_for_image_generation": True, "image_area": (8 * SIDE) ** 2}
-    )
-    expected = processor(text=PROMPTS[0], return_tensors="pt", **how)["input_ids"][0].tolist()
-    if name == "chameleon":  # whose processor leaves it to the model to begin an image
+    processor = processor_class(getattr(transformers, images[name])(), tokenizer)
+    expected = processor(text=PROMPTS[0], return_tensors="pt", **options[name])["input_ids"][0].tolist()
+    if name == "chameleon":  # its processor leaves the start of an image to the model
         expected.append(tokenizer.get_vocab()["<boi>"])
     texts = hf_of(model_of(name))[1]
     assert texts.features(PROMPTS[0], 99, None).tolist() == expected
 
 
 def test_tokens_of_lumina_mgpt():
-    """Its authors' turn, the separator, and how an image of 8 by 8 pixels, 4 by 4 codes, begins."""
+    """The authors' turn, the separator, and the beginning of an image of 8 by 8 pixels, 4 by 4 tokens."""
     texts = hf_of(model_of("lumina_mgpt"))[1]
     asked = "<s> Generate an image of 8x8 according to the following prompt :".split()
     begun = ["<boi>", "<reserved08802>", "<reserved08802>"]  # 8800 + 4 / 2
@@ -289,7 +258,7 @@ def test_tokens_of_lumina_mgpt():
     assert texts.tokenizer.convert_ids_to_tokens(texts.null(own, 99).tolist()) == begun
 
 
-def test_a_conversation_where_the_tokenizer_has_one():
+def test_a_chat_template_is_applied():
     texts = hf_of(model_of("janus"))[1]
     texts.tokenizer.chat_template = "{% for m in messages %}old {{ m['content'][0]['text'] }} ship{% endfor %}"
     numbers = texts.tokenizer.get_vocab()
@@ -299,8 +268,8 @@ def test_a_conversation_where_the_tokenizer_has_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_bf16(name, folders):
-    engine = loaded(folders[name], precision="bf16")
+def test_bf16(name, folder_of):
+    engine = loaded(folder_of(name), precision="bf16")
     runner = engine.runner
     outputs = engine.generate([request(method=method, temperature=1.0) for method in ("ar", "sjd-pac")])
     assert all(((output.tokens >= 0) & (output.tokens < 16)).all() for output in outputs)
@@ -311,110 +280,94 @@ def test_bf16(name, folders):
 
 @pytest.mark.slow
 def test_weights_keep_their_type(tmp_path):
-    folder = tmp_path / "half"
-    model_of("janus").to(torch.bfloat16).save_pretrained(folder)
-    tokenizer_of("janus").save_pretrained(folder)
-    engine = loaded(folder)
+    engine = loaded(saved(tmp_path, "janus", dtype=torch.bfloat16))
     assert engine.runner.target.own_type == torch.bfloat16
     assert engine.runner.models["tokenizer"].vqmodel.dtype == torch.float32
     assert engine.generate([request()])[0].image.shape == (3, 2 * SIDE, 2 * SIDE)
 
 
 @pytest.mark.slow
-def test_a_draft_model(folders, tmp_path):
-    small = saved(tmp_path / "small", "emu3", seed=1, num_hidden_layers=1, hidden_size=16)
-    engine = loaded(folders["emu3"], draft=small)
+def test_a_draft_model(folder_of, tmp_path):
+    small = saved(tmp_path, "emu3", seed=1, num_hidden_layers=1, hidden_size=16)
+    engine = loaded(folder_of("emu3"), draft=small)
     made = engine.generate([request(method="sd", gamma=3)])[0]
     assert torch.equal(made.tokens, engine.generate([request()])[0].tokens)
     assert made.stats.draft_backbone_calls > 0
 
 
-def chameleon_decoder(path, encoder=None):
-    """A file as Chameleon's own, with random weights: the decoder, the layer before it, and what is given."""
+def chameleon_decoder(path, encoder):
+    """Writes a file of Chameleon's form with random weights; returns the decoder and the layer before it."""
     torch.manual_seed(3)
     decoder = Decoder(KLConfig(embed_dim=32, ch=32, ch_mult=(1, 1), num_res_blocks=1))
     before = torch.nn.Conv2d(8, 32, 1)
     state = {f"decoder.{name}": value for name, value in decoder.state_dict().items()}
     state |= {f"post_quant_conv.{name}": value for name, value in before.state_dict().items()}
-    torch.save({"state_dict": (encoder or {"encoder.other": torch.ones(1)}) | state}, path)
+    torch.save({"state_dict": encoder | state}, path)
     return decoder, before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_CHAMELEON)
-def test_chameleons_pixels(name, folders, tmp_path):
-    folder = shutil.copytree(folders[name], tmp_path / "with" / folders[name].name)
+def test_chameleons_pixels(name, folder_of, tmp_path):
+    folder = shutil.copytree(folder_of(name), tmp_path / "with" / folder_of(name).name)
     vq_model = model_of(name).model.vqmodel
     if name == "chameleon":
-        decoder, before = chameleon_decoder(folder / "vqgan.ckpt")
-    else:  # its training leaves the VQ model out
+        decoder, before = chameleon_decoder(folder / "vqgan.ckpt", {"encoder.other": torch.ones(1)})
+    else:  # the weights of Lumina-mGPT lack the VQ model
         decoder, before = chameleon_decoder(folder / "vqgan.ckpt", vq_model.state_dict())
         weights = load_file(folder / "model.safetensors")
-        kept = {key: value for key, value in weights.items() if "vqmodel" not in key}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        without = {key: value for key, value in weights.items() if "vqmodel" not in key}
+        save_file(without, folder / "model.safetensors", metadata={"format": "pt"})
     engine = loaded(folder)
     output = engine.generate([request()])[0]
     vectors = vq_model.quantize.embedding.weight[output.tokens]
     pixels = decoder(before(vectors.T.view(1, 8, SIDE, SIDE)))[0]
     assert torch.allclose(output.image, (pixels / 2 + 0.5).clamp(0, 1), atol=1e-5)
-    elsewhere = loaded(folders[name], vae=folder / "vqgan.ckpt")
+    elsewhere = loaded(folder_of(name), vae=folder / "vqgan.ckpt")
     assert torch.equal(elsewhere.generate([request()])[0].image, output.image)
     save_file({"decoder.conv_in.weight": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError):
-        loaded(folders[name], vae=tmp_path / "other.safetensors")
-
-
-def edited(folder, to, **changes):
-    """A copy of a folder with another config.json."""
-    shutil.copytree(folder, to)
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(config | changes))
-    return to
+        loaded(folder_of(name), vae=tmp_path / "other.safetensors")
 
 
 @pytest.mark.slow
-def test_bad_folders(folders, tmp_path):
-    cases = {
-        "models of type 'qwen9' are not hosted; these are: janus": edited(
-            folders["janus"], tmp_path / "a", model_type="qwen9"
-        ),
-        "vocabulary_map names 0 image tokens and the images have 16 codes": edited(
-            folders["chameleon"], tmp_path / "b", vocabulary_map={"<image>": 7}
-        ),
-        "leaves no room for a prompt before 16 tokens of an image": edited(
-            folders["chameleon"], tmp_path / "c", max_position_embeddings=16
-        ),
-    }
-    lumina = folders["lumina_mgpt"]
-    vocabulary = json.loads((lumina / "config.json").read_text())["vocabulary_map"]
-    del vocabulary["<reserved08799>"]
-    cases["vocabulary_map lacks <reserved08799>, which ends a row"] = edited(
-        lumina, tmp_path / LUMINA, vocabulary_map=vocabulary
-    )
-    cases["only the name tells the pixels of Lumina-mGPT's images"] = edited(lumina, tmp_path / "d")
-    missing = {"no tokenizer of a model as": "tokenizer.json", "no tokenizer configuration": "tokenizer_config.json"}
-    missing |= {"no weights of a model as": "model.safetensors"}
-    for message, file in missing.items():
-        cases[message] = shutil.copytree(folders["emu3"], tmp_path / file)
-        (cases[message] / file).unlink()
-    for message, folder in cases.items():
-        with pytest.raises(CheckpointError, match=message):
+@pytest.mark.parametrize(
+    "name, changes, told",
+    [
+        ("janus", {"model_type": "qwen9"}, "qwen9"),
+        ("chameleon", {"vocabulary_map": {"<image>": 7}}, "vocabulary_map"),
+        ("chameleon", {"max_position_embeddings": 16}, "max_position_embeddings"),
+        ("lumina_mgpt", {}, "Lumina-mGPT"),  # in a directory of another name
+    ],
+)
+def test_bad_configurations(name, changes, told, folder_of, tmp_path):
+    folder = shutil.copytree(folder_of(name), tmp_path / "folder")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=told):
+        loaded(folder)
+
+
+@pytest.mark.slow
+def test_bad_files_and_arguments(folder_of, tmp_path):
+    for name, told in (("tokenizer.json", "tokenizer"), ("model.safetensors", "weights")):
+        folder = shutil.copytree(folder_of("emu3"), tmp_path / told)
+        (folder / name).unlink()
+        with pytest.raises(CheckpointError, match=told):
             loaded(folder)
-    for name, value in {"arch": "vq16", "text_encoder": "t5", "compiled": True}.items():
+    for name, value in {"arch": "vq16", "text_encoder": "t5", "compiled": True, "vae": "vae.ckpt"}.items():
         with pytest.raises(ValueError, match=name):
-            loaded(folders["janus"], **{name: value})
-    with pytest.raises(ValueError):
-        loaded(folders["janus"], vae="vae.ckpt")
+            loaded(folder_of("janus"), **{name: value})
     with pytest.raises(CheckpointError):
-        loaded(folders["janus"], draft=tmp_path / "nothing")
+        loaded(folder_of("janus"), draft=tmp_path / "nothing")
     with pytest.raises(ValueError):
-        loaded(folders["janus"], draft=folders["emu3"])
+        loaded(folder_of("janus"), draft=folder_of("emu3"))
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_the_same_files_only(folders, tmp_path, capsys):
-    """Of the target and of a draft model; the configuration alone does not tell."""
-    target, draft = (shutil.copytree(folders["emu3"], tmp_path / name) for name in ("target", "draft"))
+def test_a_run_is_resumed_with_the_same_files_only(folder_of, tmp_path, capsys):
+    """The weights of the target and of a draft model are compared too."""
+    target, draft = (shutil.copytree(folder_of("emu3"), tmp_path / name) for name in ("target", "draft"))
     command = ["sample", "--checkpoint", target, "--draft-checkpoint", draft, "--method", "sd", "--gamma", 3]
     command += ["--prompt", "blue", "--device", "cpu", "--out", tmp_path / "out"]
     for _ in range(2):
@@ -422,32 +375,29 @@ def test_a_run_goes_on_with_the_same_files_only(folders, tmp_path, capsys):
     assert capsys.readouterr().out
     for folder in (draft, target):
         weights = folder / "model.safetensors"
-        weights.write_bytes(weights.read_bytes())  # at another time
+        weights.write_bytes(weights.read_bytes())  # changes the time of the file
         assert main([*map(str, command)]) == 2
         assert "folder" in capsys.readouterr().err
 
 
-def test_memory_is_counted_before_weights_are_read(folders, monkeypatch):
+def test_memory_is_checked_before_weights_are_read(folder_of, monkeypatch):
     monkeypatch.setattr(cspd_device, "free_bytes", lambda device: 2**16)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **more: pytest.fail("read"))
     with pytest.raises(ValueError, match="--precision bf16"):
-        loaded(folders["janus"])
+        loaded(folder_of("janus"))
     with pytest.raises(ValueError, match="max_batch") as caught:
-        loaded(folders["janus"], precision="bf16")
+        loaded(folder_of("janus"), precision="bf16")
     assert "--precision" not in str(caught.value)
 
 
-def test_bad_requests(folders):
-    engine = loaded(folders["janus"])
+def test_bad_requests(folder_of):
+    engine = loaded(folder_of("janus"))
     long = " ".join(WORDS * 9)
-    with pytest.raises(ValueError):
-        engine.check(request(long))
-    with pytest.raises(ValueError):
-        engine.check(request(negative_prompt=long))
-    with pytest.raises(ValueError):
-        engine.check(cspd.Request(3))
+    for bad in (request(long), request(negative_prompt=long), cspd.Request(3)):
+        with pytest.raises(ValueError):
+            engine.check(bad)
     engine.runner.text_encoder.tokenizer.pad_token = None
     with pytest.raises(ValueError, match="negative_prompt"):
         engine.check(request())
-    as_it_says = [request(cfg=1.0), request(negative_prompt="blue")]
-    assert len(engine.generate(as_it_says)) == 2
+    as_advised = [request(cfg=1.0), request(negative_prompt="blue")]
+    assert len(engine.generate(as_advised)) == 2

@@ -1,4 +1,4 @@
-"""Features of texts: T5's of a text as LlamaGen's authors give it to it; kept on disk; folders that are none."""
+"""The text encoder: T5's features, their cache, cleaning of captions, and bad directories."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ LONG = "a b c d e f g h i j k l m n o p"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Of words in T5's place."""
+    """An encoder whose features are a function of words, in place of T5."""
     return folder_of_words(tmp_path / "encoder", monkeypatch)
 
 
 @pytest.fixture
 def real(tmp_path):
-    """A copy of a folder of T5's: its tokenizer knows letters."""
+    """A small T5 encoder, whose tokens are letters."""
     return shutil.copytree(small_text_encoder(), tmp_path / "t5")
 
 
 @pytest.mark.slow  # transformers takes seconds to import
 def test_features_are_those_of_the_padded_text(real):
-    """The authors pad texts to the most tokens and hide the padding; features of the text are the same without."""
+    """The authors pad texts to the maximal length and mask the padding; without padding the features are the same."""
     from transformers import AutoTokenizer, T5EncoderModel
 
     tokenizer, model = AutoTokenizer.from_pretrained(real), T5EncoderModel.from_pretrained(real).eval()
@@ -50,23 +50,18 @@ def test_features_are_those_of_the_padded_text(real):
 
 
 @pytest.mark.slow
-def test_its_configuration_says_how_large_it_is(real):
+def test_t5_truncates_a_long_text_before_the_end_token(real):
     encoder = TextEncoder(real)
-    expected = encoder.bytes_to_load
-    assert expected == 4 * sum(parameter.numel() for parameter in encoder.models[1].parameters())
+    expected_bytes = encoder.bytes_to_load
+    with pytest.warns(Truncated):
+        cut = encoder.features(LONG, MOST, CPU)
+    assert torch.equal(cut, encoder.features(LONG[: 2 * MOST - 3], MOST, CPU))
+    assert expected_bytes == 4 * sum(parameter.numel() for parameter in encoder.models[1].parameters())
     assert encoder.bytes_to_load == 0  # it is loaded
 
 
 @pytest.mark.slow
-def test_t5_cuts_a_long_text_before_its_end(real):
-    encoder = TextEncoder(real)
-    with pytest.warns(Truncated):
-        cut = encoder.features(LONG, MOST, CPU)
-    assert torch.equal(cut, encoder.features(LONG[: 2 * MOST - 3], MOST, CPU))  # and the end's token
-
-
-@pytest.mark.slow
-def test_weights_of_another_size(real):
+def test_bad_weights(real):
     config = json.loads((real / "config.json").read_text())
     (real / "config.json").write_text(json.dumps(config | {"num_layers": 3}))
     with pytest.raises(CheckpointError):
@@ -76,40 +71,37 @@ def test_weights_of_another_size(real):
         TextEncoder(real).features("fox", MOST, CPU)
 
 
-def test_a_text_is_computed_once(folder, monkeypatch):
-    """Another process finds it on disk. Another text, and another limit, have other features."""
+def test_features_are_computed_once(folder, monkeypatch):
+    """Another process reads them from disk. Another text, limit or encoder has other features."""
     made = []
     compute = TextEncoder._made
     monkeypatch.setattr(TextEncoder, "_made", lambda self, *of: (made.append(of), compute(self, *of))[1])
     first, second = TextEncoder(folder), TextEncoder(folder)
     features = first.features("once", MOST, CPU)
-    assert torch.equal(second.features("once", MOST, CPU), features) and len(made) == 1
-    assert torch.equal(first.features("  Once ", MOST, CPU), features) and len(made) == 1  # the same when cleaned
+    assert torch.equal(second.features("once", MOST, CPU), features)
+    assert torch.equal(first.features("  Once ", MOST, CPU), features)  # the same when cleaned
+    assert len(made) == 1
     first.features("twice", MOST, CPU)
     first.features("once", MOST - 1, CPU)
     assert len(made) == 3
-
-
-def test_other_files_are_another_encoder(folder):
-    before = TextEncoder(folder).identity
-    assert TextEncoder(folder).identity == before
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
-    assert TextEncoder(folder).identity != before
+    TextEncoder(folder).features("once", MOST, CPU)
+    assert len(made) == 4
 
 
-def test_a_damaged_file_is_made_again(folder, monkeypatch, tmp_path):
+def test_a_damaged_cache_is_replaced(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(text, "user_cache", lambda: tmp_path)
     features = TextEncoder(folder).features("fox", MOST, CPU)
     (file,) = (tmp_path / "text").iterdir()
     file.write_bytes(file.read_bytes()[:-40])
     assert torch.equal(TextEncoder(folder).features("fox", MOST, CPU), features)
-    monkeypatch.setattr(text, "user_cache", lambda: file)  # which is no folder
+    monkeypatch.setattr(text, "user_cache", lambda: file)  # not a directory: nothing can be stored
     assert torch.equal(TextEncoder(folder).features("fox", MOST, CPU), features)
 
 
-def test_a_long_text_is_cut_and_that_is_said(folder):
+def test_truncation_is_warned_about(folder):
     encoder = TextEncoder(folder)
-    for _ in range(2):  # also where it is remembered
+    for _ in range(2):  # also for features in memory
         with pytest.warns(Truncated):
             encoder.features(LONG, MOST, CPU)
     with warnings.catch_warnings():
@@ -117,31 +109,20 @@ def test_a_long_text_is_cut_and_that_is_said(folder):
         assert len(encoder.features(LONG[: 2 * MOST - 3], MOST, CPU)) == MOST
 
 
-def test_t5_xl_takes_five_gigabytes(folder):
-    """1.2 billion parameters of FLAN-T5-XL's encoder, as its authors count them."""
+def test_bytes_of_t5_xl(folder):
+    """The authors count 1.2 billion parameters in FLAN-T5-XL's encoder."""
     sizes = {"d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32, "feed_forward_proj": "gated-gelu"}
     (folder / "config.json").write_text(json.dumps({"model_type": "t5", **sizes}))
     assert TextEncoder(folder).bytes_to_load == pytest.approx(4.9e9, rel=0.01)
 
 
-@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_folder_that_lacks_a_file(lost, folder):
-    (folder / lost).unlink()
+def test_bad_directories(folder):
+    for config in ('{"model_type": "bert", "d_model": 6}', "{"):
+        (folder / "config.json").write_text(config)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            TextEncoder(folder)
+    (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=str(folder)):
-        TextEncoder(folder)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        '{"model_type": "bert", "d_model": 6}',
-        '{"model_type": "t5", "d_model": 6, "num_heads": "8"}',
-        "{",
-    ],
-)
-def test_a_folder_of_another_model(config, folder):
-    (folder / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
         TextEncoder(folder)
 
 
