@@ -40,7 +40,7 @@ def test_a_few_rounds_stand_for_all(engine, num_iter):
     costs = 5 + 0.05 * before + 3 * np.diff(before, append=64)
     by_known = dict(zip(before.tolist(), costs))
     for num in range(1, 1 + min(num_iter, 5)):
-        places = speed._places(before, 64, num)
+        places = speed._chosen_rounds(before, 64, num)
         assert len(places) == num and sum(places.values()) == num_iter
         assert all(known in by_known for known in places)
     estimated = sum(weight * by_known[known] for known, weight in places.items())
