@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,8 +63,6 @@ class Evaluation(NamedTuple):
 # The CLIP scores of a text-to-image comparison: each row's, and its difference from baseline sampling of the same
 # prompts and seeds.
 
-VALUES = ("clip_score", "clip_difference")
-
 
 def add_clip_scores(
     report: dict,
@@ -80,10 +79,6 @@ def add_clip_scores(
         paired: for each row, the baseline row of the same seeds, or None.
         folder: of the CLIP model; None: no scores.
     """
-    for entry in report["rows"]:
-        for name in VALUES:
-            entry[name] = None
-            entry[f"{name}_ci95"] = None
     if not are_texts(report["labels"]):
         return
     if folder is None:
@@ -162,6 +157,9 @@ def intervals(measured: Mapping, left_out: Mapping[str, np.ndarray]) -> dict[str
 SCHEMA = "cspd.compare/6"
 TESTS = (("p_value", "paired_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
 QUALITIES = ("fid", "inception_score", "accuracy")
+CLIP_SCORES = ("clip_score", "clip_difference")
+INTERVALS = [f"{name}_ci95" for name in (*QUALITIES, *CLIP_SCORES)]
+MEASURED_LATER = [*QUALITIES, *CLIP_SCORES, *INTERVALS, *itertools.chain(*TESTS)]  # None until they are known
 
 
 def compare(
@@ -252,6 +250,7 @@ def report_of(
     paired = [None if same is None else rows.index(same) for same, _ in against]
     for row, plan, made, own, base in zip(rows, plans, chunks, images, paired):
         entry = speed_of(row, plan, made, chunks[0])
+        entry |= dict.fromkeys(MEASURED_LATER)
         entry["settings"] = settings_of(plan)
         if row.seed is not None:
             entry["settings"]["seed"] = row.seed
@@ -337,13 +336,6 @@ def _add_quality(
     `jackknife` for each row.
     """
     missing = report["missing"]
-    for entry in report["rows"]:
-        for name in QUALITIES:
-            entry[name] = None
-            entry[f"{name}_ci95"] = None
-        for p_value, base_name in TESTS:
-            entry[p_value] = None
-            entry[base_name] = None
     if evaluation.space is None:
         reason = "these models have no classifier of their own: give Inception's file, --weights"
         for name in (*QUALITIES, "p_value"):
@@ -631,16 +623,20 @@ def _add_losses(rows: list[dict], left_out: Sequence[Mapping[str, np.ndarray]]) 
 
     `left_out`: the result of `jackknife` for each row.
     """
+    baseline, other_seeds = rows[:ALWAYS]
     for row, own in zip(rows, left_out):
-        row["losses"] = {name: _loss(name, row, rows[0], own, left_out[0]) for name in WORSE}
+        losses = {}
+        for name in WORSE:
+            losses[name] = _loss(name, row, baseline, own, left_out[0])
         divergence = 0.0 if row["guarantee"] == "exact" else row.get("divergence")
-        row["losses"]["divergence"] = None if divergence is None else {"loss": divergence, "error": 0.0}
+        losses["divergence"] = None if divergence is None else {"loss": divergence, "error": 0.0}
+        row["losses"] = losses
     # without a standard error, the loss of baseline sampling with other seeds shows the size of chance
-    by_chance = rows[1]["losses"]
     for row in rows:
         for name, loss in row["losses"].items():
             if loss is not None and loss["error"] is None:
-                loss["error"] = abs(by_chance[name]["loss"]) if by_chance[name] else 0.0
+                by_chance = other_seeds["losses"][name]
+                loss["error"] = abs(by_chance["loss"]) if by_chance else 0.0
 
 
 def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) -> dict | None:

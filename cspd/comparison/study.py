@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import re
 import time
 from collections import Counter
@@ -30,7 +29,8 @@ from cspd.request import Output, Request, to_pil
 from cspd.runs import DECIDED, LAZY, MEASURED, Store, earlier_choices, missing_files
 from cspd.terminal import LARGEST_SEED, MOST, choice, label_list, shortened
 
-# A study's file (YAML), and names of configurations like cspd:gamma=8. Both give entries: settings by name.
+# A study's file (YAML), and names of configurations like cspd:gamma=8. Both give entries, which are settings by name; a
+# list of values makes an entry several configurations.
 
 TARGET = ("checkpoint", "arch", "vae", "text_encoder")
 MODELS = (*TARGET, "draft_checkpoint", "eagle")
@@ -38,7 +38,6 @@ SUBJECTS = ("labels", "prompts")  # a study has one of them
 RUN = ("num", *SUBJECTS, "negative_prompt", "seed", "max_batch")  # of the whole study; a configuration may have a seed
 TEXTS = ("name", "prompts", "negative_prompt", *MODELS)
 ROWS = "configurations"
-MOST_ROWS = 1000  # configurations from the lists of one entry
 HELP = "see `cspd compare --help`"
 
 
@@ -102,20 +101,18 @@ def _check_common(path: Path, common: dict) -> None:
             raise ValueError(f"{path}: {key} is a list at the top: only configurations may have lists of values")
     if "labels" in common and "prompts" in common:
         raise ValueError(f"{path}: labels and prompts exclude each other: give only one of them")
-    lowest = {"num": 1, "seed": 0, "max_batch": 1}
-    highest = {"num": MOST, "seed": LARGEST_SEED, "max_batch": MOST}
-    for key in lowest.keys() & common.keys():
-        check_integer(f"{path}: {key}", common[key], lowest[key], highest[key], HELP)
+    ranges = {"num": (1, MOST), "seed": (0, LARGEST_SEED), "max_batch": (1, MOST)}
+    for key, (low, high) in ranges.items():
+        if key in common:
+            check_integer(f"{path}: {key}", common[key], low, high, HELP)
 
 
 def _labels(path: Path, labels: object) -> list[int | str | None]:
     """The classes of a study: a list of numbers and names, one of them, or a text as for --labels."""
     several = labels if isinstance(labels, list) else [labels]
-    if not all(type(label) in (int, str) for label in several):
-        shown = shortened(labels)
-        raise ValueError(f"{path}: labels={shown} is invalid: give class numbers or names, or leave labels out")
+    text = ",".join(map(str, several))
     try:
-        return label_list(",".join(map(str, several)))
+        return label_list(text)
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{path}: labels: {error}") from None
 
@@ -164,14 +161,10 @@ def expand(entry: dict) -> list[tuple[str, dict]]:
     """An entry's configurations, name and settings: one, or one for each combination of its lists' values.
 
     Without a name, a configuration is named by its method and its settings after colons, as `named_entries` reads it.
-    Raises ValueError for more than `MOST_ROWS` combinations.
     """
     settings = {key: value for key, value in entry.items() if key != "name"}
     lists = {key: value for key, value in settings.items() if isinstance(value, list)}
-    if math.prod(map(len, lists.values())) > MOST_ROWS:
-        names = ", ".join(lists)
-        raise ValueError(f"lists of {names} give more than {MOST_ROWS} configurations: give fewer values")
-
+    # the last list varies fastest
     expanded = []
     for values in itertools.product(*lists.values()):
         combination = dict(zip(lists, values))
@@ -189,7 +182,7 @@ def row_name(name: object, settings: dict) -> str:
     """A name with settings after colons, as `named_entries` reads them."""
     parts = [str(name)]
     for key, value in settings.items():
-        text = value if isinstance(value, (str, Path)) else json.dumps(value)
+        text = value if isinstance(value, (str, Path)) else json.dumps(value)  # true, not True
         parts.append(f"{key}={text}")
     return ":".join(parts)
 
@@ -277,6 +270,7 @@ class Configuration:
 
     def key(self) -> tuple:
         """Equal for configurations that approximate the same baseline sampling, with the same files."""
+        # not the draft model's files: it changes how fast an image comes, not what baseline sampling is
         target_files = tuple(str(self.models.get(name)) for name in TARGET)
         return self.plain(), target_files
 
@@ -313,6 +307,7 @@ def configurations(
         for key, value in _those_of(MODELS, common | own).items():
             if value is not None:
                 models[key] = value
+        # rows with the same files share an engine
         sources = tuple(sorted((key, str(value)) for key, value in models.items()))
         if sources not in engines:
             engines[sources] = load(models)
@@ -366,6 +361,7 @@ def _request(name: str, own: dict, shared: Request) -> Request:
 
 def _with_baselines(rows: list[Configuration], plain: Configuration) -> list[Configuration]:
     """The rows after the baselines that they lack, see `configurations`. Speed is measured against the first."""
+    # two rows have equal keys if the same baseline serves both
     wanted = [_plain(row, plain) for row in rows]
     existing = {row.key() for row in rows if row.is_baseline()}
     listed = [row for row in rows if row.is_baseline() and _has_models_and_chain(row, plain)]
@@ -418,7 +414,7 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
         value = row.models.get(key)
         if value != common.models.get(key):
             other[key] = value
-    # "vae=null" is shown only if nothing else tells the row apart
+    # a setting that only the common ones have, as in "vae=null", is shown only if no other differs
     shown = {key: value for key, value in other.items() if value is not None}
     name = row_name("ar", shown or other)
     return replace(row, name=name, request=request, seed=None)
@@ -512,18 +508,21 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
     elif usual.num_iter is not None:
         possible = [number for number in ITERATIONS if number <= plain.engine.runner.seq_len]
         iterations = sorted({usual.num_iter, *possible})
+        # the method comes first, so that names begin with it
         entries = [{"method": entry["method"], "num_iter": iterations, **entry} for entry in entries]
 
     found = []
     left_out = {}
     seen = [usual]
-    for name, settings in [pair for entry in entries for pair in expand(entry)]:
+    expanded = itertools.chain.from_iterable(map(expand, entries))
+    for name, settings in expanded:
         try:
             request = with_method(plain.request, settings["method"]).but(**settings)
             checked = plain.engine.check(request)
         except ValueError as error:  # such as a method that needs a draft model
             left_out[name] = str(error)
             continue
+        # a method's options may come down to the same request as an earlier candidate's
         if guarantee_of(checked) in guarantees and checked not in seen:
             found.append(replace(plain, name=name, request=request))
             seen.append(checked)
@@ -613,6 +612,7 @@ class InterleavedRuns:
         if chunk is None:
             return False
         self.made[r, i] = chunk
+        # tqdm leaves `initial` out of the rate, since these images took no time
         self.bar.n += len(chunk.images)
         self.bar.initial = self.bar.n
         return True
@@ -697,6 +697,7 @@ def taking_turns(
     num = rungs[-1]
     _check_rows(rows, subjects, seed, num)
     settings = _settings(rows, subjects, seed)
+    # every name is claimed before the first image, so that nothing of somebody else is overwritten
     turns = _turns(rungs, settings["max_batch"], timed)
     files = [_file(r, i) for r in range(len(rows)) for i in range(len(turns))]
     record = {"schema": SCHEMA, "settings": settings, "windows": {}}
