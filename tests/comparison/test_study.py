@@ -32,7 +32,11 @@ def rows_of(text, digits, **common):
         ("speculative", {}, ["ar", "speculative"]),  # K = 64 is the default and the usual number
         ("cspd,ar", {"num_iter": 64}, ["ar", "cspd"]),
         ("speculative,ar:num_iter=64", {"num_iter": 8}, ["ar", "speculative", "ar:num_iter=64"]),
-        ("speculative:seed=9,ar:seed=9", {}, ["ar", "speculative:seed=9", "ar:seed=9"]),  # seeds do not change the distribution
+        (
+            "speculative:seed=9,ar:seed=9",
+            {},
+            ["ar", "speculative:seed=9", "ar:seed=9"],
+        ),  # seeds do not change the distribution
         ("ar:cfg=4,speculative:cfg=4", {}, ["ar:cfg=4", "speculative:cfg=4"]),  # no other baseline is sampled
         ("ar:num_iter=16,speculative:num_iter=16", {}, ["ar:num_iter=16", "speculative:num_iter=16"]),
         ("calibrated,ar:num_iter=16,ar", {"num_iter": 8}, ["ar", "calibrated", "ar:num_iter=16"]),
