@@ -134,13 +134,6 @@ def test_the_page_needs_no_other(made, tmp_path):
     assert {"exact", "bounded", "heuristic"} <= set(html.words) and "Relative to ar, turn by turn" in html.text
 
 
-def test_a_small_p_stands_out(made):
-    made[0]["rows"][2]["p_unpaired"] = 0.001
-    text = report.html_page(made[0], [])
-    assert text.count('class="small-p"') == 2
-    assert all(f'<span class="small-p">{p}</span>' in text for p in ("0.004", "0.001"))
-
-
 def test_measured_values_are_shown_for_their_row_only(made):
     content, _ = made
     measured = {"difference": 0.0461, "divergence": 0.5375, "pixel_difference": 3.25}

@@ -253,17 +253,3 @@ def test_bad_limits_are_errors_of_one_line(arguments, named, capsys):
 
 def test_a_tolerance_is_fractions_by_name():
     assert tolerance("fid=2%, accuracy=0.5%,is=10%") == {"fid": 0.02, "accuracy": 0.005, "inception_score": 0.1}
-
-
-@pytest.mark.slow
-def test_a_real_search_finds_a_method_that_is_known_to_be_fast(tmp_path, monkeypatch):
-    monkeypatch.setitem(study.SEARCHED, "MAR", [{"method": "ar"}, {"method": "calibrated", "head_calls": 10}])
-    monkeypatch.setattr(study, "ITERATIONS", [4])
-    settings = ["--num-iter", "8", "--num", "20", "--max-batch", "20", "--out", str(tmp_path)]
-    monkeypatch.setattr(compare, "FEWEST", 20)
-    assert main(["tune", *settings, "--tolerance", "fid=100%,accuracy=20%"]) == 0
-    tuned = json.loads((tmp_path / "tune.json").read_text())
-    assert tuned["chosen"].startswith("calibrated:")
-    measured = {row["name"]: row for row in tuned["rungs"][-1]["rows"]}[tuned["chosen"]]
-    assert measured["guarantee"] == "measured" and 0 < measured["difference"] < 0.2
-    assert measured["speed_up"]["median"] > 2 and measured["losses"]["fid"]["error"] > 0
