@@ -455,39 +455,25 @@ def baselines(
 # The candidates of `cspd tune`: the methods, with the settings that trade quality for speed.
 
 ITERATIONS = [8, 16, 32, 64]
-SEARCHED: dict[str, list[dict]] = {  # entries as a study's file has them
-    "MAR": [
-        {"method": "ar"},
-        {"method": "speculative"},
-        {"method": "calibrated", "head_calls": [8, 10, 12, 16, 25]},
-        {"method": "disa"},
-        {"method": "ddim", "head_calls": 10},
-        {"method": "ddim", "head_calls": [10, 16], "grid": "planned"},
-        {"method": "dpm-solver++", "head_calls": 10},
-        {"method": "dpm-solver++", "head_calls": 10, "grid": "planned"},
-        {"method": "lazymar"},
-        {"method": "lazymar", "denoiser": "calibrated"},
-        {"method": "gtr"},
-        {"method": "gtr", "denoiser": "calibrated"},
-    ],
-    "VQ": [
-        {"method": "speculative"},
-        {"method": "sd", "gamma": [3, 5]},
-        {"method": "eagle"},
-        {"method": "eagle2"},
-        {"method": "sjd"},
-        {"method": "mc-sjd"},
-        {"method": "sjd-pac"},
-        {"method": "uniform-rsd"},
-        {"method": "cool-sd", "delta": [1.1, 1.5]},
-        {"method": "lantern"},
-        {"method": "lantern++"},
-        {"method": "gsd"},
-    ],
+SEARCHED = {
+    "MAR": """
+        ar speculative disa
+        calibrated:head_calls=8 calibrated:head_calls=10 calibrated:head_calls=12 calibrated:head_calls=16
+        calibrated:head_calls=25
+        ddim:head_calls=10 ddim:head_calls=10:grid=planned ddim:head_calls=16:grid=planned
+        dpm-solver++:head_calls=10 dpm-solver++:head_calls=10:grid=planned
+        lazymar lazymar:denoiser=calibrated
+        gtr gtr:denoiser=calibrated
+    """,
+    "VQ": """
+        speculative sd:gamma=3 sd:gamma=5 eagle eagle2
+        sjd mc-sjd sjd-pac gsd
+        uniform-rsd cool-sd:delta=1.1 cool-sd:delta=1.5 lantern lantern++
+    """,
 }
-WINDOWS: dict[str, list[dict]] = {  # more candidates, if quality may not change
-    "MAR": [{"method": "speculative", "window": [4, 8, 16, 24]}],
-    "VQ": [{"method": "sjd", "window": [8, 16, 32]}, {"method": "sjd-pac", "window": [16, 32]}],
+WINDOWS = {  # more candidates, if quality may not change
+    "MAR": "speculative:window=4 speculative:window=8 speculative:window=16 speculative:window=24",
+    "VQ": "sjd:window=8 sjd:window=16 sjd:window=32 sjd-pac:window=16 sjd-pac:window=32",
 }
 
 
@@ -500,24 +486,27 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
             measured ones too. No guarantee covers another number of iterations, so these two keep the user's.
     """
     usual = plain.engine.check(plain.request)
-    entries = SEARCHED[usual.family]
-    guarantees = GUARANTEES.keys()
+    names = SEARCHED[usual.family].split()
+    guarantees = tuple(GUARANTEES)
+    iterations = [None]  # the user's
     if divergence is not None:
-        entries = [*entries, *WINDOWS[usual.family]]
+        names += WINDOWS[usual.family].split()
         guarantees = ("exact", "measured") if divergence else ("exact",)
     elif usual.num_iter is not None:
         possible = [number for number in ITERATIONS if number <= plain.engine.runner.seq_len]
         iterations = sorted({usual.num_iter, *possible})
-        # the method comes first, so that names begin with it
-        entries = [{"method": entry["method"], "num_iter": iterations, **entry} for entry in entries]
 
     found = []
     left_out = {}
     seen = [usual]
-    expanded = itertools.chain.from_iterable(map(expand, entries))
-    for name, settings in expanded:
+    for entry, num_iter in itertools.product(named_entries(names), iterations):
+        settings = dict(entry)
+        method = settings.pop("method")
+        if num_iter is not None:
+            settings = {"num_iter": num_iter} | settings
+        name = row_name(method, settings)
         try:
-            request = with_method(plain.request, settings["method"]).but(**settings)
+            request = with_method(plain.request, method).but(**settings)
             checked = plain.engine.check(request)
         except ValueError as error:  # such as a method that needs a draft model
             left_out[name] = str(error)

@@ -23,7 +23,7 @@ from cspd.terminal import tolerance
 
 STEPS = (2, 3, 4)  # denoising steps of the candidates
 LIMITS = {"fid": 9.0}
-TINY = [{"method": "ar", "num_sampling_steps": list(STEPS)}]  # of one iteration, see `few_candidates`
+TINY = " ".join(f"ar:num_sampling_steps={n}" for n in STEPS)  # of one iteration, see `few_candidates`
 FEW = ["--num-iter", "1", "--num-sampling-steps", "8", "--num", "8", "--max-batch", "4", "--cfg", "1"]
 
 
@@ -166,7 +166,7 @@ def test_the_users_iterations_are_among_the_candidates(digits):
 def few_candidates(monkeypatch):
     monkeypatch.setitem(study.SEARCHED, "MAR", TINY)
     monkeypatch.setattr(study, "ITERATIONS", [1])
-    monkeypatch.setitem(study.WINDOWS, "MAR", [{"method": "speculative", "window": [2, 3]}])
+    monkeypatch.setitem(study.WINDOWS, "MAR", "speculative:window=2 speculative:window=3")
 
 
 def test_a_stopped_search_resumes_and_prints_the_command(tmp_path, monkeypatch, capsys):
@@ -210,7 +210,8 @@ def test_the_command_has_settings_that_are_zero(rows):
 
 def test_limits_that_no_candidate_meets_are_an_error_after_the_report(tmp_path, monkeypatch, capsys):
     few_candidates(monkeypatch)
-    monkeypatch.setitem(study.SEARCHED, "MAR", [{"method": "ar", "num_sampling_steps": [2, 16]}])  # worse; slower
+    few = "ar:num_sampling_steps=2 ar:num_sampling_steps=16"  # worse; slower
+    monkeypatch.setitem(study.SEARCHED, "MAR", few)
     assert main(["tune", *FEW, "--num", "4", "--out", str(tmp_path), "--tolerance", "fid=0%"]) == 2
     captured = capsys.readouterr()
     error = captured.err.splitlines()[-1]
