@@ -50,21 +50,24 @@ def _scaled(image: Image.Image, columns: int, rows: int) -> tuple[int, int]:
 
 def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """An image at another size: enlarged without smoothing, or reduced by means of its pixels."""
-    is_enlarged = size[0] >= image.width
+    new_width, _ = size
+    is_enlarged = new_width >= image.width
     method = Image.Resampling.NEAREST if is_enlarged else Image.Resampling.BOX
     return image.resize(size, method)
 
 
 def _wrapped(text: str, font: Font, width: int) -> str:
     """A text in at most `CAPTION` lines within a width; an ellipsis ends a text that is too long."""
-    wrapped = ""
-    most = max(len(ELLIPSIS) + 1, int(width / font.getlength("i")))  # no letter is narrower
-    for letters in range(most, len(ELLIPSIS), -1):
+    # textwrap counts letters, whose widths differ: the largest number is taken whose lines are narrow enough
+    fewest = len(ELLIPSIS) + 1
+    most = int(width / font.getlength("i"))  # no letter is narrower
+    lines: list[str] = []
+    for letters in range(max(fewest, most), len(ELLIPSIS), -1):
         lines = textwrap.wrap(text, letters, max_lines=CAPTION, placeholder=ELLIPSIS)
-        wrapped = "\n".join(lines)
-        if all(font.getlength(line) <= width for line in lines):
+        widths = map(font.getlength, lines)
+        if max(widths, default=0) <= width:
             break
-    return wrapped
+    return "\n".join(lines)
 
 
 def _captioned(captions: Sequence[str], size: int, width: int) -> tuple[Font, list[str]]:
@@ -74,7 +77,8 @@ def _captioned(captions: Sequence[str], size: int, width: int) -> tuple[Font, li
     for smaller in range(size, LEAST_FONT - 1, -2):
         font = ImageFont.load_default(size=smaller)
         wrapped = [_wrapped(caption, font, width) for caption in captions]
-        if not any(text.endswith(ELLIPSIS) for text in wrapped):
+        is_cut = any(text.endswith(ELLIPSIS) for text in wrapped)
+        if not is_cut:
             break
     return font, wrapped
 
@@ -92,8 +96,9 @@ def _layout(
     num: int, columns: int, cell: tuple[int, int], margin: int = MARGIN
 ) -> tuple[Image.Image, list[tuple[int, int]]]:
     """A canvas for `num` cells of one size in rows of `columns`, and the upper left corner of each."""
-    column_width = cell[0] + margin
-    row_height = cell[1] + margin
+    width, height = cell
+    column_width = width + margin
+    row_height = height + margin
     corners = []
     for i in range(num):
         row, column = divmod(i, columns)
@@ -101,9 +106,8 @@ def _layout(
         y = margin + row * row_height
         corners.append((x, y))
     rows = math.ceil(num / columns)
-    width = margin + columns * column_width
-    height = margin + rows * row_height
-    return Image.new("RGB", (width, height), "white"), corners
+    size = (margin + columns * column_width, margin + rows * row_height)
+    return Image.new("RGB", size, "white"), corners
 
 
 def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -> Image.Image:
@@ -152,9 +156,12 @@ def seed_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence
         lines = [_wrapped(line, font, width) for line in head.split("\n")]
         wrapped.append("\n".join(lines))
 
+    # the size of the picture: names at the left, heads at the top, then a cell for each image
     name_lines = "\n".join(names).split("\n")
-    left = math.ceil(max(map(font.getlength, name_lines))) + 3 * MARGIN
-    top = line_height * max(map(_lines, wrapped)) + 2 * MARGIN
+    longest = max(map(font.getlength, name_lines))
+    left = math.ceil(longest) + 3 * MARGIN
+    head_lines = max(map(_lines, wrapped))
+    top = line_height * head_lines + 2 * MARGIN
     column_starts = [left + i * (width + MARGIN) for i in range(len(heads))]
     row_heights = [max(height, line_height * _lines(name)) for name in names]
     right = column_starts[-1] + width + MARGIN
@@ -168,8 +175,9 @@ def seed_grid(rows: Sequence[tuple[str, Sequence[Image.Image]]], heads: Sequence
     for name, (_, images), row_height in zip(names, rows, row_heights):
         middle = y + row_height // 2
         draw.multiline_text((MARGIN, middle), name, fill="black", font=font, anchor="lm", spacing=2)
+        image_top = middle - height // 2
         for x, image in zip(column_starts, images):
-            canvas.paste(_resized(image, size), (x, middle - height // 2))
+            canvas.paste(_resized(image, size), (x, image_top))
         y += row_height + MARGIN
     return canvas
 
@@ -189,7 +197,8 @@ def token_cost_grid(
     """
     costs = []
     for of_image in token_cost:
-        costs.append(np.array([np.nan] if of_image is None else of_image, dtype=float))
+        values = [np.nan] if of_image is None else of_image
+        costs.append(np.array(values, dtype=float))
     known = np.concatenate(costs)
     known = known[np.isfinite(known)]
     low, high = 0.0, 1.0
@@ -199,9 +208,9 @@ def token_cost_grid(
     span = max(high - low, 1e-9)
 
     pairs = []
-    for image, values in zip(images, costs):
-        side = math.isqrt(len(values))
-        fractions = (values.reshape(side, side) - low) / span
+    for image, cost in zip(images, costs):
+        side = math.isqrt(len(cost))
+        fractions = (cost.reshape(side, side) - low) / span
         squares = coloured(fractions).resize(image.size, Image.Resampling.NEAREST)
         pair = Image.new("RGB", (2 * image.width, image.height))
         pair.paste(image)
@@ -299,8 +308,8 @@ def speed_quality(panels: Sequence[Panel], image_format: str = "png") -> list[by
     colours: dict[str, ColorType] = {}
     for panel in panels:
         for point in panel.points:
-            if point.line not in colours:
-                colours[point.line] = palette[len(colours) % len(palette)]
+            free = palette[len(colours) % len(palette)]
+            colours.setdefault(point.line, free)
     return [_plotted(panel, colours, image_format) for panel in panels]
 
 
@@ -316,8 +325,9 @@ def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) 
     axes.margins(0.15)
     if panel.quality.startswith("FID"):
         axes.invert_yaxis()
-    elif max(point.quality for point in panel.points) <= 1:  # a fraction
-        axes.set_ylim(top=min(1.03, axes.get_ylim()[1]))
+    elif max(point.quality for point in panel.points) <= 1:  # a fraction: nothing is above 1
+        _, top = axes.get_ylim()
+        axes.set_ylim(top=min(1.03, top))
     axes.spines[["top", "right"]].set_visible(False)
     legend = _legend(panel.points, lines)
     if legend:
@@ -340,9 +350,11 @@ def _draw_lines(axes: Axes, points: Sequence[Point], colours: Mapping[str, Color
             front.append(coordinates)
     drawn: dict[str, Artist] = {}
     for name, line in by_line.items():
-        (drawn[name],) = axes.plot(*zip(*sorted(line)), "-", label=name, color=colours[name], alpha=0.8)
+        speeds, qualities = zip(*sorted(line))
+        (drawn[name],) = axes.plot(speeds, qualities, "-", label=name, color=colours[name], alpha=0.8)
     if front:
-        axes.plot(*zip(*sorted(front)), ":", color="grey", zorder=0)
+        speeds, qualities = zip(*sorted(front))
+        axes.plot(speeds, qualities, ":", color="grey", zorder=0)
     return drawn
 
 
@@ -371,17 +383,22 @@ def _bar(value: float, interval: Sequence[float] | None) -> list[list[float]]:
 
 def _legend(points: Sequence[Point], lines: Mapping[str, Artist]) -> dict[str, Artist]:
     """The lines that no point's label names, and the marks if there are several."""
-    entries = {point.line: lines[point.line] for point in points if point.label != point.line}
-    given = {point.guarantee for point in points}
-    if len(given) > 1:
-        for name, mark in MARKS.items():
-            if name in given:
-                entries[name] = Line2D([], [], marker=mark, color="grey", ls="")
+    entries: dict[str, Artist] = {}
+    for point in points:
+        if point.label != point.line:
+            entries[point.line] = lines[point.line]
+    guarantees = {point.guarantee for point in points}
+    if len(guarantees) == 1:
+        return entries
+    for name, mark in MARKS.items():
+        if name in guarantees:
+            entries[name] = Line2D([], [], marker=mark, color="grey", ls="")
     return entries
 
 
 def _label_points(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> None:
     """Writes each point's label at the first position between the axes where it covers nothing."""
+    # boxes in pixels: the points, the legend, and the labels that are written
     frame = axes.get_window_extent()
     taken = []
     for point in points:

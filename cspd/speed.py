@@ -60,7 +60,7 @@ def starts(request: Request, seq_len: int, num: float | None = None) -> np.ndarr
 
     It follows the request's timetable, or grows by `num` in each round.
     """
-    given = seq_len - request.num_generated(seq_len)
+    given = seq_len - request.num_generated(seq_len)  # 0, unless a part of the image is fixed
     if num is not None:
         return np.arange(given, seq_len, num)
     masked = timetable(request, seq_len).masked
@@ -183,14 +183,19 @@ def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: 
     `seconds` and `rounds` are of a run with another method: they bound how long timing may take.
     """
     full, rest = divmod(num, engine.num_slots)
-    batches = {engine.num_slots: full, rest: 1}  # size: number of batches
-    batches = {size: count for size, count in batches.items() if size and count}
+    batches = {}  # the number of batches by their size
+    if full:
+        batches[engine.num_slots] = full
+    if rest:
+        batches[rest] = 1
     runner = engine.runners[str(request.family)]
-    before = starts(request, runner.seq_len, None if request.family == "MAR" else 1)
+    tokens_per_round = None if request.family == "MAR" else 1
+    before = starts(request, runner.seq_len, tokens_per_round)
     budget = min(MOST, SHARE * seconds)
     most = max(LEAST, SLACK * budget)
-    round_of_run = rounds / (len(before) * sum(batches.values()))
-    if round_of_run > most:  # even one round would take too long, if it takes as long as one of the run
+    # even one round would take too long, if it takes as long as one of the run
+    num_rounds = len(before) * sum(batches.values())
+    if rounds / num_rounds > most:
         return None
     end = time.perf_counter() + most
     _round(engine, request, int(before[0]), 1)  # the first one takes longer
@@ -217,13 +222,15 @@ def _batch_rounds(
         budget, most: seconds that timing should take, and may take.
     """
     seq_len = engine.runners[str(request.family)].seq_len
+    # the first round tells how many may be timed
     begun = time.perf_counter()
     chosen = _chosen_rounds(before, seq_len, min(FEWEST, len(before)))
     first = next(iter(chosen))
     needed = _round(engine, request, first, size)
     if len(chosen) * needed > most:
         return None
-    affordable = int((begun + budget - time.perf_counter()) / needed)
+    left = begun + budget - time.perf_counter()
+    affordable = int(left / needed)
     if affordable > len(chosen):
         chosen = _chosen_rounds(before, seq_len, min(affordable, ROUNDS, len(before)))
 
@@ -237,6 +244,7 @@ def _batch_rounds(
             needed = _round(engine, request, known, size)
             if time.perf_counter() - begun + len(chosen) * needed > most:
                 return None
+    # each pass times every chosen round once more, while there is time for it
     for repeat in range(1, 1 + PASSES):
         start = time.perf_counter()
         for known, own in times.items():
@@ -246,7 +254,10 @@ def _batch_rounds(
         next_end = now + (now - start)
         if next_end > begun + budget:
             break
-    return sum(chosen[known] * statistics.median(own) for known, own in times.items())
+    total = 0.0
+    for known, own in times.items():
+        total += chosen[known] * statistics.median(own)
+    return total
 
 
 def _chosen_rounds(before: np.ndarray, seq_len: int, num: int) -> dict[int, int]:
@@ -258,10 +269,13 @@ def _chosen_rounds(before: np.ndarray, seq_len: int, num: int) -> dict[int, int]
     """
     committed = np.diff(before, append=seq_len)
     chosen = {}
-    for part in np.array_split(np.arange(len(before)), num):
-        from_mean = np.abs(committed[part] - committed[part].mean())
+    rounds = np.arange(len(before))
+    for part in np.array_split(rounds, num):
+        own = committed[part]
+        from_mean = np.abs(own - own.mean())
         from_middle = np.abs(part - part.mean())
-        best = part[np.lexsort((from_middle, from_mean))[0]]  # the last key is the first criterion
+        ranked = np.lexsort((from_middle, from_mean))  # the last key is the first criterion
+        best = part[ranked[0]]
         chosen[int(before[best])] = len(part)
     return chosen
 

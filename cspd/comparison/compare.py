@@ -126,7 +126,8 @@ def jackknife(
     num = len(features)
     if num < LEAST_INTERVAL:
         return {}
-    if "fid" in names and (reference.statistics is None or features.shape[1] > QUICK_FEATURES):
+    is_quick = features.shape[1] <= QUICK_FEATURES
+    if "fid" in names and (reference.statistics is None or not is_quick):
         names = [name for name in names if name != "fid"]
 
     # image i has class i modulo num_classes: a part of whole cycles has equally many images of each class
@@ -140,8 +141,12 @@ def jackknife(
 
 
 def standard_error(left_out: np.ndarray) -> float:
-    """The jackknife's standard error of a value, measured with each part left out."""
-    return float(((len(left_out) - 1) * np.var(left_out)) ** 0.5)
+    """The jackknife's standard error of a value, measured with each part left out.
+
+    Efron & Stein, The Jackknife Estimate of Variance, 1981: (n - 1) / n times the sum of squared deviations.
+    """
+    variance = (len(left_out) - 1) * np.var(left_out)
+    return float(variance**0.5)
 
 
 def intervals(measured: Mapping, left_out: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
@@ -213,11 +218,14 @@ def ran_by(rows: Sequence[Configuration], command: str | None) -> dict:
     models: dict[tuple, dict] = {}
     for row in rows:
         family = row.engine.check(row.request).family
-        for model in models_of(row.files, row.engine.runners[family]):
+        runner = row.engine.runners[family]
+        for model in models_of(row.files, runner):
             key = model["role"], model["sha256"]
-            shared = models.setdefault(key, model | {"configurations": []})
-            shared["configurations"].append(row.name)
-    return what_ran(rows[0].engine.describe(), list(models.values()), command)
+            if key not in models:
+                models[key] = model | {"configurations": []}
+            models[key]["configurations"].append(row.name)
+    machine = rows[0].engine.describe()
+    return what_ran(machine, list(models.values()), command)
 
 
 def report_of(
@@ -230,7 +238,9 @@ def report_of(
     progress: bool = True,
 ) -> tuple[dict, list[np.ndarray], list[dict]]:
     """The report on the chunks of rows, the images of each row, and the result of `jackknife` for each."""
-    images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
+    images = []
+    for made in chunks:
+        images.append(np.concatenate([chunk.images for chunk in made]))
     reference = evaluation.reference
     report = {
         "schema": SCHEMA,
@@ -247,14 +257,18 @@ def report_of(
         "rows": [],
     }
     against = [baselines(row, rows, seed) for row in rows]
-    paired = [None if same is None else rows.index(same) for same, _ in against]
+    paired = []
+    for same_seeds, _ in against:
+        paired.append(None if same_seeds is None else rows.index(same_seeds))
     for row, plan, made, own, base in zip(rows, plans, chunks, images, paired):
         entry = speed_of(row, plan, made, chunks[0])
         entry |= dict.fromkeys(MEASURED_LATER)
         entry["settings"] = settings_of(plan)
         if row.seed is not None:
             entry["settings"]["seed"] = row.seed
-        entry["pixel_difference"] = None if base is None else _pixel_difference(own, images[base])
+        entry["pixel_difference"] = None
+        if base is not None:
+            entry["pixel_difference"] = _pixel_difference(own, images[base])
         report["rows"].append(entry)
     left_out = _add_quality(report, rows, images, against, evaluation, progress)
     add_clip_scores(report, images, paired, evaluation.clip, rows[0].engine.device, progress)
@@ -265,17 +279,21 @@ def _pixel_difference(images: np.ndarray, others: np.ndarray) -> float:
     """Root mean square difference, in 0..255, of images uint8 [N, H, W, 3]."""
     squares = []
     for image, other in zip(images, others):  # one at a time: all in float32 may be too much memory
-        squares.append(np.square(image.astype(np.float32) - other).mean())
+        difference = image.astype(np.float32) - other
+        squares.append(np.square(difference).mean())
     return float(np.mean(squares) ** 0.5)
 
 
 def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
     """The speed of a row, with its spread over turns of the usual size, and its costs."""
-    # shorter turns and wider ones say nothing of the speed at this batch size
-    size = min(row.engine.num_slots, max(len(chunk.images) for chunk in chunks))
+    largest = max(len(chunk.images) for chunk in chunks)
+    size = min(row.engine.num_slots, largest)
+    # shorter turns, and those that a wider engine ran, say nothing of the speed with this batch size
     turns = [(own, base) for own, base in zip(chunks, base_chunks) if len(own.images) == size]
     guarantee = guarantee_of(plan)
-    costs = [cost for chunk in chunks for cost in chunk.costs]
+    costs = []
+    for chunk in chunks:
+        costs += chunk.costs
     is_vq = costs[0]["step_compression"] is not None
     verified = sum(cost["judged"] for cost in costs)
     accepted = sum(cost["accepted"] for cost in costs)
@@ -446,7 +464,9 @@ def planned(number: int, rung_images: Sequence[int], always: int, before: int = 
 def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
     """Whether `one` is nowhere larger than the other, and somewhere smaller."""
     pairs = list(zip(one, other))
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+    is_nowhere_larger = all(a <= b for a, b in pairs)
+    is_somewhere_smaller = any(a < b for a, b in pairs)
+    return is_nowhere_larger and is_somewhere_smaller
 
 
 def layers(points: Sequence[Sequence[float]]) -> list[int]:
@@ -469,15 +489,16 @@ def survivors(trials: Sequence[Trial], number: int) -> list[int]:
     excess comes first, then the next front; within a front, the faster.
     """
     # one standard error less than measured: chance at few images shall end no candidate early
-    fronts = layers([(-trial.speed, trial.excess - trial.error) for trial in trials])
+    points = [(-trial.speed, trial.excess - trial.error) for trial in trials]
+    fronts = layers(points)
 
     def rank(i: int) -> tuple:
         trial = trials[i]
         is_too_bad = trial.excess - REACH * trial.error > 0
         return is_too_bad, fronts[i], -trial.speed
 
-    best = sorted(range(len(trials)), key=rank)[:number]
-    return sorted(best)
+    ranked = sorted(range(len(trials)), key=rank)
+    return sorted(ranked[:number])
 
 
 def fastest(trials: Sequence[Trial]) -> int | None:
@@ -493,7 +514,8 @@ def nearest(trials: Sequence[Trial]) -> int | None:
 
 
 def _faster(trials: Sequence[Trial]) -> list[int]:
-    return [i for i, trial in enumerate(trials) if trial.speed > WORTH * trials[0].speed]
+    least = WORTH * trials[0].speed
+    return [i for i, trial in enumerate(trials) if trial.speed > least]
 
 
 # The search of `cspd tune`: successive halving over a comparison's folder.
@@ -550,12 +572,14 @@ def tune(
         failed = {rows[r].name: reason for r, reason in runs.failed.items()}
 
     last = {row["name"] for row in report["rows"]}
-    report["ran"] = ran_by([row for row in rows if row.name in last], command)
+    last_rows = [row for row in rows if row.name in last]
+    report["ran"] = ran_by(last_rows, command)
     baseline, other_seeds, *rest = report["rows"]
     own = [baseline, *rest]
-    other_seeds["front"] = False
-    for row, layer in zip(own, layers([_point(row) for row in own])):
-        row["front"] = layer == 0
+    other_seeds["front"] = False  # it competes with nothing
+    fronts = layers([_point(row) for row in own])
+    for row, front in zip(own, fronts):
+        row["front"] = front == 0
     trials = [_trial(row, limits) for row in own]
     best = fastest(trials)
     near = nearest(trials)
@@ -582,16 +606,17 @@ def _search(
     going = [r for r in range(ALWAYS, len(runs.rows)) if runs.plans[r].window != 0]
     history: list[dict] = []
     before = 0
-    for number in numbers:
-        rest = [each for each in numbers if each >= number]
-        runs.bar.total = runs.bar.n + planned(len(going), rest, ALWAYS, before)
+    for i, number in enumerate(numbers):
+        runs.bar.total = runs.bar.n + planned(len(going), numbers[i:], ALWAYS, before)
         report, images = _rung(runs, [*range(ALWAYS), *going], number, labels, seed, evaluation)
         going = [r for r in going if r not in runs.failed]
         if number != numbers[-1]:
             trials = [_trial(row, limits) for row in report["rows"][ALWAYS:]]
-            going = [going[i] for i in survivors(trials, kept(len(trials)))]
+            best = survivors(trials, kept(len(trials)))
+            going = [going[candidate] for candidate in best]
+        names = [runs.rows[r].name for r in going]
         recorded = [{key: row.get(key) for key in RECORDED} for row in report["rows"]]
-        history.append({"images": number, "rows": recorded, "kept": [runs.rows[r].name for r in going]})
+        history.append({"images": number, "rows": recorded, "kept": names})
         before = number
     return history, report, images
 
@@ -645,7 +670,8 @@ def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) ->
         return None
     if row is plain:
         return {"loss": 0.0, "error": 0.0}
-    loss = WORSE[name] * (row[name] / plain[name] - 1)
+    change = row[name] / plain[name] - 1
+    loss = WORSE[name] * change
     interval = row[f"{name}_ci95"]
     plain_interval = plain[f"{name}_ci95"]
     error = None
@@ -653,7 +679,8 @@ def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) ->
         # images of one seed have much in common: leaving the same parts out of both measures the ratio's own error
         error = standard_error(own[name] / of_plain[name])
     elif interval is not None and plain_interval is not None:
-        error = math.hypot(half_of(interval), half_of(plain_interval)) / NORMAL / plain[name]
+        half = math.hypot(half_of(interval), half_of(plain_interval))
+        error = half / NORMAL / plain[name]
     return {"loss": loss, "error": error}
 
 

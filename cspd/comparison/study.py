@@ -72,12 +72,15 @@ def read_study(path: Path) -> tuple[dict, list[dict]]:
     common = dict(content) if isinstance(content, dict) else {}
     entries = common.pop(ROWS, None)
     is_list = isinstance(entries, list) and len(entries) > 0
-    if not is_list or not all(isinstance(entry, dict) for entry in entries):
+    are_settings = is_list and all(isinstance(entry, dict) for entry in entries)
+    if not are_settings:
         raise ValueError(f"{path}: a study has settings and a list '{ROWS}', whose entries are settings too, {HELP}")
 
-    _check_keys(f"{path}, at the top", common, (*RUN, *request_keys(), *MODELS))
-    for i, entry in enumerate(entries):
-        _check_keys(f"{path}, in configuration {i + 1}", entry, ("name", *own_keys()))
+    valid = (*RUN, *request_keys(), *MODELS)
+    _check_keys(f"{path}, at the top", common, valid)
+    valid = ("name", *own_keys())
+    for number, entry in enumerate(entries, 1):
+        _check_keys(f"{path}, in configuration {number}", entry, valid)
     _check_common(path, common)
     if "labels" in common:
         common["labels"] = _labels(path, common["labels"])
@@ -124,7 +127,8 @@ class _Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         for key, _ in node.value:
             if keys.count(key.value) > 1:
-                raise ValueError(f"line {key.start_mark.line + 1}: {shortened(key.value)} is given twice")
+                line = key.start_mark.line + 1
+                raise ValueError(f"line {line}: {shortened(key.value)} is given twice")
         return super().construct_mapping(node, deep)
 
 
@@ -208,7 +212,9 @@ class Chunk(NamedTuple):
 def cost_of(output: Output) -> dict:
     """The statistics of an output that its chunk keeps."""
     costs = {name: getattr(output.stats, name) for name in (*COSTS, LAZY, *MEASURED)}
-    costs["judged"], costs["accepted"] = map(sum, output.stats.by_lag)  # drafts that were verified, and accepted
+    verified, accepted = map(sum, output.stats.by_lag)
+    costs["judged"] = verified
+    costs["accepted"] = accepted
     return costs
 
 
@@ -330,8 +336,8 @@ def configurations(
     rows = [make(name, own, request) for (name, own), request in zip(named, requests)]
     rows = _with_baselines(rows, plain)
 
-    names = Counter(row.name for row in rows)
-    name, number = names.most_common(1)[0]
+    numbers = Counter(row.name for row in rows)
+    name, number = numbers.most_common(1)[0]
     if number > 1:
         raise ValueError(f"{number} configurations are called {name!r}: give each a name of its own")
     return rows
@@ -374,12 +380,16 @@ def _with_baselines(rows: list[Configuration], plain: Configuration) -> list[Con
             existing.add(key)
             added.append(row)
 
-    first = plain.key() if plain.key() in existing else listed[0].key()
-    reference, others = [], []
+    first = plain.key()
+    if first not in existing:
+        first = listed[0].key()
+    reference = []
+    others = []
     for row in [*added, *rows]:
-        is_first = row.is_baseline() and row.key() == first
-        part = reference if is_first else others
-        part.append(row)
+        if row.is_baseline() and row.key() == first:
+            reference.append(row)
+        else:
+            others.append(row)
     return reference + others
 
 
@@ -396,9 +406,9 @@ def _has_models_and_chain(row: Configuration, plain: Configuration) -> bool:
     """Whether a row of baseline sampling has the models and the denoising chain of `plain`."""
     own, files = row.key()
     common, common_files = plain.key()
-    if files != common_files:
-        return False
-    return all(getattr(own, name) == getattr(common, name) for name in CHAIN)
+    own_chain = [getattr(own, name) for name in CHAIN]
+    common_chain = [getattr(common, name) for name in CHAIN]
+    return files == common_files and own_chain == common_chain
 
 
 def _plain(row: Configuration, common: Configuration) -> Configuration:
@@ -607,8 +617,11 @@ class InterleavedRuns:
         return True
 
     def _made_of(self, r: int, i: int) -> dict:
-        requests = [_given(request) for request in self.parts[r][i]]
-        return {"settings": self.settings, "configuration": self.rows[r].name, "requests": requests}
+        return {
+            "settings": self.settings,
+            "configuration": self.rows[r].name,
+            "requests": [_given(request) for request in self.parts[r][i]],
+        }
 
     def _make(self, r: int, i: int) -> None:
         """Generates and writes the chunk of a row's turn."""
@@ -648,7 +661,8 @@ class InterleavedRuns:
         def show(request: Request, fraction: float, preview: object) -> None:
             fractions[request] = fraction
             self.bar.set_postfix_str(name, refresh=False)
-            self.bar.n = before + sum(fractions.values())
+            done = sum(fractions.values())
+            self.bar.n = before + done
             self.bar.update(0)
 
         return show
@@ -688,7 +702,9 @@ def taking_turns(
     settings = _settings(rows, subjects, seed)
     # every name is claimed before the first image, so that nothing of somebody else is overwritten
     turns = _turns(rungs, settings["max_batch"], timed)
-    files = [_file(r, i) for r in range(len(rows)) for i in range(len(turns))]
+    files = []
+    for r in range(len(rows)):
+        files += [_file(r, i) for i in range(len(turns))]
     record = {"schema": SCHEMA, "settings": settings, "windows": {}}
     earlier = store.claim(record, [*files, *written], overwrite)
     earlier_windows = earlier["windows"] if earlier else {}
@@ -730,17 +746,19 @@ def _check_rows(rows: Sequence[Configuration], subjects: Sequence[Subject], seed
     names = {}
     for row in rows:
         first = row.first_seed(seed)
+        last = first + num - 1
         names[first] = row.name
         for subject in dict.fromkeys(subjects):
             request = asking_for(row.request, subject)
             row.engine.check(request.but(seed=first))
-        row.engine.check(row.request.but(seed=first + num - 1))
+        row.engine.check(row.request.but(seed=last))
     # rows that share only some of their seeds would be neither paired nor independent
     for low, high in itertools.pairwise(sorted(names)):
         if high - low < num:
+            free = low + num
             own = f"{names[high]!r}: its seeds {high}..{high + num - 1}"
-            others = f"those of {names[low]!r}, {low}..{low + num - 1}"
-            raise ValueError(f"{own} overlap {others}: begin with {low + num} or more, or with the same seed")
+            others = f"those of {names[low]!r}, {low}..{free - 1}"
+            raise ValueError(f"{own} overlap {others}: begin with {free} or more, or with the same seed")
 
 
 def _settings(rows: Sequence[Configuration], subjects: Sequence[Subject], seed: int) -> dict:
@@ -789,7 +807,8 @@ def _turns(rungs: Sequence[int], size: int, timed: int | None) -> list[slice]:
 
 def comparison_store(out: Path) -> Store:
     """The folder of a comparison."""
-    return Store(out, RECORD, SCHEMA, {"settings": dict, "windows": {str: dict}}, compared=("settings",))
+    fields = {"settings": dict, "windows": {str: dict}}
+    return Store(out, RECORD, SCHEMA, fields, compared=("settings",))
 
 
 def _file(row: int, turn: int) -> str:
@@ -828,5 +847,6 @@ def _timed(row: Configuration, requests: list[Request], on_progress: OnProgress)
     peak = peak_bytes(row.engine.device)
     if outputs[0].image is None:
         raise ValueError(f"{row.name}: there are no images to compare: give the engine an autoencoder")
-    images = np.stack([np.asarray(to_pil(output.image)) for output in outputs])
-    return Chunk(images, seconds, peak, [cost_of(output) for output in outputs])
+    images = [np.asarray(to_pil(output.image)) for output in outputs]
+    costs = [cost_of(output) for output in outputs]
+    return Chunk(np.stack(images), seconds, peak, costs)

@@ -40,7 +40,7 @@ def small_rungs():
 @pytest.fixture(scope="module")
 def rows(digits):
     """Baseline sampling in one iteration, and candidates of fewer steps."""
-    request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=8, cfg=1.0)
+    request = cspd.Request(0, method="ar", num_iter=1, num_sampling_steps=50, cfg=1.0)
     plain = Configuration("ar", request, digits.with_slots(4))
     fewer = [dataclasses.replace(plain, name=f"{n}", request=plain.request.but(num_sampling_steps=n)) for n in STEPS]
     return plain, fewer
@@ -179,6 +179,7 @@ def test_a_stopped_search_resumes_and_prints_the_command(tmp_path, monkeypatch, 
         return timed(row, requests, on_progress)
 
     arguments = ["tune", *FEW, "--out", str(tmp_path), "--tolerance", "fid=900%,accuracy=100%", "--seed", "5"]
+    arguments += ["--num-sampling-steps", "50"]  # surely slower than a few
     with monkeypatch.context() as patch:
         patch.setattr(study, "_timed", stop)
         assert main(arguments) == 130
