@@ -41,6 +41,7 @@ def _scaled(image: Image.Image, columns: int, rows: int) -> tuple[int, int]:
     width, height = image.size
     grid_width = columns * width
     grid_height = rows * height
+    # whole factors keep all pixels of an image equally large
     factor = min(WIDE // grid_width, LARGEST_CELL // max(width, height))
     if factor > 1:
         return width * factor, height * factor
@@ -117,6 +118,7 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -
     width, height = size
     font_size = min(LARGEST_FONT, max(12, height // 6))
     font, captions = _captioned(captions, font_size, width)
+    # all rows are as high as the longest caption asks for
     lines = max(map(_lines, captions), default=1)
     caption_height = lines * _line_height(font) + MARGIN
     canvas, corners = _layout(len(images), columns, (width, height + caption_height))
@@ -199,6 +201,7 @@ def token_cost_grid(
     for of_image in token_cost:
         values = [np.nan] if of_image is None else of_image
         costs.append(np.array(values, dtype=float))
+    # all images share one scale
     known = np.concatenate(costs)
     known = known[np.isfinite(known)]
     low, high = 0.0, 1.0
@@ -230,6 +233,7 @@ def coloured(fractions: np.ndarray) -> Image.Image:
     """An image of values [H, W] in 0..1, in colours that the colour-blind can distinguish; NaN is grey."""
     from matplotlib import colormaps  # half a second, and only heat maps need it
 
+    # the lightness of viridis rises with the value, so that it can be read without hues
     colours = colormaps["viridis"](fractions, bytes=True)[..., :3]
     colours[np.isnan(fractions)] = UNKNOWN
     return Image.fromarray(colours)
@@ -304,6 +308,7 @@ def speed_quality(panels: Sequence[Panel], image_format: str = "png") -> list[by
     Returns:
         The content of a file for each panel.
     """
+    # a line has the same colour in all panels
     palette = (*color_sequences["tab10"], *color_sequences["Dark2"])  # dark enough to read
     colours: dict[str, ColorType] = {}
     for panel in panels:
@@ -341,6 +346,7 @@ def _plotted(panel: Panel, colours: Mapping[str, ColorType], image_format: str) 
 
 def _draw_lines(axes: Axes, points: Sequence[Point], colours: Mapping[str, ColorType]) -> dict[str, Artist]:
     """Draws the lines through the points, and the Pareto front. Returns the lines by name."""
+    # a line goes from the slowest to the fastest of its points
     by_line: dict[str, list[tuple[float, float]]] = {}
     front = []
     for point in points:
@@ -360,6 +366,7 @@ def _draw_lines(axes: Axes, points: Sequence[Point], colours: Mapping[str, Color
 
 def _draw_point(axes: Axes, point: Point, colour: ColorType) -> None:
     """Draws a point, with faint bars for its intervals."""
+    # an interval need not have its value in the middle: lengths below and above are given apart
     axes.errorbar(
         point.speed,
         point.quality,
@@ -383,6 +390,7 @@ def _bar(value: float, interval: Sequence[float] | None) -> list[list[float]]:
 
 def _legend(points: Sequence[Point], lines: Mapping[str, Artist]) -> dict[str, Artist]:
     """The lines that no point's label names, and the marks if there are several."""
+    # a point that is alone on its line has the line's name as its label
     entries: dict[str, Artist] = {}
     for point in points:
         if point.label != point.line:
@@ -430,6 +438,7 @@ def _label(axes: Axes, point: Point, offset: tuple[int, int], colour: ColorType)
         fontsize=SMALL,
         ha="left" if offset[0] > 0 else "right",
         va="center",
+        # readable over lines and bars
         path_effects=[withStroke(linewidth=2, foreground="white")],
     )
     label.set_in_layout(False)  # the frame keeps its size

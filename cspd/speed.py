@@ -88,6 +88,7 @@ def batch_at(engine: Engine, request: Request, known: int, num: int | None = Non
         before = starts(request, runner.seq_len)
         iteration = iteration_at(before, known)
         known = int(before[iteration])
+    # the time of a round does not depend on the values of tokens: whatever the slots hold will do
     runner.clear()
     sequences = []
     for slot in range(engine.num_slots if num is None else num):
@@ -151,6 +152,7 @@ def _compared(engine: Engine, request: Request, num: int, seconds: float, rounds
         plain_rounds = _rounds(engine, plain, num, seconds, rounds)
     if plain_rounds is None:
         return None
+    # everything but the rounds would have taken the same time
     plain_seconds = seconds - rounds + plain_rounds
     speedup = plain_seconds / seconds
     alternative = None
@@ -163,6 +165,7 @@ def _alternative(
     engine: Engine, request: Request, num: int, seconds: float, rounds: float, plain_seconds: float
 ) -> dict | None:
     """The speed of `calibrated` relative to baseline sampling, or None if its chains would be no shorter."""
+    # fitting would take minutes, so only a cached calibration is timed
     asked = engine.check(plain_of(request).but(method="calibrated"))
     if asked.num_sampling_steps <= HEAD_CALLS:
         return None
@@ -198,7 +201,7 @@ def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: 
     if rounds / num_rounds > most:
         return None
     end = time.perf_counter() + most
-    _round(engine, request, int(before[0]), 1)  # the first one takes longer
+    _round(engine, request, int(before[0]), 1)  # the first one takes longer, and is not counted
     total = 0.0
     try:
         for size, count in batches.items():

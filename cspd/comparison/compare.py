@@ -366,6 +366,7 @@ def _add_quality(
         reference = _with_statistics(reference, how)
     subjects = report["labels"]
     labels = None if are_texts(subjects) else in_turn(subjects, report["images"])
+    # features are extracted once, and serve all scores, intervals and tests
     features, left_out = [], []
     pairs = list(zip(report["rows"], images))
     for entry, row_images in tqdm(pairs, desc="evaluating", unit=" row", disable=not progress):
@@ -471,6 +472,7 @@ def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 def layers(points: Sequence[Sequence[float]]) -> list[int]:
     """The Pareto front of each point: 0 the first, 1 the front of the remaining points, and so on; less is better."""
+    # fronts are peeled off one after the other
     layer = [-1] * len(points)
     level = 0
     while -1 in layer:
@@ -581,6 +583,7 @@ def tune(
     for row, front in zip(own, fronts):
         row["front"] = front == 0
     trials = [_trial(row, limits) for row in own]
+    # the first trial is baseline sampling, which the others must beat
     best = fastest(trials)
     near = nearest(trials)
     report["tune"] = {
@@ -630,6 +633,7 @@ def _rung(
     evaluation: Evaluation,
 ) -> tuple[dict, list[np.ndarray]]:
     """The report on `number` images of each chosen row that does not fail, with their losses."""
+    # nothing can be compared without baseline sampling
     chunks = runs.make(number, chosen)
     for r in range(ALWAYS):
         if r in runs.failed:
@@ -686,6 +690,7 @@ def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) ->
 
 def _trial(row: dict, limits: Mapping[str, float]) -> Trial:
     """The trial of a row, by the limit that it exceeds most."""
+    # an unknown loss is beyond any limit
     beyond = []
     for name, limit in limits.items():
         loss = row["losses"][name]

@@ -36,6 +36,7 @@ class Column(NamedTuple):
     meaning: str
 
 
+# in the order of the table, which leaves out a column without any value
 COLUMNS = [
     Column("name", "configuration", "", "Its name in the study, or its method and settings as --methods takes them."),
     Column(
@@ -158,6 +159,7 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):
+        # over the turns
         low, median, high = (format(value[name], column.form) for name in ("min", "median", "max"))
         is_alone = short and column.key == "images_per_second"
         if is_alone or value["min"] == value["max"]:
@@ -217,6 +219,7 @@ def _counted(number: int, noun: str) -> str:
 
 def _missing(report: dict) -> list[str]:
     """The reasons for missing columns, one note each."""
+    # several columns are often missing for one reason, such as no reference
     titles_by_reason: dict[str, list[str]] = {}
     for column in COLUMNS:
         reason = report["missing"].get(column.key)
@@ -233,6 +236,7 @@ def own_seeds(report: dict) -> bool:
 
 def text_table(report: dict) -> str:
     """The table and its notes for a terminal. Columns for which it is too narrow continue below."""
+    # each part begins with the names
     name, *others = columns(report)
     tables = []
     part = [name]
@@ -269,7 +273,8 @@ def markdown(report: dict) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows unchanged, on one line: a name may have any characters."""
+    """Text that Markdown shows unchanged, on one line."""
+    # a name in a study may have any characters
     return re.sub(r"([\\`*_\[\]<>&|~$])", r"\\\1", " ".join(text.splitlines()))
 
 
@@ -295,6 +300,7 @@ def _flat(row: dict) -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in row.items():
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
+            # a spread over the turns
             flat[key] = value["median"]
             flat[f"{key}_least"] = value["min"]
             flat[f"{key}_most"] = value["max"]
@@ -349,6 +355,7 @@ def front_table(report: dict) -> str:
     baseline, other_seeds, *candidates = report["rows"]
     front = [row for row in candidates if row["front"]]
     front.sort(key=lambda row: value_of(row, "images_per_second"))
+    # other seeds come last: what is no farther from `ar` than they are cannot be told from it
     shown = [baseline, *front, other_seeds]
     filled = {column.key: column for column in columns(report | {"rows": shown})}
     table = {}
@@ -359,6 +366,7 @@ def front_table(report: dict) -> str:
         if key == "fid" and key in filled:
             compared = [against_plain(row, "fid") for row in [*front, other_seeds]]
             table[AGAINST] = ["", *compared]
+    # numbers are shown as `cell` has them, with all their digits
     aligned = ["left"] + ["right"] * (len(table) - 1)
     return tabulate(table, "keys", tablefmt="plain", colalign=aligned, disable_numparse=True)
 
@@ -368,6 +376,7 @@ def choice_told(report: dict) -> str:
     tuned = report["tune"]
     row = _named(report, tuned["chosen"])
     sentence = f"{_fast(row)} as ar, the fastest with {wanted(tuned['limits'])}"
+    # the best of many candidates is partly the luckiest: its interval may reach beyond a limit
     unsure = []
     for name, limit in tuned["limits"].items():
         loss = row["losses"][name]
@@ -445,6 +454,7 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
         speed = value_of(row, "speed_up")
         grid_rows.append((f"{name}\n{speed:.1f}x", first_images))
 
+    # a browser would smooth the pixels of small images
     is_small = images[0].shape[2] < MOST_WIDTH
     files = {"report.html": html_page(report, plots, strips, is_small).encode()}
     if plots:
@@ -484,6 +494,7 @@ def _panels(report: dict) -> list[Panel]:
         "speed_up": f"speed-up over {report['baseline']}",
         "step_compression": "tokens per forward pass of the target",
     }
+    # a panel for each pair that some row has both values of
     base_seconds = report["rows"][0]["seconds"]
     panels = []
     for quality, quality_title in qualities.items():
@@ -516,6 +527,7 @@ def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Po
 
 def _label(row: dict) -> tuple[str, str]:
     """A point's label and its line: for "lantern++:optimal=true:k=10" the last setting and the rest; else the name."""
+    # configurations that differ in the last setting only are one line: a sweep
     name = row["name"]
     line, colon, last = name.rpartition(":")
     method, _, _ = line.partition(":")
@@ -529,6 +541,7 @@ def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Stri
 
     `is_small`: images are enlarged, with visible pixels.
     """
+    # names and prompts are escaped; a name that the template misspells is an error, not an empty text
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -362,7 +362,8 @@ def _request(name: str, own: dict, shared: Request) -> Request:
     method = settings.pop("method", shared.method)
     with _naming(name):
         request = with_method(shared.but(**settings), method)
-    return request.but(**settings)  # own settings that the method lacks are back, and an error when it is checked
+    # shared settings that the method lacks are gone; its own ones are back, and an error when the request is checked
+    return request.but(**settings)
 
 
 def _with_baselines(rows: list[Configuration], plain: Configuration) -> list[Configuration]:
@@ -453,6 +454,7 @@ def baselines(
     for key in keys:
         found = found or [each for each in others if each.key() == key]
 
+    # with the same seeds, images are compared pair by pair
     same_seeds = other_seeds = None
     for each in found:
         if each.first_seed(seed) == row.first_seed(seed):
@@ -506,6 +508,7 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
         possible = [number for number in ITERATIONS if number <= plain.engine.runner.seq_len]
         iterations = sorted({usual.num_iter, *possible})
 
+    # a model may lack what a method needs, such as a draft model
     found = []
     left_out = {}
     seen = [usual]
@@ -518,7 +521,7 @@ def candidates(plain: Configuration, divergence: float | None) -> tuple[list[Con
         try:
             request = with_method(plain.request, method).but(**settings)
             checked = plain.engine.check(request)
-        except ValueError as error:  # such as a method that needs a draft model
+        except ValueError as error:
             left_out[name] = str(error)
             continue
         # a method's options may come down to the same request as an earlier candidate's
@@ -579,6 +582,7 @@ class InterleavedRuns:
         ends = itertools.accumulate(map(len, self.parts[0]))
         turns = [i for i, end in enumerate(ends) if end <= num]
         order = self._order(chosen, turns)
+        # a damaged file counts as missing
         for file in missing_files(self.folder, order, lambda file: self._find(*order[file])):
             r, i = order[file]
             if r in self.failed:
@@ -645,6 +649,7 @@ class InterleavedRuns:
         """A chunk of more images than the row's engine has slots: by a wider engine, if memory allows."""
         own = row.engine
         show = self._progress(row.name)
+        # an image does not depend on its batch, up to rounding
         try:
             if own not in self.wide:
                 self.wide[own] = own.with_slots(len(requests))
@@ -840,6 +845,7 @@ def _warm_up(engine: Engine, requests: list[Request]) -> None:
 
 
 def _timed(row: Configuration, requests: list[Request], on_progress: OnProgress) -> Chunk:
+    # decoding is included, writing files is not
     reset_peak(row.engine.device)
     start = time.perf_counter()
     outputs = row.engine.generate(requests, on_progress=on_progress)
