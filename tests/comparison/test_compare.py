@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.linalg
 import scipy.stats
 import torch
 from comparisons import BATCH, K4, NAMES, NUM, QUICK, chunks, compare, features, images_of
@@ -35,7 +34,6 @@ from cspd.evaluation.metrics import (
     wilson,
 )
 from cspd.heads import chain
-from cspd.models import bundled
 from cspd.request import to_pil
 
 
@@ -125,14 +123,6 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
     assert result["seconds"] == [1.0] and result["step_compression"] == 2 and result["head_calls_per_token"] is None
 
 
-def frechet(found):
-    """The Frechet distance of features [N, D] from the bundled statistics."""
-    reference = np.load(bundled()["digits32"] / "reference.npz")
-    mu, sigma = found.double().mean(0).numpy(), np.cov(found.double().numpy(), rowvar=False)
-    root = scipy.linalg.sqrtm(sigma @ reference["sigma"]).real
-    return ((mu - reference["mu"]) ** 2).sum() + np.trace(sigma + reference["sigma"] - 2 * root)
-
-
 def wilson_of_scipy(hits, num):
     interval = scipy.stats.binomtest(hits, num).proportion_ci(method="wilson")
     return [interval.low, interval.high]
@@ -160,9 +150,7 @@ def test_quality_is_of_the_generated_images(comparison):
         right = (load_classifier("digits").out(found).argmax(1) == labels).float().mean().item()
         assert row["accuracy"] == pytest.approx(right)
         assert row["accuracy_ci95"] == pytest.approx(wilson_of_scipy(round(right * NUM), NUM))
-        assert row["fid"] == pytest.approx(frechet(found), rel=1e-2)
-        assert row["inception_score"] is None
-        assert row["fid_ci95"] is None  # of so few images
+        assert row["inception_score"] is row["fid_ci95"] is None  # of so few images
     assert "20 are needed" in report["missing"]["inception_score"]
     assert report["reference"]["fingerprint"] == load_reference(SPACES["digits"].reference).fingerprint
 
@@ -219,17 +207,6 @@ def test_features_are_taken_once(digits, tmp_path, monkeypatch):
         assert measured["kid"] is not None and 0 <= row["fid_ci95"][0] < row["fid"] < row["fid_ci95"][1]
         for name in ("fid", "inception_score", "accuracy"):
             assert row[name] == pytest.approx(measured[name], rel=1e-4)
-
-
-def test_p_is_of_the_features_against_ar_with_the_same_settings(comparison):
-    out, report = comparison
-    bases = [None, None, None, 0, 0]
-    for i, (row, base) in enumerate(zip(report["rows"], bases)):
-        if base is None:
-            assert row["p_value"] is row["paired_baseline"] is None
-        else:
-            assert row["p_value"] == energy_test(features(images_of(out, base)), features(images_of(out, i)))
-            assert row["paired_baseline"] == NAMES[base]
 
 
 def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_path):
