@@ -419,8 +419,9 @@ def _plain(row: Configuration, common: Configuration) -> Configuration:
     other = {}
     for key in request_keys():
         value = getattr(request, key)
+        typed = getattr(row.request, key)
         if value != getattr(usual, key) and key != "family":
-            other[key] = value
+            other[key] = typed if typed == value else value  # 4 and not 4.0, as in the names of earlier runs
     for key in TARGET:
         value = row.models.get(key)
         if value != common.models.get(key):
