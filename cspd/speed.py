@@ -1,7 +1,8 @@
-"""How fast a run was, against baseline sampling: a few of baseline sampling's rounds, timed in the same process.
+"""The speed of a run relative to baseline sampling, of which a few rounds are timed in the same process.
 
-Machines are noisy, so no older measurement will do. The rounds are of as many sequences at once as the run had, over
-the same models, at a few places of an image; decoding and all else are taken to last as long as they did in the run.
+Machines are noisy: an older measurement of baseline sampling would not do. The rounds have as many sequences at once as
+the run had, use the same models, and are spread over an image. Decoding and everything else outside the rounds is
+assumed to take as long as it did in the run.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from cspd.request import Request, RoundStats, Sequence, Stopwatch
 from cspd.runs import WORTH
 from cspd.terminal import shortened, telling
 
-SHARE, MOST = 0.1, 5.0  # of a run's seconds, that timing may take, and so many at most
-LEAST, SLACK = 0.5, 1.5  # seconds that the fewest rounds may take in any case; or this many times the above
-PLACES, FEWEST = 5, 2  # of an image where rounds are timed
-PASSES = 20  # of all places, at most
+SHARE = 0.1  # of the run's seconds, which timing should take
+MOST = 5.0  # seconds that timing should take at most
+SLACK = 1.5  # times these seconds are allowed,
+LEAST = 0.5  # and so many seconds in any case
+ROUNDS = 5  # rounds of an image that are timed, at most
+FEWEST = 2  # and at least
+PASSES = 20  # times that each of them is timed, at most
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Batch:
     """Sequences in the slots of an engine.
 
     Attributes:
-        sequences: those that are not finished.
+        sequences: the unfinished ones.
     """
 
     engine: Engine
@@ -42,7 +46,7 @@ class Batch:
 
     @torch.inference_mode()
     def round(self) -> None:
-        """A round, of which nothing is decoded; none where all are finished."""
+        """Runs a round without decoding any image; does nothing if all sequences are finished."""
         if not self.sequences:
             return
         request = self.sequences[0].request
@@ -52,97 +56,116 @@ class Batch:
 
 
 def starts(request: Request, seq_len: int, num: float | None = None) -> np.ndarray:
-    """Tokens known before each round of an image: by the request's timetable, or `num` more each time."""
-    known = seq_len - request.num_generated(seq_len)
+    """The number of committed tokens before each round of an image.
+
+    It follows the request's timetable, or grows by `num` in each round.
+    """
+    given = seq_len - request.num_generated(seq_len)  # 0, unless a part of the image is fixed
     if num is not None:
-        return np.arange(known, seq_len, num)
+        return np.arange(given, seq_len, num)
     masked = timetable(request, seq_len).masked
-    return np.concatenate([[known], seq_len - masked[:-1]])
+    return np.concatenate([[given], seq_len - masked[:-1]])
 
 
-def iteration_at(before: np.ndarray, known: float) -> int:
-    """The first iteration, from 0, at whose start so many tokens are known, or the last."""
-    return min(int(np.searchsorted(before, known)), len(before) - 1)
+def iteration_at(before: np.ndarray, committed: float) -> int:
+    """The first iteration, from 0, that begins with at least so many committed tokens; else the last."""
+    iteration = int(np.searchsorted(before, committed))
+    return min(iteration, len(before) - 1)
 
 
 @torch.inference_mode()
 def batch_at(engine: Engine, request: Request, known: int, num: int | None = None) -> Batch:
-    """Sequences that know so many tokens, whatever these are, or those of the iteration that begins next.
+    """Sequences with `known` committed tokens, whatever their values, or at the iteration that begins next.
 
     Args:
-        request: resolved. num: of sequences; by default one in every slot.
+        request: resolved.
+        num: of sequences; by default one in every slot.
     """
-    runner, method, iteration = engine.runners[str(request.family)], method_of(request), 0
+    runner = engine.runners[str(request.family)]
+    method = method_of(request)
+    iteration = 0
     if runner.family == "MAR":
         before = starts(request, runner.seq_len)
         iteration = iteration_at(before, known)
         known = int(before[iteration])
+    # the time of a round does not depend on the values of tokens: whatever the slots hold will do
     runner.clear()
     sequences = []
     for slot in range(engine.num_slots if num is None else num):
         own = request.but(seed=slot)
         if runner.num_classes and request.label is not None:
             own = own.but(label=slot % runner.num_classes)
-        sequences.append(
-            Sequence(
-                own,
-                ticket=slot,
-                slot=slot,
-                key=method.round_key(own),
-                uses=method.uses(own),
-                stats=RoundStats(guarantee=method.guarantee_of(own)),
-            )
+        sequence = Sequence(
+            own,
+            ticket=slot,
+            slot=slot,
+            key=method.round_key(own),
+            uses=method.uses(own),
+            stats=RoundStats(guarantee=method.guarantee_of(own)),
         )
+        sequences.append(sequence)
     runner.admit(sequences)
+    # admission sets both to the beginning of an image
     for sequence in sequences:
-        sequence.iteration, sequence.num_committed = iteration, known
+        sequence.iteration = iteration
+        sequence.num_committed = known
     if runner.family == "VQ":
         runner.num_committed.fill_(known)
     return Batch(engine, sequences)
 
 
 def against_plain(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> dict:
-    """How many times as fast a run was as baseline sampling of as many images by the same settings.
+    """The speed of a run relative to baseline sampling of as many images with the same settings.
 
-    If it was no faster, and `calibrated` needs no fit for these settings, how fast that would be is timed too.
+    If the run was no faster, and `calibrated` needs no fit for these settings, a few of its rounds are timed too.
 
     Args:
-        request: of the run, resolved. num: images that it made. seconds: that it took, and of these its `rounds`.
+        request: of the run, resolved. num: images that the run generated.
+        seconds: that the run took. rounds: the part of them that its rounds took.
 
     Returns:
-        Plain values: "speedup", None if it is not known, and then "speedup_unknown" says why;
-        "plain_seconds_per_image"; "alternative", of a run that was no faster than `summary.WORTH`: "method", "speedup"
-        (None if it is not known) and "difference" (None: it needs a fit), or None. Of baseline sampling itself nothing.
+        Plain values: "speedup", or None and the reason in "speedup_unknown"; "plain_seconds_per_image"; and
+        "alternative", None unless the run was less than `WORTH` times as fast. It has "method", "speedup" (None if
+        unknown) and "difference" (None if the method needs a fit). For a run of baseline sampling itself {}.
     """
     if request.method == "ar":
         return {}
-    unknown = {"speedup": None, "plain_seconds_per_image": None, "alternative": None}
+    found = None
+    why = f"timing a few rounds of it would take too long for a run of {seconds:.1f} s"
     with telling("timing a few rounds of baseline sampling"):
         try:
-            return _compared(engine, request, num, seconds, rounds) or unknown | {
-                "speedup_unknown": f"a few rounds of it take too long beside a run of {seconds:.1f} s"
-            }
+            found = _compared(engine, request, num, seconds, rounds)
         except (RuntimeError, ValueError, FloatingPointError) as error:  # the images are there: they are not lost
-            return unknown | {"speedup_unknown": f"timing it failed ({shortened(str(error))})"}
-
-
-def _compared(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> dict | None:
-    """What `against_plain` returns; None if timing takes too long."""
-    was_plain = request.window == 0 and request.method == "speculative" and guarantee_of(request) == "exact"
-    plain = rounds if was_plain else _rounds(engine, engine.check(plain_of(request)), num, seconds, rounds)
-    if plain is None:
-        return None
-    total = seconds - rounds + plain
-    found = {"speedup": total / seconds, "plain_seconds_per_image": total / num, "alternative": None}
-    if found["speedup"] < WORTH and request.family == "MAR" and request.method != "calibrated":
-        found["alternative"] = _alternative(engine, request, num, seconds, rounds, total)
+            why = f"timing it failed ({shortened(str(error))})"
+    if found is None:
+        return {"speedup": None, "plain_seconds_per_image": None, "alternative": None, "speedup_unknown": why}
     return found
 
 
+def _compared(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> dict | None:
+    """The result of `against_plain`, or None if timing takes too long."""
+    # exact speculation with a window of 0 is baseline sampling: its own rounds are the measurement
+    was_plain = request.method == "speculative" and request.window == 0 and guarantee_of(request) == "exact"
+    plain_rounds: float | None = rounds
+    if not was_plain:
+        plain = engine.check(plain_of(request))
+        plain_rounds = _rounds(engine, plain, num, seconds, rounds)
+    if plain_rounds is None:
+        return None
+    # everything but the rounds would have taken the same time
+    plain_seconds = seconds - rounds + plain_rounds
+    speedup = plain_seconds / seconds
+    alternative = None
+    if speedup < WORTH and request.family == "MAR" and request.method != "calibrated":
+        alternative = _alternative(engine, request, num, seconds, rounds, plain_seconds)
+    return {"speedup": speedup, "plain_seconds_per_image": plain_seconds / num, "alternative": alternative}
+
+
 def _alternative(
-    engine: Engine, request: Request, num: int, seconds: float, rounds: float, plain: float
+    engine: Engine, request: Request, num: int, seconds: float, rounds: float, plain_seconds: float
 ) -> dict | None:
-    """What `calibrated` would give where a run gained nothing; `plain`: seconds that baseline sampling takes."""
+    """The speed of `calibrated` relative to baseline sampling, or None if its chains would be no shorter."""
+    # fitting would take minutes, so only a cached calibration is timed
     asked = engine.check(plain_of(request).but(method="calibrated"))
     if asked.num_sampling_steps <= HEAD_CALLS:
         return None
@@ -151,33 +174,39 @@ def _alternative(
     if at_hand is None:
         return found
     resolved, found["difference"] = at_hand
-    own = _rounds(engine, resolved, num, seconds / 2, rounds)
-    if own is not None:
-        found["speedup"] = plain / (seconds - rounds + own)
+    own_rounds = _rounds(engine, resolved, num, seconds / 2, rounds)  # baseline sampling was timed before
+    if own_rounds is not None:
+        found["speedup"] = plain_seconds / (seconds - rounds + own_rounds)
     return found
 
 
 def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: float) -> float | None:
-    """Seconds of all rounds of `num` images, an iteration or a code each; None if timing them takes too long.
+    """Seconds of all rounds of `num` images, an iteration or a token each; None if timing them takes too long.
 
-    Args:
-        seconds, rounds: of a run by another method, which bound how long timing may take.
+    `seconds` and `rounds` are of a run with another method: they bound how long timing may take.
     """
     full, rest = divmod(num, engine.num_slots)
-    counts = {size: count for size, count in ((engine.num_slots, full), (rest, 1)) if size and count}
+    batches = {}  # the number of batches by their size
+    if full:
+        batches[engine.num_slots] = full
+    if rest:
+        batches[rest] = 1
     runner = engine.runners[str(request.family)]
-    before = starts(request, runner.seq_len, None if request.family == "MAR" else 1)
+    tokens_per_round = None if request.family == "MAR" else 1
+    before = starts(request, runner.seq_len, tokens_per_round)
     budget = min(MOST, SHARE * seconds)
     most = max(LEAST, SLACK * budget)
-    if rounds / (len(before) * sum(counts.values())) > most:  # a round, if baseline sampling's are as long as the run's
+    # even one round would take too long, if it takes as long as one of the run
+    num_rounds = len(before) * sum(batches.values())
+    if rounds / num_rounds > most:
         return None
-    start = time.perf_counter()
-    _round(engine, request, int(before[0]), 1)  # the first one takes longer
+    end = time.perf_counter() + most
+    _round(engine, request, int(before[0]), 1)  # the first one takes longer, and is not counted
     total = 0.0
     try:
-        for size, count in counts.items():
-            left = start + most - time.perf_counter()
-            own = _batch_rounds(engine, request, before, size, budget / len(counts), left)
+        for size, count in batches.items():
+            left = end - time.perf_counter()
+            own = _batch_rounds(engine, request, before, size, budget / len(batches), left)
             if own is None:
                 return None
             total += count * own
@@ -189,55 +218,72 @@ def _rounds(engine: Engine, request: Request, num: int, seconds: float, rounds: 
 def _batch_rounds(
     engine: Engine, request: Request, before: np.ndarray, size: int, budget: float, most: float
 ) -> float | None:
-    """Seconds of all rounds of a batch of `size` images, of which some are timed; None if that takes too long.
+    """Seconds of all rounds of a batch of `size` images, some of which are timed; None if that takes too long.
 
     Args:
-        before: tokens known before each round. budget, most: seconds that timing should take, and may take.
+        before: committed tokens before each round.
+        budget, most: seconds that timing should take, and may take.
     """
     seq_len = engine.runners[str(request.family)].seq_len
-    start = time.perf_counter()
-    places = _places(before, seq_len, min(FEWEST, len(before)))
-    first = next(iter(places))
+    # the first round tells how many may be timed
+    begun = time.perf_counter()
+    chosen = _chosen_rounds(before, seq_len, min(FEWEST, len(before)))
+    first = next(iter(chosen))
     needed = _round(engine, request, first, size)
-    if len(places) * needed > most:
+    if len(chosen) * needed > most:
         return None
-    affordable = int((start + budget - time.perf_counter()) / needed)
-    if affordable > len(places):
-        places = _places(before, seq_len, min(affordable, PLACES, len(before)))
-    times: dict[int, list[float]] = {known: [] for known in places}
+    left = begun + budget - time.perf_counter()
+    affordable = int(left / needed)
+    if affordable > len(chosen):
+        chosen = _chosen_rounds(before, seq_len, min(affordable, ROUNDS, len(before)))
+
+    times: dict[int, list[float]] = {known: [] for known in chosen}
     if engine.device.type == "cpu":
-        times.get(first, []).append(needed)
-    else:  # where each place may have graphs to capture, or kernels to choose
-        for known in places:
+        if first in times:
+            times[first].append(needed)
+    else:
+        # on a GPU the first run of each may capture graphs or choose kernels: it is not counted
+        for known in chosen:
             needed = _round(engine, request, known, size)
-            if time.perf_counter() - start + len(places) * needed > most:
+            if time.perf_counter() - begun + len(chosen) * needed > most:
                 return None
+    # each pass times every chosen round once more, while there is time for it
     for repeat in range(1, 1 + PASSES):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for known, own in times.items():
             if len(own) < repeat:
                 own.append(_round(engine, request, known, size))
         now = time.perf_counter()
-        if now + (now - begun) > start + budget:  # another pass would take too long
+        next_end = now + (now - start)
+        if next_end > begun + budget:
             break
-    return sum(places[known] * statistics.median(own) for known, own in times.items())
+    total = 0.0
+    for known, own in times.items():
+        total += chosen[known] * statistics.median(own)
+    return total
 
 
-def _places(before: np.ndarray, seq_len: int, num: int) -> dict[int, int]:
-    """Where rounds are timed, by tokens known, and how many rounds each stands for.
+def _chosen_rounds(before: np.ndarray, seq_len: int, num: int) -> dict[int, int]:
+    """The `num` rounds that are timed, by their committed tokens, and how many rounds each represents.
 
-    Rounds differ in how many tokens are known, and in how many they make. So the rounds of an image are split into
-    parts, and each part is stood for by the one that makes nearly as many as the mean, and is nearest to the middle.
+    Rounds differ in the tokens that are committed before them, and in the tokens that they commit. So the rounds of an
+    image are split into `num` parts. Each part is represented by the round that commits nearly the mean number of
+    tokens and, among equals, is nearest to the middle.
     """
-    made = np.diff(before, append=seq_len)
-    places = {}
-    for part in np.array_split(np.arange(len(before)), num):
-        from_mean, from_middle = (np.abs(each - each.mean()) for each in (made[part], part))
-        best = part[np.lexsort((from_middle, from_mean))[0]]
-        places[int(before[best])] = len(part)
-    return places
+    committed = np.diff(before, append=seq_len)
+    chosen = {}
+    rounds = np.arange(len(before))
+    for part in np.array_split(rounds, num):
+        own = committed[part]
+        from_mean = np.abs(own - own.mean())
+        from_middle = np.abs(part - part.mean())
+        ranked = np.lexsort((from_middle, from_mean))  # the last key is the first criterion
+        best = part[ranked[0]]
+        chosen[int(before[best])] = len(part)
+    return chosen
 
 
 def _round(engine: Engine, request: Request, known: int, size: int) -> float:
-    """Seconds of a round of a batch that knows so many tokens."""
-    return seconds_of(batch_at(engine, request, known, size).round, engine.device)
+    """Seconds of a round of `size` sequences with `known` committed tokens."""
+    batch = batch_at(engine, request, known, size)
+    return seconds_of(batch.round, engine.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,10 +46,22 @@ from cspd.request import Request
 from cspd.runs import LAZY, Store, measured, models_of, what_ran
 from cspd.terminal import MOST
 
+
+class Evaluation(NamedTuple):
+    """How images are evaluated, see `cspd.evaluation.metrics`.
+
+    Attributes:
+        space: of the features. None: neither quality nor p-values. clip: the folder of a CLIP model, for prompts.
+    """
+
+    space: str | None = None
+    weights: Path | None = None
+    reference: Reference | None = None
+    clip: Path | None = None
+
+
 # The CLIP scores of a text-to-image comparison: each row's, and its difference from baseline sampling of the same
 # prompts and seeds.
-
-VALUES = ("clip_score", "clip_difference")
 
 
 def add_clip_scores(
@@ -60,15 +74,11 @@ def add_clip_scores(
 ) -> None:
     """Adds each row's CLIP score, and its mean difference from baseline sampling, to a report; with 95 % intervals.
 
-    The difference has the smaller interval: both images of a pair share the difficulty of their prompt.
-
     Args:
-        images: of each row, uint8 [N, H, W, 3]. paired: for each row, the baseline row of the same seeds, or None.
+        images: of each row, uint8 [N, H, W, 3].
+        paired: for each row, the baseline row of the same seeds, or None.
         folder: of the CLIP model; None: no scores.
     """
-    for entry in report["rows"]:
-        for name in VALUES:
-            entry[name] = entry[f"{name}_ci95"] = None
     if not are_texts(report["labels"]):
         return
     if folder is None:
@@ -76,14 +86,16 @@ def add_clip_scores(
         return
     model = Clip(folder, device)
     report["clip"] = model.about
-    texts = in_turn(report["labels"], report["images"])
+    prompts = in_turn(report["labels"], report["images"])
     scores: list[Tensor] = []
     for row_images in tqdm(images, desc="by CLIP", unit=" row", disable=not progress):
-        scores.append(model.scores(_image_list(row_images), texts))
+        scores.append(model.scores(_image_list(row_images), prompts))
     for entry, own, base in zip(report["rows"], scores, paired):
-        entry |= _with_interval("clip_score", own)
+        entry |= _mean_with_interval("clip_score", own)
         if base is not None:
-            entry |= _with_interval("clip_difference", own - scores[base])
+            # both images of a pair share the difficulty of their prompt: the difference has a smaller interval
+            difference = own - scores[base]
+            entry |= _mean_with_interval("clip_difference", difference)
 
 
 def _image_list(images: np.ndarray) -> ImageList:
@@ -91,13 +103,15 @@ def _image_list(images: np.ndarray) -> ImageList:
     return ImageList(torch.from_numpy(images).permute(0, 3, 1, 2))
 
 
-def _with_interval(name: str, values: Tensor) -> dict:
-    """The mean of images' values, under a name in `VALUES`, and its interval; None for one image."""
+def _mean_with_interval(name: str, values: Tensor) -> dict:
+    """The mean of images' values, and its 95 % interval: None for one image."""
     mean, error = mean_and_error(values)
-    return {name: mean, f"{name}_ci95": None if error is None else around(name, mean, error)}
+    interval = None if error is None else around(name, mean, error)
+    return {name: mean, f"{name}_ci95": interval}
 
 
-# The uncertainty of FID and Inception score of few images: the jackknife.
+# The uncertainty of FID and Inception score of few images: the jackknife. It leaves out one part of the images at a
+# time. The bootstrap would sample classes unevenly and repeat images, and either worsens both scores.
 
 PARTS = 25  # parts of a row's images, at most
 LEAST_INTERVAL = 20  # images, at least
@@ -108,35 +122,39 @@ QUICK_FEATURES = 256  # a FID of Inception's 2,048 features takes many seconds: 
 def jackknife(
     features: Tensor, logits: Tensor, names: list[str], reference: Reference | None, num_classes: int
 ) -> dict[str, np.ndarray]:
-    """The scores in `names` (FID, Inception score) with each part of the images left out, or {} for too few images.
-
-    The jackknife splits the images into at most 25 class-balanced parts and leaves out one at a time. We do not use
-    the bootstrap: it samples classes unevenly, and repeats images. Either alone worsens both scores.
-    """
+    """The scores in `names` (FID, Inception score) with each part of the images left out, or {} for too few images."""
     num = len(features)
     if num < LEAST_INTERVAL:
         return {}
-    if "fid" in names and (reference.statistics is None or features.shape[1] > QUICK_FEATURES):
+    is_quick = features.shape[1] <= QUICK_FEATURES
+    if "fid" in names and (reference.statistics is None or not is_quick):
         names = [name for name in names if name != "fid"]
 
-    # image i has class i modulo num_classes: a part of whole cycles is balanced
+    # image i has class i modulo num_classes: a part of whole cycles has equally many images of each class
     block = num_classes if num >= LEAST_CYCLES * num_classes else 1
     part = torch.arange(num) // block % PARTS
     values = []
-    for left_out in range(int(part.max()) + 1):
+    for left_out in part.unique():
         rest = part != left_out
         values.append(metrics.of_features(features[rest], logits[rest], names, reference))
     return {name: np.array([value[name] for value in values]) for name in names}
 
 
 def standard_error(left_out: np.ndarray) -> float:
-    """The jackknife's standard error of a value, measured with each part left out."""
-    return float(((len(left_out) - 1) * np.var(left_out)) ** 0.5)
+    """The jackknife's standard error of a value, measured with each part left out.
+
+    Efron & Stein, The Jackknife Estimate of Variance, 1981: (n - 1) / n times the sum of squared deviations.
+    """
+    variance = (len(left_out) - 1) * np.var(left_out)
+    return float(variance**0.5)
 
 
 def intervals(measured: Mapping, left_out: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
     """95 % intervals of measured values, from the result of `jackknife`."""
-    return {f"{name}_ci95": around(name, measured[name], standard_error(values)) for name, values in left_out.items()}
+    found = {}
+    for name, values in left_out.items():
+        found[f"{name}_ci95"] = around(name, measured[name], standard_error(values))
+    return found
 
 
 # Configurations side by side, with the same seeds and interleaved, as rows of speed, cost, quality and p-values.
@@ -144,6 +162,9 @@ def intervals(measured: Mapping, left_out: Mapping[str, np.ndarray]) -> dict[str
 SCHEMA = "cspd.compare/6"
 TESTS = (("p_value", "paired_baseline"), ("p_unpaired", "unpaired_baseline"))  # against the same seeds, and others
 QUALITIES = ("fid", "inception_score", "accuracy")
+CLIP_SCORES = ("clip_score", "clip_difference")
+INTERVALS = [f"{name}_ci95" for name in (*QUALITIES, *CLIP_SCORES)]
+MEASURED_LATER = [*QUALITIES, *CLIP_SCORES, *INTERVALS, *itertools.chain(*TESTS)]  # None until they are known
 
 
 def compare(
@@ -169,26 +190,27 @@ def compare(
 
     Args:
         rows: see `cspd.comparison.study.configurations`; speed is measured against the first.
-        subjects: classes by number, or prompts; image i has the i-th, over and over.
+        subjects: class indices or prompts, cycled: image i has subjects[i % len(subjects)].
         store: the folder, see `cspd.comparison.study.comparison_store`; it stays claimed until the store's `with` block
             ends.
         seed: of the first image, unless a row has its own; the next image has the next seed.
-        space, weights, reference: how images are evaluated, see `cspd.evaluation.metrics`; space None: without quality
-            and p-values. clip: the folder of a CLIP model, for images generated from prompts.
-        overwrite: replace another run in the folder. command: the command line, which the report names.
+        space, weights, reference, clip: see `Evaluation`.
+        overwrite: replace another run in the folder.
+        command: the command line, which the report names.
 
     Returns:
         A JSON-able report, see docs/compare.md, and the images of each row, uint8 [num, H, W, 3].
 
     Raises:
-        ValueError: a bad request, an engine without autoencoder, or as `Store.claim`.
+        ValueError: a request is invalid, an engine lacks an autoencoder, or as `Store.claim`.
     """
     how = {"overwrite": overwrite, "timed": TIMED, "progress": progress}
     with taking_turns(rows, subjects, [num], seed, store, **how) as runs:
         chunks = runs.make(num)
-    judge = {"space": space, "weights": weights, "reference": reference, "clip": clip}
-    report, images, _ = report_of(rows, runs.plans, chunks, subjects, seed, **judge, progress=progress)
-    return report | {"ran": ran_by(rows, command)}, images
+    evaluation = Evaluation(space, weights, reference, clip)
+    report, images, _ = report_of(rows, runs.plans, chunks, subjects, seed, evaluation, progress)
+    report["ran"] = ran_by(rows, command)
+    return report, images
 
 
 def ran_by(rows: Sequence[Configuration], command: str | None) -> dict:
@@ -196,10 +218,14 @@ def ran_by(rows: Sequence[Configuration], command: str | None) -> dict:
     models: dict[tuple, dict] = {}
     for row in rows:
         family = row.engine.check(row.request).family
-        for model in models_of(row.files, row.engine.runners[family]):
-            shared = models.setdefault((model["role"], model["sha256"]), model | {"configurations": []})
-            shared["configurations"].append(row.name)
-    return what_ran(rows[0].engine.describe(), list(models.values()), command)
+        runner = row.engine.runners[family]
+        for model in models_of(row.files, runner):
+            key = model["role"], model["sha256"]
+            if key not in models:
+                models[key] = model | {"configurations": []}
+            models[key]["configurations"].append(row.name)
+    machine = rows[0].engine.describe()
+    return what_ran(machine, list(models.values()), command)
 
 
 def report_of(
@@ -208,15 +234,14 @@ def report_of(
     chunks: Sequence[list[Chunk]],
     subjects: Sequence[Subject],
     seed: int,
-    *,
-    space: str | None = None,
-    weights: Path | None = None,
-    reference: Reference | None = None,
-    clip: Path | None = None,
+    evaluation: Evaluation,
     progress: bool = True,
 ) -> tuple[dict, list[np.ndarray], list[dict]]:
     """The report on the chunks of rows, the images of each row, and the result of `jackknife` for each."""
-    images = [np.concatenate([chunk.images for chunk in made]) for made in chunks]
+    images = []
+    for made in chunks:
+        images.append(np.concatenate([chunk.images for chunk in made]))
+    reference = evaluation.reference
     report = {
         "schema": SCHEMA,
         "images": len(images[0]),
@@ -225,45 +250,61 @@ def report_of(
         "max_batch": rows[0].engine.num_slots,
         "turns": len(chunks[0]),
         "baseline": rows[0].name,
-        "space": space,
+        "space": evaluation.space,
         "reference": reference and {"name": reference.name, "fingerprint": reference.fingerprint},
         "clip": None,
         "missing": {},
         "rows": [],
     }
-    for row, plan, made in zip(rows, plans, chunks):
+    against = [baselines(row, rows, seed) for row in rows]
+    paired = []
+    for same_seeds, _ in against:
+        paired.append(None if same_seeds is None else rows.index(same_seeds))
+    for row, plan, made, own, base in zip(rows, plans, chunks, images, paired):
         entry = speed_of(row, plan, made, chunks[0])
+        entry |= dict.fromkeys(MEASURED_LATER)
         entry["settings"] = settings_of(plan)
         if row.seed is not None:
             entry["settings"]["seed"] = row.seed
+        entry["pixel_difference"] = None
+        if base is not None:
+            entry["pixel_difference"] = _pixel_difference(own, images[base])
         report["rows"].append(entry)
-    against = [baselines(row, rows, seed) for row in rows]
-    paired = [None if same is None else rows.index(same) for same, _ in against]
-    for entry, own, base in zip(report["rows"], images, paired):
-        entry["pixel_difference"] = None if base is None else _pixel_difference(own, images[base])
-    left_out = _add_quality(report, rows, images, against, space, weights, reference, progress)
-    add_clip_scores(report, images, paired, clip, rows[0].engine.device, progress)
+    left_out = _add_quality(report, rows, images, against, evaluation, progress)
+    add_clip_scores(report, images, paired, evaluation.clip, rows[0].engine.device, progress)
     return report, images, left_out
 
 
 def _pixel_difference(images: np.ndarray, others: np.ndarray) -> float:
     """Root mean square difference, in 0..255, of images uint8 [N, H, W, 3]."""
-    squares = [np.square(image.astype(np.float32) - other).mean() for image, other in zip(images, others)]
+    squares = []
+    for image, other in zip(images, others):  # one at a time: all in float32 may be too much memory
+        difference = image.astype(np.float32) - other
+        squares.append(np.square(difference).mean())
     return float(np.mean(squares) ** 0.5)
 
 
 def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks: list[Chunk]) -> dict:
     """The speed of a row, with its spread over turns of the usual size, and its costs."""
-    size = min(row.engine.num_slots, max(len(chunk.images) for chunk in chunks))
+    largest = max(len(chunk.images) for chunk in chunks)
+    size = min(row.engine.num_slots, largest)
+    # shorter turns, and those that a wider engine ran, say nothing of the speed with this batch size
     turns = [(own, base) for own, base in zip(chunks, base_chunks) if len(own.images) == size]
     guarantee = guarantee_of(plan)
-    costs = [cost for chunk in chunks for cost in chunk.costs]
+    costs = []
+    for chunk in chunks:
+        costs += chunk.costs
     is_vq = costs[0]["step_compression"] is not None
     verified = sum(cost["judged"] for cost in costs)
     accepted = sum(cost["accepted"] for cost in costs)
-    bound, bound_interval = _mean_bound(costs) if guarantee == "bounded" else (None, None)
+    bound = {"bound": None, "bound_ci95": None}
+    if guarantee == "bounded":
+        bound = _mean_bound(costs)
     near = measured(costs)
     audit_error = near.pop("audit_error")
+    audit_interval = None
+    if audit_error is not None:
+        audit_interval = around("audit", near["audit"], audit_error)
 
     def mean(name: str) -> float:
         return sum(cost.get(name, 0) for cost in costs) / len(costs)
@@ -283,23 +324,20 @@ def speed_of(row: Configuration, plan: Request, chunks: list[Chunk], base_chunks
         "draft_backbone_calls": mean("draft_backbone_calls") or None,
         "alpha": accepted / verified if verified else None,
         "step_compression": mean("step_compression") if is_vq else None,
-        "bound": bound,
-        "bound_ci95": bound_interval,
+        **bound,
         **near,
-        "audit_ci95": None if audit_error is None else around("audit", near["audit"], audit_error),
+        "audit_ci95": audit_interval,
         "peak_bytes": max(own.peak_bytes for own, _ in turns),
     }
 
 
-def _mean_bound(costs: list[dict]) -> tuple[float, list[float] | None]:
+def _mean_bound(costs: list[dict]) -> dict:
     """The mean of the images' bounds, at most 1, and its 95 % interval: None for one image, or a mean of 1."""
     bounds = torch.tensor([cost["bound"] for cost in costs], dtype=torch.float64)
-    mean = bounds.mean().item()
-    if mean >= 1:
-        return 1.0, None
-    if len(bounds) == 1:
-        return mean, None
-    return mean, around("bound", mean, float(bounds.std() / len(bounds) ** 0.5))
+    found = _mean_with_interval("bound", bounds)
+    if found["bound"] >= 1:  # no two distributions differ by more
+        return {"bound": 1.0, "bound_ci95": None}
+    return found
 
 
 def _add_quality(
@@ -307,9 +345,7 @@ def _add_quality(
     rows: Sequence[Configuration],
     images: Sequence[np.ndarray],
     against: Sequence[tuple[Configuration | None, Configuration | None]],
-    space: str | None,
-    weights: Path | None,
-    reference: Reference | None,
+    evaluation: Evaluation,
     progress: bool,
 ) -> list[dict]:
     """Adds quality and p-values to the report's rows, and the reasons for missing ones to `missing`.
@@ -318,37 +354,37 @@ def _add_quality(
     `jackknife` for each row.
     """
     missing = report["missing"]
-    for entry in report["rows"]:
-        for name in QUALITIES:
-            entry[name] = entry[f"{name}_ci95"] = None
-        for p_value, base_name in TESTS:
-            entry[p_value] = entry[base_name] = None
-    if space is None:
-        reason = "these models have no judge of their own: give Inception's file, --weights"
-        missing |= dict.fromkeys([*QUALITIES, "p_value"], reason)
+    if evaluation.space is None:
+        reason = "these models have no classifier of their own: give Inception's file, --weights"
+        for name in (*QUALITIES, "p_value"):
+            missing[name] = reason
         return [{} for _ in rows]
-    how = {"space": space, "weights": weights, "device": rows[0].engine.device}
+
+    how = {"space": evaluation.space, "weights": evaluation.weights, "device": rows[0].engine.device}
+    reference = evaluation.reference
     if reference is not None:
         reference = _with_statistics(reference, how)
     subjects = report["labels"]
     labels = None if are_texts(subjects) else in_turn(subjects, report["images"])
-
+    # features are extracted once, and serve all scores, intervals and tests
     features, left_out = [], []
     pairs = list(zip(report["rows"], images))
-    for entry, row_images in tqdm(pairs, desc="judging", unit=" row", disable=not progress):
+    for entry, row_images in tqdm(pairs, desc="evaluating", unit=" row", disable=not progress):
         data = _image_list(row_images)
         extracted = metrics.extract(data, **how)
-        features.append(extracted[0])
         quality = metrics.measure(data, reference=reference, labels=labels, extracted=extracted, **how)
-        missing |= {name: reason for name, reason in quality["missing"].items() if name in QUALITIES}
         for name in (*QUALITIES, "accuracy_ci95"):
             entry[name] = quality[name]
+            if name in quality["missing"]:
+                missing[name] = quality["missing"][name]
         names = [name for name in ("fid", "inception_score") if entry[name] is not None]
-        left_out.append(jackknife(*extracted, names, reference, len(subjects)))
-        entry |= intervals(entry, left_out[-1])
+        scores = jackknife(*extracted, names, reference, len(subjects))
+        entry |= intervals(entry, scores)
+        left_out.append(scores)
+        features.append(extracted[0])
 
     if report["images"] < LEAST_PAIRS:
-        missing["p_value"] = f"a test wants {LEAST_PAIRS} images or more"
+        missing["p_value"] = f"a test needs {LEAST_PAIRS} images or more"
         return left_out
     for entry, bases, own in zip(report["rows"], against, features):
         for (p_value, base_name), base in zip(TESTS, bases):
@@ -362,7 +398,8 @@ def _with_statistics(reference: Reference, how: dict) -> Reference:
     """The reference with statistics only, computed once for all rows: no column needs its images."""
     statistics = reference.statistics
     if statistics is None and len(reference.images) >= metrics.LEAST["fid"]:
-        computed = fid_features_to_statistics(metrics.features(reference.images, **how))
+        features = metrics.features(reference.images, **how)
+        computed = fid_features_to_statistics(features)
         statistics = {name: value.astype(np.float64) for name, value in computed.items()}
     if statistics is None:
         return reference
@@ -386,7 +423,8 @@ class Trial:
     """The measurements of a candidate.
 
     Attributes:
-        speed: images per second. excess: how much worse it is than the limit; 0 or less is good enough.
+        speed: images per second.
+        excess: how much worse the candidate is than the limit; 0 or less is good enough.
         error: standard error of the excess.
     """
 
@@ -397,7 +435,8 @@ class Trial:
 
 def rungs(num: int) -> list[int]:
     """The images of each rung, rising to `num`: 20, 60, 180. A run with more images has the same first rungs."""
-    numbers, rung = [], FEWEST
+    numbers = []
+    rung = FEWEST
     while 2 * rung <= num:
         numbers.append(rung)
         rung *= GROWTH
@@ -406,7 +445,8 @@ def rungs(num: int) -> list[int]:
 
 def kept(number: int) -> int:
     """The number of candidates that a rung of `number` passes to the next."""
-    return min(number, max(LEAST_KEPT, -(-number // GROWTH)))
+    third = math.ceil(number / GROWTH)
+    return min(number, max(LEAST_KEPT, third))
 
 
 def planned(number: int, rung_images: Sequence[int], always: int, before: int = 0) -> int:
@@ -417,17 +457,22 @@ def planned(number: int, rung_images: Sequence[int], always: int, before: int = 
     images = 0
     for rung in rung_images:
         images += (number + always) * (rung - before)
-        number, before = kept(number), rung
+        number = kept(number)
+        before = rung
     return images
 
 
 def dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether one is nowhere larger than the other, and somewhere smaller."""
-    return all(a <= b for a, b in zip(one, other)) and any(a < b for a, b in zip(one, other))
+    """Whether `one` is nowhere larger than the other, and somewhere smaller."""
+    pairs = list(zip(one, other))
+    is_nowhere_larger = all(a <= b for a, b in pairs)
+    is_somewhere_smaller = any(a < b for a, b in pairs)
+    return is_nowhere_larger and is_somewhere_smaller
 
 
 def layers(points: Sequence[Sequence[float]]) -> list[int]:
     """The Pareto front of each point: 0 the first, 1 the front of the remaining points, and so on; less is better."""
+    # fronts are peeled off one after the other
     layer = [-1] * len(points)
     level = 0
     while -1 in layer:
@@ -443,18 +488,19 @@ def survivors(trials: Sequence[Trial], number: int) -> list[int]:
     """The `number` candidates that deserve more images, in their order.
 
     Candidates that may be good enough, within `REACH` standard errors, come first. Among equals, the front of speed and
-    excess comes first, then the next front; within a front, the faster. The fronts use an excess one standard error
-    less than measured, so that chance at few images ends no candidate early.
+    excess comes first, then the next front; within a front, the faster.
     """
-    fronts = layers([(-trial.speed, trial.excess - trial.error) for trial in trials])
+    # one standard error less than measured: chance at few images shall end no candidate early
+    points = [(-trial.speed, trial.excess - trial.error) for trial in trials]
+    fronts = layers(points)
 
     def rank(i: int) -> tuple:
         trial = trials[i]
         is_too_bad = trial.excess - REACH * trial.error > 0
         return is_too_bad, fronts[i], -trial.speed
 
-    best = sorted(range(len(trials)), key=rank)[:number]
-    return sorted(best)
+    ranked = sorted(range(len(trials)), key=rank)
+    return sorted(ranked[:number])
 
 
 def fastest(trials: Sequence[Trial]) -> int | None:
@@ -465,11 +511,13 @@ def fastest(trials: Sequence[Trial]) -> int | None:
 
 def nearest(trials: Sequence[Trial]) -> int | None:
     """The candidate with the smallest excess, among those that are faster than the first if there are any."""
-    return min(_faster(trials) or range(1, len(trials)), key=lambda i: trials[i].excess, default=None)
+    among = _faster(trials) or range(1, len(trials))
+    return min(among, key=lambda i: trials[i].excess, default=None)
 
 
 def _faster(trials: Sequence[Trial]) -> list[int]:
-    return [i for i, trial in enumerate(trials) if trial.speed > WORTH * trials[0].speed]
+    least = WORTH * trials[0].speed
+    return [i for i, trial in enumerate(trials) if trial.speed > least]
 
 
 # The search of `cspd tune`: successive halving over a comparison's folder.
@@ -519,21 +567,25 @@ def tune(
     """
     other = seed + OTHER_SEEDS
     rows = [plain, replace(plain, name=f"{plain.name}:seed={other}", seed=other), *candidates]
-    how = {"space": space, "weights": weights, "reference": reference}
+    evaluation = Evaluation(space, weights, reference)
     folder = {"overwrite": overwrite, "written": [*WRITTEN, TUNE], "may_fail": True, "progress": progress}
     with taking_turns(rows, labels, rungs(num), seed, store, **folder) as runs:
-        history, report, images = _search(runs, labels, rungs(num), seed, limits, how)
+        history, report, images = _search(runs, labels, rungs(num), seed, limits, evaluation)
         failed = {rows[r].name: reason for r, reason in runs.failed.items()}
 
     last = {row["name"] for row in report["rows"]}
-    report["ran"] = ran_by([row for row in rows if row.name in last], command)
-    own = [row for row in report["rows"] if row is not report["rows"][1]]  # rows of the same seeds
-    for row in report["rows"]:
-        row["front"] = False
-    for row, layer in zip(own, layers([_point(row) for row in own])):
-        row["front"] = layer == 0
+    last_rows = [row for row in rows if row.name in last]
+    report["ran"] = ran_by(last_rows, command)
+    baseline, other_seeds, *rest = report["rows"]
+    own = [baseline, *rest]
+    other_seeds["front"] = False  # it competes with nothing
+    fronts = layers([_point(row) for row in own])
+    for row, front in zip(own, fronts):
+        row["front"] = front == 0
     trials = [_trial(row, limits) for row in own]
-    best, near = fastest(trials), nearest(trials)
+    # the first trial is baseline sampling, which the others must beat
+    best = fastest(trials)
+    near = nearest(trials)
     report["tune"] = {
         "limits": dict(limits),
         "rungs": history,
@@ -550,39 +602,47 @@ def _search(
     numbers: Sequence[int],
     seed: int,
     limits: Mapping[str, float],
-    how: dict,
+    evaluation: Evaluation,
 ) -> tuple[list[dict], dict, list[np.ndarray]]:
     """The measurements of every rung, and the report of the last one with the images of its rows."""
     # a window of 0 is baseline sampling
     going = [r for r in range(ALWAYS, len(runs.rows)) if runs.plans[r].window != 0]
     history: list[dict] = []
     before = 0
-    for number in numbers:
-        rest = [each for each in numbers if each >= number]
-        runs.bar.total = runs.bar.n + planned(len(going), rest, ALWAYS, before)
-        report, images = _rung(runs, [*range(ALWAYS), *going], number, labels, seed, how)
+    for i, number in enumerate(numbers):
+        runs.bar.total = runs.bar.n + planned(len(going), numbers[i:], ALWAYS, before)
+        report, images = _rung(runs, [*range(ALWAYS), *going], number, labels, seed, evaluation)
         going = [r for r in going if r not in runs.failed]
-        trials = [_trial(row, limits) for row in report["rows"][ALWAYS:]]
         if number != numbers[-1]:
-            going = [going[i] for i in survivors(trials, kept(len(trials)))]
+            trials = [_trial(row, limits) for row in report["rows"][ALWAYS:]]
+            best = survivors(trials, kept(len(trials)))
+            going = [going[candidate] for candidate in best]
+        names = [runs.rows[r].name for r in going]
         recorded = [{key: row.get(key) for key in RECORDED} for row in report["rows"]]
-        history.append({"images": number, "rows": recorded, "kept": [runs.rows[r].name for r in going]})
+        history.append({"images": number, "rows": recorded, "kept": names})
         before = number
     return history, report, images
 
 
 def _rung(
-    runs: InterleavedRuns, chosen: Sequence[int], number: int, labels: Sequence[int], seed: int, how: dict
+    runs: InterleavedRuns,
+    chosen: Sequence[int],
+    number: int,
+    labels: Sequence[int],
+    seed: int,
+    evaluation: Evaluation,
 ) -> tuple[dict, list[np.ndarray]]:
     """The report on `number` images of each chosen row that does not fail, with their losses."""
+    # nothing can be compared without baseline sampling
     chunks = runs.make(number, chosen)
     for r in range(ALWAYS):
         if r in runs.failed:
             raise ValueError(f"{runs.rows[r].name}: {runs.failed[r]}")
-    runs.bar.set_postfix_str(f"judging {number} images of each")
+    runs.bar.set_postfix_str(f"evaluating {number} images of each")
     alive = [r for r in chosen if r not in runs.failed]
-    rows, plans = [runs.rows[r] for r in alive], [runs.plans[r] for r in alive]
-    report, images, left_out = report_of(rows, plans, chunks, labels, seed, **how, progress=False)
+    rows = [runs.rows[r] for r in alive]
+    plans = [runs.plans[r] for r in alive]
+    report, images, left_out = report_of(rows, plans, chunks, labels, seed, evaluation, progress=False)
     _add_losses(report["rows"], left_out)
     return report, images
 
@@ -590,46 +650,60 @@ def _rung(
 def _add_losses(rows: list[dict], left_out: Sequence[Mapping[str, np.ndarray]]) -> None:
     """Adds "losses" to each row, see `tune`; None for unknown ones.
 
-    Their standard errors are the jackknife's of the ratio to baseline sampling: the same parts are left out of both,
-    whose images have the same seeds. Without a jackknife, the error is the loss of baseline sampling with other seeds.
+    `left_out`: the result of `jackknife` for each row.
     """
+    baseline, other_seeds = rows[:ALWAYS]
     for row, own in zip(rows, left_out):
-        row["losses"] = {name: _loss(name, row, rows[0], own, left_out[0]) for name in WORSE}
+        losses = {}
+        for name in WORSE:
+            losses[name] = _loss(name, row, baseline, own, left_out[0])
         divergence = 0.0 if row["guarantee"] == "exact" else row.get("divergence")
-        row["losses"]["divergence"] = None if divergence is None else {"loss": divergence, "error": 0.0}
-    by_chance = rows[1]["losses"]
+        losses["divergence"] = None if divergence is None else {"loss": divergence, "error": 0.0}
+        row["losses"] = losses
+    # without a standard error, the loss of baseline sampling with other seeds shows the size of chance
     for row in rows:
         for name, loss in row["losses"].items():
             if loss is not None and loss["error"] is None:
-                loss["error"] = abs(by_chance[name]["loss"]) if by_chance[name] else 0.0
+                by_chance = other_seeds["losses"][name]
+                loss["error"] = abs(by_chance["loss"]) if by_chance else 0.0
 
 
 def _loss(name: str, row: dict, plain: dict, own: Mapping, of_plain: Mapping) -> dict | None:
+    """How much worse a row's value is than baseline sampling's, as a ratio less 1, and its standard error."""
     if row[name] is None or not plain[name]:
         return None
     if row is plain:
         return {"loss": 0.0, "error": 0.0}
-    loss = WORSE[name] * (row[name] / plain[name] - 1)
-    both = [row[f"{name}_ci95"], plain[f"{name}_ci95"]]
+    change = row[name] / plain[name] - 1
+    loss = WORSE[name] * change
+    interval = row[f"{name}_ci95"]
+    plain_interval = plain[f"{name}_ci95"]
     error = None
     if name in own and name in of_plain:
+        # images of one seed have much in common: leaving the same parts out of both measures the ratio's own error
         error = standard_error(own[name] / of_plain[name])
-    elif None not in both:
-        error = math.hypot(*map(half_of, both)) / NORMAL / plain[name]
+    elif interval is not None and plain_interval is not None:
+        half = math.hypot(half_of(interval), half_of(plain_interval))
+        error = half / NORMAL / plain[name]
     return {"loss": loss, "error": error}
 
 
 def _trial(row: dict, limits: Mapping[str, float]) -> Trial:
     """The trial of a row, by the limit that it exceeds most."""
+    # an unknown loss is beyond any limit
     beyond = []
     for name, limit in limits.items():
         loss = row["losses"][name]
-        beyond.append((math.inf, 0.0) if loss is None else (loss["loss"] - limit, loss["error"]))
-    return Trial(value_of(row, "images_per_second"), *max(beyond))
+        if loss is None:
+            beyond.append((math.inf, 0.0))
+        else:
+            beyond.append((loss["loss"] - limit, loss["error"]))
+    excess, error = max(beyond)
+    return Trial(value_of(row, "images_per_second"), excess, error)
 
 
 def _point(row: dict) -> tuple[float, float, float]:
-    """The coordinates of a row for the Pareto front; less is better."""
+    """The coordinates of a row for the Pareto front: minus speed, FID and difference. Less is better."""
     difference = 0.0 if row["guarantee"] == "exact" else row.get("difference")
     return (
         -value_of(row, "images_per_second"),

@@ -36,83 +36,91 @@ class Column(NamedTuple):
     meaning: str
 
 
+# in the order of the table, which leaves out a column without any value
 COLUMNS = [
-    Column("name", "configuration", "", "The study's name for it, or its method and settings as --methods takes them."),
-    Column("guarantee", "guarantee", "", "The relation of its images' distribution to baseline sampling's, see below."),
-    Column("images_per_second", "images/s", ".2f", "Median over the turns (least..most), decoding included."),
-    Column("speed_up", "speed-up", ".2f", "Against {baseline}, turn by turn: median (least..most)."),
+    Column("name", "configuration", "", "Its name in the study, or its method and settings as --methods takes them."),
+    Column(
+        "guarantee", "guarantee", "", "How the distribution of its images relates to baseline sampling's, see below."
+    ),
+    Column("images_per_second", "images/s", ".2f", "Median over the turns (min..max), decoding included."),
+    Column("speed_up", "speed-up", ".2f", "Relative to {baseline}, turn by turn: median (min..max)."),
     Column(
         "first_timestep",
         "first timestep",
         "d",
-        "The noisiest of the 1000 timesteps that its chains visit, if given; MAR's own chains begin at 999.",
+        "The timestep, of 1000, at which its denoising chains begin, if it is set; MAR's own chains begin at 999.",
     ),
     Column(
         "head_calls_per_token",
         "head calls/token",
         ".1f",
-        "Sequential calls of the diffusion head for one token; for a cached head, calls that evaluate its blocks.",
+        "Sequential calls of the diffusion head for one token. A cached head counts calls that evaluate its blocks.",
     ),
     Column(
         "window",
         "window",
         "d",
-        "Denoising steps drafted ahead (0: baseline sampling); for Jacobi, codes verified at once.",
+        "Denoising steps drafted ahead (0: baseline sampling); for Jacobi methods, tokens verified at once.",
     ),
     Column("backbone_calls", "backbone calls", ".1f", "Forward passes of the target's transformer for one image."),
     Column(
         "lazy_backbone_calls",
         "lazy calls",
         ".1f",
-        "Forward passes among them that compute only a part, with a cached backbone.",
+        "Those of the backbone calls that compute only part of the transformer, since the rest is cached.",
     ),
     Column("draft_backbone_calls", "draft calls", ".1f", "Forward passes of the draft model for one image."),
-    Column("step_compression", "tokens per forward pass", ".2f", "VQ codes committed per forward pass of the target."),
-    Column("alpha", "alpha", ".3f", "Acceptance rate: accepted / verified drafts."),
+    Column("step_compression", "tokens per forward pass", ".2f", "VQ tokens committed per forward pass of the target."),
+    Column("alpha", "alpha", ".3f", "Acceptance rate: accepted drafts divided by verified drafts."),
     Column(
         "accuracy", "class acc.", ".3f", "Fraction of the images that the classifier assigns to their class{interval}."
     ),
-    Column("fid", "FID-{images}", ".2f", "Frechet distance of features from the reference{interval}; lower is better."),
+    Column(
+        "fid",
+        "FID-{images}",
+        ".2f",
+        "Frechet distance between the features of the images and of the reference{interval}; lower is better.",
+    ),
     Column("inception_score", "IS", ".2f", "Inception score, by the same classifier{interval}; higher is better."),
     Column("clip_score", "CLIP", ".2f", "CLIP score of the images and their prompts{interval}; higher is better."),
     Column(
         "clip_difference",
         "CLIP change",
         "+.2f",
-        "Mean difference of the CLIP scores from baseline sampling's of the same prompts and seeds{interval}.",
+        "Mean difference of the CLIP scores from baseline sampling's, of the same prompts and seeds{interval}.",
     ),
     Column(
         "bound",
         "TV bound",
         ".3f",
-        "Upper bound of the total variation from the target's distribution{interval}; 1 guarantees nothing.",
+        "Upper bound of the total variation distance from the target's distribution{interval}; 1 guarantees nothing.",
     ),
     Column(
         "difference",
         "difference",
         ".3f",
-        "Root mean square difference of held-out tokens from the full chain's with the same condition and noise, in"
-        " standard deviations of a token.",
+        "Root mean square difference between its tokens and those of the full chain, with the same conditions and"
+        " noise, on held-out tokens, in standard deviations of a token.",
     ),
     Column(
         "divergence",
         "divergence",
         ".3f",
-        "KL divergence of its chains from the full ones with the same conditions, nats per token, on held-out tokens.",
+        "KL divergence of its chains from the full ones, with the same conditions, on held-out tokens; nats per token.",
     ),
     Column("audit", "audit", ".3f", "The same divergence, estimated on these images{interval}."),
     Column(
         "pixel_difference",
         "pixel difference",
         ".1f",
-        "Root mean square difference of pixels, of 0 to 255, from baseline sampling of the same seeds. If small, the"
+        "Root mean square difference of pixels, 0 to 255, from baseline sampling of the same seeds. If it is small, the"
         " images are nearly the same. A large one says nothing: an exact method may sample other images.",
     ),
     Column(
         "peak_bytes",
         "peak MiB",
         ".0f",
-        "Peak memory while it ran, of the GPU or else of this process, with the models of all configurations.",
+        "Peak memory while it ran, of the GPU or else of this process, including the models of all configurations.",
     ),
     Column(
         "p_value",
@@ -122,18 +130,10 @@ COLUMNS = [
     ),
     Column("p_unpaired", "p unpaired", ".3f", "The same test against baseline sampling of other seeds."),
 ]
-INTERVALS = (
-    "accuracy",
-    "fid",
-    "inception_score",
-    "clip_score",
-    "clip_difference",
-    "bound",
-    "audit",
-)  # columns that have one, as {key}_ci95
+# the columns that have an interval, as {key}_ci95
+INTERVALS = ("accuracy", "fid", "inception_score", "clip_score", "clip_difference", "bound", "audit")
 INTERVAL = " [95 % interval]"
 WIDTH = 120  # of the table and the notes in a terminal
-GAP = 2  # between columns there
 
 
 def value_of(row: dict, key: str) -> float | str | None:
@@ -147,13 +147,10 @@ def columns(report: dict) -> list[Column]:
     shown = []
     for column in COLUMNS:
         if any(row[column.key] is not None for row in report["rows"]):
+            title = column.title.format(**report)
             meaning = column.meaning.format(**report, interval=INTERVAL)
-            shown.append(column._replace(title=_title(column, report), meaning=meaning))
+            shown.append(column._replace(title=title, meaning=meaning))
     return shown
-
-
-def _title(column: Column, report: dict) -> str:
-    return column.title.format(**report)
 
 
 def cell(row: dict, column: Column, short: bool = False) -> str:
@@ -162,7 +159,12 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
     if value is None:
         return ""
     if isinstance(value, dict):
-        return _spread(value, column.form, alone=short and column.key == "images_per_second")
+        # over the turns
+        low, median, high = (format(value[name], column.form) for name in ("min", "median", "max"))
+        is_alone = short and column.key == "images_per_second"
+        if is_alone or value["min"] == value["max"]:
+            return median
+        return f"{median} ({low}..{high})"
     if column.key == "peak_bytes":
         value = value / 2**20
     text = format(value, column.form)
@@ -173,47 +175,40 @@ def cell(row: dict, column: Column, short: bool = False) -> str:
     return f"{text} [{low}, {high}]"
 
 
-def _spread(value: dict[str, float], form: str, alone: bool) -> str:
-    """The median, and the range unless it is one value or the median is to stand `alone`."""
-    low, median, high = (format(value[name], form) for name in ("min", "median", "max"))
-    if alone or value["min"] == value["max"]:
-        return median
-    return f"{median} ({low}..{high})"
-
-
 def notes(report: dict, short: bool = False) -> list[str]:
     """The explanations that a reader of the table needs, a sentence or two each; `short` as in `cell`."""
-    rows, images = report["rows"], report["images"]
+    rows = report["rows"]
+    images = report["images"]
 
     def has(key: str) -> bool:
         return any(row[key] is not None for row in rows)
 
     turns = _counted(len(rows[0]["seconds"]), "turn")
     size = _counted(min(images, report["max_batch"]), "image")
-    lines = [f"speed-up: against {report['baseline']!r}, median of {turns} of {size}"]
+    lines = [f"speed-up: relative to {report['baseline']!r}, median of {turns} of {size}"]
     if has("p_value"):
         lines.append(
             "p: two-sample test of the images' features against baseline sampling (ar) with the same settings, paired"
-            f" by class and seed. A small p (0.01) says that the distributions differ; a large one, that {images}"
-            " images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
+            " by class and seed. A small p (0.01) says that the distributions differ. A large p says that"
+            f" {images} images show no difference. By chance an exact method's p is below 0.01 once in a hundred times"
         )
     if any(row["p_value"] is not None and row["method"] == "ar" for row in rows):
         lines.append("p of an ar with other denoising steps: against baseline sampling with the first row's chain")
     if has("p_unpaired"):
         lines.append(
             "p unpaired: the same test against baseline sampling of other seeds. It misses small differences, which p"
-            " finds if the images of one seed are nearly equal. Rows of nearly equal images share their luck: compare"
-            " their p with that of baseline sampling itself"
+            " finds if the images of one seed are nearly equal. Rows with nearly equal images have nearly the same"
+            " luck: compare their p with that of baseline sampling itself"
         )
     if not short and any(has(f"{key}_ci95") for key in INTERVALS):
         lines.append(
-            "[least, most]: a 95 % interval; of the class accuracy Wilson's, of FID and IS by the jackknife (none for"
-            " FID by Inception)"
+            "[min, max]: a 95 % interval. The class accuracy has Wilson's; FID and IS have the jackknife's, except FID"
+            " by Inception, which has none"
         )
     if has("fid"):
         lines.append(
-            f"FID-{images}: of {images} images, not of the customary 50,000. Few images raise it: compare it within"
-            " this table only"
+            f"FID-{images}: of {images} images, not of the customary 50,000. With few images it is higher: compare it"
+            " within this table only"
         )
     return lines + _missing(report)
 
@@ -224,11 +219,13 @@ def _counted(number: int, noun: str) -> str:
 
 def _missing(report: dict) -> list[str]:
     """The reasons for missing columns, one note each."""
+    # several columns are often missing for one reason, such as no reference
     titles_by_reason: dict[str, list[str]] = {}
-    titles = {column.key: _title(column, report) for column in COLUMNS}
-    for key, reason in report["missing"].items():
-        if key in titles:
-            titles_by_reason.setdefault(reason, []).append(titles[key])
+    for column in COLUMNS:
+        reason = report["missing"].get(column.key)
+        if reason is not None:
+            title = column.title.format(**report)
+            titles_by_reason.setdefault(reason, []).append(title)
     return [f"no {', '.join(titles)}: {reason}" for reason, titles in titles_by_reason.items()]
 
 
@@ -238,32 +235,31 @@ def own_seeds(report: dict) -> bool:
 
 
 def text_table(report: dict) -> str:
-    """The table and its notes for a terminal; titles have two lines. Columns that are too wide continue below."""
+    """The table and its notes for a terminal. Columns for which it is too narrow continue below."""
+    # each part begins with the names
     name, *others = columns(report)
-    parts = [[name]]
+    tables = []
+    part = [name]
     for column in others:
-        width = sum(_width(report, each) + GAP for each in parts[-1])
-        if width + _width(report, column) > WIDTH:
-            parts.append([name])
-        parts[-1].append(column)
-    tables = [_plain(report, part) for part in parts]
+        table = _plain(report, [*part, column])
+        if max(map(len, table.splitlines())) > WIDTH:
+            tables.append(_plain(report, part))
+            part = [name]
+        part.append(column)
+    tables.append(_plain(report, part))
     filled = [textwrap.fill(f"* {note}", WIDTH, subsequent_indent="  ") for note in notes(report, short=True)]
     return "\n".join(["\n\n".join(tables), *filled])
 
 
 def _plain(report: dict, shown: list[Column]) -> str:
-    lines = zip(*(_lines(report, column) for column in shown))
-    return tabulate(lines, tablefmt="plain", **_layout(shown))
-
-
-def _lines(report: dict, column: Column) -> list[str]:
-    """A column in a terminal, with two lines for its title."""
-    above, _, below = column.title.rpartition(" ")
-    return [above, below, *(cell(row, column, short=True) for row in report["rows"])]
-
-
-def _width(report: dict, column: Column) -> int:
-    return max(map(len, _lines(report, column)))
+    """Some columns for a terminal, with two lines for their titles."""
+    above, below = [], []
+    for column in shown:
+        first, _, last = column.title.rpartition(" ")
+        above.append(first)
+        below.append(last)
+    lines = [[cell(row, column, short=True) for column in shown] for row in report["rows"]]
+    return tabulate([above, below, *lines], tablefmt="plain", **_layout(shown))
 
 
 def markdown(report: dict) -> str:
@@ -272,12 +268,13 @@ def markdown(report: dict) -> str:
     titles = [column.title for column in shown]
     lines = [[_escaped(cell(row, column)) for column in shown] for row in report["rows"]]
     table = tabulate(lines, titles, tablefmt="pipe", **_layout(shown))
-    explained = [f"* {_escaped(note)}" for note in notes(report)]
-    return "\n".join([table, "", *explained]) + "\n"
+    explained = [f"* {_escaped(note)}\n" for note in notes(report)]
+    return "".join([table, "\n\n", *explained])
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows unchanged, on one line: a name may have any characters."""
+    """Text that Markdown shows unchanged, on one line."""
+    # a name in a study may have any characters
     return re.sub(r"([\\`*_\[\]<>&|~$])", r"\\\1", " ".join(text.splitlines()))
 
 
@@ -298,25 +295,23 @@ def csv_table(report: dict) -> str:
     return buffer.getvalue()
 
 
-def _no_formula(text: str) -> str:
-    """Text that a spreadsheet does not run: a quote precedes the beginning of a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
-
-
 def _flat(row: dict) -> dict[str, object]:
     """A row whose values each fit a cell of a CSV file."""
     flat: dict[str, object] = {}
     for key, value in row.items():
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
+            # a spread over the turns
             flat[key] = value["median"]
             flat[f"{key}_least"] = value["min"]
             flat[f"{key}_most"] = value["max"]
         elif key.endswith("_ci95"):
-            flat[f"{key}_least"], flat[f"{key}_most"] = value or (None, None)
+            low, high = value or (None, None)
+            flat[f"{key}_least"] = low
+            flat[f"{key}_most"] = high
         elif isinstance(value, (dict, list)):
             flat[key] = json.dumps(value)
         else:
-            flat[key] = _no_formula(value) if isinstance(value, str) else value
+            flat[key] = value
     return flat
 
 
@@ -325,20 +320,22 @@ WORSE = {"fid": 1, "inception_score": -1, "accuracy": -1}  # the direction in wh
 
 # The report of `cspd tune`: the Pareto front as a table, and the choice or the nearest candidate.
 
-NAMES = {"fid": "FID", "inception_score": "IS", "accuracy": "recognised", "divergence": "divergence"}
+NAMES = {"fid": "FID", "inception_score": "IS", "accuracy": "class accuracy", "divergence": "divergence"}
 SHOWN = ("name", "images_per_second", "speed_up", "fid", "inception_score", "accuracy", "difference", "guarantee")
 AGAINST = "FID against ar"
 
 
 def wanted(limits: Mapping[str, float]) -> str:
     """The limits in words: "FID at most 2 % worse"."""
-    return ", ".join(_limit(name, limit) for name, limit in limits.items())
-
-
-def _limit(name: str, limit: float) -> str:
-    if name == "divergence":
-        return f"a divergence of at most {limit:g} nats per token" if limit else "exact"
-    return f"{NAMES[name]} at most {100 * limit:.3g} % worse"
+    words = []
+    for name, limit in limits.items():
+        if name != "divergence":
+            words.append(f"{NAMES[name]} at most {100 * limit:.3g} % worse")
+        elif limit:
+            words.append(f"a divergence of at most {limit:g} nats per token")
+        else:
+            words.append("exact")
+    return ", ".join(words)
 
 
 def against_plain(row: dict, name: str) -> str:
@@ -348,7 +345,9 @@ def against_plain(row: dict, name: str) -> str:
         return ""
     if name == "divergence":
         return f"{loss['loss']:.3g}"
-    return f"{100 * WORSE[name] * loss['loss']:+.1f} % ±{100 * NORMAL * loss['error']:.1f}"
+    change = 100 * WORSE[name] * loss["loss"]
+    half = 100 * NORMAL * loss["error"]
+    return f"{change:+.1f} % ±{half:.1f}"
 
 
 def front_table(report: dict) -> str:
@@ -356,28 +355,28 @@ def front_table(report: dict) -> str:
     baseline, other_seeds, *candidates = report["rows"]
     front = [row for row in candidates if row["front"]]
     front.sort(key=lambda row: value_of(row, "images_per_second"))
+    # other seeds come last: what is no farther from `ar` than they are cannot be told from it
     shown = [baseline, *front, other_seeds]
     filled = {column.key: column for column in columns(report | {"rows": shown})}
-    titles, lines = [], [[] for _ in shown]
+    table = {}
     for key in SHOWN:
-        if key not in filled:
-            continue
-        titles.append(filled[key].title)
-        for row, line in zip(shown, lines):
-            line.append(cell(row, filled[key], short=True))
-        if key == "fid":
-            titles.append(AGAINST)
-            for row, line in zip(shown, lines):
-                line.append("" if row is baseline else against_plain(row, "fid"))
-    aligned = ["left"] + ["right"] * (len(titles) - 1)
-    return tabulate(lines, titles, tablefmt="plain", colalign=aligned, disable_numparse=True)
+        if key in filled:
+            column = filled[key]
+            table[column.title] = [cell(row, column, short=True) for row in shown]
+        if key == "fid" and key in filled:
+            compared = [against_plain(row, "fid") for row in [*front, other_seeds]]
+            table[AGAINST] = ["", *compared]
+    # numbers are shown as `cell` has them, with all their digits
+    aligned = ["left"] + ["right"] * (len(table) - 1)
+    return tabulate(table, "keys", tablefmt="plain", colalign=aligned, disable_numparse=True)
 
 
 def choice_told(report: dict) -> str:
     """The chosen row in a sentence, with the limits that it may exceed by chance."""
     tuned = report["tune"]
-    row = next(row for row in report["rows"] if row["name"] == tuned["chosen"])
+    row = _named(report, tuned["chosen"])
     sentence = f"{_fast(row)} as ar, the fastest with {wanted(tuned['limits'])}"
+    # the best of many candidates is partly the luckiest: its interval may reach beyond a limit
     unsure = []
     for name, limit in tuned["limits"].items():
         loss = row["losses"][name]
@@ -385,19 +384,24 @@ def choice_told(report: dict) -> str:
             unsure.append(f"{NAMES[name]} {against_plain(row, name)}")
     if not unsure:
         return sentence
-    more = f"more images than {report['images']} would tell (--num, and it goes on)"
-    return f"{sentence}; by chance it may be beyond that ({', '.join(unsure)}): {more}"
+    values = ", ".join(unsure)
+    remedy = f"a larger --num than {report['images']} resumes the search and makes it surer"
+    return f"{sentence}; it may exceed the limits, within chance ({values}): {remedy}"
 
 
 def shortfall(report: dict) -> str:
     """The nearest row to the limits, in a sentence, if no row is chosen."""
     tuned = report["tune"]
-    sentence = f"nothing that is faster than ar is within the limits ({wanted(tuned['limits'])})"
-    row = next((row for row in report["rows"] if row["name"] == tuned["nearest"]), None)
+    sentence = f"no configuration that is faster than ar is within the limits ({wanted(tuned['limits'])})"
+    row = _named(report, tuned["nearest"])
     if row is None:
         return f"{sentence}: no candidate was left; take ar"
-    far = ", ".join(f"{NAMES[name]} {against_plain(row, name) or 'unknown'}" for name in tuned["limits"])
-    return f"{sentence}: the nearest is {_fast(row)}, {far}: allow more, or take ar"
+    values = [f"{NAMES[name]} {against_plain(row, name) or 'unknown'}" for name in tuned["limits"]]
+    return f"{sentence}: the nearest is {_fast(row)}, {', '.join(values)}; allow more, or take ar"
+
+
+def _named(report: dict, name: str | None) -> dict | None:
+    return next((row for row in report["rows"] if row["name"] == name), None)
 
 
 def _fast(row: dict) -> str:
@@ -439,56 +443,50 @@ def write(report: dict, images: Sequence[np.ndarray], out: Path) -> list[str]:
     for panel, png in zip(panels, speed_quality(panels)):
         plots.append(Picture(f"{panel.quality} against {panel.speed}", png))
     heads = _heads(report)
-    first_images = [[Image.fromarray(image) for image in row_images[: len(heads)]] for row_images in images]
-    strips, named = [], []
-    for row, row_images in zip(report["rows"], first_images):
-        pictures = []
-        for head, image in zip(heads, row_images):
-            pictures.append(Picture(", ".join([row["name"], *head]), png_of(image)))
-        strips.append(Strip(row["name"], pictures))
-        named.append((_with_speed(row), row_images))
+    strips = []
+    grid_rows = []
+    for row, row_images in zip(report["rows"], images):
+        name = row["name"]
+        first_images = [Image.fromarray(image) for image in row_images[: len(heads)]]
+        titles = [", ".join([name, *head]) for head in heads]
+        pictures = [Picture(title, png_of(image)) for title, image in zip(titles, first_images)]
+        strips.append(Strip(name, pictures))
+        speed = value_of(row, "speed_up")
+        grid_rows.append((f"{name}\n{speed:.1f}x", first_images))
 
-    is_small = first_images[0][0].width < MOST_WIDTH
-    files = {"report.html": _encoded(html_page(report, plots, strips, is_small))}
+    # a browser would smooth the pixels of small images
+    is_small = images[0].shape[2] < MOST_WIDTH
+    files = {"report.html": html_page(report, plots, strips, is_small).encode()}
     if plots:
         files["speed_quality.png"] = png_of(beside([plot.png for plot in plots]))
     else:
         (out / "speed_quality.png").unlink(missing_ok=True)  # of an earlier reference
-    files["comparison.png"] = png_of(seed_grid(named, ["\n".join(head) for head in heads]))
-    files["comparison.md"] = _encoded(markdown(report))
-    files["comparison.csv"] = _encoded(csv_table(report))
+    files["comparison.png"] = png_of(seed_grid(grid_rows, ["\n".join(head) for head in heads]))
+    files["comparison.md"] = markdown(report).encode()
+    files["comparison.csv"] = csv_table(report).encode()
     for name, content in files.items():
         write_bytes(out / name, content)
     write_json(out / "comparison.json", report)
     return [*files, "comparison.json"]
 
 
-def _with_speed(row: dict) -> str:
-    """A row's name, and below it how many times as fast as baseline sampling it was."""
-    speed = value_of(row, "speed_up")
-    return row["name"] if speed is None else f"{row['name']}\n{speed:.1f}x"
-
-
-def _encoded(text: str) -> bytes:
-    """Text as UTF-8, even if a file's name is not."""
-    return text.encode(errors="backslashreplace")
-
-
 def _heads(report: dict) -> list[list[str]]:
     """The class or prompt of each of the first images, and its seed unless rows have their own."""
     subjects = report["labels"]
-    of = "" if are_texts(subjects) else "class "
+    noun = "" if are_texts(subjects) else "class "
     heads = []
     for i, subject in enumerate(in_turn(subjects, min(report["images"], PAGE_COLUMNS))):
-        seed = [] if own_seeds(report) else [f"seed {report['first_seed'] + i}"]
-        heads.append([f"{of}{subject}", *seed])
+        head = [f"{noun}{subject}"]
+        if not own_seeds(report):
+            head.append(f"seed {report['first_seed'] + i}")
+        heads.append(head)
     return heads
 
 
 def _panels(report: dict) -> list[Panel]:
     """Quality against speed-up and, for VQ models, tokens per forward pass, which do not depend on the machine."""
     qualities = {
-        "accuracy": "share recognised by the classifier",
+        "accuracy": "fraction recognised by the classifier",
         "fid": f"FID-{report['images']}, lower is better",
         "clip_score": "CLIP score",
     }
@@ -496,6 +494,7 @@ def _panels(report: dict) -> list[Panel]:
         "speed_up": f"speed-up over {report['baseline']}",
         "step_compression": "tokens per forward pass of the target",
     }
+    # a panel for each pair that some row has both values of
     base_seconds = report["rows"][0]["seconds"]
     panels = []
     for quality, quality_title in qualities.items():
@@ -511,6 +510,7 @@ def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Po
     label, line = _label(row)
     speed_range = None
     if speed == "speed_up":
+        # the middle half of the turns: the extremes say more about the machine than about the method
         ratios = [base / own for base, own in zip(base_seconds, row["seconds"])]
         speed_range = tuple(np.percentile(ratios, [25, 75]).tolist())
     return Point(
@@ -527,9 +527,13 @@ def _point(row: dict, speed: str, quality: str, base_seconds: list[float]) -> Po
 
 def _label(row: dict) -> tuple[str, str]:
     """A point's label and its line: for "lantern++:optimal=true:k=10" the last setting and the rest; else the name."""
-    line, colon, last = row["name"].rpartition(":")
-    is_swept = colon and line.split(":")[0] == row["method"] and not last.startswith("seed=")
-    return (last, line) if is_swept else (row["name"], row["name"])
+    # configurations that differ in the last setting only are one line: a sweep
+    name = row["name"]
+    line, colon, last = name.rpartition(":")
+    method, _, _ = line.partition(":")
+    if colon and method == row["method"] and not last.startswith("seed="):
+        return last, line
+    return name, name
 
 
 def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Strip] = (), is_small: bool = False) -> str:
@@ -537,6 +541,7 @@ def html_page(report: dict, plots: Sequence[Picture] = (), strips: Sequence[Stri
 
     `is_small`: images are enlarged, with visible pixels.
     """
+    # names and prompts are escaped; a name that the template misspells is an error, not an empty text
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

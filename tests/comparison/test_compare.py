@@ -1,4 +1,4 @@
-"""Comparisons: every number of a row against an own computation of it."""
+"""Comparisons: every number of a row against an independent computation of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.linalg
 import scipy.stats
 import torch
-from comparisons import BATCH, K4, NAMES, NUM, QUICK, SEED, chunks, compare, features, images_of
+from comparisons import BATCH, K4, NAMES, NUM, QUICK, chunks, compare, features, images_of
 
 import cspd
 from cspd import method
@@ -35,7 +34,6 @@ from cspd.evaluation.metrics import (
     wilson,
 )
 from cspd.heads import chain
-from cspd.models import bundled
 from cspd.request import to_pil
 
 
@@ -48,18 +46,16 @@ def test_every_name_in_the_json_is_documented(comparison):
     names = {name for part in parts for name in part}
     assert [name for name in sorted(names) if f"`{name}`" not in section] == []
     assert f"`{report['schema']}`" in section
-    texts = {name for row in report["rows"] for name, value in row.items() if isinstance(value, str)}
-    assert texts == {"name", "method", "guarantee", "paired_baseline"}
 
 
 def test_baselines_come_first_and_once(comparison):
     _, report = comparison
     assert [row["name"] for row in report["rows"]] == NAMES
     assert report["baseline"] == "ar" and (report["images"], report["turns"]) == (NUM, 3)
-    asked = {row["name"]: row["settings"] for row in report["rows"]}
-    assert [asked[name]["num_iter"] for name in NAMES] == [4, 64, 2, 4, 4]
-    assert {settings["num_sampling_steps"] for settings in asked.values()} == {6}
-    assert asked["speculative:window=3"]["window"] == 3 and asked["cspd:gamma=32:prefill=0.7"]["gamma"] == 32
+    settings = [row["settings"] for row in report["rows"]]
+    assert [each["num_iter"] for each in settings] == [4, 64, 2, 4, 4]
+    assert {each["num_sampling_steps"] for each in settings} == {6}
+    assert settings[3]["window"] == 3 and settings[4]["gamma"] == 32
 
 
 @pytest.mark.slow
@@ -75,16 +71,18 @@ def test_two_families_are_compared(digits, tmp_path):
     made, images = compare([rows[2], rows[1], rows[3]], [1], 1, tmp_path, space="digits", progress=False)
     assert [row["paired_baseline"] for row in made["rows"]] == [None] * 3
     assert [row["step_compression"] is None for row in made["rows"]] == [True, False, False]
+    assert [row["guarantee"] for row in made["rows"]] == ["exact", "exact", "bounded"]
+    assert [row["bound"] is None for row in made["rows"]] == [True, True, False]
     assert [row["head_calls_per_token"] is None for row in made["rows"]] == [False, True, True]
     assert "speed_quality.png" in comparison_report.write(made, images, tmp_path)
 
 
-def test_speeds_are_of_full_rounds_against_the_same_round_of_ar(comparison):
+def test_speeds_are_of_full_turns_relative_to_the_same_turn_of_ar(comparison):
     out, report = comparison
     seconds = np.array([[rest["seconds"] for _, rest in chunks(out, r)[:2]] for r in range(len(NAMES))])  # 4, 4, (2)
-    for row, mine in zip(report["rows"], seconds):
-        assert row["seconds"] == mine.tolist()
-        for key, values in (("images_per_second", BATCH / mine), ("speed_up", seconds[0] / mine)):
+    for row, own in zip(report["rows"], seconds):
+        assert row["seconds"] == own.tolist()
+        for key, values in (("images_per_second", BATCH / own), ("speed_up", seconds[0] / own)):
             expected = [np.median(values), values.min(), values.max()]
             assert [row[key][name] for name in ("median", "min", "max")] == pytest.approx(expected)
     assert report["rows"][1]["speed_up"]["max"] < 0.5  # 64 iterations are slower than 4
@@ -111,29 +109,18 @@ def test_alpha_is_of_all_drafts_and_the_bound_has_its_error(digits):
 
     def chunk(*costs):
         names = dict.fromkeys(COSTS, 2.0) | {"head_calls_per_token": 0.0}  # VQ models have no head
-        return Chunk(np.zeros((len(costs), 1, 1, 3)), 1.0, 7, [names | cost for cost in costs])
+        counts = [dict(zip(("judged", "accepted", "bound"), cost)) for cost in costs]
+        return Chunk(np.zeros((len(costs), 1, 1, 3)), 1.0, 7, [names | each for each in counts])
 
-    made = [
-        chunk({"judged": 100, "accepted": 90, "bound": 0.1}, {"judged": 0, "accepted": 0, "bound": 0.4}),
-        chunk({"judged": 100, "accepted": 0, "bound": 0.1}),
-    ]
-    rule = {"rule": "cool-sd", "delta": 1.1, "draft": "chain", "gamma": 4}
-    plan = cspd.Request(0, method="cool-sd", family="VQ", **rule)
+    made = [chunk((100, 90, 0.1), (0, 0, 0.4)), chunk((100, 0, 0.1))]
+    plan = cspd.Request(0, method="cool-sd", family="VQ", rule="cool-sd", delta=1.1, draft="chain", gamma=4)
     result = speed_of(row, plan, made, made)
     assert result["alpha"] == 0.45 and result["bound"] == pytest.approx(0.2)
     half = NORMAL * np.std([0.1, 0.4, 0.1], ddof=1) / 3**0.5
     assert half > 0.19 and result["bound_ci95"] == pytest.approx([0.2 - half, 0.2 + half])
-    loose = speed_of(row, plan, [chunk({"judged": 1, "accepted": 1, "bound": 7.0})] * 2, made)
+    loose = speed_of(row, plan, [chunk((1, 1, 7.0))] * 2, made)
     assert (loose["bound"], loose["bound_ci95"]) == (1, None)
     assert result["seconds"] == [1.0] and result["step_compression"] == 2 and result["head_calls_per_token"] is None
-
-
-def frechet(found):
-    """From the bundled statistics, of features [N, D]."""
-    reference = np.load(bundled()["digits32"] / "reference.npz")
-    mu, sigma = found.double().mean(0).numpy(), np.cov(found.double().numpy(), rowvar=False)
-    root = scipy.linalg.sqrtm(sigma @ reference["sigma"]).real
-    return ((mu - reference["mu"]) ** 2).sum() + np.trace(sigma + reference["sigma"] - 2 * root)
 
 
 def wilson_of_scipy(hits, num):
@@ -141,10 +128,8 @@ def wilson_of_scipy(hits, num):
     return [interval.low, interval.high]
 
 
-@pytest.mark.parametrize(
-    "hits, num", [(0, 1), (1, 1), (60, 60), (7, 8), (0, 500), (37, 500), (250, 500), (49_999, 50_000)]
-)
-def test_the_interval_of_a_share(hits, num):
+@pytest.mark.parametrize("hits, num", [(0, 1), (1, 1), (7, 8), (0, 500), (250, 500), (49_999, 50_000)])
+def test_the_interval_of_a_fraction(hits, num):
     found = wilson(hits / num, num)
     assert found == pytest.approx(wilson_of_scipy(hits, num), abs=1e-12)
     assert 0 <= found[0] <= hits / num <= found[1] <= 1 and found[0] < found[1]
@@ -157,7 +142,7 @@ def test_no_interval_goes_beyond_its_range():
     assert NORMAL == pytest.approx(scipy.stats.norm.ppf(0.975))
 
 
-def test_quality_is_of_the_images_that_were_made(comparison):
+def test_quality_is_of_the_generated_images(comparison):
     out, report = comparison
     labels = torch.arange(NUM) % 10
     for i, row in enumerate(report["rows"]):
@@ -165,17 +150,16 @@ def test_quality_is_of_the_images_that_were_made(comparison):
         right = (load_classifier("digits").out(found).argmax(1) == labels).float().mean().item()
         assert row["accuracy"] == pytest.approx(right)
         assert row["accuracy_ci95"] == pytest.approx(wilson_of_scipy(round(right * NUM), NUM))
-        assert row["fid"] == pytest.approx(frechet(found), rel=1e-2)
-        assert row["inception_score"] is None
-        assert row["fid_ci95"] is None  # of so few images
+        assert row["inception_score"] is row["fid_ci95"] is None  # of so few images
     assert "20 are needed" in report["missing"]["inception_score"]
     assert report["reference"]["fingerprint"] == load_reference(SPACES["digits"].reference).fingerprint
 
 
-@pytest.mark.parametrize("num, most", [(80, 3), (500, 1.5)])  # parts of few images fall otherwise into IS's ten
+@pytest.mark.parametrize("num, most", [(80, 3), (500, 1.5)])  # IS splits few images into ten uneven parts
 def test_intervals_are_as_wide_as_numbers_vary(num, most):
-    """Of FID and Inception score, over 40 sets whose features are of 10 classes far apart, in turn."""
-    generator, names = torch.Generator().manual_seed(0), ["fid", "inception_score"]
+    """Over 40 sets of images whose features are of 10 classes far apart, in cycles."""
+    generator = torch.Generator().manual_seed(0)
+    names = ["fid", "inception_score"]
     centres = 2 * torch.randn(10, 16, generator=generator)
 
     def drawn(count):
@@ -187,14 +171,15 @@ def test_intervals_are_as_wide_as_numbers_vary(num, most):
     reference = Reference("", "", {"mu": training.mean(0).numpy(), "sigma": training.T.cov().numpy()})
     sets = [drawn(num) for _ in range(40)]
     values = [metrics.of_features(*each, names, reference) for each in sets]
-    found = [intervals(*each) for each in zip(values, [jackknife(*each, names, reference, 10) for each in sets])]
+    half = {}
+    for num_classes in (10, 10**6):  # the second makes parts that are not balanced
+        left_out = [jackknife(*each, names, reference, num_classes) for each in sets]
+        found = [intervals(*each) for each in zip(values, left_out)]
+        half[num_classes] = {name: np.mean([half_of(each[f"{name}_ci95"]) for each in found]) for name in names}
     for name in names:
         true = 1.96 * np.std([value[name] for value in values], ddof=1)
-        told = np.mean([half_of(each[f"{name}_ci95"]) for each in found])
-        assert 0.75 < told / true < most, name
-    apart = [intervals(*each) for each in zip(values, [jackknife(*each, names, reference, 10**6) for each in sets])]
-    lengths = [[half_of(each["fid_ci95"]) for each in made] for made in (apart, found)]  # not by turns of the classes
-    assert np.mean(lengths[0]) > 1.5 * np.mean(lengths[1])
+        assert 0.75 < half[10][name] / true < most, name
+    assert half[10**6]["fid"] > 1.5 * half[10]["fid"]
 
 
 def test_features_are_taken_once(digits, tmp_path, monkeypatch):
@@ -205,34 +190,23 @@ def test_features_are_taken_once(digits, tmp_path, monkeypatch):
     for i, output in enumerate(digits.generate([cspd.Request(i, num_iter=8, **quick) for i in range(4)])):
         to_pil(output.image).save(folder / f"{i}.png")
     reference = load_reference(folder)
-    judged = []
+    evaluated = []
     forward = ClassifierExtractor.forward
 
     def counted(self, images):
-        judged.append(len(images))
+        evaluated.append(len(images))
         return forward(self, images)
 
     monkeypatch.setattr(ClassifierExtractor, "forward", counted)
-    ways = {"space": "digits", "reference": reference}
-    report, images = compare(rows, range(10), 20, tmp_path / "out", progress=False, **ways)
-    assert sum(judged) == 4 + 20 + 20
+    how = {"space": "digits", "reference": reference}
+    report, images = compare(rows, range(10), 20, tmp_path / "out", progress=False, **how)
+    assert sum(evaluated) == 4 + 20 + 20
     for row, made in zip(report["rows"], images):
-        wrapped = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
-        measured = metrics.measure(wrapped, labels=[i % 10 for i in range(20)], **ways)  # torch-fidelity, of images
+        data = metrics.ImageList(torch.from_numpy(made).permute(0, 3, 1, 2))
+        measured = metrics.measure(data, labels=[i % 10 for i in range(20)], **how)  # by torch-fidelity, from images
         assert measured["kid"] is not None and 0 <= row["fid_ci95"][0] < row["fid"] < row["fid_ci95"][1]
         for name in ("fid", "inception_score", "accuracy"):
             assert row[name] == pytest.approx(measured[name], rel=1e-4)
-
-
-def test_p_is_of_the_features_against_ar_with_the_same_settings(comparison):
-    out, report = comparison
-    bases = [None, None, None, 0, 0]
-    for i, (row, base) in enumerate(zip(report["rows"], bases)):
-        if base is None:
-            assert row["p_value"] is row["paired_baseline"] is None
-        else:
-            assert row["p_value"] == energy_test(features(images_of(out, base)), features(images_of(out, i)))
-            assert row["paired_baseline"] == NAMES[base]
 
 
 def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_path):
@@ -250,17 +224,8 @@ def test_rows_are_tested_against_the_same_seeds_and_against_others(digits, tmp_p
     assert [row["pixel_difference"] for row in report["rows"]] == [None, None, pytest.approx(pixels)]
 
 
-def test_images_are_those_of_their_seeds(comparison, digits):
-    out, _ = comparison
-    for row, more in ((0, {"method": "ar"}), (3, {"method": "speculative", "window": 3})):
-        made = images_of(out, row).astype(float)
-        outputs = digits.generate([cspd.Request(i, SEED + i, **K4, **more) for i in range(4, 8)])
-        for i, output in zip(range(4, 8), outputs):
-            assert np.abs(made[i] - (output.image.permute(1, 2, 0).numpy() * 255).round()).max() <= 1
-
-
 @pytest.mark.slow
-def test_a_sampler_that_is_wrong_is_found_out(digits, tmp_path, monkeypatch):
+def test_a_wrong_sampler_has_a_small_p(digits, tmp_path, monkeypatch):
     def colder(runner, batch, watch):
         asked = [sequence.request for sequence in batch]
         for sequence in batch:
@@ -293,17 +258,3 @@ def test_a_reference_needs_features(tmp_path, capsys):
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert report["rows"][0]["fid"] is None and "--weights" in report["missing"]["fid"]
-
-
-@pytest.mark.slow
-def test_vq_models_are_compared_by_codes_per_forward(tmp_path, capsys):
-    name = "cool-sd:delta=1.01"
-    arguments = ["--checkpoint", "digits32_vq", "--methods", name, "--num", "1", "--max-batch", "1"]
-    assert main(["compare", *arguments, "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "comparison.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["ar", name]  # no 64 iterations here
-    assert rows[0]["step_compression"] == 1 < rows[1]["step_compression"]
-    assert [row["guarantee"] for row in rows] == ["exact", "bounded"]
-    assert rows[0]["bound"] is None and 0 < rows[1]["bound"] <= 1
-    above, below = capsys.readouterr().out.splitlines()[:2]
-    assert "codes per" in above and "TV" in above and "head" not in above and "bound" in below
