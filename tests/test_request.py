@@ -231,7 +231,8 @@ def test_cuda_is_one_device(device):
     "setting, value",
     [
         *(("device", value) for value in ("gpu", "meta", "cpu:x", "")),
-        *(("precision", value) for value in ("fp8", None, Precision("bf16", torch.device("cuda:1")))),
+        *(("precision", value) for value in ("fp8", None)),
+        pytest.param("precision", Precision("bf16", torch.device("cuda:1")), id="precision-of another device"),
         *(("max_batch", value) for value in (0, 1.5, True, "8", 10**22)),
     ],
     ids=str,
