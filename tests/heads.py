@@ -1,4 +1,4 @@
-"""A head of known score in place of a trained one, chains of it, and drafts and noise that are wrong on purpose."""
+"""A head of known score in place of a trained one, chains of it, and drafts of it, right and wrong."""
 
 from __future__ import annotations
 
@@ -198,16 +198,3 @@ def biased(case: Case, of_mean: float, of_log_sigma: float) -> Calibration:
     coefficients, drift = draft.coefficients.copy(), draft.drift + (of_log_sigma / s.log_sigma_slope)[:, None]
     coefficients[..., 0] += (of_mean * np.exp(s.log_sigma_base) / np.abs(s.mean_eps))[:, None]
     return dataclasses.replace(draft, coefficients=coefficients, drift=drift.astype(np.float32))
-
-
-class ChangedUniforms:
-    """Noise whose uniform draws, which accept drafts, are changed."""
-
-    candidates = staticmethod(cspd_noise.candidates)
-
-    def __init__(self, change):
-        self.change = change
-
-    def chain(self, *args):
-        x, eps, uniform = cspd_noise.chain(*args)
-        return x, eps, self.change(uniform)

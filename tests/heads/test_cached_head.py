@@ -1,4 +1,4 @@
-"""LazyMAR's cached head does what it says, and with nothing reused it is the ancestral chain."""
+"""LazyMAR's cached head is its formula, and without reuse it is the ancestral chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mar.head import ReadyHead, schedule
 
 
 def test_the_steps_that_evaluate_the_blocks():
-    """Of 100 the first 10, then every eighth; of few, the first alone is before that."""
+    """The first tenth, rounded up, the next one, and from there on every `reuse`-th."""
     expected = [*range(10), 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98]
     assert solvers.evaluated_calls(100, 8).tolist() == expected
     assert solvers.evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
@@ -33,8 +33,8 @@ def chains(model, cfg=2.0, steps=23, **settings):
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 @pytest.mark.parametrize("per_table", [1, 4, None])
-def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
-    """Each step by the head's parts; between evaluations updates and the null class's distance stay as they are."""
+def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
+    """Each step by the head's parts; between evaluations the updates and the unconditional difference are reused."""
     runner, rows, z = chains(model, cfg, reuse=5)
     if per_table:
         size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
@@ -78,7 +78,7 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
     assert made.evaluations.tolist() == [7 * len(z)] * 8
 
 
-def test_tables_are_small_however_much_is_reused(model, monkeypatch):
+def test_tables_are_small_however_many_steps_reuse_them(model, monkeypatch):
     runner, rows, z = chains(model, steps=40, reuse=39)
     size = modulation_size(model.head) * z[..., 0].numel()  # of one call
     monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", size)
@@ -95,7 +95,7 @@ def test_tables_are_small_however_much_is_reused(model, monkeypatch):
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
-def test_nothing_reused_is_the_ancestral_chain(cfg, model):
+def test_without_reuse_it_is_the_ancestral_chain(cfg, model):
     runner, rows, z = chains(model, cfg, reuse=1)
     cached = solvers.denoise_cached(runner, "target", rows, z, densities=True)
     full = chain.denoise_ancestral(runner, "target", rows, z, densities=True)
@@ -105,7 +105,7 @@ def test_nothing_reused_is_the_ancestral_chain(cfg, model):
     assert cached.evaluations.tolist() == full.evaluations.tolist()
 
 
-def test_blocks_are_evaluated_as_often_as_is_said(model, monkeypatch):
+def test_blocks_are_evaluated_as_often_as_reported(model, monkeypatch):
     calls = []
     through_blocks = ReadyHead.through_blocks
     monkeypatch.setattr(ReadyHead, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))
