@@ -112,7 +112,10 @@ def test_the_coupling_draws_p(name):
     assert normal_pvalue(standardise(y[:20_000], q)) < 1e-12  # the test would notice
     counts = torch.bincount(how, minlength=3) / len(how)
     assert counts[0] < 0.99 and counts[1] > 0.01  # some were accepted and some were not
-    assert (counts[2] > 0.003) == (name != "other means")  # equal sigmas: the mirror image is always accepted
+    if name == "other means":
+        assert counts[2] < 1e-4  # equal sigmas: the mirror image is always accepted
+    else:
+        assert counts[2] > 0.003
 
 
 @pytest.mark.parametrize("gap, ratio", [(0.8, 1.0), (0.5, 1.5), (-1.0, 0.6), (0.0, 2.0)])
@@ -127,17 +130,6 @@ def test_acceptance_is_the_overlap(gap, ratio):
     accepted = (how == 0).double().mean().item()
     assert accepted == pytest.approx(overlap, abs=4 * (overlap * (1 - overlap) / len(how)) ** 0.5)
     assert normal_pvalue(standardise(y, p)) > 1e-3
-
-
-def test_equal_sigmas_never_need_the_residual():
-    """In float32, up to the rounding of the ratio that rejects x and accepts its image."""
-    g = torch.Generator().manual_seed(4)
-    p, q = (tuple(t.float().expand(200_000, -1) for t in parameters) for parameters in PAIRS["other means"])
-    x = q[0] + q[1].exp() * torch.randn(200_000, CHANNELS, generator=g)
-    log_uniform, ratio = torch.rand(len(x), generator=g).log(), log_ratio(x, p, q)
-    _, lost = resample(x, log_uniform, p, q)
-    assert not lost[log_uniform >= ratio + 1e-5].any() and (log_uniform >= ratio).double().mean() > 0.2
-    assert lost[log_uniform < ratio - 1e-5].all()
 
 
 def bump(y):
@@ -184,20 +176,3 @@ def test_the_first_accepted_candidate_is_by_index_whatever_the_blocks(max_tries,
         assert asked[0] == (0, min(block, max_tries)) and sum(num for _, num in asked) <= max_tries
         assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(asked))  # every candidate once
     assert (tries == max_tries + 1).any() == (max_tries == 5) and (tries <= max_tries).any()
-
-
-def test_if_nothing_is_left_to_accept_the_last_candidate_is_taken(monkeypatch):
-    """The residual of equal Gaussians is empty; its tries are counted as one more than the limit."""
-    monkeypatch.setattr(verify, "MAX_TRIES", 100)
-    p = tuple(torch.zeros(4, CHANNELS).double() for _ in range(2))
-    seen = []
-
-    def draws(first, num):
-        normals, log_uniform = draws_from(torch.Generator().manual_seed(first), 4)(first, num)
-        seen.append(normals)
-        return normals, log_uniform
-
-    y, tries = residual(p, p, draws)
-    assert tries.tolist() == [101] * 4
-    candidates = torch.cat(seen, dim=1)
-    assert torch.equal(y, candidates[:, -1]) and candidates.shape[1] == 100
