@@ -55,9 +55,9 @@ def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
                         shift, scale, gate = block.adaLN_modulation[1](y).chunk(3, dim=-1)
                         h = h + gate * block.mlp(block.in_ln(h) * (1 + scale) + shift)
                     if not outputs:
-                        kept = h - head.input_proj(x)
+                        updates = h - head.input_proj(x)
                 else:
-                    h = h + kept
+                    h = h + updates
                 shift, scale = head.final_layer.adaLN_modulation[1](y).chunk(2, dim=-1)
                 normed = torch.nn.functional.layer_norm(h, h.shape[-1:], eps=1e-6)
                 outputs.append(head.final_layer.linear(normed * (1 + scale) + shift))

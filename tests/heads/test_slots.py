@@ -64,16 +64,13 @@ def test_launches_of_several_rounds_give_the_tokens_of_single_rounds(first_block
     assert_same(staggered(replayed()), staggered())
 
 
-@pytest.mark.parametrize("fitting", [0, 6])  # chains whose modulations fit into the table
-def test_modulations_are_looked_up_or_computed_in_each_round(fitting, monkeypatch):
-    """Also if the running chains outgrow the table and shrink again."""
+def test_modulations_are_looked_up_or_computed_in_each_round(monkeypatch):
+    """Also if the running chains outgrow the table and shrink again, or if no memory is left for a table."""
     expected = staggered()
-    monkeypatch.setattr("cspd.heads.speculative.table_size", lambda *_: fitting * CASE.num_steps)
-    assert_same(staggered(), expected)
-
-
-def test_a_table_without_memory_changes_nothing(monkeypatch):
-    expected = staggered()
+    for fitting in (0, 6):  # chains
+        monkeypatch.setattr("cspd.heads.speculative.table_size", lambda *_, fitting=fitting: fitting * CASE.num_steps)
+        assert_same(staggered(), expected)
+    monkeypatch.undo()
     monkeypatch.setattr("cspd.heads.chain.TABLE_SHARE", 0)
     assert_same(staggered(), expected)
 

@@ -192,55 +192,55 @@ class ByHand:
         self.decoder: list[dict] = [{} for _ in model.decoder_blocks]
         self.inputs: dict[int, torch.Tensor] = {}
 
-    def block(self, block, x: dict, kept: dict, visible: list[int]) -> dict:
+    def block(self, block, x: dict, cache: dict, visible: list[int]) -> dict:
         """Outputs by position of inputs x by position, whose keys and values are cached first."""
         inputs = torch.stack(list(x.values()))
         q, k, v = block.attn.qkv(block.norm1(inputs)).view(len(x), 3, block.attn.num_heads, -1).unbind(1)
-        kept.update({place: (k[i], v[i]) for i, place in enumerate(x)})
-        keys, values = (torch.stack([kept[place][i] for place in visible]) for i in range(2))
+        cache.update({index: (k[i], v[i]) for i, index in enumerate(x)})
+        keys, values = (torch.stack([cache[index][i] for index in visible]) for i in range(2))
         weights = torch.einsum("qhd,khd->hqk", q, keys / keys.shape[-1] ** 0.5).softmax(-1)
         seen = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
         middle = inputs + block.attn.proj(seen)
         return dict(zip(x, middle + block.mlp(block.norm2(middle))))
 
-    def evaluate(self, known: int, new: int, num_next: int, others: int) -> torch.Tensor:
+    def evaluate(self, committed: int, new: int, num_next: int, others: int) -> torch.Tensor:
         """The last block's output at the next positions; with all tokens new and all others, a refresh."""
         model, position = self.model, self.model.encoder_pos_embed_learned[0]
-        x = {place: model.z_proj_ln(self.embedding + position[place]) for place in range(BUFFER)}
-        for rank in range(known - new, known):
+        x = {index: model.z_proj_ln(self.embedding + position[index]) for index in range(BUFFER)}
+        for rank in range(committed - new, committed):
             at = self.order[rank]
             x[BUFFER + rank] = model.z_proj_ln(model.z_proj(self.tokens[at]) + position[BUFFER + at])
-        for block, kept in zip(model.encoder_blocks, self.encoder):
-            x = self.block(block, x, kept, list(range(BUFFER + known)))
+        for block, cache in zip(model.encoder_blocks, self.encoder):
+            x = self.block(block, x, cache, list(range(BUFFER + committed)))
 
         position = model.decoder_pos_embed_learned[0]
-        for place, each in x.items():
-            at = place if place < BUFFER else BUFFER + self.order[place - BUFFER]
+        for index, each in x.items():
+            at = index if index < BUFFER else BUFFER + self.order[index - BUFFER]
             self.inputs[at] = model.decoder_embed(model.encoder_norm(each)) + position[at]
-        for rank in range(known, LENGTH):
+        for rank in range(committed, LENGTH):
             at = BUFFER + self.order[rank]
             self.inputs[at] = model.mask_token[0, 0] + position[at]
         x = dict(sorted(self.inputs.items()))
         everywhere = list(x)
-        to_predict = [BUFFER + at for at in self.order[known : known + num_next]]
-        newly_known = [BUFFER + at for at in self.order[known - new : known]]
-        for layer, (block, kept) in enumerate(zip(model.decoder_blocks, self.decoder)):
-            before = dict(kept)
-            out = self.block(block, x, kept, everywhere)
+        to_predict = [BUFFER + at for at in self.order[committed : committed + num_next]]
+        newly_committed = [BUFFER + at for at in self.order[committed - new : committed]]
+        for layer, (block, cache) in enumerate(zip(model.decoder_blocks, self.decoder)):
+            before = dict(cache)
+            out = self.block(block, x, cache, everywhere)
             if layer == min(SELECTING, len(model.decoder_blocks) // 2):
-                change = {at: self.change(before, kept, at) for at in x if at not in to_predict + newly_known}
+                change = {at: self.change(before, cache, at) for at in x if at not in to_predict + newly_committed}
                 by_change = sorted(change, key=change.get, reverse=True)
-                chosen = [*to_predict, *newly_known, *by_change][: num_next + others]
+                chosen = [*to_predict, *newly_committed, *by_change][: num_next + others]
                 out = {at: out[at] for at in sorted(chosen)}
             x = out
         return torch.stack([x[at] for at in to_predict])
 
     @staticmethod
-    def change(before: dict, kept: dict, at: int) -> float:
+    def change(before: dict, cache: dict, at: int) -> float:
         """One minus the cosine similarity of values with those before, the mean over the heads."""
         if at not in before:
             return 2.0
-        cosines = [(a @ b) / (a.norm() * b.norm()) for a, b in zip(before[at][1], kept[at][1])]
+        cosines = [(a @ b) / (a.norm() * b.norm()) for a, b in zip(before[at][1], cache[at][1])]
         return 1 - (sum(cosines) / len(cosines)).item()
 
 
@@ -248,18 +248,18 @@ def test_lazy_evaluations_are_those_by_hand(model, inputs):
     """Three sequences of unequal progress in one batch, three evaluations after a refresh, and another refresh."""
     (tokens, order, embedding), cache, slots = inputs, empty(model), torch.tensor([4, 0, 1])
     by_hand = [ByHand(model, *each) for each in zip(tokens, order, embedding)]
-    known = [0, 4, 6]
-    everything = [[k, k, 3, BUFFER + LENGTH - 3] for k in known]
-    schedules = [  # known, new, to be predicted, others
+    committed = [0, 4, 6]
+    everything = [[k, k, 3, BUFFER + LENGTH - 3] for k in committed]
+    schedules = [  # committed, new, to be predicted, others
         [[1, 1, 2, 3], [6, 2, 1, 4], [7, 1, 3, 2]],
         [[3, 2, 1, 2], [7, 1, 2, 18], [10, 3, 1, 3]],
-        [[3, 2, 1, 2], [7, 1, 2, 1], [10, 3, 1, 3]],  # the new ones are not those that changed most
+        [[3, 2, 1, 2], [7, 1, 2, 1], [10, 3, 1, 3]],  # the new ones did not change most
         [[4, 1, 5, 1], [9, 2, 4, 2], [11, 1, 1, 1]],
-        [[9, 5, 7, 5], [14, 5, 2, 7], [12, 1, 4, 6]],  # 14: places that the refresh did not reach
+        [[9, 5, 7, 5], [14, 5, 2, 7], [12, 1, 4, 6]],  # 14: positions that the refresh did not reach
     ]
     for rows, hand in zip(everything, by_hand):
         hand.evaluate(*rows)
-    refresh(model, cache, slots, tokens, order, known, embedding, order[:, :1])
+    refresh(model, cache, slots, tokens, order, committed, embedding, order[:, :1])
     for counts in schedules:
         x, positions = lazy(model, cache, slots, tokens, order, counts, embedding)
         for i, (hand, own) in enumerate(zip(by_hand, counts)):
@@ -269,12 +269,12 @@ def test_lazy_evaluations_are_those_by_hand(model, inputs):
 
 
 def test_a_cached_sequence_does_not_depend_on_its_batch(model, inputs):
-    known, counts = [0, 4, 6], [[1, 1, 2, 3], [9, 5, 1, 12], [7, 1, 3, 2]]
+    committed, counts = [0, 4, 6], [[1, 1, 2, 3], [9, 5, 1, 12], [7, 1, 3, 2]]
 
     def run(which: list[int]) -> tuple[torch.Tensor, Cache]:
         cache, slots = empty(model), torch.tensor(which)
         tokens, order, embedding = (each[which] for each in inputs)
-        refresh(model, cache, slots, tokens, order, [known[i] for i in which], embedding, order[:, :1])
+        refresh(model, cache, slots, tokens, order, [committed[i] for i in which], embedding, order[:, :1])
         return lazy(model, cache, slots, tokens, order, [counts[i] for i in which], embedding)[0], cache
 
     together, cache = run([0, 1, 2])
