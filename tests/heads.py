@@ -154,18 +154,22 @@ def merge(parts: list[Finished | None]) -> Finished:
         is_tensor = isinstance(values[0], Tensor)
         joined[field.name] = torch.cat(values) if is_tensor else [each for part in values for each in part]
     order = torch.tensor(joined["owners"]).argsort()
-    return Finished(**{k: v[order] if isinstance(v, Tensor) else [v[i] for i in order] for k, v in joined.items()})
+    for name, values in joined.items():
+        joined[name] = values[order] if isinstance(values, Tensor) else [values[i] for i in order]
+    return Finished(**joined)
 
 
 def gaussian_moments(case: Case) -> tuple[Tensor, float]:
-    """Mean [d] and variance of a head with one component, in float64: DDPM's posterior, written out."""
+    """Mean [d] and variance of a head with one component, in float64: DDPM's posterior (arXiv 2006.11239, eq. 7)."""
     s, z = schedule(case.num_steps), case.z[:, 0].double()
     centre = case.head.means[0].double() + (z[0] if len(z) == 1 else z[1] + case.scale * (z[0] - z[1]))
     mean, variance = torch.zeros_like(centre), 1.0
     for t in reversed(range(case.num_steps)):
         abar, before = s.alphas_cumprod[t], s.alphas_cumprod[t - 1] if t else 1.0
         beta = 1 - abar / before
-        of_x0, of_x = np.sqrt(before) * beta / (1 - abar), np.sqrt(1 - beta) * (1 - before) / (1 - abar)
+        of_x0 = np.sqrt(before) * beta / (1 - abar)
+        of_x = np.sqrt(1 - beta) * (1 - before) / (1 - abar)
+        # eps = gain (x - sqrt(abar) centre), and x0 follows from eps
         gain = np.sqrt(1 - abar) / (abar * case.head.scales.item() ** 2 + 1 - abar)
         eps_of_mean = gain * (mean - np.sqrt(abar) * centre)
         mean = of_x0 * (mean - np.sqrt(1 - abar) * eps_of_mean) / np.sqrt(abar) + of_x * mean

@@ -31,6 +31,14 @@ def chains(model, cfg=2.0, steps=23, **settings):
         return runner, rows, runner.conditions(batch, rows)
 
 
+def through_blocks(head, h, y):
+    """The residual blocks, modulated by y."""
+    for block in head.res_blocks:
+        shift, scale, gate = block.adaLN_modulation[1](y).chunk(3, dim=-1)
+        h = h + gate * block.mlp(block.in_ln(h) * (1 + scale) + shift)
+    return h
+
+
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 @pytest.mark.parametrize("per_table", [1, 4, None])
 def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
@@ -40,20 +48,20 @@ def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
         size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
         monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", per_table * size)
     made = solvers.denoise_cached(runner, "target", rows, z, densities=True)
+
     head, s = model.head, schedule(23, 950)
     x = runner.noise.initial(rows.seed, rows.position, head.channels)
     log_sigma = torch.zeros(len(x))
     with torch.inference_mode():
         for call, t in enumerate(reversed(range(23))):
+            is_evaluated = call in (0, 1, 2, 3, 8, 13, 18)
             t_embed = head.time_embed(torch.tensor([s.timestep_map[t]]))
             outputs = []
-            for each in z:
-                y = torch.nn.functional.silu(t_embed + head.cond_embed(each))
+            for condition in z:  # the class, then the unconditional branch
+                y = torch.nn.functional.silu(t_embed + head.cond_embed(condition))
                 h = head.input_proj(x)
-                if call in (0, 1, 2, 3, 8, 13, 18):
-                    for block in head.res_blocks:
-                        shift, scale, gate = block.adaLN_modulation[1](y).chunk(3, dim=-1)
-                        h = h + gate * block.mlp(block.in_ln(h) * (1 + scale) + shift)
+                if is_evaluated:
+                    h = through_blocks(head, h, y)
                     if not outputs:
                         updates = h - head.input_proj(x)
                 else:
@@ -61,16 +69,16 @@ def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
                 shift, scale = head.final_layer.adaLN_modulation[1](y).chunk(2, dim=-1)
                 normed = torch.nn.functional.layer_norm(h, h.shape[-1:], eps=1e-6)
                 outputs.append(head.final_layer.linear(normed * (1 + scale) + shift))
-            if call in (0, 1, 2, 3, 8, 13, 18):
-                distance = outputs[-1] - outputs[0]
-            (eps, v), away = outputs[0].chunk(2, dim=-1), distance[:, : head.channels]
-            eps = eps + (1 - rows.scale) * away
-            log = (1 + v) / 2 * np.log(s.betas[t]) / 2 + (1 - v) / 2 * s.posterior_log_variance_clipped[t] / 2
+            if is_evaluated:
+                distance = (outputs[-1] - outputs[0])[:, : head.channels]
+            # Guidance takes the unconditional branch to be as far away as at the last evaluation.
+            eps, v = outputs[0].chunk(2, dim=-1)
+            eps = eps + (1 - rows.scale) * distance
             x = s.mean_x[t] * x + s.mean_eps[t] * eps
             if t:
-                x = x + rows.temperature * log.exp() * runner.noise.steps(
-                    rows.seed, rows.position, torch.tensor([t]), head.channels, 0
-                ).squeeze(0)
+                log = (1 + v) / 2 * np.log(s.betas[t]) / 2 + (1 - v) / 2 * s.posterior_log_variance_clipped[t] / 2
+                (noise,) = runner.noise.steps(rows.seed, rows.position, torch.tensor([t]), head.channels, 0)
+                x = x + rows.temperature * log.exp() * noise
                 log_sigma += (log + rows.temperature.log()).sum(-1)
     assert relative_error(made.tokens, x) < 1e-4
     assert relative_error(made.log_sigma, log_sigma) < 1e-4

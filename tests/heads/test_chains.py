@@ -172,32 +172,38 @@ def by_hand(case: Case, draft: Calibration, window: int, rows: int, seed: int):
     record = torch.zeros(rows, case.num_steps, dtype=torch.int8)
     record[:, last] = 1
     for k in reversed(range(last)):
+        # Draft: a linear prediction from the drafted state and the anchor gives q.
         lag = since - k
         c0, c1, c2 = torch.as_tensor(draft.coefficients[k])[lag - 1].double().T.unsqueeze(-1)
         drafted = c0 * x + c1 * anchor[1] + c2 * anchor[0]
         v_drafted = anchor[2] + torch.as_tensor(draft.drift[k])[lag - 1].double().unsqueeze(-1)
         q = gaussian_after(x, drafted, v_drafted, k)
+        # Verify: the head at the same input gives p.
         evaluated = [x, *evaluate(x, k)]
         p = gaussian_after(*evaluated, k)
         if k == 0:
             record[every, since - 1] = lag.to(torch.int8)
             return p.mean, record, path
         path = path + p.scale.log().sum(-1)
+        # Accept y with probability min(1, p / q); if it is rejected, its mirror image is tried first.
         y = q.mean + q.scale * eps_t[k]
         rejected = uniform[:, k] >= ratio(y, p, q)
         mirrored = p.mean + p.scale * mirror(eps_t[k], p, q)
         x = torch.where(rejected.unsqueeze(-1), mirrored, y)
+        # The image is rejected too: draw from the rest of the residual by rejection sampling.
         for i in (rejected & (uniform[:, k] <= ratio(mirrored, q, p))).nonzero().flatten():
             mine = slice(i, i + 1)
             p_i, q_i = (Normal(g.mean[i], g.scale[i]) for g in (p, q))
-            kept, first = torch.zeros(0), 0
-            while not len(kept):
+            found, first = torch.zeros(0), 0
+            while not len(found):
                 draws = cspd_noise.candidates(seeds[mine], position[mine], since[mine] - 1, first, 512, CHANNELS)
-                xi, uniform_keep = draws[0][0].double(), draws[1][0].double()
+                xi, accept_uniform = draws[0][0].double(), draws[1][0].double()
                 candidates, image = p_i.mean + p_i.scale * xi, q_i.mean + q_i.scale * mirror(xi, p_i, q_i)
-                keep = (1 - ratio(candidates, q_i, p_i)).clamp(min=0) - (1 - ratio(image, p_i, q_i)).clamp(min=0)
-                kept, first = candidates[uniform_keep < keep], first + 512
-            x[i] = kept[0]
+                from_mirror = (1 - ratio(image, p_i, q_i)).clamp(min=0)
+                probability = (1 - ratio(candidates, q_i, p_i)).clamp(min=0) - from_mirror
+                found, first = candidates[accept_uniform < probability], first + 512
+            x[i] = found[0]
+        # The round is over after a rejection or W accepted drafts: here is the next anchor.
         over = rejected | (lag == window)
         record[every[over], since[over] - 1] = torch.where(rejected, -lag, lag)[over].to(torch.int8)
         anchor = [torch.where(over.unsqueeze(-1), new, old) for new, old in zip(evaluated, anchor)]

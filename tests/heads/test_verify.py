@@ -57,7 +57,7 @@ def draws_from(generator, rows, channels=CHANNELS):
 def coupled(p, q, num):
     """(draws of p made from draws of q [num, d], how they were made [num]: 0 accepted, 1 mirrored, 2 residual)."""
     g, made, how = torch.Generator().manual_seed(1), [], []
-    for _ in range(num // BATCH):  # where one needs many candidates, all that wait draw as many
+    for _ in range(num // BATCH):  # if one needs many candidates, every waiting row draws as many
         wide_p, wide_q = (tuple(t.expand(BATCH, -1) for t in parameters) for parameters in (p, q))
         x = q[0] + q[1].exp() * torch.randn(BATCH, p[0].shape[1], generator=g, dtype=torch.float64)
         log_uniform = torch.rand(BATCH, generator=g, dtype=torch.float64).log()

@@ -206,6 +206,7 @@ class ByHand:
     def evaluate(self, committed: int, new: int, num_next: int, others: int) -> torch.Tensor:
         """The last block's output at the next positions; with all tokens new and all others, a refresh."""
         model, position = self.model, self.model.encoder_pos_embed_learned[0]
+        # The encoder computes the buffer and the new tokens; the others' keys and values are cached.
         x = {index: model.z_proj_ln(self.embedding + position[index]) for index in range(BUFFER)}
         for rank in range(committed - new, committed):
             at = self.order[rank]
@@ -217,6 +218,7 @@ class ByHand:
         for index, each in x.items():
             at = index if index < BUFFER else BUFFER + self.order[index - BUFFER]
             self.inputs[at] = model.decoder_embed(model.encoder_norm(each)) + position[at]
+        # The decoder's first layers compute everything.
         for rank in range(committed, LENGTH):
             at = BUFFER + self.order[rank]
             self.inputs[at] = model.mask_token[0, 0] + position[at]
@@ -228,6 +230,7 @@ class ByHand:
             before = dict(cache)
             out = self.block(block, x, cache, everywhere)
             if layer == min(SELECTING, len(model.decoder_blocks) // 2):
+                # From here on: positions to predict, new tokens, and those whose values changed most.
                 change = {at: self.change(before, cache, at) for at in x if at not in to_predict + newly_committed}
                 by_change = sorted(change, key=change.get, reverse=True)
                 chosen = [*to_predict, *newly_committed, *by_change][: num_next + others]
