@@ -33,9 +33,11 @@ class MixtureHead(torch.nn.Module):
 
     def __init__(self, means, scales, weights=(1.0,), wobble=0.0):
         super().__init__()
-        self.means, self.scales, self.weights = (torch.as_tensor(values) for values in (means, scales, weights))
-        self.channels = self.means.shape[1]
-        self.width, self.wobble = self.channels, wobble
+        self.means = torch.as_tensor(means)
+        self.scales = torch.as_tensor(scales)
+        self.weights = torch.as_tensor(weights)
+        self.wobble = wobble
+        self.channels = self.width = self.means.shape[1]
 
     def ready(self):
         return self
@@ -61,6 +63,7 @@ class MixtureHead(torch.nn.Module):
     def denoise(self, x, modulations):
         ((abar, v, z),) = modulations
         centred = x.unsqueeze(-2) - abar.sqrt().unsqueeze(-1) * (z.unsqueeze(-2) + self.means)
+        # each component of x_t has this variance; eps is the posterior mean of what pulls x_t from its centre
         variance = abar * self.scales.square() + (1 - abar)
         log_density = self.weights.log() - 0.5 * (centred.square().sum(-1) / variance + self.channels * variance.log())
         pull = (log_density.softmax(-1) / variance).unsqueeze(-1)

@@ -19,7 +19,7 @@ BATCH, CHANNELS = 4000, 3
 
 
 def pair(mean_gap, log_sigma_gap, dtype=torch.float64):
-    """(p, q) [1, d]: means and log sigmas that differ by about so much, by other amounts in every channel."""
+    """(p, q) [1, d]: means and log sigmas that differ by about these gaps, by another amount in each channel."""
     g = torch.Generator().manual_seed(0)
     mean, log_sigma, a, b = torch.randn(4, 1, CHANNELS, generator=g, dtype=dtype)
     q = (mean - mean_gap * (1 + 0.3 * a), 0.3 * log_sigma - log_sigma_gap * (1 + 0.3 * b))
@@ -61,6 +61,7 @@ def coupled(p, q, num):
         wide_p, wide_q = (tuple(t.expand(BATCH, -1) for t in parameters) for parameters in (p, q))
         x = q[0] + q[1].exp() * torch.randn(BATCH, p[0].shape[1], generator=g, dtype=torch.float64)
         log_uniform = torch.rand(BATCH, generator=g, dtype=torch.float64).log()
+        # Accept x, or try its mirror image, or draw from the rest of the residual.
         accepted = log_uniform < log_ratio(x, p, q)
         mirrored, lost = resample(x, log_uniform, wide_p, wide_q)
         y = torch.where(accepted.unsqueeze(-1), x, mirrored)
@@ -74,12 +75,16 @@ def coupled(p, q, num):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_mirror_image_has_the_density_of_its_original(name):
-    """q(x) dx = p(y) dy for x to y; swapping p and q gives the inverse; the mirror is along the means."""
+def test_the_log_ratio_is_that_of_the_densities(name):
     p, q = PAIRS[name]
     x = 3 * torch.randn(50, 4, CHANNELS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert torch.allclose(log_ratio(x, p, q), distribution(p).log_prob(x) - distribution(q).log_prob(x), atol=1e-10)
 
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_mirror_image_has_the_density_of_its_original(name):
+    """q(x) dx = p(y) dy for x to y; swapping p and q gives the inverse; the mirror is along the means."""
+    p, q = PAIRS[name]
     x = q[0] + q[1].exp() * torch.randn(200, CHANNELS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     y = reflect(x, p, q)
     assert torch.allclose(reflect(y, q, p), x)
@@ -121,8 +126,8 @@ def test_the_coupling_draws_p(name):
 @pytest.mark.parametrize("gap, ratio", [(0.8, 1.0), (0.5, 1.5), (-1.0, 0.6), (0.0, 2.0)])
 def test_acceptance_is_the_overlap(gap, ratio):
     """In one channel, by integration: a draft is accepted with probability 1 - TV; and the draws follow p."""
-    p, q = ((torch.tensor([[m]]).double(), torch.tensor([[s]]).double().log()) for m, s in ((0.3, 0.9), (0, 1)))
-    q = (p[0] - gap, p[1] - math.log(ratio))
+    p = torch.tensor([[0.3]]).double(), torch.tensor([[0.9]]).double().log()
+    q = p[0] - gap, p[1] - math.log(ratio)
     grid = np.linspace(-12, 12, 200_001)
     densities = [stats.norm.pdf(grid, loc.item(), math.exp(scale.item())) for loc, scale in (p, q)]
     overlap = np.minimum(*densities).sum() * (grid[1] - grid[0])
@@ -137,12 +142,10 @@ def bump(y):
     return torch.exp(-0.5 * y.square().sum(-1))
 
 
-def standard(rows, channels=CHANNELS):
-    return (torch.zeros(rows, 1, channels, dtype=torch.float64),) * 2
-
-
 def test_the_first_accepted_candidate_has_the_tilted_distribution():
-    y, tries = first_accepted(standard(50_000), bump, draws_from(torch.Generator().manual_seed(5), 50_000), 1000)
+    zeros = torch.zeros(50_000, 1, CHANNELS, dtype=torch.float64)
+    draws = draws_from(torch.Generator().manual_seed(5), len(zeros))
+    y, tries = first_accepted((zeros, zeros), bump, draws, 1000)
     assert normal_pvalue(y * 2**0.5) > 1e-3
     rate = 0.5 ** (CHANNELS / 2)  # tries are geometric
     expected = stats.geom.pmf(np.arange(1, 12), rate) * len(tries)
@@ -157,22 +160,23 @@ def test_the_first_accepted_candidate_is_by_index_whatever_the_blocks(max_tries,
     rows, g = 100, torch.Generator().manual_seed(6)
     normals = torch.randn(rows, max_tries, 1, generator=g, dtype=torch.float64)
     log_uniforms = torch.rand(rows, max_tries, generator=g, dtype=torch.float64).log()
-    p, asked = (torch.full((rows, 1, 1), 2.0).double(), torch.full((rows, 1, 1), 0.1).double()), []
+    p = torch.full((rows, 1, 1), 2.0).double(), torch.full((rows, 1, 1), 0.1).double()
+    asked = []
 
     def draws(first, num):
         asked.append((first, num))
         return normals[:, first : first + num], log_uniforms[:, first : first + num]
 
     candidates = 2 + math.exp(0.1) * normals
-    kept = (log_uniforms < bump(candidates).log()).tolist()
-    expected = [next((i for i, keep in enumerate(row, 1) if keep), max_tries + 1) for row in kept]
-    last = torch.tensor(expected).clamp(max=max_tries) - 1
+    accepted = (log_uniforms < bump(candidates).log()).tolist()
+    expected = [1 + (row.index(True) if True in row else max_tries) for row in accepted]
+    taken = torch.tensor(expected).clamp(max=max_tries) - 1
     for block in (1, 7, 32, 1000):
         monkeypatch.setattr(verify, "FIRST_BLOCK", block)
         asked.clear()
         y, tries = first_accepted(p, bump, draws, max_tries)
         assert tries.tolist() == expected
-        assert torch.allclose(y, candidates[torch.arange(rows), last], atol=1e-6)  # math.exp and torch.exp
+        assert torch.allclose(y, candidates[torch.arange(rows), taken], atol=1e-6)  # math.exp and torch.exp
         assert asked[0] == (0, min(block, max_tries)) and sum(num for _, num in asked) <= max_tries
         assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(asked))  # every candidate once
     assert (tries == max_tries + 1).any() == (max_tries == 5) and (tries <= max_tries).any()
