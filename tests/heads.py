@@ -1,11 +1,11 @@
-"""A head whose score is known, in place of the trained one, and what runs chains of it."""
+"""A head of known score in place of a trained one, chains of it, and drafts of it, right and wrong."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,23 +18,26 @@ from cspd.heads.speculative import Chains, Finished
 from mar.head import schedule
 
 FP32 = Precision("fp32", torch.device("cpu"))
-BATCH = 1500  # chains at once: where one residual needs many candidates, all that wait draw as many
+BATCH = 1500  # chains at once: if one residual needs many candidates, every waiting chain draws as many
+CHANNELS = 3
 
 
 class MixtureHead(torch.nn.Module):
     """The optimal noise prediction for tokens ~ sum_j weights_j N(z + means_j, scales_j^2 I).
 
-    With one component it is linear in the noisy token, and the distribution of its chains is Gaussian and known. The
-    variance channel differs at every step and, by `wobble`, with the state.
+    With one component it is linear in the noisy token, and the distribution of its chains is a known Gaussian
+    (`gaussian_moments`). The variance channel differs at every step and, by `wobble`, with the state.
     """
 
     res_blocks = ()
 
     def __init__(self, means, scales, weights=(1.0,), wobble=0.0):
         super().__init__()
-        self.means, self.scales, self.weights = (torch.as_tensor(values) for values in (means, scales, weights))
-        self.channels = self.means.shape[1]
-        self.width, self.wobble = self.channels, wobble
+        self.means = torch.as_tensor(means)
+        self.scales = torch.as_tensor(scales)
+        self.weights = torch.as_tensor(weights)
+        self.wobble = wobble
+        self.channels = self.width = self.means.shape[1]
 
     def ready(self):
         return self
@@ -60,6 +63,7 @@ class MixtureHead(torch.nn.Module):
     def denoise(self, x, modulations):
         ((abar, v, z),) = modulations
         centred = x.unsqueeze(-2) - abar.sqrt().unsqueeze(-1) * (z.unsqueeze(-2) + self.means)
+        # each component of x_t has this variance; eps is the posterior mean of what pulls x_t from its centre
         variance = abar * self.scales.square() + (1 - abar)
         log_density = self.weights.log() - 0.5 * (centred.square().sum(-1) / variance + self.channels * variance.log())
         pull = (log_density.softmax(-1) / variance).unsqueeze(-1)
@@ -69,7 +73,7 @@ class MixtureHead(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """Chains of one head with one setting; `z` [G, 1, d] is that of all of them."""
+    """Chains of one head with one setting; all have the condition `z` [G, 1, d]."""
 
     head: torch.nn.Module
     z: Tensor
@@ -77,85 +81,127 @@ class Case:
     scale: float = 1.0
     temperature: float = 1.0
 
-    def _rows(self, rows: int, seed: int) -> tuple[Tensor, ...]:
-        settings = (torch.full((rows, 1), value) for value in (self.scale, self.temperature))
-        return torch.full((rows,), seed), torch.arange(rows), self.z.expand(-1, rows, -1), *settings
+    def rows(self, num: int, seed: int) -> tuple[Tensor, ...]:
+        """Seed, position, z, scale and temperature of `num` chains."""
+        settings = (torch.full((num, 1), value) for value in (self.scale, self.temperature))
+        return torch.full((num,), seed), torch.arange(num), self.z.expand(-1, num, -1), *settings
 
-    def ancestral(self, rows: int, seed: int, trace=None, precision=FP32) -> Tensor:
-        """Tokens [rows, d] by the full chain, with the noise that `speculative` has."""
-        seeds, position, *inputs = self._rows(rows, seed)
-        x, channels = cspd_noise.initial(seeds, position, self.head.channels), self.head.channels
-        eps = lambda t: cspd_noise.steps(seeds, position, t, channels)  # noqa: E731
-        return ancestral(self.head, *inputs, x, eps, self.num_steps, precision, trace)
+    def noise(self, num: int, seed: int):
+        """x_T [num, d], and the function that gives eps_t, by which `speculative` draws too."""
+        seeds, position, *_ = self.rows(num, seed)
+        channels = self.head.channels
+        x = cspd_noise.initial(seeds, position, channels)
+        return x, lambda t: cspd_noise.steps(seeds, position, t, channels)
 
-    def traces(self, rows: int, seed: int) -> Tensor:
-        """(x, eps, v) [3, T, rows, d] of ancestral chains."""
+    def ancestral(self, num: int, seed: int, trace=None, precision=FP32) -> Tensor:
+        """Tokens [num, d] by the full chain."""
+        _, _, *inputs = self.rows(num, seed)
+        return ancestral(self.head, *inputs, *self.noise(num, seed), self.num_steps, precision, trace)
+
+    def trace(self, num: int, seed: int) -> Trace:
+        """Ancestral chains with everything that made them."""
         steps = []
-        self.ancestral(rows, seed, lambda t, *values: steps.append(torch.stack(values)))
-        return torch.stack(steps[::-1], dim=1)
-
-    def trace(self, rows: int, seed: int) -> Trace:
-        """Ancestral chains with all that made them."""
-        seeds, position, z, scale, temperature = self._rows(rows, seed)
-        tokens = self.ancestral(rows, seed)
-        return Trace(*self.traces(rows, seed), tokens, z, seeds, position, scale, temperature)
+        tokens = self.ancestral(num, seed, lambda t, *values: steps.append(torch.stack(values)))
+        seeds, position, z, scale, temperature = self.rows(num, seed)
+        return Trace(*torch.stack(steps[::-1], dim=1), tokens, z, seeds, position, scale, temperature)
 
     def predictor(self) -> Predictor:
         return fit_predictor(self.trace(256, 2**40).chains, self.trace(256, 2**41).chains, self.temperature)
 
-    def path(self, rows: int, seed: int) -> Tensor:
-        """[rows, d + 1]: tokens of ancestral chains, and log sigma summed over channels and steps T - 1 .. 1."""
-        s, total = schedule(self.num_steps), torch.zeros(rows, 1)
+    def path(self, num: int, seed: int) -> Tensor:
+        """[num, d + 1]: tokens of ancestral chains, and log sigma summed over channels and steps T - 1 .. 1."""
+        s, total = schedule(self.num_steps), torch.zeros(num, 1)
 
         def add(t, x, eps, v):
             if t:
                 log_sigma = s.log_sigma_base[t] + np.log(self.temperature) + s.log_sigma_slope[t] * v
                 total.add_(log_sigma.sum(-1, keepdim=True))
 
-        return torch.cat([self.ancestral(rows, seed, add), total], dim=1)
+        return torch.cat([self.ancestral(num, seed, add), total], dim=1)
 
     def calibration(self, frozen: bool = False) -> Calibration:
-        return fit(*self.traces(256, 2**40), self.temperature, frozen)
+        return fit(*self.trace(256, 2**40).chains, self.temperature, frozen)
 
     def chains(self, draft: Calibration, window: int, noise=cspd_noise, precision=FP32, graphs=None) -> Chains:
         table = draft_table(draft.coefficients, draft.drift, self.num_steps, window, self.temperature)
         return Chains(self.head, torch.as_tensor(table), precision, noise, graphs=graphs, trace_sigma=True)
 
-    def start(self, chains: Chains, rows: int, seed: int, which: slice = slice(None)) -> None:
-        """Starts `which` of so many chains; they are owned by their numbers."""
-        seeds, position, z, *settings = self._rows(rows, seed)
-        chains.start(
-            range(rows)[which],
-            position[which],
-            seeds[which],
-            position[which],
-            z[:, which],
-            *(s[which] for s in settings),
-        )
+    def start(self, chains: Chains, num: int, seed: int, which: slice = slice(None)) -> None:
+        """Starts the chains `which` of `num`; each is owned by its index."""
+        seeds, position, z, *settings = self.rows(num, seed)
+        owners, at = range(num)[which], position[which]
+        chains.start(owners, at, seeds[which], at, z[:, which], *(each[which] for each in settings))
 
-    def speculative(self, draft: Calibration, window: int, rows: int, seed: int, **changes) -> Finished:
-        """Chains run to their end; in order."""
+    def speculative(self, draft: Calibration, window: int, num: int, seed: int, **changes) -> Finished:
+        """Finished chains, in order."""
         chains, ended = self.chains(draft, window, **changes), []
-        for first in range(0, rows, BATCH):
-            self.start(chains, rows, seed, slice(first, first + BATCH))
+        for first in range(0, num, BATCH):
+            self.start(chains, num, seed, slice(first, first + BATCH))
             ended += finish(chains)
         return merge(ended)
 
 
-def finish(chains: Chains) -> list[Finished]:
-    """Rounds until all chains have ended."""
+def finish(chains: Chains) -> list[Finished | None]:
+    """Advances until all chains have ended."""
     ended = []
     while chains.owners:
-        ended += filter(None, [chains.advance()])
+        ended.append(chains.advance())
     return ended
 
 
-def merge(parts: list[Finished]) -> Finished:
+def merge(parts: list[Finished | None]) -> Finished:
     """Finished chains in the order of their owners."""
-    joined = {
-        field.name: torch.cat(values) if isinstance(values[0], Tensor) else [*itertools.chain(*values)]
-        for field in dataclasses.fields(Finished)
-        for values in [[getattr(part, field.name) for part in parts]]
-    }
+    joined = {}
+    for field in dataclasses.fields(Finished):
+        values = [getattr(part, field.name) for part in parts if part]
+        is_tensor = isinstance(values[0], Tensor)
+        joined[field.name] = torch.cat(values) if is_tensor else [each for part in values for each in part]
     order = torch.tensor(joined["owners"]).argsort()
-    return Finished(**{k: v[order] if isinstance(v, Tensor) else [v[i] for i in order] for k, v in joined.items()})
+    for name, values in joined.items():
+        joined[name] = values[order] if isinstance(values, Tensor) else [values[i] for i in order]
+    return Finished(**joined)
+
+
+def gaussian_moments(case: Case) -> tuple[Tensor, float]:
+    """Mean [d] and variance of a head with one component, in float64: DDPM's posterior (arXiv 2006.11239, eq. 7)."""
+    s, z = schedule(case.num_steps), case.z[:, 0].double()
+    centre = case.head.means[0].double() + (z[0] if len(z) == 1 else z[1] + case.scale * (z[0] - z[1]))
+    mean, variance = torch.zeros_like(centre), 1.0
+    for t in reversed(range(case.num_steps)):
+        abar, before = s.alphas_cumprod[t], s.alphas_cumprod[t - 1] if t else 1.0
+        beta = 1 - abar / before
+        of_x0 = np.sqrt(before) * beta / (1 - abar)
+        of_x = np.sqrt(1 - beta) * (1 - before) / (1 - abar)
+        # eps = gain (x - sqrt(abar) centre), and x0 follows from eps
+        gain = np.sqrt(1 - abar) / (abar * case.head.scales.item() ** 2 + 1 - abar)
+        eps_of_mean = gain * (mean - np.sqrt(abar) * centre)
+        mean = of_x0 * (mean - np.sqrt(1 - abar) * eps_of_mean) / np.sqrt(abar) + of_x * mean
+        variance *= (of_x0 * (1 - np.sqrt(1 - abar) * gain) / np.sqrt(abar) + of_x) ** 2
+        if t:
+            share = (1 + case.head.v(s.timestep_map[t])) / 2
+            log_variance = share * np.log(beta) + (1 - share) * np.log(beta * (1 - before) / (1 - abar))
+            variance += case.temperature**2 * np.exp(log_variance)
+    return mean, variance
+
+
+CENTRES = torch.tensor([[0.9, -0.6, 0.2], [-0.4, 0.7, 1.0], [0.1, -0.2, -1.1]])
+MIXTURE = MixtureHead(CENTRES, (0.05, 0.1, 0.2), (0.5, 0.3, 0.2), wobble=0.3)
+LINEAR = MixtureHead(torch.zeros(1, CHANNELS), (0.5,))
+GUIDED = torch.tensor([[[0.0, 0.0, 0.0]], [[0.3, -0.2, 0.1]]])  # z, the unconditional branch second
+UNGUIDED = GUIDED[:1]
+TWELVE = Case(MIXTURE, UNGUIDED, 12)
+SIXTY = Case(MIXTURE, UNGUIDED, 60)
+ONE_GAUSSIAN = torch.tensor([[[1.0, -0.5, 2.0]]])  # z for `LINEAR`
+
+
+@pytest.fixture(scope="module", name="mixture")
+def fitted_mixture() -> Calibration:
+    return SIXTY.calibration()
+
+
+def biased(case: Case, of_mean: float, of_log_sigma: float) -> Calibration:
+    """A draft that errs at every step by `of_mean` standard deviations per unit of the state, and in log sigma."""
+    s, draft = schedule(case.num_steps), case.calibration()
+    coefficients, drift = draft.coefficients.copy(), draft.drift + (of_log_sigma / s.log_sigma_slope)[:, None]
+    coefficients[..., 0] += (of_mean * np.exp(s.log_sigma_base) / np.abs(s.mean_eps))[:, None]
+    return dataclasses.replace(draft, coefficients=coefficients, drift=drift.astype(np.float32))

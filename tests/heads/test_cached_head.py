@@ -1,4 +1,4 @@
-"""LazyMAR's cached head does what it says, and with nothing reused it is the ancestral chain."""
+"""LazyMAR's cached head is its formula, and without reuse it is the ancestral chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mar.head import ReadyHead, schedule
 
 
 def test_the_steps_that_evaluate_the_blocks():
-    """Of 100 the first 10, then every eighth; of few, the first alone is before that."""
+    """The first tenth, rounded up, the next one, and from there on every `reuse`-th."""
     expected = [*range(10), 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98]
     assert solvers.evaluated_calls(100, 8).tolist() == expected
     assert solvers.evaluated_calls(12, 5).tolist() == [0, 1, 2, 7]
@@ -31,46 +31,54 @@ def chains(model, cfg=2.0, steps=23, **settings):
         return runner, rows, runner.conditions(batch, rows)
 
 
+def through_blocks(head, h, y):
+    """The residual blocks, modulated by y."""
+    for block in head.res_blocks:
+        shift, scale, gate = block.adaLN_modulation[1](y).chunk(3, dim=-1)
+        h = h + gate * block.mlp(block.in_ln(h) * (1 + scale) + shift)
+    return h
+
+
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
 @pytest.mark.parametrize("per_table", [1, 4, None])
-def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
-    """Each step by the head's parts; between evaluations updates and the null class's distance stay as they are."""
+def test_tokens_are_those_of_the_formula(cfg, per_table, model, monkeypatch):
+    """Each step by the head's parts; between evaluations the updates and the unconditional difference are reused."""
     runner, rows, z = chains(model, cfg, reuse=5)
     if per_table:
         size = 4 * (3 * len(model.head.res_blocks) + 2) * model.head.width * z[..., 0].numel()
         monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", per_table * size)
     made = solvers.denoise_cached(runner, "target", rows, z, densities=True)
+
     head, s = model.head, schedule(23, 950)
     x = runner.noise.initial(rows.seed, rows.position, head.channels)
     log_sigma = torch.zeros(len(x))
     with torch.inference_mode():
         for call, t in enumerate(reversed(range(23))):
+            is_evaluated = call in (0, 1, 2, 3, 8, 13, 18)
             t_embed = head.time_embed(torch.tensor([s.timestep_map[t]]))
             outputs = []
-            for each in z:
-                y = torch.nn.functional.silu(t_embed + head.cond_embed(each))
+            for condition in z:  # the class, then the unconditional branch
+                y = torch.nn.functional.silu(t_embed + head.cond_embed(condition))
                 h = head.input_proj(x)
-                if call in (0, 1, 2, 3, 8, 13, 18):
-                    for block in head.res_blocks:
-                        shift, scale, gate = block.adaLN_modulation[1](y).chunk(3, dim=-1)
-                        h = h + gate * block.mlp(block.in_ln(h) * (1 + scale) + shift)
+                if is_evaluated:
+                    h = through_blocks(head, h, y)
                     if not outputs:
-                        kept = h - head.input_proj(x)
+                        updates = h - head.input_proj(x)
                 else:
-                    h = h + kept
+                    h = h + updates
                 shift, scale = head.final_layer.adaLN_modulation[1](y).chunk(2, dim=-1)
                 normed = torch.nn.functional.layer_norm(h, h.shape[-1:], eps=1e-6)
                 outputs.append(head.final_layer.linear(normed * (1 + scale) + shift))
-            if call in (0, 1, 2, 3, 8, 13, 18):
-                distance = outputs[-1] - outputs[0]
-            (eps, v), away = outputs[0].chunk(2, dim=-1), distance[:, : head.channels]
-            eps = eps + (1 - rows.scale) * away
-            log = (1 + v) / 2 * np.log(s.betas[t]) / 2 + (1 - v) / 2 * s.posterior_log_variance_clipped[t] / 2
+            if is_evaluated:
+                distance = (outputs[-1] - outputs[0])[:, : head.channels]
+            # Guidance takes the unconditional branch to be as far away as at the last evaluation.
+            eps, v = outputs[0].chunk(2, dim=-1)
+            eps = eps + (1 - rows.scale) * distance
             x = s.mean_x[t] * x + s.mean_eps[t] * eps
             if t:
-                x = x + rows.temperature * log.exp() * runner.noise.steps(
-                    rows.seed, rows.position, torch.tensor([t]), head.channels, 0
-                ).squeeze(0)
+                log = (1 + v) / 2 * np.log(s.betas[t]) / 2 + (1 - v) / 2 * s.posterior_log_variance_clipped[t] / 2
+                (noise,) = runner.noise.steps(rows.seed, rows.position, torch.tensor([t]), head.channels, 0)
+                x = x + rows.temperature * log.exp() * noise
                 log_sigma += (log + rows.temperature.log()).sum(-1)
     assert relative_error(made.tokens, x) < 1e-4
     assert relative_error(made.log_sigma, log_sigma) < 1e-4
@@ -78,7 +86,7 @@ def test_tokens_are_those_by_the_formula(cfg, per_table, model, monkeypatch):
     assert made.evaluations.tolist() == [7 * len(z)] * 8
 
 
-def test_tables_are_small_however_much_is_reused(model, monkeypatch):
+def test_tables_are_small_however_many_steps_reuse_them(model, monkeypatch):
     runner, rows, z = chains(model, steps=40, reuse=39)
     size = modulation_size(model.head) * z[..., 0].numel()  # of one call
     monkeypatch.setattr("cspd.heads.chain.MODULATION_BYTES", size)
@@ -95,7 +103,7 @@ def test_tables_are_small_however_much_is_reused(model, monkeypatch):
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.0])
-def test_nothing_reused_is_the_ancestral_chain(cfg, model):
+def test_without_reuse_it_is_the_ancestral_chain(cfg, model):
     runner, rows, z = chains(model, cfg, reuse=1)
     cached = solvers.denoise_cached(runner, "target", rows, z, densities=True)
     full = chain.denoise_ancestral(runner, "target", rows, z, densities=True)
@@ -105,7 +113,7 @@ def test_nothing_reused_is_the_ancestral_chain(cfg, model):
     assert cached.evaluations.tolist() == full.evaluations.tolist()
 
 
-def test_blocks_are_evaluated_as_often_as_is_said(model, monkeypatch):
+def test_blocks_are_evaluated_as_often_as_reported(model, monkeypatch):
     calls = []
     through_blocks = ReadyHead.through_blocks
     monkeypatch.setattr(ReadyHead, "through_blocks", lambda *args: calls.append(0) or through_blocks(*args))

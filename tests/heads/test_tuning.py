@@ -1,4 +1,4 @@
-"""The cost model picks windows from what it predicts; it is measured once and kept."""
+"""The cost model picks windows from what it predicts; it is measured once and cached."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import math
 import numpy as np
 import pytest
 import torch
-from heads import FP32, Case
-from mixtures import CASE, MIXTURE, fitted_mixture  # noqa: F401 - fixtures
+from heads import FP32, MIXTURE, Case, fitted_mixture  # noqa: F401 - a fixture
 from toys import CPU
 
 from cspd.device import Precision
-from cspd.files import digest_of
 from cspd.heads import tuning
 from cspd.heads.calibration import WINDOWS
 from cspd.heads.tuning import Costs, measure, measured_costs
 from cspd.method import GAIN, PLAIN
 
 ROWS = (1, 4, 16, 64)
+CALLS_MATTER, INPUTS_MATTER = (1e-3, 1e-9), (1e-9, 1e-3)  # seconds per call, and per input
 
 
 def costs(call, row, table_size=10**9) -> Costs:
-    """Of a device where a head call takes `call` seconds, and `row` more for each input."""
-    ancestral, rounds = ([call + row * n for n in sizes] for sizes in (ROWS, [8 * r for r in ROWS]))
-    return Costs([*ROWS], ancestral, [row / 10] * len(ROWS), [8 * r for r in ROWS], rounds, table_size)
+    """Costs of a device on which a head call takes `call` seconds, and `row` more for each input."""
+    inputs = [8 * rows for rows in ROWS]
+    ancestral, rounds = ([call + row * size for size in sizes] for sizes in (ROWS, inputs))
+    return Costs([*ROWS], ancestral, [row / 10] * len(ROWS), inputs, rounds, table_size)
 
 
 def window_of(model: Costs, num_steps: int, rows: float, calibration) -> int:
@@ -34,65 +34,60 @@ def window_of(model: Costs, num_steps: int, rows: float, calibration) -> int:
 
 
 def test_windows_follow_the_costs(mixture):
-    calls_matter, inputs_matter = costs(1e-3, 1e-9), costs(1e-9, 1e-3)
-    assert window_of(calls_matter, 60, 4, mixture) >= 16  # a call costs the same however large it is: few of them
-    assert window_of(inputs_matter, 60, 4, mixture) == 0  # rounds evaluate more than ancestral steps
-    between = [window_of(costs(1e-3, row), 60, 4, mixture) for row in (1e-9, 3e-5, 1e-4, 2e-4, 1e-3)]
-    assert between == sorted(between, reverse=True) and len(set(between)) >= 4
-    more_rows = [window_of(costs(1e-3, 3e-5), 60, rows, mixture) for rows in (1, 4, 16, 64)]
-    assert more_rows == sorted(more_rows, reverse=True) and more_rows[0] > more_rows[-1]
-    assert window_of(dataclasses.replace(calls_matter, round=[1.0] * 4), 60, 4, mixture) == 0
-    assert window_of(costs(1e-3, 1e-9, table_size=4 * 60 - 1), 60, 4, mixture) == 0
-    assert window_of(costs(1e-3, 1e-9, table_size=4 * 60), 60, 4, mixture) > 0
+    def window(model, rows=4):
+        return window_of(model, 60, rows, mixture)
+
+    assert window(costs(*CALLS_MATTER)) >= 16  # a call costs the same however large it is: few calls
+    assert window(costs(*INPUTS_MATTER)) == 0  # rounds evaluate more than ancestral steps
+    by_input_cost = [window(costs(1e-3, row)) for row in (1e-9, 3e-5, 1e-4, 2e-4, 1e-3)]
+    assert by_input_cost == sorted(by_input_cost, reverse=True) and len(set(by_input_cost)) >= 4
+    by_rows = [window(costs(1e-3, 3e-5), rows) for rows in (1, 4, 16, 64)]
+    assert by_rows == sorted(by_rows, reverse=True) and by_rows[0] > by_rows[-1]
+    assert window(dataclasses.replace(costs(*CALLS_MATTER), round=[1.0] * 4)) == 0
+    assert window(costs(*CALLS_MATTER, table_size=4 * 60 - 1)) == 0
+    assert window(costs(*CALLS_MATTER, table_size=4 * 60)) > 0
+    of_seven = Case(MIXTURE, torch.zeros(1, 1, 3), 7).calibration()
+    assert 0 < window_of(costs(*CALLS_MATTER), 7, 1, of_seven) <= 7  # no longer than the lags
 
 
-def test_a_window_is_the_best_prediction_and_gains():
-    rng, draft = np.random.default_rng(0), CASE.calibration()
-    picked = []
+def test_the_window_is_the_best_prediction_if_that_gains_enough(mixture):
+    rng, picked = np.random.default_rng(0), []
     for _ in range(60):
         call, row, rows = 10 ** rng.uniform(-5, -3), 10 ** rng.uniform(-7, -4), 10 ** rng.uniform(0, 2.5)
         model = costs(call, row)
-        seconds = {w: model.head_seconds(60, rows, w, calls) for w, calls in zip(WINDOWS, draft.calls)}
-        window, plain = window_of(model, 60, rows, draft), model.head_seconds(60, rows, 0)
-        assert (min(seconds.values()) < GAIN * plain) == (window > 0)
-        assert window == 0 or seconds[window] == min(seconds.values()) < GAIN * plain
+        seconds = {w: model.head_seconds(60, rows, w, calls) for w, calls in zip(WINDOWS, mixture.calls)}
+        window, baseline = window_of(model, 60, rows, mixture), model.head_seconds(60, rows, 0)
+        assert (min(seconds.values()) < GAIN * baseline) == (window > 0)
+        assert window == 0 or seconds[window] == min(seconds.values())
         picked.append(window)
     assert 5 < picked.count(0) < 50 and len(set(picked)) > 3
 
 
-def test_the_reason_is_that_of_the_choice(mixture):
-    """One number decides and is told: the gain of the best window, or what it may gain at most, or the memory."""
+def test_the_printed_reason_is_that_of_the_choice(mixture):
+    """One number decides and is printed: the gain of the best window, its upper bound, or the memory."""
     calibrated = []
 
     def choose(model):
         calibrated.clear()
         return model.choose(60, 4, lambda: calibrated.append(1) or mixture)
 
-    def gain_of(model, calls):
-        predicted = [model.head_seconds(60, 4, window, own) for window, own in calls.items()]
-        return f"{model.head_seconds(60, 4, 0) / min(predicted):.2f} times"
-
     of_mixture = dict(zip(WINDOWS, mixture.calls))
-    best = {window: np.array([1 + math.ceil(59 / window)]) for window in WINDOWS}
+    fewest = {window: np.array([1 + math.ceil(59 / window)]) for window in WINDOWS}
     kinds = set()
     for row in np.geomspace(1e-9, 1e-3, 60):
         model = costs(1e-3, row)
-        way, why = choose(model)
-        assert (way == PLAIN) == (f"under the {1 / GAIN:.2f}" in why)
-        assert gain_of(model, of_mixture if calibrated else best) in why
-        kinds.add((way == PLAIN, bool(calibrated)))
+        config, why = choose(model)
+        calls = of_mixture if calibrated else fewest
+        best = min(model.head_seconds(60, 4, window, own) for window, own in calls.items())
+        assert f"{model.head_seconds(60, 4, 0) / best:.2f} times" in why
+        assert (config == PLAIN) == (f"under the {1 / GAIN:.2f}" in why)
+        kinds.add((config == PLAIN, bool(calibrated)))
     assert kinds == {(False, True), (True, True), (True, False)}
-    way, why = choose(costs(1e-3, 1e-9, table_size=4 * 30))
-    assert way == PLAIN and "2.00 times the memory" in why and not calibrated
+    config, why = choose(costs(*CALLS_MATTER, table_size=4 * 30))
+    assert config == PLAIN and "2.00 times the memory" in why and not calibrated
 
 
-def test_windows_are_no_longer_than_the_lags():
-    case = Case(MIXTURE, torch.zeros(1, 1, 3), 7)
-    draft = case.calibration()
-    assert 0 < window_of(costs(1e-3, 1e-9), 7, 1, draft) <= 7
-
-
-def test_head_seconds():
+def test_head_seconds_are_interpolated_between_the_measured_sizes():
     model = costs(2.0, 1.0)
     for rows, seconds in ((0.5, 3), (1, 3), (2.5, 4.5), (16, 18), (64, 66), (128, 132)):  # beyond: proportional
         assert model.head_seconds(100, rows, 0) == pytest.approx(100 * seconds)
@@ -101,18 +96,18 @@ def test_head_seconds():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 10])
-def test_head_seconds_of_chains_that_end_one_by_one(rows, mixture):
-    """Against a simulation: a round costs what the chains still under way cost, until none is."""
+def test_head_seconds_of_chains_that_end_one_by_one_are_those_of_a_simulation(rows, mixture):
+    """Each round costs what the chains still running cost."""
     model, calls, rng = costs(1e-3, 1e-5), mixture.calls[WINDOWS.index(8)], np.random.default_rng(0)
     total = []
     for _ in range(1000):
         drawn = rng.choice(calls, rows)
-        under_way = [(drawn > r).sum() for r in range(1, drawn.max())]
-        total.append(60 * 1e-6 + sum(1e-3 + 1e-5 * max(8, 8 * n) for n in under_way))
+        running = [(drawn > r).sum() for r in range(1, drawn.max())]
+        total.append(60 * 1e-6 + sum(1e-3 + 1e-5 * max(8, 8 * n) for n in running))
     assert model.head_seconds(60, rows, 8, calls) == pytest.approx(np.mean(total), rel=0.01)
 
 
-def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
+def test_costs_are_measured_once_and_cached(small_mar, tmp_path, monkeypatch):
     measured = []
 
     def spy(head, guided, *args):
@@ -121,37 +116,27 @@ def test_costs_are_measured_once_and_kept(small_mar, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tuning, "measure", spy)
 
-    def get(guided=True, policy="fp32", compiled=False, graphs=False, folder=tmp_path / "kept", **again) -> Costs:
-        precision = Precision(policy, CPU)
-        return measured_costs(small_mar.head, guided, CPU, precision, compiled, graphs, folder, **again)
+    def get(guided=True, policy="fp32", compiled=False, graphs=False, folder=tmp_path / "cache", **again) -> Costs:
+        return measured_costs(small_mar.head, guided, CPU, Precision(policy, CPU), compiled, graphs, folder, **again)
 
     first = get()
     assert get() == first == costs(1e-3, 1e-6) and measured == [True]
     others = [get(guided=False), get(policy="bf16"), get(compiled=True), get(graphs=True)]
     assert measured == [True, False, True, True, True] and get() == first and get(guided=False) == others[0]
     assert get(again=True) == get() == costs(6e-3, 1e-6) and get(policy="bf16") == others[1]
-    (file,) = (tmp_path / "kept").iterdir()
+    (file,) = (tmp_path / "cache").iterdir()
     assert file.name == "costs.json"
-    written = file.read_text()
-    changed = json.loads(written)
-    changed[0]["costs"]["round"][1] *= 2
-    of_older_version = [{name: entry[name] for name in ("key", "costs")} for entry in json.loads(written)]
-    for entries in (changed, of_older_version):  # as right as the others to look at
-        file.write_text(json.dumps(entries))
-        count = len(measured)
-        assert get(guided=False) == costs(1e-3 * len(measured), 1e-6) and len(measured) == count + 1
-    file.write_text(written)
-    whole = json.loads(written)[0]
-    other = {"key": whole["key"], "costs": whole["costs"] | {"round": [math.nan, 1.0, 1.0, 1.0]}}
-    wrong = json.dumps([other | {"digest": digest_of({}, other)}])
-    for content in ("", "[{]", "{}", "[1]", '[{"key": 1}]', wrong):
+    changed = json.loads(file.read_text())
+    for entry in changed:
+        entry["costs"]["round"][1] *= 2  # looks as right as before, but its digest differs
+    for content in ("", "{}", '[{"key": 1}]', json.dumps(changed)):
         file.write_text(content)
         count = len(measured)
         assert get() == get() and len(measured) == count + 1
-    assert get(folder=file / "under").rows == [*ROWS]  # not writable: measured each time
+    assert get(folder=file / "under").rows == [*ROWS]  # cannot be written: measured each time
 
 
-def test_measured_costs_are_of_the_real_head(small_mar, monkeypatch):
+def test_measured_costs_are_those_of_the_real_head(small_mar, monkeypatch):
     monkeypatch.setattr("cspd.heads.tuning.ROWS", (1, 4))
     monkeypatch.setattr("cspd.heads.tuning.REPEATS", 1)
     model = measure(small_mar.head, True, CPU, FP32)

@@ -1,4 +1,4 @@
-"""MAR's head, its schedule and its loss."""
+"""MAR's head, its schedule and its training loss."""
 
 import math
 
@@ -29,36 +29,16 @@ def by_step(head, t, c):
     return [[tuple(part[i] for part in layer) for layer in layers] for i in range(len(t))]
 
 
-def test_golden(head, mar_golden):
+def test_the_head_is_the_authors(head, mar_golden):
     x, t, c, out = (mar_golden[f"head.{name}"] for name in ("x", "t", "c", "out"))
     assert relative_error(head(x, t, c), out) < 1e-5
-
-
-def test_golden_guidance(head, mar_golden):
     x, t, c, scale, out = (mar_golden[f"head_cfg.{name}"] for name in ("x", "t", "c", "scale", "out"))
     half = len(x) // 2
     guided = guide(head(x[:half].repeat(2, 1), t, c), scale)  # the authors feed the first half of x twice
     assert relative_error(guided, out[:half]) < 1e-5
 
 
-def test_guide_by_row():
-    out = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    scale = torch.tensor([[0.0], [1.0], [3.0]])
-    guided = guide(out, scale)
-    cond, uncond = out[:3, :4], out[3:, :4]
-    assert torch.equal(guided[0, :4], uncond[0])
-    assert torch.allclose(guided[1, :4], cond[1], rtol=0, atol=1e-6)
-    assert torch.allclose(guided[2, :4], 3 * cond[2] - 2 * uncond[2], rtol=0, atol=1e-5)
-    assert torch.equal(guided[:, 4:], out[:3, 4:])
-
-
-def test_modulations_apart(head, mar_golden):
-    x, t, c = (mar_golden[f"head.{name}"] for name in ("x", "t", "c"))
-    apart = head.denoise(x, head.split(head.modulations(head.time_embed(t), head.cond_embed(c))))
-    assert relative_error(apart, head(x, t, c)) < 1e-6
-
-
-def test_guidance_axis_in_front(head, inputs):
+def test_modulations_computed_together_are_those_of_each_call(head, inputs):
     timesteps, x, c = inputs
     scale = torch.linspace(1, 4, len(x)).unsqueeze(-1)
     for t, modulations in zip(timesteps, by_step(head, timesteps, c)):
@@ -70,71 +50,19 @@ def test_guidance_axis_in_front(head, inputs):
         assert relative_error(guided, guide(by_row, scale)) < 1e-5
 
 
-def test_bf16_autocast(head, inputs):
+def test_bf16_is_near_float32(head, inputs):
     timesteps, x, c = inputs
     exact = head.denoise(x, by_step(head, timesteps, c)[1])
     with torch.autocast("cpu", torch.bfloat16):
         out = head.denoise(x, by_step(head, timesteps, c)[1])
-    assert torch.isfinite(out).all()
     assert 0 < relative_error(out.float(), exact) < 0.05
 
 
-# ---- The diffusion tables and posterior are the authors'; the training loss is least where theory says
-
-
-DATA_SCALE = 0.5
-
-
-class Closure(torch.nn.Module):
-    """A head that returns (eps, v) as functions of (x, t)."""
-
-    def __init__(self, eps, v):
-        super().__init__()
-        self.eps, self.v = eps, v
-
-    def forward(self, x, t, c):
-        return torch.cat([self.eps(x, t), self.v(x, t)], dim=-1)
-
-
-@pytest.fixture
-def data():
-    """x0 ~ N(0, DATA_SCALE^2 I) [N, d], conditions, one timestep a row, and noise."""
-    g = torch.Generator().manual_seed(0)
-    x0, noise = torch.randn(2, 8192, 8, generator=g)
-    return DATA_SCALE * x0, torch.zeros(len(x0), 1), torch.tensor([50, 200, 500, 900]).repeat(2048), noise
-
-
-def signal_and_noise(t):
-    """Variances of the signal and of the noise in x_t."""
-    s = schedule(1000)
-    return table(s.alphas_cumprod, t) * DATA_SCALE**2, table(1 - s.alphas_cumprod, t)
-
-
-def best_eps(x, t):
-    """E[noise | x_t]."""
-    signal, noise = signal_and_noise(t)
-    return x * noise.sqrt() / (signal + noise)
-
-
-def best_log_sigma(t):
-    """Of x_{t-1} given x_t, x_0 integrated out: the least expected KL given the best mean."""
-    s = schedule(1000)
-    signal, noise = signal_and_noise(t)
-    left = signal / (signal + noise)  # of the noise's variance, x_t known
-    return 0.5 * (table(np.exp(s.posterior_log_variance_clipped), t) + table(s.mean_eps**2, t) * left).log()
-
-
-def v_of(log_sigma, t):
-    s = schedule(1000)
-    return (log_sigma - table(s.log_sigma_base, t)) / table(s.log_sigma_slope, t)
-
-
-def v_best(x, t, shift=0.0):
-    return v_of(best_log_sigma(t) + shift, t).expand_as(x)
+# ---- The diffusion tables and the posterior
 
 
 @pytest.mark.parametrize("num_steps", [100, 25])
-def test_golden_tables(num_steps, mar_golden):
+def test_the_tables_are_the_authors(num_steps, mar_golden):
     names = [name for name in mar_golden if name.startswith(f"schedule{num_steps}.")]
     assert len(names) == 8
     for name in names:
@@ -144,7 +72,7 @@ def test_golden_tables(num_steps, mar_golden):
     assert np.array_equal(schedule(num_steps).timestep_map, mar_golden[f"schedule{num_steps}.timestep_map"].numpy())
 
 
-def test_golden_posterior(small_mar, mar_golden):
+def test_the_posterior_is_the_authors(small_mar, mar_golden):
     step, x, c = (mar_golden[f"posterior.{name}"] for name in ("step", "x", "c"))
     s = schedule(100)
     eps, v = small_mar.head(x, torch.from_numpy(s.timestep_map)[step], c).chunk(2, dim=-1)
@@ -160,45 +88,51 @@ def test_golden_posterior(small_mar, mar_golden):
         assert (error < limit).all(), (name, error)
 
 
-@pytest.mark.parametrize("num_steps, gain", [(25, 1327), (50, 632), (100, 316), (250, 126)])
-def test_first_step_gain(num_steps, gain):
-    s = schedule(num_steps)
-    assert s.mean_x[-1] == pytest.approx(gain, rel=0.005)
-    assert -s.mean_eps[-1] == pytest.approx(gain, rel=0.005)
+@pytest.mark.parametrize(
+    "num_steps, first_timestep, gain",
+    [(100, 999, 316), (25, 999, 1327), (8, 999, 4485), (100, 950, 1.2), (25, 950, 1.8), (8, 950, 3.7)],
+)
+def test_the_first_step_multiplies_errors_as_documented(num_steps, first_timestep, gain):
+    """See docs/few_steps.md."""
+    s = schedule(num_steps, first_timestep)
+    assert s.mean_x[-1] == pytest.approx(gain, rel=0.05)
+    assert first_timestep < 999 or -s.mean_eps[-1] == pytest.approx(gain, rel=0.005)
 
 
-@pytest.mark.parametrize("num_steps", [-1, 0, 1, 1001])
-def test_bad_number_of_steps(num_steps):
+@pytest.mark.parametrize("num_steps", [0, 1001])
+def test_an_impossible_number_of_steps_is_an_error(num_steps):
     with pytest.raises(ValueError):
         schedule(num_steps)
 
 
-@pytest.mark.parametrize("factor, offset", [(0.95, 0.0), (1.05, 0.0), (1.0, 0.05)])
-def test_mse_is_least_at_the_conditional_mean(factor, offset, data):
-    best, _ = training_loss(Closure(best_eps, v_best), *data)
-    worse, _ = training_loss(Closure(lambda x, t: factor * best_eps(x, t) + offset, v_best), *data)
-    assert best.mean() < worse.mean()
-    t = data[2].unique()
-    signal, noise = signal_and_noise(t)
-    left = torch.stack([best[data[2] == step].mean() for step in t])
-    torch.testing.assert_close(left, (signal / (signal + noise)).squeeze(1), rtol=0.03, atol=0)
+# ---- The training loss
 
 
-@pytest.mark.parametrize("shift", [-0.1, 0.1])
-def test_vb_is_least_at_the_reverse_variance(shift, data):
-    _, best = training_loss(Closure(best_eps, v_best), *data)
-    _, worse = training_loss(Closure(best_eps, lambda x, t: v_best(x, t, shift)), *data)
-    assert (best >= -1e-6).all() and (worse >= -1e-6).all()
-    for t in data[2].unique():
-        assert best[data[2] == t].mean() < worse[data[2] == t].mean()
+class Closure(torch.nn.Module):
+    """A head that returns fixed eps and v."""
+
+    def __init__(self, eps, v):
+        super().__init__()
+        self.eps, self.v = eps, v
+
+    def forward(self, x, t, c):
+        return torch.cat([self.eps, self.v], dim=-1)
 
 
-def test_terms_written_out(data):
+@pytest.fixture
+def data():
+    """x0 [N, d], conditions, one timestep per row, and noise."""
+    g = torch.Generator().manual_seed(0)
+    x0, noise = torch.randn(2, 1024, 8, generator=g)
+    return 0.5 * x0, torch.zeros(len(x0), 1), torch.tensor([50, 200, 500, 900]).repeat(256), noise
+
+
+def test_the_loss_is_the_formula(data):
     """The squared error, and the KL divergence from the true posterior in bits."""
     x0, t, noise = data[0], data[2], data[3]
     s = schedule(1000)
     eps, v = 0.9 * noise + 0.1, 0.5 * torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
-    mse, vb = training_loss(Closure(lambda x, t: eps, lambda x, t: v), *data)
+    mse, vb = training_loss(Closure(eps, v), *data)
     torch.testing.assert_close(mse, (eps - noise).square().mean(-1))
 
     def column(values):
@@ -218,16 +152,9 @@ def test_terms_written_out(data):
     torch.testing.assert_close(vb, (kl.mean(-1) / math.log(2)).float(), rtol=1e-3, atol=1e-5)
 
 
-def test_vb_is_zero_at_the_true_posterior(data):
-    noise = data[3]
-    mse, vb = training_loss(Closure(lambda x, t: noise, lambda x, t: torch.full_like(x, -1.0)), *data)
-    assert mse.max() == 0
-    assert vb.abs().max() < 1e-6
-
-
-def test_vb_moves_the_variance_channel_only(data):
+def test_the_variational_bound_trains_the_variance_channel_only(data):
     eps, v = (0.9 * data[3]).requires_grad_(), torch.zeros_like(data[3], requires_grad=True)
-    mse, vb = training_loss(Closure(lambda x, t: eps, lambda x, t: v), *data)
+    mse, vb = training_loss(Closure(eps, v), *data)
     of_eps, of_v = torch.autograd.grad(vb.sum(), (eps, v), retain_graph=True)
     assert not of_eps.any() and (of_v != 0).all(dim=-1).any()
     assert torch.autograd.grad(mse.sum(), eps)[0].any()

@@ -27,46 +27,35 @@ def batch(small_mar):
     return torch.randn(size, length, dim, generator=g), order, small_mar.class_emb(torch.arange(size))
 
 
-def shuffled(order, start, stop):
-    """The order with its entries start..stop reversed."""
-    return torch.cat([order[:, :start], order[:, start:stop].flip(1), order[:, stop:]], dim=1)
-
-
-@pytest.mark.parametrize("condition", ["z", "z_uncond"])
-def test_golden_conditions(condition, small_mar, mar_golden):
+def test_conditions_and_encoder_are_the_authors(small_mar, mar_golden):
     tokens, mask, labels = (mar_golden[f"backbone.{name}"] for name in ("tokens", "mask", "labels"))
-    num_known = (mask == 0).sum(1).tolist()
-    embedding = small_mar.class_emb(labels) if condition == "z" else small_mar.fake_latent.expand(len(labels), -1)
-    z = small_mar(tokens, mask.argsort(dim=1, stable=True), num_known, embedding)
-    assert relative_error(z, mar_golden[f"backbone.{condition}"]) < 1e-5
-
-
-def test_golden_encoder(small_mar, mar_golden):
-    tokens, mask, labels = (mar_golden[f"backbone.{name}"] for name in ("tokens", "mask", "labels"))
-    expected = mar_golden["backbone.encoder_out"]  # buffer, then the known tokens in raster order
-    num_known = (mask == 0).sum(1).tolist()
-    known = small_mar.known(mask.argsort(dim=1, stable=True), num_known)
-    encoded = small_mar.encode(tokens, *known, small_mar.class_emb(labels))
+    order, committed = mask.argsort(dim=1, stable=True), (mask == 0).sum(1).tolist()
+    embeddings = {"z": small_mar.class_emb(labels), "z_uncond": small_mar.fake_latent.expand(len(labels), -1)}
+    for name, embedding in embeddings.items():
+        z = small_mar(tokens, order, committed, embedding)
+        assert relative_error(z, mar_golden[f"backbone.{name}"]) < 1e-5
+    expected = mar_golden["backbone.encoder_out"]  # the buffer, then the committed tokens in raster order
+    encoded = small_mar.encode(tokens, *small_mar.known(order, committed), embeddings["z"])
     assert relative_error(encoded[:, : expected.shape[1]], expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_official_shapes(name):
+def test_weights_have_the_official_shapes(name):
     with torch.device("meta"):
         model = getattr(checkpoint, name)()
     assert {key: list(value.shape) for key, value in model.state_dict().items()} == SHAPES[name]
 
 
-def test_ragged_batch(small_mar, batch, monkeypatch):
+def test_a_sequence_does_not_depend_on_its_batch(small_mar, batch, monkeypatch):
     tokens, order, embedding = batch
     together = small_mar(tokens, order, RAGGED, embedding)
-    monkeypatch.setattr(mar_model, "PAD_TO", 1)  # alone there is nothing to pad or to mask
+    monkeypatch.setattr(mar_model, "PAD_TO", 1)  # a single sequence has nothing to pad or to mask
     for i, count in enumerate(RAGGED):
         alone = small_mar(tokens[i : i + 1], order[i : i + 1], [count], embedding[i : i + 1])
         assert relative_error(together[i : i + 1], alone) < 1e-5, count
 
 
-def test_conditions_at_positions(small_mar, batch):
+def test_conditions_are_computed_at_the_asked_positions(small_mar, batch):
     tokens, order, embedding = batch
     positions = torch.cat([order[:, 5:8], torch.zeros(len(order), 2, dtype=torch.int64), order[:, -1:]], dim=1)
     everywhere = small_mar(tokens, order, RAGGED, embedding)
@@ -74,15 +63,15 @@ def test_conditions_at_positions(small_mar, batch):
     assert relative_error(small_mar(tokens, order, RAGGED, embedding, positions), expected) < 1e-5
 
 
-def test_unknown_values_are_ignored(small_mar, batch):
+def test_values_of_masked_tokens_are_ignored(small_mar, batch):
     tokens, order, embedding = batch
-    unknown = order.argsort(1) >= torch.tensor(RAGGED).unsqueeze(1)
-    changed = torch.where(unknown.unsqueeze(-1), 1000 - 7 * tokens, tokens)
+    masked = order.argsort(1) >= torch.tensor(RAGGED).unsqueeze(1)
+    changed = torch.where(masked.unsqueeze(-1), 1000 - 7 * tokens, tokens)
     assert torch.equal(small_mar(changed, order, RAGGED, embedding), small_mar(tokens, order, RAGGED, embedding))
 
 
 @pytest.mark.parametrize("rank", [0, 12])
-def test_known_values_reach_every_condition(rank, small_mar, batch):
+def test_values_of_committed_tokens_reach_every_condition(rank, small_mar, batch):
     tokens, order, embedding = batch
     counts = [13] * len(tokens)
     changed = tokens.clone()
@@ -91,17 +80,23 @@ def test_known_values_reach_every_condition(rank, small_mar, batch):
     assert difference.abs().amax(-1).min() > 1e-5
 
 
-@pytest.mark.parametrize("stretch", [(0, 13), (13, 64)], ids=["known", "unknown"])
-def test_order_within_a_set_is_irrelevant(stretch, small_mar, batch):
+def test_the_order_matters_only_by_what_is_committed(small_mar, batch):
+    """13 tokens are committed: conditions change only if a reversed stretch has tokens of both kinds."""
     tokens, order, embedding = batch
-    counts = [13] * len(tokens)
-    reference = small_mar(tokens, order, counts, embedding)
-    assert relative_error(small_mar(tokens, shuffled(order, *stretch), counts, embedding), reference) < 1e-5
-    assert relative_error(small_mar(tokens, shuffled(order, 10, 16), counts, embedding), reference) > 1e-3
+
+    def conditions(start, stop):
+        reversed_part = order[:, start:stop].flip(1)
+        changed = torch.cat([order[:, :start], reversed_part, order[:, stop:]], dim=1)
+        return small_mar(tokens, changed, [13] * len(tokens), embedding)
+
+    reference = conditions(0, 1)
+    for stretch in ((0, 13), (13, 64)):
+        assert relative_error(conditions(*stretch), reference) < 1e-5
+    assert relative_error(conditions(10, 16), reference) > 1e-3
 
 
 @pytest.mark.parametrize("patch", [1, 2])
-def test_unpatchify(patch):
+def test_tokens_become_a_latent_by_rows(patch):
     sizes = dict(embed_dim=16, depth=1, num_heads=2, class_num=2, buffer_size=2, diffloss_w=8, diffloss_d=1)
     model = MAR(MARConfig(img_size=16, vae_stride=2, patch_size=patch, vae_embed_dim=3, **sizes))
     side = model.config.grid_size
@@ -114,8 +109,8 @@ def test_unpatchify(patch):
             assert torch.equal(tokens[:, row * side + column], cell.flatten(1))
 
 
-def test_counts_may_be_on_the_device(small_mar, batch):
-    """With `padded` shapes do not depend on them: a larger one is more padding."""
+def test_counts_may_be_a_tensor_if_the_padded_length_is_given(small_mar, batch):
+    """Shapes do not depend on the counts; a larger `padded` is more padding."""
     tokens, order, embedding = batch
     expected = small_mar(tokens, order, RAGGED, embedding)
     for padded in (small_mar.padded(max(RAGGED)), small_mar.config.seq_len):
@@ -124,8 +119,8 @@ def test_counts_may_be_on_the_device(small_mar, batch):
 
 
 @pytest.mark.slow  # tracing takes seconds
-def test_traced_whole_and_once(small_mar, batch):
-    """No value of a tensor is looked at, so that a call can be captured as a CUDA graph."""
+def test_the_backbone_is_traced_in_one_piece_and_once(small_mar, batch):
+    """It reads no value of a tensor, so that a call can be captured as a CUDA graph."""
     tokens, order, embedding = batch
     traces = []
 
@@ -141,12 +136,12 @@ def test_traced_whole_and_once(small_mar, batch):
     assert len(traces) == 1
 
 
-# ---- The backbone with caches: a refresh is the full one, and a lazy evaluation is what a slow one by hand computes
+# ---- The backbone with caches: a refresh is the full backbone, and a lazy evaluation is a slow one by hand
 
 
 BUFFER, LENGTH, SLOTS = 3, 16, 5
-START = [[0, 5, 9], [2, 6, 10]]  # tokens known to a refresh
-DEPTHS = [1, 2, 7]  # the judging layer is the first and last, the last, and LazyMAR's
+START = [[0, 5, 9], [2, 6, 10]]  # tokens committed at a refresh
+DEPTHS = [1, 2, 7]  # the selecting layer is the first and last, the last, and LazyMAR's
 
 
 @pytest.fixture(params=DEPTHS)
@@ -154,49 +149,42 @@ def model(request):
     return toy_mar(request.param)
 
 
-def sequences(num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and orders."""
-    g = torch.Generator().manual_seed(num)
-    return torch.randn(num, LENGTH, 3, generator=g), torch.rand(num, LENGTH, generator=g).argsort(1)
+@pytest.fixture
+def inputs(model):
+    """Tokens, orders and class embeddings of three sequences."""
+    g = torch.Generator().manual_seed(3)
+    order = torch.rand(3, LENGTH, generator=g).argsort(1)
+    return torch.randn(3, LENGTH, 3, generator=g), order, model.class_emb(torch.tensor([0, 1, 3]))
 
 
 def empty(model: MAR) -> Cache:
-    """Caches as damaged sequences may leave them."""
-    kept = Cache.empty(model, SLOTS, torch.float32, torch.device("cpu"))
-    for tensor in (kept.encoder, kept.decoder, kept.inputs):
+    """Caches full of NaN, as failed sequences may leave them."""
+    cache = Cache.empty(model, SLOTS, torch.float32, torch.device("cpu"))
+    for tensor in (cache.encoder, cache.decoder, cache.inputs):
         tensor.fill_(torch.nan)
-    return kept
+    return cache
 
 
-def next_positions(order: torch.Tensor, known: list[int], num: int) -> torch.Tensor:
-    return torch.stack([own[k : k + num] for own, k in zip(order, known)])
+@pytest.mark.parametrize("committed", START)
+def test_a_refresh_is_the_full_backbone(committed, model, inputs):
+    tokens, order, embedding = inputs
+    positions = torch.stack([own[k : k + 4] for own, k in zip(order, committed)])
+    expected = model(tokens, order, committed, embedding, positions)
+    slots = torch.tensor([4, 1])  # the last sequence caches nothing
+    x = refresh(model, empty(model), slots, tokens, order, committed, embedding, positions)
+    assert relative_error(model.condition(x, positions), expected) < 1e-5
 
-
-@pytest.mark.parametrize("known", START)
-def test_a_refresh_is_the_full_backbone(known, model):
-    tokens, order = sequences(3)
-    embedding = model.class_emb(torch.tensor([0, 1, 3]))
-    positions = next_positions(order, known, 4)
-    slots = torch.tensor([4, 1])  # the last sequence keeps nothing
-    x = refresh(model, empty(model), slots, tokens, order, known, embedding, positions)
-    expected = model(tokens, order, known, embedding, positions)
+    # So is a lazy evaluation of everything: nothing is left of other tokens' caches.
+    cache, slots = empty(model), torch.tensor([4, 0, 1])
+    refresh(model, cache, slots, tokens + 1, order, [k // 2 for k in committed], embedding, order[:, :1])
+    counts = [[k, k, 4, BUFFER + LENGTH - 4] for k in committed]
+    x, at = lazy(model, cache, slots, tokens, order, counts, embedding)
+    assert torch.equal(at, positions)
     assert relative_error(model.condition(x, positions), expected) < 1e-5
 
 
-@pytest.mark.parametrize("known", START)
-def test_everything_computed_anew_is_the_full_backbone(known, model):
-    """Caches are of other tokens: nothing of them is left."""
-    (tokens, order), kept, slots = sequences(3), empty(model), torch.tensor([4, 0, 1])
-    embedding = model.class_emb(torch.tensor([0, 1, 3]))
-    refresh(model, kept, slots, tokens + 1, order, [k // 2 for k in known], embedding, order[:, :1])
-    counts = [[k, k, 4, BUFFER + LENGTH - 4] for k in known]
-    x, positions = lazy(model, kept, slots, tokens, order, counts, embedding)
-    assert torch.equal(positions, next_positions(order, known, 4))
-    assert relative_error(model.condition(x, positions), model(tokens, order, known, embedding, positions)) < 1e-5
-
-
 class ByHand:
-    """One sequence, evaluated position by position; what is kept is a dictionary by layer and place."""
+    """One sequence, evaluated position by position; its caches are a dictionary per layer."""
 
     def __init__(self, model: MAR, tokens: torch.Tensor, order: torch.Tensor, embedding: torch.Tensor) -> None:
         self.model, self.tokens, self.order, self.embedding = model, tokens, order.tolist(), embedding
@@ -204,111 +192,107 @@ class ByHand:
         self.decoder: list[dict] = [{} for _ in model.decoder_blocks]
         self.inputs: dict[int, torch.Tensor] = {}
 
-    def block(self, block, x: dict, kept: dict, visible: list[int]) -> dict:
-        """Outputs by place of inputs x by place, whose keys and values are kept first."""
+    def block(self, block, x: dict, cache: dict, visible: list[int]) -> dict:
+        """Outputs by position of inputs x by position, whose keys and values are cached first."""
         inputs = torch.stack(list(x.values()))
         q, k, v = block.attn.qkv(block.norm1(inputs)).view(len(x), 3, block.attn.num_heads, -1).unbind(1)
-        kept.update({place: (k[i], v[i]) for i, place in enumerate(x)})
-        keys, values = (torch.stack([kept[place][i] for place in visible]) for i in range(2))
+        cache.update({index: (k[i], v[i]) for i, index in enumerate(x)})
+        keys, values = (torch.stack([cache[index][i] for index in visible]) for i in range(2))
         weights = torch.einsum("qhd,khd->hqk", q, keys / keys.shape[-1] ** 0.5).softmax(-1)
         seen = torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
         middle = inputs + block.attn.proj(seen)
         return dict(zip(x, middle + block.mlp(block.norm2(middle))))
 
-    def evaluate(self, known: int, new: int, num_next: int, others: int) -> torch.Tensor:
+    def evaluate(self, committed: int, new: int, num_next: int, others: int) -> torch.Tensor:
         """The last block's output at the next positions; with all tokens new and all others, a refresh."""
         model, position = self.model, self.model.encoder_pos_embed_learned[0]
-        x = {place: model.z_proj_ln(self.embedding + position[place]) for place in range(BUFFER)}
-        for rank in range(known - new, known):
+        # The encoder computes the buffer and the new tokens; the others' keys and values are cached.
+        x = {index: model.z_proj_ln(self.embedding + position[index]) for index in range(BUFFER)}
+        for rank in range(committed - new, committed):
             at = self.order[rank]
             x[BUFFER + rank] = model.z_proj_ln(model.z_proj(self.tokens[at]) + position[BUFFER + at])
-        for block, kept in zip(model.encoder_blocks, self.encoder):
-            x = self.block(block, x, kept, list(range(BUFFER + known)))
+        for block, cache in zip(model.encoder_blocks, self.encoder):
+            x = self.block(block, x, cache, list(range(BUFFER + committed)))
 
         position = model.decoder_pos_embed_learned[0]
-        for place, each in x.items():
-            at = place if place < BUFFER else BUFFER + self.order[place - BUFFER]
+        for index, each in x.items():
+            at = index if index < BUFFER else BUFFER + self.order[index - BUFFER]
             self.inputs[at] = model.decoder_embed(model.encoder_norm(each)) + position[at]
-        for rank in range(known, LENGTH):
+        # The decoder's first layers compute everything.
+        for rank in range(committed, LENGTH):
             at = BUFFER + self.order[rank]
             self.inputs[at] = model.mask_token[0, 0] + position[at]
         x = dict(sorted(self.inputs.items()))
         everywhere = list(x)
-        to_predict = [BUFFER + at for at in self.order[known : known + num_next]]
-        newly_known = [BUFFER + at for at in self.order[known - new : known]]
-        for layer, (block, kept) in enumerate(zip(model.decoder_blocks, self.decoder)):
-            before = dict(kept)
-            out = self.block(block, x, kept, everywhere)
+        to_predict = [BUFFER + at for at in self.order[committed : committed + num_next]]
+        newly_committed = [BUFFER + at for at in self.order[committed - new : committed]]
+        for layer, (block, cache) in enumerate(zip(model.decoder_blocks, self.decoder)):
+            before = dict(cache)
+            out = self.block(block, x, cache, everywhere)
             if layer == min(SELECTING, len(model.decoder_blocks) // 2):
-                change = {at: self.change(before, kept, at) for at in x if at not in to_predict + newly_known}
+                # From here on: positions to predict, new tokens, and those whose values changed most.
+                change = {at: self.change(before, cache, at) for at in x if at not in to_predict + newly_committed}
                 by_change = sorted(change, key=change.get, reverse=True)
-                chosen = [*to_predict, *newly_known, *by_change][: num_next + others]
+                chosen = [*to_predict, *newly_committed, *by_change][: num_next + others]
                 out = {at: out[at] for at in sorted(chosen)}
             x = out
         return torch.stack([x[at] for at in to_predict])
 
     @staticmethod
-    def change(before: dict, kept: dict, at: int) -> float:
+    def change(before: dict, cache: dict, at: int) -> float:
         """One minus the cosine similarity of values with those before, the mean over the heads."""
         if at not in before:
             return 2.0
-        cosines = [(a @ b) / (a.norm() * b.norm()) for a, b in zip(before[at][1], kept[at][1])]
+        cosines = [(a @ b) / (a.norm() * b.norm()) for a, b in zip(before[at][1], cache[at][1])]
         return 1 - (sum(cosines) / len(cosines)).item()
 
 
-def test_lazy_evaluations_are_those_by_hand(model):
+def test_lazy_evaluations_are_those_by_hand(model, inputs):
     """Three sequences of unequal progress in one batch, three evaluations after a refresh, and another refresh."""
-    (tokens, order), kept, slots = sequences(3), empty(model), torch.tensor([4, 0, 1])
-    embedding = model.class_emb(torch.tensor([0, 1, 3]))
+    (tokens, order, embedding), cache, slots = inputs, empty(model), torch.tensor([4, 0, 1])
     by_hand = [ByHand(model, *each) for each in zip(tokens, order, embedding)]
-    known = [0, 4, 6]
-    everything = [[k, k, 3, BUFFER + LENGTH - 3] for k in known]
-    schedules = [  # known, new, to be predicted, others
+    committed = [0, 4, 6]
+    everything = [[k, k, 3, BUFFER + LENGTH - 3] for k in committed]
+    schedules = [  # committed, new, to be predicted, others
         [[1, 1, 2, 3], [6, 2, 1, 4], [7, 1, 3, 2]],
         [[3, 2, 1, 2], [7, 1, 2, 18], [10, 3, 1, 3]],
-        [[3, 2, 1, 2], [7, 1, 2, 1], [10, 3, 1, 3]],  # the new ones are not those that changed most
+        [[3, 2, 1, 2], [7, 1, 2, 1], [10, 3, 1, 3]],  # the new ones did not change most
         [[4, 1, 5, 1], [9, 2, 4, 2], [11, 1, 1, 1]],
-        [[9, 5, 7, 5], [14, 5, 2, 7], [12, 1, 4, 6]],  # 14: places that the refresh did not reach
+        [[9, 5, 7, 5], [14, 5, 2, 7], [12, 1, 4, 6]],  # 14: positions that the refresh did not reach
     ]
     for rows, hand in zip(everything, by_hand):
         hand.evaluate(*rows)
-    refresh(model, kept, slots, tokens, order, known, embedding, order[:, :1])
+    refresh(model, cache, slots, tokens, order, committed, embedding, order[:, :1])
     for counts in schedules:
-        x, positions = lazy(model, kept, slots, tokens, order, counts, embedding)
+        x, positions = lazy(model, cache, slots, tokens, order, counts, embedding)
         for i, (hand, own) in enumerate(zip(by_hand, counts)):
             num_next = own[2]
             assert positions[i, :num_next].tolist() == order[i, own[0] : own[0] + num_next].tolist()
             assert relative_error(x[i, :num_next], hand.evaluate(*own)) < 1e-4, (i, own)
 
 
-def test_a_sequence_is_as_if_it_were_alone(model):
-    tokens, order = sequences(3)
-    embedding = model.class_emb(torch.tensor([0, 1, 3]))
-    known, counts = [0, 4, 6], [[1, 1, 2, 3], [9, 5, 1, 12], [7, 1, 3, 2]]
+def test_a_cached_sequence_does_not_depend_on_its_batch(model, inputs):
+    committed, counts = [0, 4, 6], [[1, 1, 2, 3], [9, 5, 1, 12], [7, 1, 3, 2]]
 
     def run(which: list[int]) -> tuple[torch.Tensor, Cache]:
-        kept, slots = empty(model), torch.tensor(which)
-        inputs = tokens[which], order[which]
-        refresh(model, kept, slots, *inputs, [known[i] for i in which], embedding[which], order[which, :1])
-        return lazy(model, kept, slots, *inputs, [counts[i] for i in which], embedding[which])[0], kept
+        cache, slots = empty(model), torch.tensor(which)
+        tokens, order, embedding = (each[which] for each in inputs)
+        refresh(model, cache, slots, tokens, order, [committed[i] for i in which], embedding, order[:, :1])
+        return lazy(model, cache, slots, tokens, order, [counts[i] for i in which], embedding)[0], cache
 
-    together, kept = run([0, 1, 2])
+    together, cache = run([0, 1, 2])
     for i in range(3):
-        alone, kept_alone = run([i])
+        alone, cache_alone = run([i])
         num_next = counts[i][2]
         assert relative_error(together[i, :num_next], alone[0, :num_next]) < 1e-5
-        reached = BUFFER + counts[i][0]  # of the encoder; what padding left behind nobody reads
-        assert relative_error(kept.encoder[:, i, :reached], kept_alone.encoder[:, i, :reached]) < 1e-5
-        for one, other in ((kept.decoder, kept_alone.decoder), (kept.inputs[None], kept_alone.inputs[None])):
+        reached = BUFFER + counts[i][0]  # of the encoder; nobody reads what padding wrote behind
+        assert relative_error(cache.encoder[:, i, :reached], cache_alone.encoder[:, i, :reached]) < 1e-5
+        for one, other in ((cache.decoder, cache_alone.decoder), (cache.inputs[None], cache_alone.inputs[None])):
             assert relative_error(one[:, i, : BUFFER + LENGTH], other[:, i, : BUFFER + LENGTH]) < 1e-5
 
 
-def test_the_layer_that_judges(model):
-    depth = model.config.depth
-    assert selecting_layer(model) == {1: 0, 2: 1, 7: 3}[depth]
-
-
-def test_bytes(model):
-    kept = Cache.empty(model, SLOTS, torch.bfloat16, torch.device("cpu"))
-    tensors = (kept.encoder, kept.decoder, kept.inputs)
+def test_the_selecting_layer_and_the_bytes_of_a_cache(model):
+    assert selecting_layer(model) == {1: 0, 2: 1, 7: 3}[model.config.depth]
+    cache = Cache.empty(model, SLOTS, torch.bfloat16, torch.device("cpu"))
+    tensors = (cache.encoder, cache.decoder, cache.inputs)
     assert sum(each.nbytes for each in tensors) == SLOTS * cache_bytes(model, torch.bfloat16)
