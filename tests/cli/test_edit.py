@@ -99,7 +99,7 @@ def test_kept_tokens_are_grey_in_the_heat_map(files, tmp_path):
 @pytest.mark.parametrize(
     "model, image, part, generated",
     [
-        ("MAR", "large", ["--keep", 0.5], "cropped to the 59 in the middle and resized to 32 by 32\n32 of 64"),
+        ("MAR", "large", ["--keep", 0.5], "cropped to the 59 by 59 in its middle and resized to 32 by 32\n32 of 64"),
         ("MAR", "large", ["--place", "8,8,16,16"], "48 of 64"),
         ("VQ", "in", ["--mask", "bottom"], "32 of 256"),
     ],

@@ -16,7 +16,7 @@ from cspd.option import MAR_OPTIONS
 from mar.head import TRAIN_STEPS
 
 SLOW = ("torch", "torch._dynamo", "timm", "torchvision", "transformers", "matplotlib", "scipy")
-LINES = {"sample": 48}  # of the short help, 80 columns wide
+LINES = {"sample": 48, "compare": 68}  # of the short help, 80 columns wide
 MOST_LINES = 66  # of other commands
 
 
