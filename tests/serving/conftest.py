@@ -13,7 +13,7 @@ import cspd
 from cspd.models import bundled_folder
 
 
-@pytest.fixture(scope="package")  # the text encoder is patched meanwhile
+@pytest.fixture(scope="module")  # the text encoder is patched meanwhile
 def engines(tmp_path_factory):
     """Two class-conditional models, with the class names of the digits, and a text-to-image model."""
     engines = {}
