@@ -352,7 +352,9 @@ def chain_steps(num_steps: int, first_timestep: int, device: torch.device) -> St
     return Steps(tuple(s.timestep_map[::-1].tolist()), *columns, t, sigma.view(-1, 1, 1))  # type: ignore[call-arg]
 
 
-def evaluate(head: Head, x: Tensor, modulations: Several[tuple[Tensor, ...]], scale: Tensor) -> tuple[Tensor, Tensor]:
+def evaluate(
+    head: Head | ReadyHead, x: Tensor, modulations: Several[tuple[Tensor, ...]], scale: Tensor
+) -> tuple[Tensor, Tensor]:
     """Guided noise prediction and (conditional) variance channel, float32 [..., d] each, of noisy tokens x [..., d].
 
     Args:
