@@ -44,13 +44,13 @@ def forward(model: GPT, x: Tensor, position: Tensor, causal: Tensor, table: Tens
     for block, (keys, values) in zip(model.layers, caches):
         attention = block.attention
         qkv = attention.wqkv(normed(block.attention_norm, x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (block.n_head, -1)) for part in qkv)
+        q, k, v = (part.unflatten(-1, (attention.n_head, -1)) for part in qkv)
         q, k, v = (part.transpose(1, 2) for part in (turned(q, table), turned(k, table), v))
         keys[:, :, position] = k
         values[:, :, position] = v
         seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         x = x + attention.wo(seen.transpose(1, 2).flatten(2))
-        x = x + block.feed(normed(block.ffn_norm, x))
+        x = x + block.feed_forward(normed(block.ffn_norm, x))
     return model.output(normed(model.norm, x))[:, -1]
 
 

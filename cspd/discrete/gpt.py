@@ -168,81 +168,62 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32 whatever x is."""
-
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        return F.rms_norm(x.float(), weight.shape, weight.float(), self.eps).type_as(x)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 
 class Attention(nn.Module):
-    """Weights of causal self-attention, see `Block.attend`."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
-
-
-class FeedForward(nn.Module):
-    """Weights of a gated feed-forward network, see `Block.feed`."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
-
-
-class Block(nn.Module):
-    """A transformer layer; EAGLE's drafter is one such layer.
-
-    It is one function of its weights: for the few tokens of a round, calls of modules take as long as the products do.
-    """
-
-    def __init__(self, config: GPTConfig, layer: int = 0) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.layer = layer
-        self.attention = Attention(config)
-        self.feed_forward = FeedForward(config)
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None = None, cache: CacheView | None = None) -> Tensor:
-        x = x + self.attend(self.attention_norm.forward(x), table, mask, cache)
-        return x + self.feed(self.ffn_norm.forward(x))
-
-    def attend(self, x: Tensor, table: Tensor, mask: Tensor | None, cache: CacheView | None) -> Tensor:
-        """Self-attention, with rotary angles `table` and keys and values from the cache; see `GPT.features`."""
-        attention = self.attention
-        qkv = linear(x, attention.wqkv).unflatten(-1, (3 * self.n_head, -1))
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None, cache: CacheView | None) -> Tensor:
+        qkv = self.wqkv(x).unflatten(-1, (3 * self.n_head, -1))
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=-2)
-        q, k = rotate(qk, table).transpose(1, 2).chunk(2, dim=1)
+        q, k = rotate(qk, table).chunk(2, dim=-2)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
         v = v.transpose(1, 2)
         if cache is not None:
             keys, values = cache.update(self.layer, k, v)
             k = keys.type_as(q)
             v = values.type_as(q)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and cache is None)
-        return linear(out.transpose(1, 2).flatten(2), attention.wo)
-
-    def feed(self, x: Tensor) -> Tensor:
-        """w2(silu(w1 x) * w3 x)."""
-        weights = self.feed_forward
-        gate = F.silu(linear(x, weights.w1), inplace=True)
-        return linear(gate * linear(x, weights.w3), weights.w2)
+        return self.wo(out.transpose(1, 2).flatten(2))
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """A linear layer without a bias, in the type of its weights."""
-    weight = layer.weight
-    return F.linear(x.to(weight.dtype), weight)
+class FeedForward(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """A transformer layer; EAGLE's drafter is one such layer."""
+
+    def __init__(self, config: GPTConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, table: Tensor, mask: Tensor | None = None, cache: CacheView | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table, mask, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class _LabelEmbedder(nn.Module):
