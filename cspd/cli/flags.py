@@ -487,7 +487,7 @@ def _gpu_check(parser: Parser) -> None:
         "Checks that this GPU computes the same as a CPU and that no round makes one wait for the other, and\n"
         "times all official model sizes with random weights; no files are needed. Each result is written to\n"
         "--out at once. Run the same command again to resume an interrupted check. The exit status is 1 if a\n"
-        "check failed."
+        "case failed or was lost."
     )
     group = parser.add_argument_group("check")
     text = "the report (default: %(default)s)"
