@@ -47,7 +47,10 @@ class _Made(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A round, or the results of finished sequences (`made`). It can be read once `watch` is past."""
+    """Work of the device: a round, or the results of finished sequences (`made`).
+
+    Its seconds and results can be read once the device has passed the end of `watch`.
+    """
 
     sequences: list[Sequence]
     watch: Stopwatch
@@ -359,7 +362,7 @@ CLOSED = "this engine is closed: make a new one, for example with cspd.load"
 class Engine:
     """Generates images with target models, many requests at a time.
 
-    `max_batch` sequences are in flight at once; a finished one is replaced at the next step. An image depends only on
+    `max_batch` sequences are in flight at once; a finished one is replaced at the next round. An image depends only on
     its own request, never on the rest of the batch, except by rounding (docs/precision.md has the rates). Threads may
     share an engine: whichever waits for an output runs the rounds, one thread at a time.
 
@@ -742,7 +745,8 @@ class Engine:
             while own or not is_over:
                 fresh: list[Indexed] = []
                 if not is_over:
-                    # One more than there are slots: a round that ends all of them then does not wait for their images.
+                    # one request more than there are slots: if a round ends all sequences, the next round can begin
+                    # without waiting for their images
                     room = max(0, 1 + self.num_slots - len(self.scheduler))
                     fresh, bad = _read(indexed, room)
                     is_over = len(fresh) < room

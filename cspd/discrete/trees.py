@@ -19,8 +19,8 @@ from cspd.discrete.rules import TINY, Rule, point, sample, without
 # candidate against the distribution that the rejection of its predecessors leaves of P. This is SJD-PAC (arXiv
 # 2603.18599), eq. 7 for Q and eq. 8 for P, with any rule.
 #
-# Positions may have different numbers of candidates. They are sorted by that number, most first, so that the positions
-# that have a k-th candidate are the first `sizes[k]`.
+# Positions may have different numbers of candidates. They are sorted by that number, largest first: the first
+# `sizes[k]` positions may have a candidate of rank k, from 0.
 
 Bounds = Callable[[Tensor], Tensor]  # from a mask of siblings, bool [..., M, K], to the sums of their bounds, [..., M]
 
@@ -52,7 +52,13 @@ class SiblingVerdicts(NamedTuple):
 
 
 class _Verification(NamedTuple):
-    """f [..., M, K] of K siblings, each as if all before it had been rejected; the last residual; and their bounds."""
+    """K siblings at each of M positions, each verified as if all siblings before it had been rejected.
+
+    Attributes:
+        f: [..., M, K], the probability that each is accepted.
+        residual: [..., M, V], the distribution that is left if all are rejected.
+        bounds: see `SiblingVerdicts`.
+    """
 
     f: Tensor
     residual: Tensor
@@ -209,9 +215,9 @@ def _local_bounds(rule: Rule, rank: _Rank, near: Tensor | None, wanted: Tensor) 
 def _verify_points(rule: Rule, P: Tensor, candidates: Tensor, depth: Tensor | int) -> _Verification:
     """Verifies chosen candidates, each a point mass, by a rule whose f depends on the candidate's probability alone.
 
-    With Q = 1 at x, f = min(1, omega P(x)), and a rejection leaves norm([P - f]+) at x (eq. 8): a `share` of its own
-    mass, and all other masses, rescaled. So all candidates are verified at once, from sums of masses before rescaling.
-    They are sums, not differences, so that they are 0 only if nothing is left.
+    With Q = 1 at x, f = min(1, omega P(x)). A rejection leaves norm([P - f 1_x]+) (eq. 8): x keeps a `share` of its
+    mass, the other tokens keep theirs, and all masses are rescaled. So all candidates are verified at once, from sums
+    of masses before rescaling. They are sums, not differences, so that they are 0 only if nothing is left.
     """
     # a spare column, of mass 0, takes missing candidates and repeated ones
     is_same = candidates.unsqueeze(-1) == candidates.unsqueeze(-2)
@@ -250,8 +256,8 @@ def _verify_pools(
     rule: Rule, P: Tensor, candidates: Tensor, near: Tensor | None, sizes: Sequence[int]
 ) -> _Verification:
     """Verifies chosen candidates by a rule that pools. The mass that each absorbs depends on those rejected before."""
-    # the tokens that each candidate looks at, rank by rank; two spare columns: one takes missing candidates, the other
-    # keeps the sum above 0
+    # the tokens that each candidate looks at, rank by rank. Of two spare columns, V takes missing candidates, and V + 1
+    # has a tiny mass that is never removed, so that the sum stays above 0
     of_ranks = [candidates[..., :size, rank] for rank, size in enumerate(sizes)]
     tokens = torch.cat(of_ranks, -1)
     is_present = (tokens >= 0).unsqueeze(-1)

@@ -18,7 +18,7 @@ from cspd.heads.chain import guided, modulation_size, most_bytes
 from cspd.terminal import telling
 from mar.head import Head, fill, filled, schedule
 
-# Diagonal Gaussians: log-ratios, and a draw of p made from a draw of q so that the two are equal as often as possible.
+# Diagonal Gaussians: log-ratios, and a maximal coupling of p and q.
 #
 # Pure functions on tensors [..., d]. A Gaussian is (mean, log_sigma), float32.
 
@@ -61,12 +61,16 @@ def reflect(x: Tensor, p: Gaussian, q: Gaussian) -> Tensor:
 
 
 def resample(x: Tensor, log_uniform: Tensor, p: Gaussian, q: Gaussian) -> tuple[Tensor, Tensor]:
-    """Replaces rejected draws x of q by draws of the residual distribution, norm(max(0, p - q)), if one step can.
+    """Proposes a draw of the residual distribution, norm(max(0, p - q)), for each rejected draw x of q.
 
-    x was rejected because its uniform draw u was at least p(x)/q(x). So 1 - u is uniform below 1 - p(x)/q(x). The
-    mirror image y of a rejected draw has density p(y) (1 - p(x)/q(x))+. It should have p(y) (1 - q(y)/p(y))+. So y is
-    accepted if 1 - u < 1 - q(y)/p(y), which needs no further draw. If sigma_p = sigma_q, the two densities are equal
-    and y is always accepted: the reflection-maximal coupling. Otherwise `residual` draws the remaining part.
+    x was rejected because its uniform draw u was at least p(x)/q(x). So 1 - u is uniform below 1 - p(x)/q(x). Let y be
+    the mirror image of x. Unnormalised,
+
+        a rejected draw gives y the density p(y) (1 - p(x)/q(x))+,
+        the residual distribution has       p(y) (1 - q(y)/p(y))+.
+
+    So y is accepted if 1 - u < 1 - q(y)/p(y), which needs no further draw. If sigma_p = sigma_q, the two densities are
+    equal and y is always accepted: the reflection-maximal coupling. Otherwise `residual` draws the remaining part.
 
     Args:
         x: [..., d]. log_uniform: log u [...].
@@ -162,8 +166,8 @@ def first_accepted(
 LEAST = 16  # slots; their number doubles when more are needed
 NOBODY = 0  # the slot that pads a batch: its chain always stands still
 LEFT, PHASE, TRIES, FALLBACKS = range(4)  # columns of `Slots.progress`
-# Phases of a chain, see `Moved`. A chain with no step left has ended. All phases but MOVING are larger than any number
-# of steps, so that a single kernel, `left > phase`, finds the chains that move.
+# Phases of a chain, see `Moved`. A chain with no step left has ended. A chain moves if `left > phase`: the phases other
+# than MOVING exceed any number of steps, so one comparison tests both that it is MOVING and that it has steps left.
 MOVING, UNRESOLVED, SEARCHING = 0, 2**20, 2**21
 STATE_ROWS, MEAN_P, LOG_SIGMA_P = 8, 4, 5  # rows of `Slots.state`
 PER_SLOT = ("state", "progress", "names", "scale", "log_sigma", "draws", "record", "c_embed")
@@ -229,7 +233,7 @@ class Slots:
         self.record = zeros(num_steps, dtype=torch.int64)
         self.c_embed = zeros(num_branches, head.width)
         # `fill_` starts a kernel; an assignment to one element would copy the number from the CPU, and wait
-        self.progress[NOBODY, LEFT].fill_(num_steps)  # so that its window lies in its own slot, the first one
+        self.progress[NOBODY, LEFT].fill_(num_steps)  # its window is then read from slot 0, see `end_indices` of `move`
         self.progress[NOBODY, PHASE].fill_(SEARCHING)
         self.first_progress, self.first_record = self.progress.new_zeros(4), self.record.new_zeros(num_steps)
         self.first_progress[LEFT].fill_(num_steps - 1)
@@ -327,8 +331,8 @@ def draw_residual(
 #
 # Source: De Bortoli et al. 2025 (arXiv 2501.05370), with calibrated linear drafts. A token's denoising chain is a
 # Markov chain of diagonal Gaussians, for which speculative sampling is exact. The *anchor* is the last state x' at
-# which the head was evaluated, always at step t + 1, with the head's outputs (eps', v') there. A pass of a chain at
-# state x_t:
+# which the head was evaluated, with the head's outputs (eps', v') there. It is at step t + 1, one step noisier than
+# x_t. A pass of a chain at state x_t:
 #
 # 1. Draft: predict the head's outputs at the next W steps from the anchor. Each prediction gives a Gaussian q_w. Draw
 #    a state y_w from each with the chain's own noise.
@@ -508,8 +512,9 @@ def move(
     Args:
         draws: [C, T, d + 1], eps_t and the log of a uniform draw for the steps of C slots.
         modulations: of the head, as a table or as their inputs.
-        end_indices: int64 [R, W], indices of a window in the flat list of all slots' steps if no step were left.
-        row_starts: int64 [R], index of each window's first step in the flat list of all windows' steps, W r.
+        end_indices: int64 [R, W], T slot - w for w = 1 .. W. With `left` added, they are the indices of the window's
+            steps left - 1, left - 2, .. in the flat list of all slots' steps, [C T].
+        row_starts: int64 [R], W r: the index of each window's first step in the flat list of all windows' steps, [R W].
         scale: guidance [R, 1, 1]. state, left, phase: as in `Moved`. trace_sigma: whether to sum log sigma_p.
     """
     window = len(lookup.lags)
