@@ -21,6 +21,7 @@ from cspd import Request
 from cspd.discrete.gpt import GPT, RMSNorm
 
 OURS = "ar"
+WARM_UP = 1  # turns that warm up and compile
 
 
 def normed(norm: RMSNorm, x: Tensor) -> Tensor:
@@ -72,6 +73,21 @@ def sample(model: GPT, forward: Callable[..., Tensor], batch: int, cfg: float) -
         x = model.tok_embeddings(torch.cat([codes, codes]))
 
 
+def in_turns(runs: dict[str, Callable], num_turns: int, baseline: str) -> None:
+    """Times runs in turns and prints their medians, ranges, and speed-ups over the baseline of the same turn."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(WARM_UP + num_turns):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if turn >= WARM_UP:
+                times[name].append(time.perf_counter() - start)
+    print(f"medians (and ranges) of {num_turns} turns, in seconds")
+    for name, own in times.items():
+        ratio = statistics.median(base / other for base, other in zip(times[baseline], own))
+        print(f"{name:30s} {statistics.median(own):7.3f} ({min(own):.3f} to {max(own):.3f})  {ratio:.2f}x")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=8)
@@ -94,17 +110,8 @@ def main() -> None:
     for name, loop in loops.items():
         runs[name] = lambda loop=loop: sample(model, loop, args.batch, args.cfg)
 
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(2 + args.runs):  # the first two warm up and compile
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if turn >= 2:
-                times[name].append(time.perf_counter() - start)
-    print(f"batch {args.batch}, {args.threads} threads, guidance {args.cfg:g}, medians of {args.runs} turns")
-    for name, own in times.items():
-        ratio = statistics.median(ours / other for ours, other in zip(times[OURS], own))
-        print(f"{name:28s} {statistics.median(own):6.3f} s  {ratio:.2f}x")
+    print(f"batch {args.batch}, {args.threads} threads, guidance {args.cfg:g}")
+    in_turns(runs, args.runs, OURS)
 
 
 if __name__ == "__main__":
