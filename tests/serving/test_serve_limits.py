@@ -12,7 +12,7 @@ import pytest
 from launching import free_port, start, wait_until
 from serving import events, finished, served
 
-from cspd.serving import app
+from cspd.serving import bodies
 
 LIMIT = 5.0  # seconds that any client may have to wait; most waits are milliseconds
 DIGITS = {"model": "digits32", "label": 3, "methods": ["ar"]}
@@ -69,18 +69,18 @@ def test_large_bodies_are_refused(site, quick):
     """Before they are sent, while they are sent, and if they do not end."""
     with begun(site, "Content-Length: 99999999999") as connection:
         assert status_of(connection) == 413
-    with begun(site, f"Content-Length: {app.MOST_BYTES + 1}") as connection:
-        connection.sendall(b" " * (app.MOST_BYTES + 1))
+    with begun(site, f"Content-Length: {bodies.MOST_BYTES + 1}") as connection:
+        connection.sendall(b" " * (bodies.MOST_BYTES + 1))
         assert status_of(connection) == 413
     part = b"100000\r\n" + b" " * 2**20 + b"\r\n"
     with begun(site, "Transfer-Encoding: chunked") as connection:
-        for _ in range(app.MOST_BYTES // 2**20 + 1):
+        for _ in range(bodies.MOST_BYTES // 2**20 + 1):
             connection.sendall(part)
         assert status_of(connection) == 413
 
 
 def test_slow_bodies_are_refused(site, monkeypatch, quick):
-    monkeypatch.setattr(app, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(bodies, "MOST_SECONDS", 0.2)
     with begun(site, "Content-Length: 100") as connection:
         connection.sendall(b'{"model": ')
         assert status_of(connection) == 408
