@@ -96,9 +96,10 @@ class Closing(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A client's request to a model. `tell` is called with its events, see `shown`, in any thread.
+    """A client's request to a model, with all settings decided once it is accepted.
 
-    The last event has "finished" or "error". Without `wants_previews` it is the only one.
+    `tell` is called with its events, see `shown`, in any thread. The last event has "finished" or "error"; without
+    `wants_previews` there is no other.
     """
 
     model: str
@@ -344,6 +345,7 @@ class EngineLoop(Jobs):
         try:
             prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
             for job, each in zip(jobs, prepared):
+                job.request = each.request
                 job.ticket = self.engines[job.model].add_request(each)
                 self._started[job.model][job.ticket] = job
         except Exception as error:

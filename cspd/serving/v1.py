@@ -70,7 +70,7 @@ class Generation(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Value] = pydantic.Field(init=False)
 
-    prompt: Value
+    prompt: int | Text
     model: Text | None = None
     n: int | None = pydantic.Field(None, ge=1, le=MOST_IMAGES)
     size: Text | None = None
@@ -185,11 +185,10 @@ def fields_of(content_type: str, body: bytes) -> dict[str, str | bytes]:
     for part in parts[:-1]:
         head, _, content = part.partition(b"\r\n\r\n")
         headers = email.message_from_bytes(head.lstrip())
-        disposition = {"header": "content-disposition"}
-        name = str(headers.get_param("name", "", **disposition)).removesuffix("[]")
+        name = str(headers.get_param("name", "", "content-disposition")).removesuffix("[]")
         if name in fields:
             raise ValueError(f"the form has {shortened(name)} twice: send one")
-        is_file = headers.get_param("filename", **disposition) is not None
+        is_file = headers.get_param("filename", None, "content-disposition") is not None
         fields[name] = content if is_file else content.decode()
     return fields
 
