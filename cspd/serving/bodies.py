@@ -89,7 +89,7 @@ def _naming_fields() -> Iterator[None]:
         names = [str(part) for part in first["loc"]]
         field = ".".join(names)[:60]
         message = first["msg"].removeprefix("Value error, ")
-        raise Refusal(400, f"{field or 'the request'}: {message}", param=field or None) from None
+        raise Refusal(400, f"{field or 'the request'}: {message}", param=names[0] if names else None) from None
 
 
 def schema_of(model: type[pydantic.BaseModel], kind: str = "application/json") -> dict:

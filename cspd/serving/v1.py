@@ -67,10 +67,10 @@ class Generation(pydantic.BaseModel):
         quality, background, output_format, moderation, user, safety_identifier: of OpenAI's API, without effect.
     """
 
-    model_config = pydantic.ConfigDict(extra="allow")
+    model_config = pydantic.ConfigDict(extra="allow", coerce_numbers_to_str=True)
     __pydantic_extra__: dict[str, Value] = pydantic.Field(init=False)
 
-    prompt: int | Text
+    prompt: Text
     model: Text | None = None
     n: int | None = pydantic.Field(None, ge=1, le=MOST_IMAGES)
     size: Text | None = None
@@ -216,9 +216,8 @@ def requests_of(asked: Generation, model: dict) -> list[Request]:
     seed = secrets.randbelow(SEEDS) if asked.seed in (None, "") else typed(asked.seed)
     num = asked.n or 1
     if not model["classes"]:
-        return requests_with_seeds(None, [str(asked.prompt)] * num, seed, method, more)
-    label = label_of(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-    return requests_with_seeds([label] * num, None, seed, method, more)
+        return requests_with_seeds(None, [asked.prompt] * num, seed, method, more)
+    return requests_with_seeds([label_of(asked.prompt)] * num, None, seed, method, more)
 
 
 def _known(asked: Edit) -> Inpainting:

@@ -22,8 +22,9 @@ from cspd.request import png_of
 from cspd.serving import loop
 
 KEY = "a-key.of_16~bytes"
-QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
-LONG = {"num_iter": 64, "num_sampling_steps": 300}  # many seconds
+STEPS = {"num_iter": 3, "num_sampling_steps": 5, "cfg": 3.0}
+QUICK = STEPS | {"method": "ar", "first_timestep": 950}
+LONG = {"method": "ar", "num_iter": 64, "num_sampling_steps": 300}  # many seconds
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +51,10 @@ def assert_same(image, output):
     assert np.abs(image.astype(int) - np.asarray(output.pil())).max() <= 1
 
 
-def images(engines, model, prompts, seed, **settings):
-    if model == "texts":
-        return engines[model].sample(prompts=prompts, seed=seed, **settings)
-    return engines[model].sample(prompts, seed=seed, **settings)
-
-
 @pytest.mark.parametrize("prompt, label", [("three", "three"), ("7", 7), ("none", None)])
 def test_images_are_the_engines(prompt, label, client, engines):
     """A class by name or number, or none; settings and the method are further fields."""
-    settings = {name: value for name, value in QUICK.items() if label is not None or name != "cfg"}
+    settings = {name: value for name, value in STEPS.items() if label is not None or name != "cfg"}
     more = {"seed": 5, "method": "dpm-solver++:head_calls=4", **settings}
     answer = client.images.generate(model="mar", prompt=prompt, n=2, size="32x32", extra_body=more)
     outputs = engines["mar"].sample([label, label], seed=5, method="dpm-solver++", head_calls=4, **settings)
@@ -81,17 +76,17 @@ def test_a_prompt_and_a_link(client, engines):
 
 def test_a_random_seed_is_told(client, engines):
     """The seed of the answer gives the same image again. The first model is the default."""
-    first, second = (client.images.generate(prompt="three", extra_body=QUICK | {"method": "ar"}) for _ in range(2))
+    first, second = (client.images.generate(prompt="three", extra_body=QUICK) for _ in range(2))
     assert first.data[0].seed != second.data[0].seed
-    (output,) = engines["mar"].sample("three", seed=first.data[0].seed, method="ar", **QUICK)
+    (output,) = engines["mar"].sample("three", seed=first.data[0].seed, **QUICK)
     assert_same(image_of(first.data[0]), output)
 
 
 def test_partial_images(client, engines):
-    more = QUICK | {"seed": 5, "method": "ar", "num_iter": 16}
+    more = QUICK | {"seed": 5, "num_iter": 16}
     stream = client.images.generate(prompt="three", n=2, stream=True, partial_images=3, extra_body=more)
     *told, last = list(stream)
-    (output, _) = engines["mar"].sample(["three"] * 2, seed=5, **{**more, "seed": 5})
+    (output, _) = engines["mar"].sample(["three"] * 2, **more)
     finished = {event.seed: event for event in [*told, last] if isinstance(event, ImageGenCompletedEvent)}
     assert sorted(finished) == [5, 6] and isinstance(last, ImageGenCompletedEvent)
     assert_same(image_of(finished[5]), output)
@@ -131,9 +126,9 @@ def test_a_part_is_regenerated(kind, client, engines):
         "of the image": {"image": transparent(image)},
     }[kind]
     files = {name: png_of(each) for name, each in files.items()}
-    more = QUICK | {"seed": 5, "method": "ar"}
+    more = QUICK | {"seed": 5}
     answer = client.images.edit(model="mar", prompt="three", **files, extra_body=more)
-    request = cspd.Request("three", 5, "ar", image=image, mask=white_mask(), **QUICK)
+    request = cspd.Request("three", 5, image=image, mask=white_mask(), **QUICK)
     (output,) = engines["mar"].generate([request])
     assert_same(image_of(answer.data[0]), output)
     if kind == "white":
@@ -186,7 +181,7 @@ BAD = [
     ({"num_iter": 65}, "num_iter"),
     ({"cfg": "1" * 401}, "cfg"),
     ({"image": "/etc/passwd", "mask": "/etc/passwd"}, None),
-    ({"model": "texts", "num_iter": 3}, None),
+    ({"model": "texts", "num_iter": 3}, "num_iter"),
 ]
 
 
@@ -272,7 +267,7 @@ def numbers(site) -> dict[str, float]:
 
 
 def test_metrics(site, client, engines):
-    settings = {name: value for name, value in QUICK.items() if name != "num_iter"} | {"num_iter": 8, "window": 3}
+    settings = STEPS | {"num_iter": 8, "window": 3}
     client.images.generate(prompt="three", extra_body=QUICK)
     before = numbers(site)
     client.images.generate(prompt="three", extra_body={"seed": 5, "method": "speculative", **settings})
