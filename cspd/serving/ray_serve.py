@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-import cspd
+from cspd import load  # also registers all methods
 from cspd.request import Request
 from cspd.serving.app import about, app_of
 from cspd.serving.bodies import begin, events_of, is_last
@@ -59,7 +59,7 @@ class Replica:
     """An engine in a process of its own."""
 
     def __init__(self, checkpoint: str, max_batch: int, device: str, precision: str) -> None:
-        engine = cspd.load(checkpoint, max_batch=max_batch, device=device, precision=precision)
+        engine = load(checkpoint, max_batch=max_batch, device=device, precision=precision)
         # the front counts the requests of its clients; here there is no limit of its own
         self._jobs = EngineLoop({checkpoint: engine}, most=FRONT, most_each=FRONT)
         self._jobs.about = about({checkpoint: engine})

@@ -258,12 +258,16 @@ def test_request_ids_and_the_log(client, site, caplog):
 
 
 def numbers(site) -> dict[str, float]:
-    """The metrics, those of models for `mar`."""
+    """The metrics, those of models for `mar`, and the number of answers 200."""
     answer = site.ask("/metrics", Authorization=f"Bearer {KEY}")
     assert answer.status == 200 and answer.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples]
-    return {sample.name: sample.value for sample in samples if sample.labels.get("model", "mar") == "mar"}
+    wanted = {"model": "mar", "status": "200"}
+    own = [
+        sample for sample in samples if all(sample.labels.get(name, value) == value for name, value in wanted.items())
+    ]
+    return {sample.name: sample.value for sample in own}
 
 
 def test_metrics(site, client, engines):
@@ -314,7 +318,7 @@ def test_health(engines):
     with served(engines) as site:
         assert site.ask("/health").status == site.ask("/ready").status == 200
         answers = []
-        waiting = threading.Thread(target=lambda: answers.append(site.make(settings=QUICK | {"num_iter": 32}).read()))
+        waiting = threading.Thread(target=lambda: answers.append(site.make(settings=STEPS | {"num_iter": 32}).read()))
         waiting.start()
         wait_until(lambda: site.loop.jobs)
         site.loop.drain()
