@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -198,7 +199,14 @@ class Logged:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         began = time.monotonic()
-        status = 500  # if the application fails before it answers
+        status = None
+        entry = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "request_id": request_id,
+            "client": (scope.get("client") or [None])[0],
+            "method": scope["method"],
+            "path": scope["path"],
+        }
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -209,17 +217,12 @@ class Logged:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:  # a bug of ours: the log has its place
+            entry["error"] = traceback.format_exc()
+            if status is None:
+                await answer_error(scope, error)(scope, receive, send_with_id)
         finally:
+            status = status or 499  # as in nginx: the client left before the answer began
             self._count(status)
             if scope["method"] == "POST" or status >= 400:
-                client = scope.get("client") or [None]
-                entry = {
-                    "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                    "request_id": request_id,
-                    "client": client[0],
-                    "method": scope["method"],
-                    "path": scope["path"],
-                    "status": status,
-                    "seconds": round(time.monotonic() - began, 3),
-                }
-                LOG.info(json.dumps(entry))
+                LOG.info(json.dumps(entry | {"status": status, "seconds": round(time.monotonic() - began, 3)}))

@@ -243,7 +243,7 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
         title="cspd",
         lifespan=lifespan,
         redoc_url=None,
-        exception_handlers={HTTPException: handle_error, Exception: handle_error},
+        exception_handlers={HTTPException: handle_error},
         dependencies=[fastapi.Depends(HTTPBearer(auto_error=False))],  # so that /docs asks for the API key
     )
     app.add_middleware(Access, **access)

@@ -161,10 +161,14 @@ class Jobs:
             The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`.
 
         Raises:
-            Full: too many requests are unfinished. Closing: the server is shutting down.
+            Full: too many requests are unfinished. Closing: the server is shutting down. ValueError: these requests
+                alone are too many.
         """
         if self.is_closing:
             raise Closing("the server is shutting down: try again in a moment")
+        limit = min(self.most, self.most_each)
+        if len(requests) > limit:
+            raise ValueError(f"{len(requests)} images are more than the limit, {limit} of one client: ask for fewer")
         # another thread may remove jobs meanwhile, so that a copy is counted
         num_own = sum(job.client == client for job in list(self.jobs))
         if num_own + len(requests) > self.most_each:

@@ -184,7 +184,7 @@ def fields_of(content_type: str, body: bytes) -> dict[str, str | bytes]:
     fields: dict[str, str | bytes] = {}
     for part in parts[:-1]:
         head, _, content = part.partition(b"\r\n\r\n")
-        headers = email.message_from_bytes(head.lstrip())
+        headers = email.message_from_string(head.decode(errors="replace").lstrip())
         name = str(headers.get_param("name", "", "content-disposition")).removesuffix("[]")
         if name in fields:
             raise ValueError(f"the form has {shortened(name)} twice: send one")

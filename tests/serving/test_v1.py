@@ -125,7 +125,7 @@ def test_a_part_is_regenerated(kind, client, engines):
         "transparent": {"image": image, "mask": transparent(Image.new("RGB", (32, 32)))},
         "of the image": {"image": transparent(image)},
     }[kind]
-    files = {name: png_of(each) for name, each in files.items()}
+    files = {name: ("\u0444\u043e\u0442\u043e.png", png_of(each)) for name, each in files.items()}
     more = QUICK | {"seed": 5}
     answer = client.images.edit(model="mar", prompt="three", **files, extra_body=more)
     request = cspd.Request("three", 5, image=image, mask=white_mask(), **QUICK)
@@ -327,3 +327,19 @@ def test_health(engines):
         waiting.join()
         assert b'"finished"' in answers[0]
         wait_until(lambda: site.ask("/health").status == 503)
+
+
+def test_a_bug_is_answered_and_logged(site, caplog, monkeypatch):
+    with caplog.at_level(logging.INFO, "cspd.serving"), monkeypatch.context() as patch:
+        patch.setattr(site.loop, "status", lambda: 1 / 0)
+        answer = site.ask("/api/status", Authorization=f"Bearer {KEY}", **{"X-Request-ID": "mine"})
+    assert answer.status == 500 and answer.headers["x-request-id"] == "mine"
+    (entry,) = map(json.loads, caplog.messages)
+    assert entry["request_id"] == "mine" and "ZeroDivisionError" in entry["error"] and entry["status"] == 500
+
+
+def test_more_images_than_the_limit(engines):
+    """An answer 429 would make the client ask again for ever."""
+    with served(engines, most_each=4) as site, openai.OpenAI(base_url=f"{site.address}/v1", api_key="none") as client:
+        with pytest.raises(openai.BadRequestError):
+            client.images.generate(prompt="three", n=5, extra_body=QUICK)
