@@ -214,9 +214,11 @@ def test_other_errors(client, site):
 
 def test_a_client_that_leaves_is_cancelled(site, client):
     """Also one that waits for an answer without a stream."""
+    made = site.loop.made
     with pytest.raises(openai.APITimeoutError):
         client.images.generate(prompt="three", extra_body=LONG, timeout=0.5)
-    wait_until(lambda: not site.loop.jobs, 10)
+    wait_until(lambda: not site.loop.jobs)
+    assert site.loop.made == made
 
 
 @pytest.mark.parametrize("stream", [False, True])
