@@ -224,5 +224,5 @@ class Logged:
         finally:
             status = status or 499  # as in nginx: the client left before the answer began
             self._count(status)
-            if scope["method"] == "POST" or status >= 400:
+            if scope["method"] == "POST" or status >= 400 or "error" in entry:
                 LOG.info(json.dumps(entry | {"status": status, "seconds": round(time.monotonic() - began, 3)}))
