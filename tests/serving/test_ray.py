@@ -19,7 +19,7 @@ from cspd.serving.ray_serve import Settings, app
 
 pytestmark = pytest.mark.slow  # starts Ray
 KEY = "a-key.of_16~bytes"
-SETTINGS = {"method": "ar", "num_iter": 16, "num_sampling_steps": 25, "cfg": 3.0}
+SETTINGS = {"method": "ar", "num_iter": 64, "num_sampling_steps": 50, "cfg": 3.0}  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,7 @@ def test_the_api(client):
     assert error.value.param == "num_iter"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    *partial, last = client.images.generate(
-        prompt="three", stream=True, partial_images=1, extra_body=SETTINGS | {"num_iter": 64}
-    )
+    *partial, last = client.images.generate(prompt="three", stream=True, partial_images=1, extra_body=SETTINGS)
     assert len(partial) == 1 and last.type == "image_generation.completed"
 
 
@@ -85,8 +83,8 @@ def test_a_dead_engine_loses_no_image(client, outputs):
     with ThreadPoolExecutor(4) as threads:
         answers = [threads.submit(generate, client, seed) for seed in (5, 6, 7)]
         stream = generate(client, 8, stream=True, partial_images=3)
-        wait_until(lambda: sorted(map(num_ongoing, engines())) == [2, 2])
-        victim = engines()[0]
+        wait_until(lambda: all(map(num_ongoing, engines())), 20)
+        victim, _ = engines()
         ray.kill(victim)
         for answer, output in zip(answers, outputs):
             assert_same(answer.result().data[0].b64_json, output)
