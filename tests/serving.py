@@ -28,7 +28,7 @@ class Site:
     """A server, and requests of clients, which a cookie identifies."""
 
     def __init__(self, app, port):
-        self.loop, self.port = app.state.loop, port
+        self.loop, self.port = app.state.jobs, port
         self.address = f"http://127.0.0.1:{port}"
 
     def ask(self, path, body=None, client="ann", method=None, **headers):
@@ -108,6 +108,12 @@ def finished(answer) -> list[dict]:
     """The last event of each run."""
     last = {event["run"]: event for event in events(answer)}
     return [last[run] for run in sorted(last)]
+
+
+def message_of(answer) -> str:
+    """The message of an error, of the page's API or of OpenAI's."""
+    body = json.load(answer)
+    return body["detail"] if "detail" in body else body["error"]["message"]
 
 
 def link_of(image: Image.Image) -> str:

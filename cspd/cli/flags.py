@@ -277,8 +277,9 @@ def _edit(parser: Parser) -> None:
 def _serve(parser: Parser) -> None:
     parser.description = (
         "Serves a web page: pick a class or write a prompt, and watch two methods generate the image side by\n"
-        "side. Each model has one engine, whose slots are shared by the requests of all clients. It needs\n"
-        "FastAPI and uvicorn: pip install 'cspd[serve]'."
+        "side. Programs use it by the shapes of OpenAI's image API, at /v1. Each model has one engine, whose\n"
+        "slots are shared by the requests of all clients. It needs FastAPI, uvicorn and prometheus_client:\n"
+        "pip install 'cspd[serve]'."
     )
     parser.epilog = """\
 examples:

@@ -450,6 +450,7 @@ def _kept(image: torch.Tensor, generated: torch.Tensor) -> Image.Image:
 
 def run_serve(args: argparse.Namespace) -> None:
     try:
+        from cspd.serving.access import logging_requests
         from cspd.serving.app import Server, make_app
     except ModuleNotFoundError as missing:
         raise ValueError(f"cspd serve needs {missing.name}: pip install 'cspd[serve]'") from None
@@ -486,7 +487,8 @@ def run_serve(args: argparse.Namespace) -> None:
         address = f"[{host}]" if ":" in host else host
         asks = "" if args.api_key is None else "; the page asks for the API key"
         print(f"http://{address}:{port} serves {', '.join(names)}{asks}; stop it with Ctrl-C", flush=True)
-        Server(app).run(sockets=[listener])
+        with logging_requests():
+            Server(app).run(sockets=[listener])
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -1,165 +1,71 @@
-"""The page and the HTTP API of `cspd serve`: who may use them, what a request may hold, and how it is answered."""
+"""The page of `cspd serve`, its API, and the process that serves it together with OpenAI's API (v1.py)."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import contextlib
-import functools
-import io
-import ipaddress
 import json
 import logging
 import math
 import os
-import re
 import secrets
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Collection, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
 import fastapi
 import numpy as np
+import prometheus_client
 import pydantic
 import uvicorn
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.security import HTTPBearer
 from fastapi.staticfiles import StaticFiles
-from PIL import Image, ImageOps
-from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from PIL import Image
+from starlette.exceptions import HTTPException
 
 from cspd.engine import Engine
 from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
 from cspd.option import COMMON, DEFAULTS, Option
 from cspd.plots import coloured
-from cspd.request import FORMATS, Inpainting, Request
-from cspd.serving.loop import EngineLoop, Full, Job
-from cspd.terminal import label_of, shortened, value_of
+from cspd.request import Inpainting, Request
+from cspd.serving import v1
+from cspd.serving.access import Access, Logged, handle_error
+from cspd.serving.bodies import (
+    COOKIE,
+    MOST_BYTES,
+    Begun,
+    Text,
+    Value,
+    begin,
+    client_of,
+    events_of,
+    parse_json,
+    picture_of,
+    read,
+    refusing,
+    schema_of,
+    typed,
+)
+from cspd.serving.loop import EngineLoop, Jobs
+from cspd.terminal import label_of
 from mar.checkpoint import lookup
 
-# Access control: pages of other sites may not use this server, and the API needs the API key if there is one.
-#
-# A page of another site can send requests here from a user's browser. The site's name is then in Origin, or in Host if
-# the site makes its name resolve to this machine (DNS rebinding). So both must have an address of this server.
+# What the page asks for.
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
-ADDRESS = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d{1,5})?", re.ASCII | re.IGNORECASE)  # localhost:8000, [::1]
-REMEDY = "if that is an address of this server, start cspd serve with --allowed-hosts and the name"
-PRIVATE = "/api/"  # paths that need the API key; the page itself is public and asks for the key
-
-
-class Access:
-    """ASGI middleware that refuses requests with a wrong Host, Origin, content type or API key.
-
-    Args:
-        app: the application that answers the other requests.
-        hosts: valid names and addresses in Host, in addition to `LOCAL`.
-        origins: valid names and addresses in Origin if it differs from Host, as behind some proxies.
-        any_address: any IP address is valid in Host: DNS rebinding needs a name.
-        key: the API key, ASCII characters; None: no key is needed.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Collection[str] = (),
-        origins: Collection[str] = (),
-        any_address: bool = False,
-        key: str | None = None,
-    ) -> None:
-        self._app = app
-        self._hosts = {*LOCAL, *map(str.lower, hosts)}
-        self._origins = {*map(str.lower, origins)}
-        self._any_address = any_address
-        self._key = None if key is None else key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """The answer to a refused request, or None if the request is allowed."""
-        headers = Headers(scope=scope)
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._is_host(host):
-            return _error(403, f"this server does not answer as {shortened(host)}: {REMEDY}")
-        if origin is not None and not self._is_origin(origin, host):
-            return _error(403, f"pages of {shortened(origin)} may not use this server: {REMEDY}")
-        if scope["path"].startswith(PRIVATE) and not self._has_key(headers):
-            return _error(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
-        content_type = headers.get("content-type", "").partition(";")[0]
-        if scope["method"] == "POST" and content_type.strip().lower() != "application/json":  # a form of another site
-            return _error(415, "the body is not announced as JSON: send Content-Type: application/json")
-        return None
-
-    def _is_host(self, host: str) -> bool:
-        name = _name(host)
-        return name in self._hosts or (self._any_address and _is_address(name))
-
-    def _is_origin(self, origin: str, host: str) -> bool:
-        scheme, _, address = origin.lower().partition("://")
-        is_own = address == host.lower() or _name(address) in self._origins
-        return scheme in ("http", "https") and is_own
-
-    def _has_key(self, headers: Headers) -> bool:
-        if self._key is None:
-            return True
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self._key)
-
-
-def _name(address: str) -> str:
-    """The name or IP address in an address, without its port; "" if the address is malformed."""
-    found = ADDRESS.fullmatch(address)
-    return (found[1] or found[2]).lower() if found else ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _error(status: int, detail: str) -> JSONResponse:
-    """An error in the format of FastAPI."""
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"detail": detail}, status, headers)
-
-
-# From the body of an HTTP request to requests of the engine.
-
-MOST_PIXELS = 1024 * 1024  # of an image: engines cache the last images as tensors
-MOST_BYTES = 8 * 2**20  # of a request: PNGs of an image and a mask of `MOST_PIXELS` of noise take 6.7 MiB
-MOST_SECONDS = 60.0  # for a request to arrive
-MOST_PARTS = 2_000  # commas and brackets, a bound on the number of values: to validate millions takes minutes
-MOST_CHARACTERS = 400  # of every text except images
 MOST_METHODS = 2
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, str) and len(value) > MOST_CHARACTERS:
-        raise ValueError(f"a text of {len(value):,} characters is too long: give at most {MOST_CHARACTERS}")
-    return value
-
-
-Text = Annotated[str, pydantic.AfterValidator(_short)]
-Value = Annotated[int | float | bool | str | None, pydantic.AfterValidator(_short)]
 
 
 class Asked(pydantic.BaseModel):
     """The body of POST /api/images: one image by each of one or several methods, with the same seed.
 
-    Text is read as on the command line, and has at most `MOST_CHARACTERS` characters except for images.
+    Text is read as on the command line, and has at most `MOST_CHARACTERS` of `cspd.serving.bodies`, except for images.
 
     Attributes:
         model: name of a served model.
@@ -181,40 +87,6 @@ class Asked(pydantic.BaseModel):
     settings: dict[Text, Value] = {}
     picture: str | None = None
     mask: str | None = None
-
-
-async def body_of(request: fastapi.Request) -> Asked:
-    """The validated body of a request. Raises HTTPException if it is invalid, too large or too slow."""
-    try:
-        body = await asyncio.wait_for(_read(request), MOST_SECONDS)
-    except ClientDisconnect:
-        raise fastapi.HTTPException(400, "the connection was closed") from None
-    except asyncio.TimeoutError:  # noqa: UP041 - another one in Python 3.10
-        slow = f"the request did not arrive within {MOST_SECONDS:g} s: send less, or faster"
-        raise fastapi.HTTPException(408, slow, {"Connection": "close"}) from None
-    num_parts = sum(body.count(mark) for mark in b",[{")
-    if num_parts > MOST_PARTS:
-        raise fastapi.HTTPException(400, f"the request has more than {MOST_PARTS:,} commas and brackets: send fewer")
-    try:
-        return Asked.model_validate_json(body)
-    except pydantic.ValidationError as invalid:
-        first = invalid.errors()[0]
-        field = ".".join(map(str, first["loc"]))[:60] or "the request"
-        message = first["msg"].removeprefix("Value error, ")
-        raise fastapi.HTTPException(400, f"{field}: {message}") from None
-
-
-async def _read(request: fastapi.Request) -> bytearray:
-    """Reads the body. uvicorn discards the rest of a body that is too large."""
-    too_large = fastapi.HTTPException(413, f"the request has more than {MOST_BYTES / 2**20:g} MiB: send less")
-    if int(request.headers.get("content-length", 0)) > MOST_BYTES:
-        raise too_large
-    body = bytearray()  # its length may be unknown, or wrong: it is counted as it arrives
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise too_large
-    return body
 
 
 def requests_of(asked: Asked) -> list[Request]:
@@ -244,24 +116,15 @@ def requests_of(asked: Asked) -> list[Request]:
     return requests
 
 
-def typed(value: Value) -> Any:
-    """A JSON value; text is parsed as on the command line."""
-    return value_of(value) if isinstance(value, str) else value
-
-
 def image_of(name: str, link: str | None) -> Image.Image | None:
     """The image of a data link. Raises ValueError if it cannot be read or is too large."""
     if link is None:
         return None
     try:
         content = base64.b64decode(link.partition(",")[2], validate=True)
-        image = Image.open(io.BytesIO(content), formats=FORMATS)  # reads only its header
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"it has {image.width} by {image.height} pixels")
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # a damaged image makes its reader raise almost anything
-        limit = f"{MOST_PIXELS / 1e6:.2f} million pixels"
-        raise ValueError(f"the {name} cannot be read ({error}): give a PNG of at most {limit} as a data link") from None
+    except ValueError as error:
+        raise ValueError(f"the {name} cannot be read ({error}): give a data link") from None
+    return picture_of(name, content)
 
 
 # The description of the models, for the form of the page.
@@ -339,22 +202,19 @@ def _option(option: Option, usual: Request) -> dict:
     }
 
 
-# The application: the page's files, and the API.
+# The application.
 #
 # POST /api/images takes an `Asked` and answers with server-sent events. Each is a JSON object: the content of
 # `cspd.serving.loop.shown`, and "run", the index of its method. The last event of a run has "finished" or an "error".
 # If a client closes the connection, its images are cancelled.
 
 PAGE = Path(__file__).parent / "page"
-COOKIE = "visitor"  # the name of the cookie that identifies a client
-HEARTBEAT = 1.0  # seconds between comments in a stream: they show soon that a waiting client has left
-MOST_UNREAD = 4  # events on their way to a client; while there are more, previews are skipped
 GRACE = 2  # seconds that connections have to end
-PATIENCE = 4.0  # maximum seconds from a signal to the end of the process
+PATIENCE = 4.0  # seconds that the process has to end, after a signal or, on SIGTERM, after the last image
 
 
 def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, **access: Any) -> fastapi.FastAPI:
-    """The application. While it is served, its `state.loop` runs the engines; no other thread may use them.
+    """The application. While it is served, its `state.jobs` runs the engines; no other thread may use them.
 
     Args:
         engines: by name of their checkpoint, one each.
@@ -365,117 +225,109 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
         ValueError: a text-to-image model has no text encoder.
     """
     loop = EngineLoop(engines, most, most_each)
-    description = about(engines) | {"most_bytes": MOST_BYTES}
+    loop.about = about(engines)
+    return app_of(loop, **access)
+
+
+def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
+    """The application over jobs, which it starts and closes. `access`: arguments of `Access`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
-        loop.start()
+        await asyncio.to_thread(jobs.start)
         yield
-        loop.close()
-        loop.join()
+        jobs.close()
+        await asyncio.to_thread(jobs.join)
 
-    app = fastapi.FastAPI(title="cspd", lifespan=lifespan, openapi_url=None)
+    app = fastapi.FastAPI(
+        title="cspd",
+        lifespan=lifespan,
+        redoc_url=None,
+        exception_handlers={HTTPException: handle_error},
+        dependencies=[fastapi.Depends(HTTPBearer(auto_error=False))],  # so that /docs asks for the API key
+    )
     app.add_middleware(Access, **access)
-    app.state.loop = loop
+    app.add_middleware(Logged, count=lambda status: jobs.metrics.answers.labels(status).inc())
+    app.state.jobs = jobs
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Whether the thread of the engines runs; if not, the server must be started again."""
+        return _health(jobs.is_alive())
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether new requests are taken."""
+        return _health(jobs.is_alive() and not jobs.is_closing)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        text = prometheus_client.generate_latest(jobs.metrics.registry)
+        return PlainTextResponse(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    v1.add_routes(app, jobs)
 
     @app.get("/api/models")
     async def models(request: fastapi.Request, response: fastapi.Response) -> dict:
         if COOKIE not in request.cookies:
             response.set_cookie(COOKIE, secrets.token_hex(16), httponly=True, samesite="strict")
-        return description
+        return jobs.about | {"most_bytes": MOST_BYTES}
 
     @app.get("/api/status")
     async def status() -> dict:
-        return loop.status()
+        return jobs.status()
 
-    @app.post("/api/images")
-    async def images(request: fastapi.Request, asked: Annotated[Asked, fastapi.Depends(body_of)]) -> StreamingResponse:
-        # the thread of the engines puts the events of all runs into one inbox, which the answer reads
-        inbox: asyncio.Queue[dict] = asyncio.Queue()
-        tell = functools.partial(_tell, asyncio.get_running_loop(), inbox)
-        try:
-            lookup(engines, asked.model, "model")
+    @app.post("/api/images", openapi_extra=schema_of(Asked))
+    async def images(request: fastapi.Request) -> StreamingResponse:
+        asked = parse_json(Asked, await read(request))
+        with refusing():
+            names = {model["name"]: model for model in jobs.about["models"]}
+            lookup(names, asked.model, "model")
             requests = await asyncio.to_thread(requests_of, asked)
-            tells = [functools.partial(tell, run) for run in range(len(requests))]
-            # all requests are accepted before the answer begins, so that a bad one gets an HTTP error
-            jobs, future = loop.add(_client(request), asked.model, requests, tells)
-            advice = await asyncio.wrap_future(future)
-        except Full as full:
-            raise fastapi.HTTPException(429, str(full)) from None
-        except (ValueError, TypeError, argparse.ArgumentTypeError) as bad:
-            raise fastapi.HTTPException(400, str(bad)) from None
-        except asyncio.CancelledError:  # uvicorn is shutting down
-            raise fastapi.HTTPException(503, "the server is shutting down") from None
-        events = _events(loop, jobs, inbox, advice)
+            begun = await begin(jobs, client_of(request), asked.model, requests)
+        events = _events(jobs, begun)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     return app
 
 
-def _client(request: fastapi.Request) -> str:
-    """The client of a request: a browser by its cookie, a program by its address."""
-    address = request.client.host if request.client else ""
-    return request.cookies.get(COOKIE, address)
+def _health(is_well: bool) -> JSONResponse:
+    return JSONResponse({"status": "ok" if is_well else "unavailable"}, 200 if is_well else 503)
 
 
-def _tell(event_loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue, run: int, event: dict) -> None:
-    """Puts an event of a run into an inbox, from a thread other than the event loop's."""
-    with contextlib.suppress(RuntimeError):  # the event loop is closed: the server has ended
-        event_loop.call_soon_threadsafe(_put, inbox, {"run": run, **event})
-
-
-def _put(inbox: asyncio.Queue, event: dict) -> None:
-    if _is_last(event) or inbox.qsize() < MOST_UNREAD:
-        inbox.put_nowait(event)
-
-
-def _is_last(event: dict) -> bool:
-    return "finished" in event or "error" in event
-
-
-async def _events(
-    loop: EngineLoop, jobs: Sequence[Job], inbox: asyncio.Queue, advice: Sequence[str | None]
-) -> AsyncIterator[str]:
-    """The events of some jobs as text. If the reader leaves, the jobs are cancelled."""
-    num_unfinished = len(jobs)
-    try:
-        for run, text in enumerate(advice):
-            yield _event({"run": run, "advice": text})
-        while num_unfinished:
-            try:
-                event = await asyncio.wait_for(inbox.get(), HEARTBEAT)
-            except asyncio.TimeoutError:  # noqa: UP041 - another one in Python 3.10
-                yield ": waiting\n\n"  # a comment
-                continue
-            num_unfinished -= _is_last(event)
-            yield _event(event)
-    finally:
-        loop.leave(jobs)
+async def _events(jobs: Jobs, begun: Begun) -> AsyncIterator[str]:
+    """The events of some jobs as text."""
+    async with contextlib.aclosing(events_of(jobs, begun)) as events:
+        async for event in events:
+            yield ": waiting\n\n" if event is None else _event(event)  # a comment, or an event
 
 
 def _event(content: dict) -> str:
     return f"data: {json.dumps(content, allow_nan=False)}\n\n"
 
 
-# The process: a signal always ends it soon.
+# The process: it finishes its images after SIGTERM, and ends soon after any other signal.
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that ends soon after a signal, even if the engines are in the middle of a round."""
+    """A uvicorn server.
+
+    On SIGTERM it takes no new connections, finishes all unfinished images and ends. On Ctrl-C and SIGHUP it ends within
+    `PATIENCE` seconds, even if the engines are in the middle of a round. A second signal ends it at once.
+    """
 
     def __init__(self, app: fastapi.FastAPI) -> None:
         super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=GRACE, ws="none"))
-        self._loop: EngineLoop = app.state.loop
-        self._last_resort: threading.Timer | None = None
+        self._loop: EngineLoop = app.state.jobs
+        self._has_ended = threading.Event()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until a signal. The process ends at most `PATIENCE` seconds later."""
+        """Serves until a signal."""
         try:
             super().run(sockets)
         finally:
-            if self._last_resort:
-                self._last_resort.cancel()
+            self._has_ended.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -492,13 +344,23 @@ class Server(uvicorn.Server):
         """Handles a signal; a second one ends the process at once."""
         if self.should_exit:
             os._exit(128 + sig)
+        drains = sig == signal.SIGTERM
         # a round, or a calibration, may take minutes, and a thread that computes cannot be stopped
-        self._last_resort = threading.Timer(PATIENCE, _end_process, [sig])
-        self._last_resort.daemon = True
-        self._last_resort.start()
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # interrupted connections are not errors now
-        self._loop.close()
+        threading.Thread(target=self._last_resort, args=[sig, drains], daemon=True).start()
+        if drains:
+            self.config.timeout_graceful_shutdown = None  # unlimited: the last resort ends it
+            self._loop.drain()
+        else:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # interrupted connections are not errors now
+            self._loop.close()
         super().handle_exit(sig, frame)
+
+    def _last_resort(self, sig: int, drains: bool) -> None:
+        """Ends the process if it does not end by itself."""
+        if drains:
+            self._loop.join()
+        if not self._has_ended.wait(PATIENCE):
+            _end_process(sig)
 
 
 def _end_process(sig: int) -> None:

@@ -1,7 +1,8 @@
-"""The thread of `cspd serve` that runs the rounds of all clients' requests, and what it reports about an image."""
+"""The jobs of `cspd serve`, the thread that runs their rounds, what it reports about an image, and its metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -9,8 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cspd.engine import Engine
 from cspd.files import link_of
@@ -41,10 +44,11 @@ def shown(output: Output, share: float) -> dict:
 
     Returns:
         "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of its rounds, and
-        "images_per_second" from them; "numbers", a list of [name, text]; "ran", the request with all defaults;
-        "class_name".
+        "images_per_second" from them; "numbers", a list of [name, text]; "counts", head calls and drafts so far;
+        "num_tokens", generated ones of the whole image; "seed"; "ran", the request with all defaults; "class_name".
     """
     seconds = sum(output.stats.seconds.values())
+    verified, accepted = map(sum, output.stats.by_lag)
     return {
         "share": share,
         "image": None if output.image is None else link_of(png_of(output.pil())),
@@ -53,6 +57,9 @@ def shown(output: Output, share: float) -> dict:
         "seconds": seconds,
         "images_per_second": share / seconds if seconds else 0.0,
         "numbers": numbers(output, share),
+        "counts": {"head_calls": output.stats.head_calls, "verified": verified, "accepted": accepted},
+        "num_tokens": output.request.num_generated(len(output.token_cost)),
+        "seed": output.request.seed,
         "ran": repr(output.request),
         "class_name": output.class_name,
     }
@@ -74,10 +81,8 @@ def numbers(output: Output, share: float) -> list[tuple[str, str]]:
     return found
 
 
-# The thread. The engines are used by it alone, so that no client waits for a lock in the middle of another's round.
+# Jobs: the unfinished images of all clients, however they are generated.
 
-PERIOD = 0.1  # minimum seconds between two reports of progress
-SHARE = 0.2  # maximum fraction of the time that these reports take, since previews need the decoder
 MINUTE = 60.0  # seconds over which images per second are counted
 
 
@@ -85,74 +90,86 @@ class Full(Exception):
     """A client, or all clients together, have too many unfinished requests."""
 
 
+class Closing(Exception):
+    """The server is shutting down and takes no new requests."""
+
+
 @dataclass(eq=False)
 class Job:
-    """A client's request to a model. The thread of `EngineLoop` calls `tell` with its events, see `shown`.
+    """A client's request to a model, with all settings decided once it is accepted.
 
-    The last event has "finished" or "error".
+    `tell` is called with its events, see `shown`, in any thread. The last event has "finished" or "error"; without
+    `wants_previews` there is no other.
     """
 
     model: str
     request: Request
     client: str
     tell: Callable[[dict], None]
+    wants_previews: bool = True
     ticket: int = -1
+    began: float = field(default_factory=time.monotonic)
 
 
-class EngineLoop:
-    """Runs engines for many clients in one thread, a round of each engine in turn.
-
-    Public methods are for other threads. They queue calls, which the thread makes between rounds. Private methods
-    belong to the thread.
+class Jobs:
+    """The unfinished jobs, their limits and their metrics. A subclass generates the images.
 
     Args:
-        engines: by model name. No other thread may use them.
         most, most_each: maximum number of unfinished requests, of all clients and of each client.
 
     Attributes:
+        about: the description of the models for the page, once the jobs are started.
         jobs: the unfinished jobs. made: number of finished images.
+        is_closing: no new requests are taken.
     """
 
-    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int) -> None:
-        self.engines = engines
+    def __init__(self, most: int, most_each: int) -> None:
+        self.about: dict = {}
         self.most = most
         self.most_each = most_each
         self.jobs: set[Job] = set()
         self.made = 0
-        self._started: dict[str, dict[int, Job]] = {name: {} for name in engines}  # jobs by ticket, of each model
+        self.is_closing = False
+        self.metrics = Metrics(self)
         self._finish_times: deque[float] = deque(maxlen=10_000)
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._is_open = True
-        self._next_report = 0.0
-        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        """Makes everything ready. It may block."""
 
     def close(self) -> None:
-        """Ends the thread after the current round of each model; unfinished jobs get an error.
-
-        A signal handler may call it.
-        """
-        self._calls.put(self._close)
+        """Ends soon: unfinished jobs get an error. A signal handler may call it."""
+        self.is_closing = True
 
     def join(self) -> None:
-        """Waits for the thread to end."""
-        self._thread.join()
+        """Waits for the end."""
+
+    def is_alive(self) -> bool:
+        """Whether jobs can be finished."""
+        return True
 
     def add(
-        self, client: str, model: str, requests: Sequence[Request], tells: Sequence[Callable[[dict], None]]
+        self,
+        client: str,
+        model: str,
+        requests: Sequence[Request],
+        tells: Sequence[Callable[[dict], None]],
+        wants_previews: bool = True,
     ) -> tuple[list[Job], Future]:
-        """Adds requests to the engine of a model: all of them, or none if one is bad.
+        """Adds requests to a model: all of them, or none if one is bad.
 
         Returns:
             The jobs, and a future of the advice on each resolved request, see `cspd.method.Method`.
 
         Raises:
-            Full: too many requests are unfinished.
+            Full: too many requests are unfinished. Closing: the server is shutting down. ValueError: these requests
+                alone are too many.
         """
-        # the other thread may remove jobs meanwhile, so that a copy is counted
+        if self.is_closing:
+            raise Closing("the server is shutting down: try again in a moment")
+        limit = min(self.most, self.most_each)
+        if len(requests) > limit:
+            raise ValueError(f"{len(requests)} images are more than the limit, {limit} of one client: ask for fewer")
+        # another thread may remove jobs meanwhile, so that a copy is counted
         num_own = sum(job.client == client for job in list(self.jobs))
         if num_own + len(requests) > self.most_each:
             raise Full(
@@ -160,20 +177,25 @@ class EngineLoop:
             )
         if len(self.jobs) + len(requests) > self.most:
             raise Full(f"{len(self.jobs)} images are unfinished, and the limit is {self.most}: try again in a moment")
-        jobs = [Job(model, request, client, tell) for request, tell in zip(requests, tells)]
+        jobs = [Job(model, request, client, tell, wants_previews) for request, tell in zip(requests, tells)]
         self.jobs.update(jobs)
-        advice: Future = Future()
-        self._calls.put(lambda: self._start(jobs, advice))
-        return jobs, advice
+        return jobs, self._begin(jobs)
+
+    def _begin(self, jobs: list[Job]) -> Future:
+        """Begins to generate the images of new jobs. Returns a future of the advice."""
+        raise NotImplementedError
 
     def leave(self, jobs: Collection[Job]) -> None:
         """Cancels those of the jobs that are unfinished."""
-        self._calls.put(lambda: self._cancel(jobs))
+        raise NotImplementedError
+
+    def num_running(self) -> int:
+        """The number of requests that are in slots."""
+        return len(self.jobs)
 
     def status(self) -> dict[str, float]:
         """Numbers of running and waiting requests and of finished images, and images per second in the last minute."""
-        schedulers = [engine.scheduler for engine in self.engines.values()]
-        num_running = sum(len(scheduler) - len(scheduler.waiting) for scheduler in schedulers)
+        num_running = self.num_running()
         since = time.monotonic() - MINUTE
         num_lately = sum(moment > since for moment in list(self._finish_times))
         return {
@@ -183,8 +205,131 @@ class EngineLoop:
             "images_per_second": num_lately / MINUTE,
         }
 
+    def _end(self, job: Job, event: dict | None = None) -> None:
+        """Forgets a job, after a last event."""
+        self.jobs.discard(job)
+        if event is None:
+            return
+        if "finished" in event:
+            self.made += 1
+            self._finish_times.append(time.monotonic())
+        self.metrics.count(job, event)
+        job.tell(event)
+
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # bounds of the buckets of the histograms
+
+
+class Metrics:
+    """What Prometheus reads.
+
+    Attributes:
+        registry: of all metrics.
+        rounds: seconds of each round, by model. answers: number of HTTP answers, by status.
+    """
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.registry = CollectorRegistry()
+        self.rounds = self._histogram("cspd_round_seconds", "Seconds of a round.")
+        self._images = self._histogram("cspd_image_seconds", "Seconds from the request of an image to its end.")
+        self._failed = self._counter("cspd_images_failed", "Images that ended in an error.")
+        self._counts = {
+            "head_calls": self._counter("cspd_head_calls", "Sequential head calls of finished images."),
+            "verified": self._counter("cspd_drafts_verified", "Drafts of finished images that were verified."),
+            "accepted": self._counter("cspd_drafts_accepted", "Drafts of finished images that were accepted."),
+        }
+        self.answers = self._counter("cspd_answers", "HTTP answers.", "status")
+        for name, text in (("running", "Images in slots."), ("waiting", "Images in the queue.")):
+            self._gauge(f"cspd_images_{name}", text, jobs, name)
+        self._gauge("cspd_images_per_second", "Finished images per second, in the last minute.", jobs)
+
+    def count(self, job: Job, event: Mapping) -> None:
+        """Counts a job by its last event."""
+        if "finished" not in event:
+            self._failed.labels(job.model).inc()
+            return
+        self._images.labels(job.model).observe(time.monotonic() - job.began)
+        for name, counter in self._counts.items():
+            counter.labels(job.model).inc(event["counts"][name])
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, ["model"], buckets=SECONDS, registry=self.registry)
+
+    def _counter(self, name: str, text: str, label: str = "model") -> Counter:
+        return Counter(name, text, [label], registry=self.registry)
+
+    def _gauge(self, name: str, text: str, jobs: Jobs, key: str = "images_per_second") -> None:
+        Gauge(name, text, registry=self.registry).set_function(lambda: jobs.status()[key])
+
+
+# The thread. The engines are used by it alone, so that no client waits for a lock in the middle of another's round.
+
+PERIOD = 0.1  # minimum seconds between two reports of progress
+SHARE = 0.2  # maximum fraction of the time that these reports take, since previews need the decoder
+
+
+class EngineLoop(Jobs):
+    """Runs engines for many clients in one thread, a round of each engine in turn.
+
+    Public methods are for other threads. They queue calls, which the thread makes between rounds. Private methods
+    belong to the thread.
+
+    Args:
+        engines: by model name. No other thread may use them.
+        most, most_each: as in `Jobs`.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine], most: int, most_each: int) -> None:
+        super().__init__(most, most_each)
+        self.engines = engines
+        self._started: dict[str, dict[int, Job]] = {name: {} for name in engines}  # jobs by ticket, of each model
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._is_open = True
+        self._next_report = 0.0
+        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ends the thread after the current round of each model; unfinished jobs get an error.
+
+        A signal handler may call it.
+        """
+        super().close()
+        self._calls.put(self._close)
+
+    def drain(self) -> None:
+        """Ends the thread once all jobs are finished. New ones are refused. A signal handler may call it."""
+        self.is_closing = True
+        self._calls.put(lambda: None)  # wakes the thread
+
+    def join(self) -> None:
+        """Waits for the thread to end."""
+        with contextlib.suppress(RuntimeError):  # it was never started
+            self._thread.join()
+
+    def _begin(self, jobs: list[Job]) -> Future:
+        advice: Future = Future()
+        self._calls.put(lambda: self._start(jobs, advice))
+        return advice
+
+    def leave(self, jobs: Collection[Job]) -> None:
+        """Cancels those of the jobs that are unfinished."""
+        self._calls.put(lambda: self._cancel(jobs))
+
+    def num_running(self) -> int:
+        """The number of requests that are in slots."""
+        schedulers = [engine.scheduler for engine in self.engines.values()]
+        return sum(len(scheduler) - len(scheduler.waiting) for scheduler in schedulers)
+
     def _run(self) -> None:
-        while self._is_open:
+        while self._is_open and not (self.is_closing and not self.jobs):
             is_idle = not any(self._started.values())
             if is_idle or not self._calls.empty():
                 call = self._calls.get()  # waits if nothing runs
@@ -204,6 +349,7 @@ class EngineLoop:
         try:
             prepared = [self.engines[job.model].prepare(job.request) for job in jobs]
             for job, each in zip(jobs, prepared):
+                job.request = each.request
                 job.ticket = self.engines[job.model].add_request(each)
                 self._started[job.model][job.ticket] = job
         except Exception as error:
@@ -220,24 +366,21 @@ class EngineLoop:
     def _end(self, job: Job, event: dict | None = None) -> None:
         """Forgets a job, after a last event."""
         self._started[job.model].pop(job.ticket, None)
-        self.jobs.discard(job)
-        if event is not None:
-            job.tell(event)
+        super()._end(job, event)
 
     def _round(self, model: str) -> None:
         """Runs a round of a model's engine, and ends the jobs that it finished."""
         jobs = self._started[model]
         try:
-            for ticket, output in self.engines[model].step().items():
+            with self.metrics.rounds.labels(model).time():
+                outputs = self.engines[model].step()
+            for ticket, output in outputs.items():
                 if ticket not in jobs:
                     continue  # the client left while the image was being decoded
                 if output.error:
                     self._end(jobs[ticket], {"error": output.error})
                     continue
-                event = shown(output, 1.0) | {"finished": True}
-                self.made += 1
-                self._finish_times.append(time.monotonic())
-                self._end(jobs[ticket], event)
+                self._end(jobs[ticket], shown(output, 1.0) | {"finished": True})
         except Exception as error:
             self._fail(model, error)
 
@@ -248,7 +391,8 @@ class EngineLoop:
             return
         for model, jobs in self._started.items():
             engine = self.engines[model]
-            running = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
+            watched = {ticket for ticket, job in jobs.items() if job.wants_previews}
+            running = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in watched]
             try:
                 outputs = engine.so_far(running)
             except Exception as error:  # for example, out of memory for previews

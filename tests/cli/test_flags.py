@@ -15,7 +15,18 @@ from cspd.method import METHODS
 from cspd.option import MAR_OPTIONS
 from mar.head import TRAIN_STEPS
 
-SLOW = ("torch", "torch._dynamo", "timm", "torchvision", "transformers", "matplotlib", "scipy")
+SLOW = (
+    "torch",
+    "torch._dynamo",
+    "timm",
+    "torchvision",
+    "transformers",
+    "matplotlib",
+    "scipy",
+    "fastapi",
+    "ray",
+    "prometheus_client",
+)
 LINES = {"sample": 48, "compare": 68}  # of the short help, 80 columns wide
 MOST_LINES = 66  # of other commands
 

@@ -16,7 +16,7 @@ from stores import small_checkpoint
 
 import cspd
 from cspd.cli import main
-from cspd.serving import app, loop
+from cspd.serving import bodies, loop
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
 LONG = {"num_iter": 64, "num_sampling_steps": 300}  # many seconds
@@ -33,7 +33,7 @@ def site(engines):
     with pytest.MonkeyPatch.context() as patch, served(engines, most=4, most_each=2) as site:
         patch.setattr(loop, "PERIOD", 0.0)
         patch.setattr(loop, "SHARE", 1e9)
-        patch.setattr(app, "MOST_UNREAD", 1000)
+        patch.setattr(bodies, "MOST_UNREAD", 1000)
         yield site
 
 
@@ -99,10 +99,10 @@ def test_clients_share_the_engines(model, settings, site, engines):
 
 
 def test_unread_previews_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(app, "MOST_UNREAD", 2)
+    monkeypatch.setattr(bodies, "MOST_UNREAD", 2)
     inbox = asyncio.Queue()
     for event in [{"share": 0.1}] * 9 + [{"share": 1, "finished": True}]:
-        app._put(inbox, event)
+        bodies._put(inbox, event)
     assert inbox.qsize() == 3
 
 
@@ -160,7 +160,7 @@ def test_bad_bodies(site):
     for body in ("", "{", "[]", '{"model": "mar"}', '{"model": ' + "[" * 10_000, no_label):
         answer = site.ask("/api/images", body)
         assert answer.status == 400 and json.load(answer)["detail"]
-    answer = site.ask("/api/images", " " * (app.MOST_BYTES + 1), Connection="keep-alive")
+    answer = site.ask("/api/images", " " * (bodies.MOST_BYTES + 1), Connection="keep-alive")
     assert answer.status == 413 and "8 MiB" in json.load(answer)["detail"]
 
 

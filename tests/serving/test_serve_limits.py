@@ -7,12 +7,13 @@ import json
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from launching import free_port, start, wait_until
 from serving import events, finished, served
 
-from cspd.serving import app
+from cspd.serving import bodies
 
 LIMIT = 5.0  # seconds that any client may have to wait; most waits are milliseconds
 DIGITS = {"model": "digits32", "label": 3, "methods": ["ar"]}
@@ -69,18 +70,18 @@ def test_large_bodies_are_refused(site, quick):
     """Before they are sent, while they are sent, and if they do not end."""
     with begun(site, "Content-Length: 99999999999") as connection:
         assert status_of(connection) == 413
-    with begun(site, f"Content-Length: {app.MOST_BYTES + 1}") as connection:
-        connection.sendall(b" " * (app.MOST_BYTES + 1))
+    with begun(site, f"Content-Length: {bodies.MOST_BYTES + 1}") as connection:
+        connection.sendall(b" " * (bodies.MOST_BYTES + 1))
         assert status_of(connection) == 413
     part = b"100000\r\n" + b" " * 2**20 + b"\r\n"
     with begun(site, "Transfer-Encoding: chunked") as connection:
-        for _ in range(app.MOST_BYTES // 2**20 + 1):
+        for _ in range(bodies.MOST_BYTES // 2**20 + 1):
             connection.sendall(part)
         assert status_of(connection) == 413
 
 
 def test_slow_bodies_are_refused(site, monkeypatch, quick):
-    monkeypatch.setattr(app, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(bodies, "MOST_SECONDS", 0.2)
     with begun(site, "Content-Length: 100") as connection:
         connection.sendall(b'{"model": ')
         assert status_of(connection) == 408
@@ -99,7 +100,7 @@ def test_idle_connections(site):
 
 
 @pytest.mark.slow  # starts a process
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_always_ends_it(number, tmp_path):
     """One client does not read the rest of its image, and another one waits for a calibration."""
     port, log = free_port(), tmp_path / "log"
@@ -120,6 +121,44 @@ def test_a_signal_always_ends_it(number, tmp_path):
         server.send_signal(number)
         assert server.wait(60) == 128 + number
         assert time.monotonic() - began < 5
+    finally:
+        server.kill()
+    said = log.read_text()
+    assert "cspd: stopped\n" in said and "Traceback" not in said
+
+
+@pytest.mark.slow  # starts a process
+def test_sigterm_finishes_the_images(tmp_path):
+    """Clients that wait get their images, running and queued ones; one does not read its image."""
+    port, log = free_port(), tmp_path / "log"
+    options = ["--checkpoint", "digits32", "--device", "cpu", "--port", port, "--max-batch", "2"]
+    server = start(["serve", *options], log, XDG_CACHE_HOME=str(tmp_path))
+    settings = {"num_iter": 64, "num_sampling_steps": 100}
+    body = json.dumps({"prompt": "three", "seed": 5, "method": "ar", **settings})
+
+    def post(path, body):
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+        client.request("POST", path, body, {"Content-Type": "application/json"})
+        return client.getresponse()
+
+    def status():
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+        client.request("GET", "/api/status")
+        return json.load(client.getresponse())
+
+    try:
+        wait_until(lambda: " serves digits32" in log.read_text())
+        with ThreadPoolExecutor(2) as threads:
+            unread = post("/api/images", json.dumps(DIGITS | {"settings": settings | {"num_iter": 32}}))
+            waiting = [threads.submit(lambda: json.load(post("/v1/images/generations", body))) for _ in range(2)]
+            wait_until(lambda: status()["running"] == 2 and status()["waiting"] == 1)
+            server.send_signal(signal.SIGTERM)
+            images = [answer.result()["data"][0] for answer in waiting]
+        assert all(image["seed"] == 5 and image["b64_json"] for image in images)
+        assert unread.status == 200
+        with pytest.raises(OSError):
+            status()
+        assert server.wait(60) == 128 + signal.SIGTERM
     finally:
         server.kill()
     said = log.read_text()
