@@ -47,7 +47,7 @@ def shown(output: Output, share: float) -> dict:
     seconds = sum(output.stats.seconds.values())
     return {
         "share": share,
-        "image": None if output.image is None else link_of(png_of(output.pil())),
+        "image": None if output.image is None else link_of(png_of(output.pil(), output)),
         "token_cost": [round(cost, 2) if math.isfinite(cost) else None for cost in output.token_cost.tolist()],
         "guarantee": output.stats.guarantee,
         "seconds": seconds,

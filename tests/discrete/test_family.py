@@ -49,7 +49,8 @@ def test_resolved_requests_are_as_version_0_1_0_recorded_them(short_engine):
 
 
 @pytest.mark.parametrize(
-    "rule, own", [("uniform-rsd", {"delta": 1.1}), ("cool-sd", {"delta": 1.1}), ("lantern", {"delta": 0.2}), ("gsd", {"group": 10})]
+    "rule, own",
+    [("uniform-rsd", {"delta": 1.1}), ("cool-sd", {"delta": 1.1}), ("lantern", {"delta": 0.2}), ("gsd", {"group": 10})],
 )
 @pytest.mark.parametrize("method", ["sd", "sjd", "lantern"])
 def test_a_rule_has_its_defaults_with_every_method(method, rule, own, short_engine):

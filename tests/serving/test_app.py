@@ -59,7 +59,7 @@ def test_images_are_the_engines_and_grow(site, engine):
         assert len(states) >= 3 and shares == sorted(shares) and shares[-1] == 1
         for event in states:
             assert sum(cost is not None for cost in event["token_cost"]) == round(64 * event["share"])
-        (output,) = engine.sample("three", seed=5, method=method, **QUICK, **own)
+        output = engine.sample("three", seed=5, method=method, **QUICK, **own)
         last = states[-1]
         assert_is_image(last, output)
         assert last["token_cost"] == output.token_cost.tolist() and last["ran"] == repr(output.request)
@@ -93,9 +93,9 @@ def test_clients_share_the_engines(model, settings, site, engines):
     first = events(site.make("ann", seed=1, settings=slow))
     assert next(event for event in first if "share" in event)["share"] < 1
     (second,) = finished(site.make("bea", model=model, seed=2, settings=settings))
-    assert_is_image(second, engines[model].sample("three", seed=2, method="ar", **settings)[0])
+    assert_is_image(second, engines[model].sample("three", seed=2, method="ar", **settings))
     *_, first = first
-    assert_is_image(first, engines["mar"].sample("three", seed=1, method="ar", **slow)[0])
+    assert_is_image(first, engines["mar"].sample("three", seed=1, method="ar", **slow))
 
 
 def test_unread_previews_do_not_pile_up(monkeypatch):

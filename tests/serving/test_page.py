@@ -122,9 +122,8 @@ def test_two_users_at_once(open_page, engines):
     expect(ann.locator(".panel").first.locator(".image")).to_be_visible()  # still growing
     shown = [*generate(bea), *images(ann)]
     sample = functools.partial(engines["digits32"].sample, seed=0, num_iter=4, cfg=3.0)
-    made = sample("two", method="ar", num_sampling_steps=25)
-    made += sample("seven", method="ar", num_sampling_steps=200)
-    made += sample("seven", method="dpm-solver++", num_sampling_steps=200)
+    made = [sample("two", method="ar", num_sampling_steps=25)]
+    made += [sample("seven", method=method, num_sampling_steps=200) for method in ("ar", "dpm-solver++")]
     for image, output in zip(shown, made):
         assert np.abs(image.astype(int) - np.asarray(output.pil())).max() <= 1
     expect(ann.locator(".panel .tag")).to_have_text(["exact", "heuristic"])
@@ -155,7 +154,7 @@ def test_a_prompt_in_place_of_a_class(open_page, engines):
     page.get_by_text("More settings").click()
     page.get_by_label("negative prompt").fill("blue")
     image, _ = generate(page)
-    (output,) = engines["texts"].sample(prompts="a red fox", negative_prompt="blue", seed=0)
+    output = engines["texts"].sample(prompts="a red fox", negative_prompt="blue", seed=0)
     assert np.array_equal(image, np.asarray(output.pil()))
     expect(page.locator(".panel .image").first).to_have_attribute("alt", "a red fox, by speculative")
     page.get_by_label("model").select_option("digits32")
