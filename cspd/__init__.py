@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 
 __all__ = [
+    "CspdPipeline",
     "Engine",
     "MARModels",
     "Output",
@@ -21,6 +22,7 @@ __all__ = [
     "register",
 ]
 HOMES = {  # the module of each name
+    "CspdPipeline": "cspd.pipeline",
     "Engine": "cspd.engine",
     "MARModels": "cspd.masked.family",
     "Output": "cspd.request",

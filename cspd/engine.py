@@ -460,6 +460,20 @@ class Engine:
         engine.origins = self.origins
         return engine
 
+    def moved_to(self, device: str | torch.device) -> Engine:
+        """This engine if it is on that device; otherwise another one with its models, and this one is closed.
+
+        Raises ValueError if the device does not exist.
+        """
+        self._check_open()
+        if pick_device(device) == self.device:
+            return self
+        policy = self.precision.policy
+        engine = Engine(*self._models, max_batch=self.num_slots, device=device, precision=policy, **self._settings)
+        engine.origins = self.origins
+        self.close()
+        return engine
+
     def describe(self) -> dict:
         """The machine and the settings of this engine, for records."""
         graphs = self.graphs.enabled or None  # None as in older records

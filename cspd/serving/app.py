@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cspd.engine import Engine
 from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
-from cspd.option import COMMON, DEFAULTS, Option
+from cspd.option import COMMON, DEFAULTS, LARGEST, Option
 from cspd.plots import coloured
 from cspd.request import FORMATS, Inpainting, Request
 from cspd.serving.loop import EngineLoop, Full, Job
@@ -299,7 +299,7 @@ def _model(engine: Engine, name: str) -> dict:
         "image_size": runner.image_size,
         "side": math.isqrt(runner.seq_len),
         "classes": [engine.name_of(Request(label, family=family)) for label in range(runner.num_classes)],
-        "options": [_option(option, usual) for option in COMMON[family]],
+        "options": [_option(option, getattr(usual, option.name)) for option in COMMON[family]],
         "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, runner, each)],
         "default": DEFAULTS[family],
         "rows": family == "VQ",
@@ -326,16 +326,21 @@ def _method(method: Method) -> dict:
         "guarantee": method.guarantee,
         "summary": method.summary,
         "token_cost": method.token_cost,
-        "options": {option.name: f"{option.range}: {option.help}" for option in method.options},
+        "options": [_option(option, option.default) for option in method.options],
     }
 
 
-def _option(option: Option, usual: Request) -> dict:
+def _option(option: Option, default: object) -> dict:
+    words = ["true", "false"] if option.kind is bool else None
     return {
         "name": option.name,
         "help": f"{option.help} ({option.range})",
-        "words": None if isinstance(option.kind, type) else list(option.kind),
-        "default": getattr(usual, option.name),
+        "words": words if isinstance(option.kind, type) else list(option.kind),
+        "integer": option.kind is int,
+        "low": option.low if option.above is None else option.above,
+        "high": None if option.high == LARGEST else option.high,
+        "default": default,
+        "only_with": option.only_with,
     }
 
 
@@ -365,7 +370,7 @@ def make_app(engines: Mapping[str, Engine], most: int = 32, most_each: int = 4, 
         ValueError: a text-to-image model has no text encoder.
     """
     loop = EngineLoop(engines, most, most_each)
-    description = about(engines) | {"most_bytes": MOST_BYTES}
+    description = about(engines) | {"most_bytes": MOST_BYTES, "most_each": most_each}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:

@@ -41,8 +41,8 @@ def shown(output: Output, share: float) -> dict:
 
     Returns:
         "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of its rounds, and
-        "images_per_second" from them; "numbers", a list of [name, text]; "ran", the request with all defaults;
-        "class_name".
+        "images_per_second" from them; "numbers", a list of [name, text]; "ran" and "request", the request with
+        all defaults as text and as its settings; "class_name".
     """
     seconds = sum(output.stats.seconds.values())
     return {
@@ -54,6 +54,7 @@ def shown(output: Output, share: float) -> dict:
         "images_per_second": share / seconds if seconds else 0.0,
         "numbers": numbers(output, share),
         "ran": repr(output.request),
+        "request": {name: value for name, value in output.request.to_dict().items() if value is not None},
         "class_name": output.class_name,
     }
 
@@ -248,6 +249,9 @@ class EngineLoop:
             return
         for model, jobs in self._started.items():
             engine = self.engines[model]
+            for position, sequence in enumerate(engine.scheduler.waiting, start=1):
+                if sequence.ticket in jobs:
+                    jobs[sequence.ticket].tell({"position": position})
             running = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in jobs]
             try:
                 outputs = engine.so_far(running)
