@@ -1,21 +1,35 @@
 """cspd: fast sampling of autoregressive image models, with tested guarantees.
 
 >>> engine = cspd.load("digits32")
->>> engine.sample(["three", 7], seed=7)[0].save("three.png")
+>>> engine.sample("three", seed=7).save("three.png")
 """
 
 from __future__ import annotations
 
 import importlib
 
-__all__ = ["Engine", "MARModels", "Output", "Request", "RoundStats", "VQModels", "__version__", "load", "register"]
+__all__ = [
+    "CspdPipeline",
+    "Engine",
+    "MARModels",
+    "Output",
+    "Request",
+    "RoundStats",
+    "VQModels",
+    "__version__",
+    "grid",
+    "load",
+    "register",
+]
 HOMES = {  # the module of each name
+    "CspdPipeline": "cspd.pipeline",
     "Engine": "cspd.engine",
     "MARModels": "cspd.masked.family",
     "Output": "cspd.request",
     "Request": "cspd.request",
     "RoundStats": "cspd.request",
     "VQModels": "cspd.discrete.family",
+    "grid": "cspd.request",
     "load": "cspd.checkpoints",
     "register": "cspd.method",
 }

@@ -355,6 +355,7 @@ def load(
     named = {"vae": vae, "draft": draft, "eagle": eagle, "text_encoder": text_encoder}
     given = {name: path_of(path, name) for name, path in named.items() if path is not None}
     models: list[Models] = []
+    origins = {}
     own: MARModels | VQModels
     for checkpoint in checkpoints:
         files = checkpoint_files(checkpoint)
@@ -368,7 +369,9 @@ def load(
         else:
             own = _official_models(checkpoint, files, given, arch, pick_device(device))
         models.append(own)
-    return Engine(
+        origin = {"checkpoint": checkpoint, "arch": arch, **given}
+        origins[own.family] = {name: str(value) for name, value in origin.items() if value is not None}
+    engine = Engine(
         *models,
         max_batch=max_batch,
         device=device,
@@ -376,6 +379,8 @@ def load(
         compiled=compiled,
         graphs=graphs,
     )
+    engine.origins = origins
+    return engine
 
 
 def _check_hf(checkpoint: str | Path, given: Mapping[str, object]) -> None:

@@ -28,7 +28,7 @@ from cspd.graphs import Graphs
 from cspd.method import ModelRunner, Prepared, choose, families_for
 from cspd.models import Models, placed, save_models
 from cspd.option import LARGEST_INTEGER, check_integer, plain
-from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, requests_of
+from cspd.request import Label, Output, Request, RoundStats, Sequence, Stopwatch, is_several, requests_of
 from cspd.terminal import shortened
 
 # From finished sequences to outputs: a GPU decodes images while the next rounds run.
@@ -157,6 +157,7 @@ def _outputs(sequences: list[Sequence], made: _Made) -> list[tuple[Sequence, Out
                 stats=sequence.stats,
                 error=error,
                 class_name=sequence.class_name,
+                models=sequence.models,
             )
             outputs.append((sequence, output))
     return outputs
@@ -379,6 +380,9 @@ class Engine:
         cache: folder of calibrations, searched before the user's cache directory.
         noise: the source of random numbers, see `cspd.noise`; tests inject other ones.
 
+    Attributes:
+        origins: by family, the checkpoint and files that `cspd.load` took its models from; empty for models in memory.
+
     Raises:
         ValueError: the models are incompatible, the device or the precision does not exist, graphs without CUDA, or
             too little memory.
@@ -413,6 +417,7 @@ class Engine:
             runner = each.runner(max_batch, self.device, self.precision, **how, graphs=self.graphs)
             self.runners[each.family] = runner
         self._classes = {each.family: each.classes for each in self._models}
+        self.origins: Mapping[str, Mapping[str, str]] = {}
         self.num_slots = max_batch
         self._closed = False
 
@@ -435,6 +440,16 @@ class Engine:
         self._check_open()
         return next(iter(self.runners.values()))
 
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes of the first family, by number; empty for a text-to-image model.
+
+        A class without a name is named by its number.
+        """
+        runner = self.runner
+        names = self._classes[runner.family]
+        return [names.name_of(label) for label in range(runner.num_classes)]
+
     def with_slots(self, max_batch: int) -> Engine:
         """Another engine with the same models."""
         self._check_open()
@@ -442,6 +457,21 @@ class Engine:
         engine = Engine(*self._models, max_batch=max_batch, device=self.device, precision=precision, **self._settings)
         for family, runner in self.runners.items():
             engine.runners[family].adopt(runner)
+        engine.origins = self.origins
+        return engine
+
+    def moved_to(self, device: str | torch.device) -> Engine:
+        """This engine if it is on that device; otherwise another one with its models, and this one is closed.
+
+        Raises ValueError if the device does not exist.
+        """
+        self._check_open()
+        if pick_device(device) == self.device:
+            return self
+        policy = self.precision.policy
+        engine = Engine(*self._models, max_batch=self.num_slots, device=device, precision=policy, **self._settings)
+        engine.origins = self.origins
+        self.close()
         return engine
 
     def describe(self) -> dict:
@@ -546,11 +576,18 @@ class Engine:
             seq_len=self.runners[method.family].seq_len,
             stats=RoundStats(guarantee=method.guarantee_of(request)),
             class_name=self.name_of(request),
+            models=self._models_of(method.family),
             asked=prepared.asked,
             inbox=inbox,
         )
         self.scheduler.add(sequence)
         return sequence
+
+    def _models_of(self, family: str) -> dict[str, object]:
+        """The arguments of `cspd.load` that the models of a family came from, if they came from there."""
+        if family not in self.origins:
+            return {}
+        return {**self.origins[family], "precision": self.precision.policy, "compiled": self.compiled}
 
     def step(self) -> dict[int, Output]:
         """Runs one round of one kind of request. Returns the finished outputs of `add_request`, by ticket.
@@ -684,6 +721,7 @@ class Engine:
                 token_cost=token_cost[i],
                 stats=sequence.stats,
                 class_name=sequence.class_name,
+                models=sequence.models,
             )
             outputs.append(output)
         return outputs
@@ -838,24 +876,63 @@ class Engine:
     def sample(
         self,
         labels: Label | Iterable[Label] = None,
-        seed: int = 0,
+        seed: int | Iterable[int] = 0,
         method: str | None = None,
         *,
         prompts: str | Iterable[str] | None = None,
+        num: int | None = None,
         progress: bool = False,
         on_progress: OnProgress | None = None,
         **settings: Any,
-    ) -> list[Output]:
+    ) -> Any:
         """An image for each label, or prompt, in their order: `engine.sample([207, "otter"], seed=3, cfg=4)`.
 
         Args:
             labels: classes by number or name, or None for an unconditional image; one or many.
             prompts: prompts in place of labels, one or many.
-            seed: of the first image; each next image has the next seed.
+            seed: of the first image, and each next image has the next seed; or a list with the seed of each image.
+            num: number of images, through which the labels or prompts are cycled; by default one for each of them, or
+                one for each seed.
             settings: as in `Request`. The other arguments and the errors are those of `generate`.
+
+        Returns:
+            A list of outputs without the cancelled ones. For one label or prompt with one seed and without `num`: the
+            output itself, or None if it was cancelled.
         """
-        requests = requests_of(labels, prompts, seed, method, settings)
-        return self.generate(requests, progress, on_progress)
+        requests = requests_of(labels, prompts, seed, num, method, settings)
+        outputs = self.generate(requests, progress, on_progress)
+        if num is not None or is_several(seed) or is_several(labels if prompts is None else prompts):
+            return outputs
+        return outputs[0] if outputs else None
+
+    @torch.inference_mode()
+    def decode(self, tokens: Any) -> Tensor:
+        """The images of tokens, such as `Output.tokens`: float32 [B, 3, H, W] in 0..1 on the CPU.
+
+        Args:
+            tokens: MAR floats [B, L, d], VQ integers [B, L]; a list of tokens [L, d] or [L] counts as a batch. For
+                tokens without B, the result has no B either.
+
+        Raises:
+            ValueError: no model of this engine has such tokens, or there is no autoencoder or tokenizer.
+        """
+        self._check_open()
+        tokens = torch.stack([*tokens]) if isinstance(tokens, (list, tuple)) else torch.as_tensor(tokens)
+        for runner in self.runners.values():
+            own = runner.tokens
+            shape = (runner.seq_len, *own.shape[2:])
+            is_single = tokens.dim() == len(shape)
+            batch = tokens.unsqueeze(0) if is_single else tokens
+            if batch.shape[1:] != shape or batch.is_floating_point() != own.is_floating_point():
+                continue
+            with self._lock.hold():
+                images = runner.decode(batch.to(own))
+            if images is None:
+                raise ValueError("there is no autoencoder or tokenizer: load one (vae) to decode tokens")
+            return images[0].cpu() if is_single else images.cpu()
+        raise ValueError(
+            f"tokens {tokens.dtype} {list(tokens.shape)} are not of this engine's models: give Output.tokens"
+        )
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Writes the models to a new folder, which `cspd.load` reads. Raises ValueError, OSError."""

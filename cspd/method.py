@@ -245,6 +245,7 @@ class ModelRunner(Protocol):
         family: "MAR" or "VQ".
         seq_len: tokens per image. image_size: pixels per side of an image.
         num_classes: labels are 0 .. num_classes - 1; 0 for a text-to-image model.
+        tokens: of running sequences, [number of slots, at least seq_len(, d)].
         graphs: captures and replays work of fixed shape. noise: a module with the functions of `cspd.noise`.
     """
 
@@ -252,6 +253,7 @@ class ModelRunner(Protocol):
     seq_len: int
     num_classes: int
     image_size: int
+    tokens: Tensor
     graphs: Graphs
     noise: types.ModuleType
 

@@ -111,8 +111,14 @@ def _layout(
     return Image.new("RGB", size, "white"), corners
 
 
-def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int) -> Image.Image:
+def usual_columns(num: int) -> int:
+    """The usual number of columns for `num` images: full rows of 10 or 8 if possible."""
+    return next((columns for columns in (10, 8) if num % columns == 0), min(10, num))
+
+
+def grid(images: Sequence[Image.Image], captions: Sequence[str], columns: int | None = None) -> Image.Image:
     """Images in rows of `columns`, each over its caption, enlarged or reduced by a whole factor to a useful size."""
+    columns = columns or usual_columns(len(images))
     rows = math.ceil(len(images) / columns)
     size = _scaled(images[0], columns, rows)
     width, height = size

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import io
 import itertools
+import json
 import os
 import time
 import warnings
@@ -20,11 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torch.nn import functional
 
-from cspd.option import check_seed, option_names, plain
-from cspd.terminal import choice, shortened
+from cspd.option import LARGEST_INTEGER, check_integer, check_seed, option_names, plain
+from cspd.terminal import __version__, choice, shortened
 
 # Inpainting: the part of an image, or of its tokens, that is given before sampling begins.
 
@@ -354,6 +356,7 @@ def _shown(source: Any) -> str:
 
 # From tokens to pixels, and images of 8 bits.
 
+PNG_TEXT = "cspd"  # the key of the settings among the texts of a PNG
 DECODE_BATCH = 8  # images that a decoder takes at once: its activations are many times larger than its images
 
 
@@ -390,10 +393,10 @@ def to_pil(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
-def png_of(image: Image.Image) -> bytes:
-    """The bytes of a PNG file."""
+def png_of(image: Image.Image, output: Output | None = None) -> bytes:
+    """The bytes of a PNG file. It carries the settings of `output` if one is given, see `Output.png_text`."""
     buffer = io.BytesIO()
-    image.save(buffer, format="png")
+    image.save(buffer, format="png", pnginfo=output and output.png_text())
     return buffer.getvalue()
 
 
@@ -520,28 +523,48 @@ class Request:
         return self.cfg != 1
 
 
+def is_several(value: object) -> bool:
+    """Whether an argument lists labels, prompts or seeds: any iterable but a text."""
+    return isinstance(plain(value), Iterable) and not isinstance(value, str)
+
+
 def requests_of(
     labels: Label | Iterable[Label],
     prompts: str | Iterable[str] | None,
-    seed: int,
+    seed: int | Iterable[int],
+    num: int | None,
     method: str | None,
     settings: Mapping[str, Any],
 ) -> list[Request]:
-    """A request for each label, or for each prompt if prompts are given, with consecutive seeds.
+    """Requests for labels, or for prompts if prompts are given, as `Engine.sample` describes them.
 
-    Raises ValueError if the seed is not an integer in 0..2**63 - 1.
+    Raises ValueError if a seed is not an integer in 0..2**63 - 1, or if the numbers of seeds and images differ.
     """
-    seed = plain(seed)
-    check_seed(seed)
-    several: Any = plain(labels) if prompts is None else prompts
-    if isinstance(several, str) or not isinstance(several, Iterable):
-        several = [several]
+    asked: Any = labels if prompts is None else prompts
+    conditions = list(plain(asked)) if is_several(asked) else [plain(asked)]
+    seeds: list = list(plain(seed)) if is_several(seed) else []  # type: ignore[arg-type]
+    if num is not None:
+        num = plain(num)
+        check_integer("num", num, 1, LARGEST_INTEGER, "it is the number of images")
+    elif len(conditions) == 1 and seeds:
+        num = len(seeds)
+    else:
+        num = len(conditions)
+    if not is_several(seed):
+        first = plain(seed)
+        check_seed(first)
+        seeds = [first + i for i in range(num)]
+    if len(seeds) != num:
+        raise ValueError(f"seed has {len(seeds)} numbers for {num} images: give one for each image, or the first one")
+    if num and not conditions:
+        raise ValueError(f"num={num} is invalid: there are no labels or prompts: give at least one")
     requests = []
-    for i, each in enumerate(several):
+    for i, each_seed in enumerate(seeds):
+        each = conditions[i % len(conditions)]
         condition: dict[str, Any] = {"label": each}
         if prompts is not None:  # a label next to prompts stays in the request: checking it names the mistake
             condition = {"label": labels, "prompt": each}
-        requests.append(Request(**condition, seed=seed + i, method=method, **settings))
+        requests.append(Request(**condition, seed=each_seed, method=method, **settings))
     return requests
 
 
@@ -656,6 +679,7 @@ class Sequence:
     key: Hashable = None
     uses: Collection[str] = ()
     class_name: str = ""
+    models: Mapping[str, object] = field(default_factory=dict)
     asked: Request | None = None
     inbox: deque = field(default_factory=deque)
     iteration: int = 0
@@ -698,6 +722,7 @@ class Output:
         stats: the cost of the request.
         error: where the first value that is not finite arose; None if all tokens and pixels are finite.
         class_name: name of the class, or its number if the classes have no names; or the prompt.
+        models: the arguments of `cspd.load` that the models came from; empty for models in memory.
     """
 
     request: Request
@@ -707,6 +732,7 @@ class Output:
     stats: RoundStats
     error: str | None = None
     class_name: str = ""
+    models: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def heat(self) -> Tensor:
@@ -721,11 +747,22 @@ class Output:
         return to_pil(self.image)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the image to a file; its extension sets the format. Raises ValueError, OSError."""
-        self.pil().save(path)
+        """Writes the image to a file; its extension sets the format. Raises ValueError, OSError.
+
+        A PNG carries the settings, from which `cspd sample --like` generates the image again.
+        """
+        self.pil().save(path, pnginfo=self.png_text())
+
+    def png_text(self) -> PngInfo:
+        """The text of a PNG with all settings of the image, as JSON: "version", "models" and "request"."""
+        request = {name: value for name, value in self.request.to_dict().items() if value is not None}
+        settings = {"version": __version__, "models": dict(self.models), "request": request}
+        text = PngInfo()
+        text.add_text(PNG_TEXT, json.dumps(settings, sort_keys=True))
+        return text
 
     def _repr_png_(self) -> bytes | None:
-        return None if self.image is None else png_of(self.pil())
+        return None if self.image is None else png_of(self.pil(), self)
 
     def __repr__(self) -> str:
         if self.error:
@@ -738,6 +775,21 @@ class Output:
             height, width = self.image.shape[1:]
             size = f"{width}x{height} pixels"
         return f"<Output: {self.class_name or request.label}, seed {request.seed}, {how}; {size}>"
+
+
+def grid(outputs: Iterable[Output] | Output, columns: int | None = None) -> Image.Image:
+    """One picture of the images of outputs of one size, each over its class or prompt. Raises ValueError.
+
+    Args:
+        columns: images in a row; by default about 10.
+    """
+    from cspd.plots import grid as captioned_grid  # matplotlib takes long to import
+
+    listed = [outputs] if isinstance(outputs, Output) else list(outputs)
+    if not listed:
+        raise ValueError("there are no outputs: give at least one")
+    captions = [output.class_name or str(output.request.label) for output in listed]
+    return captioned_grid([output.pil() for output in listed], captions, columns)
 
 
 class Stopwatch:

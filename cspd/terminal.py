@@ -27,9 +27,23 @@ _SHORT = reprlib.Repr()  # its texts have a bounded length
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+OTHER_NAMES = {  # of settings in other libraries: ours
+    "guidance_scale": ("cfg",),
+    "num_inference_steps": ("num_iter", "num_sampling_steps"),
+    "num_steps": ("num_iter", "num_sampling_steps"),
+    "steps": ("num_iter", "num_sampling_steps"),
+}
+
+
 def closest(word: object, valid: Collection[str]) -> str | None:
-    """The valid word that was probably meant, or None."""
+    """The valid word that was probably meant, or None. A setting of another library may be several of ours."""
     text = str(word)
+    # "--num-iter" is the flag of "num_iter"
+    by_name = {each.lstrip("-").replace("-", "_"): each for each in valid}
+    ours = OTHER_NAMES.get(text.lstrip("-").replace("-", "_"), ())
+    meant = [by_name[name] for name in ours if name in by_name]
+    if meant:
+        return " or ".join(meant)
     longest = max(map(len, valid), default=0)
     # a much longer text resembles none of them, and difflib would be slow
     if len(text) > 3 * longest:

@@ -14,7 +14,7 @@ import torch
 from pictures import Data, add_data_options, data_of
 from torch import Tensor
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, is_first
+from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, is_first, run_main
 
 from cspd.evaluation.metrics import CLASSIFIERS, Classifier, accuracy
 
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -27,7 +27,7 @@ from pictures import Data, add_data_options, captioned, data_of
 from torch import Tensor
 from torch.nn import functional as F
 from train_gpt import LABEL_DROP
-from training import FIRST_SEED, HELD_OUT_SEED, chosen, device_of_process, export, fit, is_first
+from training import FIRST_SEED, HELD_OUT_SEED, chosen, device_of_process, export, fit, is_first, run_main
 
 import cspd
 from cspd.checkpoints import checkpoint_files
@@ -240,4 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -16,7 +16,7 @@ import torch
 from pictures import Data, add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
+from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first, run_main
 
 from cspd.discrete.gpt import GPT, VQModel
 from cspd.discrete.registry import GPTS, gpt_spec, load_tokenizer
@@ -117,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -21,7 +21,7 @@ from latents import Batch, Batches, latents
 from pictures import add_data_options, data_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import Loss, chosen, device_of_process, export, fit, go_on_with
+from training import Loss, chosen, device_of_process, export, fit, go_on_with, run_main
 
 import cspd
 from cspd.runs import file_fingerprint
@@ -229,4 +229,4 @@ def may_be_half(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

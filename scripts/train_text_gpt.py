@@ -26,7 +26,18 @@ from text_models import TextGPT, new_encoder, new_tokenizer, read_encoder, save_
 from tokenizers import Tokenizer
 from torch import Tensor
 from train_gpt import LABEL_DROP, cross_entropy, initialise
-from training import FIRST_SEED, HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
+from training import (
+    FIRST_SEED,
+    HELD_OUT_SEED,
+    Loss,
+    chosen,
+    device_of_process,
+    export,
+    fit,
+    go_on_with,
+    is_first,
+    run_main,
+)
 
 from cspd.discrete.gpt import GPT, VQModel
 from cspd.discrete.registry import GPTS, gpt_spec, load_tokenizer
@@ -202,4 +213,4 @@ def bits_of(model: TextGPT, words: Tokenizer, captions: Sequence[Caption], codes
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -13,7 +13,18 @@ from pathlib import Path
 import torch
 from pictures import Data, add_data_options, data_of, psnr_of
 from torch import Tensor
-from training import HELD_OUT_SEED, Loss, as_first, chosen, device_of_process, export, fit, is_first, rank_and_world
+from training import (
+    HELD_OUT_SEED,
+    Loss,
+    as_first,
+    chosen,
+    device_of_process,
+    export,
+    fit,
+    is_first,
+    rank_and_world,
+    run_main,
+)
 
 from cspd.discrete.gpt import VQModel
 from cspd.discrete.registry import TOKENIZERS, create_tokenizer
@@ -113,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from pictures import Data, add_data_options, data_of, psnr_of
 from torch import Tensor
-from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first
+from training import HELD_OUT_SEED, Loss, chosen, device_of_process, export, fit, go_on_with, is_first, run_main
 
 from mar.checkpoint import VAES, create_vae
 from mar.vae import AutoencoderKL
@@ -107,4 +107,4 @@ def report(vae: AutoencoderKL, images: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -54,6 +54,16 @@ def device_of_process() -> torch.device:
     return torch.device("cpu")
 
 
+def run_main(main: Callable[[], None]) -> None:
+    """Runs a training program. An error of the user or the machine is printed in one line, with exit status 2."""
+    try:
+        main()
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        message = " ".join(str(error).splitlines())
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
 def rank_and_world() -> tuple[int, int]:
     """The index of this process, and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

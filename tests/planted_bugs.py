@@ -232,7 +232,13 @@ BUGS = [
         "discrete/test_laws.py",
     ),
     # requests and figures
-    Bug("all images of a call have one seed", "cspd/request.py", "seed=seed + i,", "seed=seed,", "test_checkpoints.py"),
+    Bug(
+        "all images of a call have one seed",
+        "cspd/request.py",
+        "seeds = [first + i for i in range(num)]",
+        "seeds = [first for _ in range(num)]",
+        "test_checkpoints.py",
+    ),
     Bug(
         "every second seed is evaluated",
         "cspd/evaluation/run.py",

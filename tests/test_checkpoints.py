@@ -191,8 +191,77 @@ def test_sample_takes_one_label_or_many(labels, toy):
     outputs = toy.sample(labels, seed=7, **QUICK)
     assert [(output.request.label, output.request.seed) for output in outputs] == [(1, 7), (3, 8)]
     fractions = []
-    (again,) = toy.sample(1, seed=7, on_progress=lambda request, fraction, _: fractions.append(fraction), **QUICK)
+    again = toy.sample(1, seed=7, on_progress=lambda request, fraction, _: fractions.append(fraction), **QUICK)
     assert torch.equal(again.tokens, outputs[0].tokens) and fractions == [1]
+
+
+def test_seeds_and_numbers_of_images(toy):
+    def asked(*labels, **more):
+        return [(output.request.label, output.request.seed) for output in toy.sample(*labels, **QUICK, **more)]
+
+    assert asked(3, seed=[1, 2]) == [(3, 1), (3, 2)] == asked(3, seed=torch.tensor([1, 2]))
+    assert asked([3, 1], seed=[9, 2]) == [(3, 9), (1, 2)]
+    assert asked(3, num=4, seed=5) == [(3, 5), (3, 6), (3, 7), (3, 8)]
+    assert asked(["green", 0], num=3) == [(1, 0), (0, 1), (1, 2)]
+    assert asked([3, 1], num=3, seed=[4, 4, 5]) == [(3, 4), (1, 4), (3, 5)]
+    assert asked([3], num=1) == asked([3]) == asked(3, num=1) == [(3, 0)]
+    assert asked([]) == []
+    for name, wrong in (("num", {"num": 0}), ("seed", {"num": 3, "seed": [1, 2]}), ("seed", {"seed": [1, -2]})):
+        with pytest.raises(ValueError, match=name):
+            asked(3, **wrong)
+    with pytest.raises(ValueError, match="seed"):
+        asked([3, 1], seed=[1, 2, 3])
+    with pytest.raises(ValueError, match="num"):
+        asked([], num=2)
+
+
+def test_a_single_image_that_is_cancelled(toy):
+    assert (
+        toy.sample(1, on_progress=lambda request, fraction, _: toy.cancel(request), **QUICK | {"num_iter": 4}) is None
+    )
+
+
+@pytest.mark.parametrize(
+    "name, ours", [("guidance_scale", "cfg"), ("num_inference_steps", "num_iter"), ("steps", "num_sampling_steps")]
+)
+def test_a_name_of_another_library_is_answered_with_ours(name, ours, toy):
+    with pytest.raises(TypeError, match=rf"{name}.*\b{ours}\b"):
+        toy.sample(1, **{name: 4})
+
+
+def test_classes_of_an_engine(toy, engine):
+    assert (
+        toy.classes == [toy.name_of(Request(label, family="MAR")) for label in range(4)] and toy.classes[1] == "green"
+    )
+    assert engine.classes == [str(label) for label in range(10)]
+
+
+def test_tokens_are_decoded(engine, toy):
+    outputs = engine.sample([3, 1], **QUICK)
+    tokens = [output.tokens for output in outputs]
+    images = torch.stack([output.image for output in outputs])
+    for batch in (tokens, torch.stack(tokens), torch.stack(tokens).numpy()):
+        assert torch.equal(engine.decode(batch), images)
+    assert torch.equal(engine.decode(tokens[1]), images[1])
+    vq = cspd.load(small_vq_checkpoint(), device="cpu")
+    output = vq.sample(3, method="ar")
+    assert torch.equal(vq.decode(output.tokens), output.image)
+    for each, wrong in (
+        (vq, tokens[0]),
+        (engine, output.tokens),
+        (engine, tokens[0][:3]),
+        (toy, toy.sample(1, **QUICK).tokens),
+    ):
+        with pytest.raises(ValueError):
+            each.decode(wrong)
+
+
+def test_a_grid_of_outputs(engine):
+    outputs = engine.sample(3, num=3, **QUICK)
+    assert cspd.grid(outputs).width > cspd.grid(outputs, columns=1).width
+    assert cspd.grid(outputs[0]).width < cspd.grid(outputs).width
+    with pytest.raises(ValueError):
+        cspd.grid([])
 
 
 @pytest.mark.parametrize("backbone", ["full", "cached"])
@@ -205,8 +274,8 @@ def test_no_class_is_mars_fake_latent(backbone):
     with torch.no_grad():
         other.class_emb.weight[2] = target.fake_latent[0]
     settings = {"method": "ddim", "num_iter": 3, "head_calls": 3, "first_timestep": 950, "backbone": backbone}
-    (own,) = Engine(MARModels(target), device="cpu").sample(None, seed=1, **settings)
-    (same,) = Engine(MARModels(other), device="cpu").sample(2, seed=1, cfg=1.0, **settings)
+    own = Engine(MARModels(target), device="cpu").sample(None, seed=1, **settings)
+    same = Engine(MARModels(other), device="cpu").sample(2, seed=1, cfg=1.0, **settings)
     assert own.request.label is None and own.request.cfg == 1
     assert torch.equal(own.tokens, same.tokens)
 
@@ -227,12 +296,12 @@ def test_no_class_is_not_guided(toy):
 
 
 def test_an_output_is_an_image(engine, toy, tmp_path):
-    (output,) = engine.sample(3, **QUICK)
+    output = engine.sample(3, **QUICK)
     picture = output.pil()
     output.save(tmp_path / "three.png")
     assert Image.open(tmp_path / "three.png").tobytes() == picture.tobytes()
     assert Image.open(io.BytesIO(output._repr_png_())).tobytes() == picture.tobytes()
-    (without,) = toy.sample(3, **QUICK)
+    without = toy.sample(3, **QUICK)
     assert without._repr_png_() is None
     with pytest.raises(ValueError):
         without.pil()
@@ -240,9 +309,9 @@ def test_an_output_is_an_image(engine, toy, tmp_path):
 
 def test_reprs_are_short(engine, toy):
     assert repr(engine) == "<Engine, MAR 32x32 pixels; 2 slots, cpu, fp32>"
-    assert repr(toy.sample("green", **QUICK)[0]).startswith("<Output: green, seed 0, ar, exact, ")
-    assert repr(engine.sample(3, **QUICK)[0]).endswith(" s; 32x32 pixels>")
-    broken = dataclasses.replace(toy.sample("green", **QUICK)[0], error="no number is finite")
+    assert repr(toy.sample("green", **QUICK)).startswith("<Output: green, seed 0, ar, exact, ")
+    assert repr(engine.sample(3, **QUICK)).endswith(" s; 32x32 pixels>")
+    broken = dataclasses.replace(toy.sample("green", **QUICK), error="no number is finite")
     assert repr(broken) == "<Output: 'no number is finite'>"
     assert repr(Request("green", cfg=2.0)) == "Request(label='green', seed=0, cfg=2.0)"
 
@@ -287,7 +356,7 @@ def test_saved_models_are_loaded_back(family, settings, folders, tmp_path):
         engine.save_pretrained(tmp_path / "own")
     again = cspd.load(tmp_path / "own", max_batch=1, device="cpu")
     assert again.runner.seq_len == engine.runner.seq_len  # the weights of a VQ model do not give it
-    first, second = (each.sample(2, seed=4, **settings)[0] for each in (engine, again))
+    first, second = (each.sample(2, seed=4, **settings) for each in (engine, again))
     assert torch.equal(first.image, second.image)
     assert first.class_name == second.class_name == {"MAR": "2", "VQ": "c"}[family]
 
@@ -336,7 +405,7 @@ def test_a_name_on_the_hub(family, inside, cached, folders):
     assert checkpoint_files(name)["target"] == snapshot / inside / "target.safetensors"
     own, other = (cspd.load(each, max_batch=1, device="cpu") for each in (name, folder))
     settings = QUICK if family == "MAR" else OF_VQ
-    assert torch.equal(own.sample(1, **settings)[0].image, other.sample(1, **settings)[0].image)
+    assert torch.equal(own.sample(1, **settings).image, other.sample(1, **settings).image)
     if family == "MAR":  # calibrations are cached elsewhere
         own.sample(1, method="speculative", window=2, num_iter=1, num_sampling_steps=25, cfg=1.0)
     assert not list(snapshot.rglob("calibration"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from argparse import Namespace
@@ -70,6 +71,28 @@ def test_autoencoder_and_mar(train, tmp_path):
         for name, tensor in load_file(first).items():
             if "final_layer.linear" not in name:  # the last layer of a head is fitted again
                 assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize(
+    "program, options",
+    [
+        ("train_mar", {"vae": "none.safetensors"}),
+        ("train_mar", {"vae": ROOT / "README.md"}),
+        ("train_gpt", {"tokenizer": "none.safetensors"}),
+        ("train_vae", {"data": "nowhere"}),
+        ("train_vae", {"init": "none.safetensors"}),
+    ],
+)
+def test_a_missing_file_is_one_line(program, options, tmp_path, monkeypatch, capsys):
+    given = {"run": tmp_path / "run", "out": tmp_path / "out.safetensors"} | options
+    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *flags])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "scripts" / f"{program}.py"), run_name="__main__")
+    torch.set_flush_denormal(False)
+    error = capsys.readouterr().err
+    *_, missing = options.values()
+    assert caught.value.code == 2 and str(missing) in error and error.count("\n") == 1
 
 
 def test_too_few_rows_for_all_timesteps(train, tmp_path, capsys):

@@ -84,7 +84,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         argv = argv or ["--help"]
         return parser_of(argv).parse_args(argv)
     with telling("loading PyTorch") if sys.stderr.isatty() else contextlib.nullcontext():
-        from cspd.cli.options import load_plugins
+        from cspd.cli.options import defaults_like, load_plugins
         from cspd.method import METHODS, method_names
         from cspd.terminal import choice
     load_plugins(argv)
@@ -93,7 +93,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         methods = [method for method in METHODS if method.name == wanted]
         if not methods:
             raise ValueError(f"--help {wanted}: there is no such method: {choice(wanted, method_names())}")
-    return parser_of(argv, methods).parse_args(argv)
+    defaults = defaults_like(argv) if argv[0] == "sample" else {}
+    return parser_of(argv, methods, defaults).parse_args(argv)
 
 
 def _expected_errors() -> tuple[type[BaseException], ...]:

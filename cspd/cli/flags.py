@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -169,8 +169,14 @@ def help_wanted(argv: Sequence[str]) -> str | None:
     return None
 
 
-def parser_of(argv: Sequence[str], methods: Sequence[Method] = ()) -> Parser:
-    """The parser for a command line: it has the flags of the command that `argv` names, and of `methods`."""
+def parser_of(
+    argv: Sequence[str], methods: Sequence[Method] = (), defaults: Mapping[str, object] | None = None
+) -> Parser:
+    """The parser for a command line: it has the flags of the command that `argv` names, and of `methods`.
+
+    Args:
+        defaults: values for flags of the command in place of their own defaults.
+    """
     listed = [f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items()]
     description = "\n".join([ABOUT, "", "commands:", *listed])
     top = Parser(prog="cspd", usage="cspd COMMAND [flags]", description=description, epilog=EXAMPLES)
@@ -183,6 +189,7 @@ def parser_of(argv: Sequence[str], methods: Sequence[Method] = ()) -> Parser:
         if [name] == argv[:1]:
             parser.methods = methods
             declare(parser)
+            parser.set_defaults(**defaults or {})
             _add_help(parser)
     return top
 
@@ -215,13 +222,14 @@ def _sample(parser: Parser) -> None:
     parser.epilog = (
         "examples:\n"
         "  cspd sample --labels 3 --out three/\n"
+        "  cspd sample --like three/00000_label3_seed0.png --seed 1 --out another/\n"
         "  cspd sample --checkpoint emoji64 --labels faces,flags --num 20 --method calibrated --out emoji/\n"
-        "  cspd sample --checkpoint digits32_vq --draft eagle-static --rule cool-sd --delta 1.1 --out cool/\n"
         '  cspd sample --checkpoint emoji64_text --prompt "a red heart" --num 8 --out hearts/'
     )
     group = parser.add_argument_group("images")
     one_of = _add_subjects(group, f"{CLASSES_HELP}; none: unconditional (default: 0-9)", labels="0-9")
     one_of.add_argument("--prompt", type=word, metavar="TEXT", help="one prompt, for text-to-image models")
+    add_like(one_of)
     text = "number of images; classes or prompts are cycled (default: one of each)"
     group.add_argument("--num", type=count, metavar="N", help=text)
     _add_seed(group)
@@ -647,6 +655,12 @@ def add_plugin(group: argparse._ActionsContainer) -> argparse.Action:
     """Adds --plugin, which `cspd.cli.options.load_plugins` reads before all other flags."""
     text = "a Python file that registers methods (docs/api.md)"
     return group.add_argument("--plugin", type=path_argument, action="append", metavar="FILE", help=text)
+
+
+def add_like(group: argparse._ActionsContainer) -> argparse.Action:
+    """Adds --like, which `cspd.cli.options.defaults_like` reads before all other flags."""
+    text = "generate this PNG of cspd again; other flags change it"
+    return group.add_argument("--like", type=path_argument, metavar="PNG", help=text)
 
 
 def _add_device(group: argparse._ArgumentGroup) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from cspd.checkpoints import checkpoint_files, family_of, load
-from cspd.cli.flags import add_plugin
+from cspd.cli.flags import add_like, add_plugin
 from cspd.cli.listing import format_table, markdown_table, options_table
 from cspd.discrete.hf import CONFIG, is_hf
 from cspd.discrete.text import TextEncoder, missing_library
@@ -20,7 +21,7 @@ from cspd.files import identity_of, misfit, parse_json, weight_files
 from cspd.method import METHODS, Method, choose, method_of
 from cspd.models import bundled
 from cspd.option import option_names
-from cspd.request import Label, Request
+from cspd.request import PNG_TEXT, Label, Request
 from cspd.terminal import NO_CHARACTER, __version__
 
 
@@ -174,6 +175,50 @@ def load_plugins(argv: Sequence[str]) -> None:
             raise ValueError(f"--plugin {file} is not a Python program ({error}): give a .py file") from error
         if before == METHODS:
             raise ValueError(f"--plugin {file} registers no method: end it with cspd.register(...)")
+
+
+# `cspd sample --like`: the settings in a PNG are the defaults of the flags.
+
+PNG_SHAPE = {"version": str, "models": dict, "request": {"seed": int, "method": str}}
+FLAG_OF = {"draft": "draft_checkpoint", "compiled": "compile"}  # of arguments of `cspd.load` with other names
+
+
+def defaults_like(argv: Sequence[str]) -> dict:
+    """The values of flags that generate the picture of --like again; empty without this flag.
+
+    Raises:
+        ValueError: the file cannot be read, carries no settings, or was made from a given image. OSError.
+    """
+    # a parser of this one flag, since the values are the defaults of the other flags
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    add_like(early)
+    path = early.parse_known_args(argv)[0].like
+    if path is None:
+        return {}
+    remedy = "give a PNG that `cspd sample` or Output.save wrote"
+    try:
+        with Image.open(path, formats=["PNG"]) as picture:
+            settings = parse_json(picture.text[PNG_TEXT])
+    except FileNotFoundError:
+        raise FileNotFoundError(f"--like {path}: there is no such file") from None
+    except Exception as error:  # Pillow raises almost anything on a damaged file
+        raise ValueError(f"--like {path}: its settings cannot be read ({error}): {remedy}") from None
+    wrong = misfit(settings, PNG_SHAPE)
+    if wrong:
+        raise ValueError(f"--like {path}: unexpected value at {wrong} of its settings: {remedy}")
+    asked = settings["request"]
+    if "known" in asked:
+        raise ValueError(
+            f"--like {path}: a part of this image was given, which the file does not hold: use `cspd edit`"
+        )
+    # no other flag is set: the picture may come from anybody, and must not choose files to replace
+    defaults = {"labels": [asked.get("label")]}
+    for name in ("prompt", "negative_prompt", "seed", "method", *option_names()):
+        defaults[name] = asked.get(name)
+    for name in ("checkpoint", "precision", "compiled", "arch", "vae", "draft", "eagle", "text_encoder"):
+        if name in settings["models"]:
+            defaults[FLAG_OF.get(name, name)] = settings["models"][name]
+    return defaults
 
 
 def request_of(args: argparse.Namespace, label: int | str | None = 0, seed: int = 0, **changes: object) -> Request:

@@ -29,7 +29,7 @@ from cspd.engine import Engine
 from cspd.evaluation.images import GRID, HEATMAP, OVERVIEWS, RECORD
 from cspd.files import append_json, parse_json, write_bytes
 from cspd.method import Prepared, as_it_is
-from cspd.plots import grid, token_cost_grid
+from cspd.plots import grid, token_cost_grid, usual_columns
 from cspd.request import Inpainting, Output, Request, Resized, cropping, placed, png_of, to_pil
 from cspd.runs import (
     LAZY,
@@ -224,7 +224,7 @@ def _generate(
         for name in DRAFT_COUNTS:
             counts = stats.pop(name)
             draft_counts[name] = _sum(draft_counts[name], counts) if name in draft_counts else counts
-        content = png_of(to_pil(finish(output)))
+        content = png_of(to_pil(finish(output)), output)
         entry = {
             "index": index,
             "file": names[index],
@@ -275,9 +275,7 @@ def _write_overviews(
         with Image.open(out / names[index]) as image:
             images.append(image.convert("RGB"))
         captions.append(engine.name_of(prepared[index].request))
-    # full rows of 10 or 8 if possible
-    num = len(before) + len(entries)
-    columns = next((n for n in (10, 8) if num % n == 0), min(10, num))
+    columns = usual_columns(len(before) + len(entries))
     all_images = [image for _, image in before] + images
     all_captions = [caption for caption, _ in before] + captions
     write_png(out / GRID, grid(all_images, all_captions, columns))

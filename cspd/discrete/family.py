@@ -138,7 +138,6 @@ UNIFORM_RSD = drafting(
     draft="eagle-static",
     gamma=5,
     rule="uniform-rsd",
-    delta=1.1,
 )
 COOL_SD = drafting(
     "cool-sd",
@@ -147,7 +146,6 @@ COOL_SD = drafting(
     draft="eagle-static",
     gamma=5,
     rule="cool-sd",
-    delta=1.1,
 )
 LANTERN = drafting(
     "lantern",
@@ -156,7 +154,6 @@ LANTERN = drafting(
     draft="eagle-dynamic",
     gamma=6,
     rule="lantern",
-    delta=0.2,
     k=100,
     optimal=False,
 )
@@ -208,7 +205,6 @@ GSD = jacobi(
     "Jacobi decoding that accepts by groups of about equally likely tokens",
     {"2508.07747": "Grouped Speculative Decoding for Autoregressive Image Generation"},
     rule="gsd",
-    group=10,
     optimal=False,
 )
 

@@ -445,16 +445,21 @@ PUBLISHED = Option(
 )
 PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
     "exact": (),
-    "uniform-rsd": (Option("delta", float, "accepts with min(1, delta P/Q)", low=1), OPTIMAL),
+    "uniform-rsd": (Option("delta", float, "accepts with min(1, delta P/Q)", default=1.1, low=1), OPTIMAL),
     "cool-sd": (
-        Option("delta", float, "mean relaxation over the depths; 1.1 to 4 in the paper", above=0),
+        Option("delta", float, "mean relaxation over the depths; 1.1 to 4 in the paper", default=1.1, above=0),
         Option("schedule", SCHEDULES, "how the relaxation falls with depth", default="exponential", implied=True),
         Option("nu", float, "decay of the exponential schedule", default=0.7, implied=True, above=0),
         OPTIMAL,
     ),
     "lantern": (
         Option(
-            "delta", float, "maximum probability that neighbours may add; 0.05 to 0.4 in the paper", above=0, high=1
+            "delta",
+            float,
+            "maximum probability that neighbours may add; 0.05 to 0.4 in the paper",
+            default=0.2,
+            above=0,
+            high=1,
         ),
         *NEIGHBOURS,
         OPTIMAL,
@@ -478,6 +483,7 @@ PARAMETERS: dict[str, tuple[Option, ...]] = {  # of each rule
             "group",
             int,
             "tokens verified as one group: neighbours in the order of the target's probabilities; 3 to 50 in the paper",
+            default=10,
             low=1,
         ),
         Option(

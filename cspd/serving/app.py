@@ -32,7 +32,7 @@ from starlette.exceptions import HTTPException
 
 from cspd.engine import Engine
 from cspd.method import GUARANTEES, METHODS, Method, ModelRunner, parse_method
-from cspd.option import COMMON, DEFAULTS, Option
+from cspd.option import COMMON, DEFAULTS, LARGEST, Option
 from cspd.plots import coloured
 from cspd.request import Inpainting, Request
 from cspd.serving import v1
@@ -162,7 +162,7 @@ def _model(engine: Engine, name: str) -> dict:
         "image_size": runner.image_size,
         "side": math.isqrt(runner.seq_len),
         "classes": [engine.name_of(Request(label, family=family)) for label in range(runner.num_classes)],
-        "options": [_option(option, usual) for option in COMMON[family]],
+        "options": [_option(option, getattr(usual, option.name)) for option in COMMON[family]],
         "methods": [_method(each) for each in METHODS if each.family == family and _has(engine, runner, each)],
         "default": DEFAULTS[family],
         "rows": family == "VQ",
@@ -189,16 +189,21 @@ def _method(method: Method) -> dict:
         "guarantee": method.guarantee,
         "summary": method.summary,
         "token_cost": method.token_cost,
-        "options": {option.name: f"{option.range}: {option.help}" for option in method.options},
+        "options": [_option(option, option.default) for option in method.options],
     }
 
 
-def _option(option: Option, usual: Request) -> dict:
+def _option(option: Option, default: object) -> dict:
+    words = ["true", "false"] if option.kind is bool else None
     return {
         "name": option.name,
         "help": f"{option.help} ({option.range})",
-        "words": None if isinstance(option.kind, type) else list(option.kind),
-        "default": getattr(usual, option.name),
+        "words": words if isinstance(option.kind, type) else list(option.kind),
+        "integer": option.kind is int,
+        "low": option.low if option.above is None else option.above,
+        "high": None if option.high == LARGEST else option.high,
+        "default": default,
+        "only_with": option.only_with,
     }
 
 
@@ -271,7 +276,7 @@ def app_of(jobs: Jobs, **access: Any) -> fastapi.FastAPI:
     async def models(request: fastapi.Request, response: fastapi.Response) -> dict:
         if COOKIE not in request.cookies:
             response.set_cookie(COOKIE, secrets.token_hex(16), httponly=True, samesite="strict")
-        return jobs.about | {"most_bytes": MOST_BYTES}
+        return jobs.about | {"most_bytes": MOST_BYTES, "most_each": jobs.most_each}
 
     @app.get("/api/status")
     async def status() -> dict:

@@ -45,13 +45,14 @@ def shown(output: Output, share: float) -> dict:
     Returns:
         "share"; "image", a data link; "token_cost", a list with None for NaN; "guarantee"; "seconds" of its rounds, and
         "images_per_second" from them; "numbers", a list of [name, text]; "counts", head calls and drafts so far;
-        "num_tokens", generated ones of the whole image; "seed"; "ran", the request with all defaults; "class_name".
+        "num_tokens", generated ones of the whole image; "seed"; "ran" and "settings", the request with all defaults as
+        text and as a dictionary; "class_name".
     """
     seconds = sum(output.stats.seconds.values())
     verified, accepted = map(sum, output.stats.by_lag)
     return {
         "share": share,
-        "image": None if output.image is None else link_of(png_of(output.pil())),
+        "image": None if output.image is None else link_of(png_of(output.pil(), output)),
         "token_cost": [round(cost, 2) if math.isfinite(cost) else None for cost in output.token_cost.tolist()],
         "guarantee": output.stats.guarantee,
         "seconds": seconds,
@@ -61,6 +62,7 @@ def shown(output: Output, share: float) -> dict:
         "num_tokens": output.request.num_generated(len(output.token_cost)),
         "seed": output.request.seed,
         "ran": repr(output.request),
+        "settings": {name: value for name, value in output.request.to_dict().items() if value is not None},
         "class_name": output.class_name,
     }
 
@@ -391,7 +393,10 @@ class EngineLoop(Jobs):
             return
         for model, jobs in self._started.items():
             engine = self.engines[model]
-            watched = {ticket for ticket, job in jobs.items() if job.wants_previews}
+            watched = {ticket: job for ticket, job in jobs.items() if job.wants_previews}
+            for position, sequence in enumerate(engine.scheduler.waiting, start=1):
+                if sequence.ticket in watched:
+                    watched[sequence.ticket].tell({"position": position})
             running = [sequence for sequence in engine.scheduler.in_flight() if sequence.ticket in watched]
             try:
                 outputs = engine.so_far(running)

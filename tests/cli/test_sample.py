@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from stores import small_checkpoint
+from PIL.PngImagePlugin import PngInfo
+from stores import small_checkpoint, small_vq_checkpoint
+from texts import small_text_checkpoint
 
 import cspd
 from cspd.checkpoints import checkpoint_files
-from cspd.cli import main, options
+from cspd.cli import _parse, main, options
 from cspd.cli import sample as cli_sample
 from cspd.cli.sample import JOURNAL, sample_to_folder
 from cspd.evaluation.images import RECORD
@@ -50,6 +53,73 @@ def test_images_and_a_record(tmp_path, capsys):
     assert Image.open(tmp_path / "grid.png").width > 3 * 64
     out = capsys.readouterr().out
     assert "6 images in " in out and "grid.png" in out
+
+
+@pytest.mark.parametrize(
+    "checkpoint, settings",
+    [
+        (small_checkpoint, ["--method", "speculative", "--window", "2", "--temperature", "0.9", *QUICK]),
+        (
+            small_vq_checkpoint,
+            ["--method", "sjd", "--window", "8", "--no-continuation", "--top-p", "0.9", "--cfg", "2"],
+        ),
+    ],
+    ids=["mar", "vq"],
+)
+def test_a_picture_is_generated_again_from_itself(checkpoint, settings, tmp_path):
+    """Equal to the bit, and with changed flags as if these had been given at first."""
+    command = ["sample", "--checkpoint", checkpoint(), "--labels", "3", *settings]
+    again = ["sample", "--like", str(tmp_path / "a" / "00000_label3_seed7.png")]
+    for out, words in {
+        "a": [*command, "--seed", "7"],
+        "b": again,
+        "c": [*command, "--seed", "8", "--cfg", "1.5"],
+        "d": [*again, "--seed", "8", "--cfg", "1.5"],
+    }.items():
+        assert main([*words, "--out", str(tmp_path / out)]) == 0
+    for one, same, seed in (("a", "b", 7), ("c", "d", 8)):
+        name = f"00000_label3_seed{seed}.png"
+        assert (tmp_path / one / name).read_bytes() == (tmp_path / same / name).read_bytes()
+
+    output = cspd.load(checkpoint(), device="cpu").sample(3, seed=1, method="ar")
+    output.save(tmp_path / "saved.png")
+    assert main(["sample", "--like", str(tmp_path / "saved.png"), "--out", str(tmp_path / "e")]) == 0
+    (made,) = (tmp_path / "e").glob("0*.png")
+    assert Image.open(made).tobytes() == output.pil().tobytes()
+
+
+def test_a_picture_of_a_prompt_is_generated_again(tmp_path, monkeypatch):
+    folder = str(small_text_checkpoint(tmp_path, monkeypatch))
+    text = ["--prompt", "a red fox", "--negative-prompt", "blue"]
+    assert main(["sample", "--checkpoint", folder, *text, "--method", "ar", "--out", str(tmp_path / "a")]) == 0
+    (made,) = (tmp_path / "a").glob("0*.png")
+    assert main(["sample", "--like", str(made), "--out", str(tmp_path / "b")]) == 0
+    assert made.read_bytes() == (tmp_path / "b" / made.name).read_bytes()
+
+
+def test_a_picture_that_carries_no_settings(tmp_path, capsys):
+    (tmp_path / "damaged.png").write_bytes(b"no image")
+    Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
+    text = PngInfo()
+    text.add_text("cspd", '{"version": "1", "models": {}, "request": {"seed": "x"}}')
+    Image.new("RGB", (8, 8)).save(tmp_path / "foreign.png", pnginfo=text)
+    for name in ("missing.png", "damaged.png", "plain.png", "foreign.png"):
+        assert main(["sample", "--like", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert name in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_sets_no_other_flag(tmp_path):
+    """It may come from a stranger, and must not replace a folder."""
+    text = PngInfo()
+    request = {"seed": 7, "method": "ar", "label": 3, "overwrite": True, "out": str(tmp_path / "theirs")}
+    settings = {"version": "1", "models": {"checkpoint": small_checkpoint(), "plugin": ["x.py"]}, "request": request}
+    text.add_text("cspd", json.dumps(settings))
+    Image.new("RGB", (8, 8)).save(tmp_path / "like.png", pnginfo=text)
+    args = _parse(["sample", "--like", str(tmp_path / "like.png")])
+    assert (args.seed, args.method, args.labels, args.checkpoint) == (7, "ar", [3], small_checkpoint())
+    assert (args.overwrite, args.out, args.plugin) == (False, Path("samples"), None)
 
 
 def test_a_lost_image_is_generated_again(tmp_path):

@@ -48,6 +48,16 @@ def test_resolved_requests_are_as_version_0_1_0_recorded_them(short_engine):
         assert short_engine.check(request).settings == published | settings
 
 
+@pytest.mark.parametrize(
+    "rule, own",
+    [("uniform-rsd", {"delta": 1.1}), ("cool-sd", {"delta": 1.1}), ("lantern", {"delta": 0.2}), ("gsd", {"group": 10})],
+)
+@pytest.mark.parametrize("method", ["sd", "sjd", "lantern"])
+def test_a_rule_has_its_defaults_with_every_method(method, rule, own, short_engine):
+    settings = short_engine.check(Request(0, method=method, rule=rule)).settings
+    assert settings.items() >= own.items()
+
+
 def test_sjd_pac_without_siblings_is_mc_sjd(short_engine):
     coupled = short_engine.check(Request(0, method="mc-sjd"))
     without = short_engine.check(Request(0, method="sjd-pac", pd_k=1, pd_d=0))
@@ -75,7 +85,6 @@ BAD = [
     ({"method": "ar", "rule": "exact"}, "rule"),
     ({"method": "sd", "gamma": 0}, "gamma"),
     ({"method": "eagle", "gamma": 6}, "gamma"),
-    ({"method": "sd", "rule": "uniform-rsd"}, "delta"),
     ({"method": "cool-sd", "delta": -1}, "delta"),
     ({"method": "sd", "rule": "cool-sd", "delta": 1.1, "gamma": 8, "schedule": "linear"}, "length"),
     ({"method": "sjd", "window": 80}, "window"),

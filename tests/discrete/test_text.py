@@ -204,7 +204,7 @@ def test_sample_takes_prompts(engine):
     outputs = engine.sample(prompts=PROMPTS[:2], seed=3, method="ar", negative_prompt=NEGATIVE)
     asked = [(output.request.prompt, output.request.seed, output.request.negative_prompt) for output in outputs]
     assert asked == [(PROMPTS[0], 3, NEGATIVE), (PROMPTS[1], 4, NEGATIVE)]
-    (again,) = engine.sample(prompts=PROMPTS[1], seed=4, method="ar", negative_prompt=NEGATIVE)
+    again = engine.sample(prompts=PROMPTS[1], seed=4, method="ar", negative_prompt=NEGATIVE)
     assert torch.equal(again.tokens, outputs[1].tokens)
 
 
@@ -282,7 +282,7 @@ def test_all_files_are_found(text_checkpoint):
         "tokenizer": "vq_ds16_t2i.pt",
         "text_encoder": "flan-t5-xl",
     }
-    (output,) = cspd.load(text_checkpoint, device="cpu").sample(prompts="a red fox", method="ar")
+    output = cspd.load(text_checkpoint, device="cpu").sample(prompts="a red fox", method="ar")
     assert output.image.shape == (3, 8, 8) and output.class_name == "a red fox"
     assert (output.request.cfg, output.request.top_k) == (3.0, 100)
     assert repr(output.request).startswith("Request(prompt='a red fox', seed=0, method='ar'")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +17,11 @@ from serving import events, finished, link_of, pixels, run_command, served, stat
 from stores import small_checkpoint
 
 import cspd
-from cspd.cli import main
+from cspd.cli import _parse, main
 from cspd.serving import bodies, loop
 
 QUICK = {"num_iter": 3, "num_sampling_steps": 5, "first_timestep": 950, "cfg": 3.0}
+ROOT = Path(__file__).parent.parent.parent
 LONG = {"num_iter": 64, "num_sampling_steps": 300}  # many seconds
 
 
@@ -59,7 +62,7 @@ def test_images_are_the_engines_and_grow(site, engine):
         assert len(states) >= 3 and shares == sorted(shares) and shares[-1] == 1
         for event in states:
             assert sum(cost is not None for cost in event["token_cost"]) == round(64 * event["share"])
-        (output,) = engine.sample("three", seed=5, method=method, **QUICK, **own)
+        output = engine.sample("three", seed=5, method=method, **QUICK, **own)
         last = states[-1]
         assert_is_image(last, output)
         assert last["token_cost"] == output.token_cost.tolist() and last["ran"] == repr(output.request)
@@ -93,9 +96,9 @@ def test_clients_share_the_engines(model, settings, site, engines):
     first = events(site.make("ann", seed=1, settings=slow))
     assert next(event for event in first if "share" in event)["share"] < 1
     (second,) = finished(site.make("bea", model=model, seed=2, settings=settings))
-    assert_is_image(second, engines[model].sample("three", seed=2, method="ar", **settings)[0])
+    assert_is_image(second, engines[model].sample("three", seed=2, method="ar", **settings))
     *_, first = first
-    assert_is_image(first, engines["mar"].sample("three", seed=1, method="ar", **slow)[0])
+    assert_is_image(first, engines["mar"].sample("three", seed=1, method="ar", **slow))
 
 
 def test_unread_previews_do_not_pile_up(monkeypatch):
@@ -238,3 +241,19 @@ def test_errors_of_the_command_come_before_any_work(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "cspd.serving.app")
     assert main(["serve"]) == 2
     assert "cspd[serve]" in capsys.readouterr().err
+
+
+def test_the_container_starts_the_server_and_checks_its_health(engines, monkeypatch):
+    """Its Dockerfile has JSON arrays after CMD: the first is of HEALTHCHECK."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    health, command = [json.loads(line.split("CMD ")[1]) for line in lines if "CMD [" in line]
+    args = _parse(command)
+    assert (args.command, args.host, args.port) == ("serve", "0.0.0.0", 8000)
+    assert "USER 1000" in lines
+    with served(engines) as site:
+        _, *code = [word.replace("127.0.0.1:8000", site.address.removeprefix("http://")) for word in health]
+        assert subprocess.run([sys.executable, *code]).returncode == 0
+    assert subprocess.run([sys.executable, *code], stderr=subprocess.DEVNULL).returncode != 0
+    for line in lines:
+        if line.startswith("COPY "):
+            assert all((ROOT / file).exists() for file in line.split()[1:-1])

@@ -122,15 +122,14 @@ def test_two_users_at_once(open_page, engines):
     expect(ann.locator(".panel").first.locator(".image")).to_be_visible()  # still growing
     shown = [*generate(bea), *images(ann)]
     sample = functools.partial(engines["digits32"].sample, seed=0, num_iter=4, cfg=3.0)
-    made = sample("two", method="ar", num_sampling_steps=25)
-    made += sample("seven", method="ar", num_sampling_steps=200)
-    made += sample("seven", method="dpm-solver++", num_sampling_steps=200)
+    made = [sample("two", method="ar", num_sampling_steps=25)]
+    made += [sample("seven", method=method, num_sampling_steps=200) for method in ("ar", "dpm-solver++")]
     for image, output in zip(shown, made):
         assert np.abs(image.astype(int) - np.asarray(output.pil())).max() <= 1
     expect(ann.locator(".panel .tag")).to_have_text(["exact", "heuristic"])
     ann.get_by_text("What ran").first.click()
     expect(ann.locator(".ran code").first).to_contain_text("Request(label=7, seed=0, method='ar'")
-    expect(ann.locator(".legend").first).to_contain_text("head calls per token")
+    expect(ann.locator(".legend").first).to_have_text("200 head calls for each token")
     expect(ann.locator("#status")).to_contain_text("running")
 
 
@@ -146,6 +145,124 @@ def test_bad_input_is_a_message(open_page):
     expect(page.locator("#error")).to_be_hidden()
 
 
+def test_a_batch_in_the_gallery_whose_links_generate_each_image_again(open_page):
+    page = open_page()
+    fill(page, "two", ("speculative", "dpm-solver++"), temperature="0.9")
+    page.get_by_label("images", exact=True).fill("3")
+    made = generate(page)
+    entries = page.locator("#pictures li")
+    expect(entries).to_have_count(6)
+    alts = [entry.get_attribute("alt") for entry in entries.locator("img").all()]
+    assert {*alts} == {
+        f"two, seed {seed}, by {method}" for seed in range(3) for method in ("speculative", "dpm-solver++")
+    }
+    for method in ("speculative", "dpm-solver++"):
+        entry = entries.nth(alts.index(f"two, seed 1, by {method}"))
+        before = pixels(entry.locator("img").get_attribute("src"))
+        assert any(np.array_equal(before, each) for each in made)
+        other = open_page()
+        other.goto(page.url + entry.locator("a").get_attribute("href"))
+        expect(other.get_by_label("class")).to_have_value("two")
+        (again,) = generate(other)
+        assert np.array_equal(again, before)
+
+
+def test_a_link_to_the_form(open_page):
+    page = open_page()
+    page.get_by_label("model").select_option("digits32_vq")
+    page.get_by_label("method").nth(0).select_option("sjd")
+    page.get_by_text("Options of sjd").click()
+    page.locator("[name=window]").fill("8")
+    page.locator("[name=continuation]").select_option("true")
+    page.locator("#seed").fill("5")
+    (first, second) = generate(page)
+    page.locator("#link").click()
+    expect(page.locator(".panel")).to_have_count(0)
+    expect(page.get_by_label("model")).to_have_value("digits32_vq")
+    assert np.array_equal(generate(page), [first, second])
+    expect(page.locator(".ran code").first).to_contain_text("continuation=True")
+
+
+def test_options_are_fields_with_ranges(open_page):
+    page = open_page()
+    expect(page.locator("[name=num_sampling_steps]")).to_have_attribute("max", "1000")
+    page.get_by_label("method").nth(0).select_option("calibrated")
+    page.get_by_text("Options of calibrated").click()
+    calls = page.locator("[name=head_calls]")
+    expect(calls).to_have_attribute("min", "2")
+    calls.fill("5")
+    fill(page, methods=("calibrated", ""))
+    expect(page.locator("[name=head_calls]")).to_have_value("")  # the method was chosen again
+    page.get_by_label("method").nth(0).select_option("lazymar")
+    expect(page.locator("[name=refresh]")).to_be_visible()  # the options stay open
+    expect(page.locator("[name=reconstruction]")).to_be_hidden()
+    page.locator("[name=order]").select_option("checkerboard")
+    expect(page.locator("[name=reconstruction]")).to_be_visible()
+    page.locator("[name=reconstruction]").fill("1")
+    generate(page)
+    expect(page.locator(".ran code")).to_contain_text("reconstruction=1")
+
+
+def test_no_panel_of_an_earlier_image(open_page):
+    page = open_page()
+    fill(page)
+    generate(page)
+    fill(page, cfg="-1")
+    button(page).click()
+    expect(page.get_by_role("alert")).to_contain_text("cfg=-1")
+    expect(page.locator(".panel")).to_have_count(0)
+    fill(page)
+    generate(page)
+    page.get_by_label("model").select_option("digits32_vq")
+    expect(page.locator(".panel")).to_have_count(0)
+    expect(page.locator("#pictures li")).to_have_count(2)
+
+
+def test_a_heat_map_has_several_colours_or_is_left_out(open_page):
+    page = open_page()
+    fill(page, methods=("ar", "speculative"), num_sampling_steps="50")
+    page.get_by_text("Options of speculative").click()
+    page.locator("[name=window]").fill("3")
+    generate(page)
+    expect(page.locator(".heat").nth(0)).to_be_hidden()
+    heat = page.locator(".heat").nth(1)
+    expect(heat).to_be_visible()
+    script = "map => [...map.getContext('2d').getImageData(0, 0, map.width, map.height).data]"
+    assert len({*map(tuple, np.reshape(heat.evaluate(script), (-1, 4)).tolist())}) > 1
+
+
+def test_the_place_in_the_queue(open_page):
+    ann, bea = open_page(), open_page()
+    fill(ann, num_iter="64", num_sampling_steps="300")
+    ann.get_by_label("images", exact=True).fill("4")  # as many as there are slots
+    button(ann).click()
+    expect(ann.locator(".panel .image").nth(3)).to_be_visible(timeout=30_000)
+    fill(bea, methods=("ar", "ddim"))
+    button(bea).click()
+    expect(bea.locator(".panel .state")).to_have_text(["number 1 in the queue", "number 2 in the queue"])
+    ann.get_by_role("button", name="Stop").click()
+    assert len(images(bea)) == 2
+
+
+def test_an_image_is_dropped_on_the_page(open_page):
+    page = open_page()
+    script = """async () => {
+        const canvas = new OffscreenCanvas(90, 60);
+        canvas.getContext("2d").fillRect(0, 0, 90, 60);
+        const transfer = new DataTransfer();
+        transfer.items.add(new File([await canvas.convertToBlob()], "own.png", { type: "image/png" }));
+        return transfer;
+    }"""
+    page.locator("body").dispatch_event("drop", {"dataTransfer": page.evaluate_handle(script)})
+    expect(page.locator("#picture")).to_be_visible()
+    paint(page, across=False)
+    fill(page)
+    (image,) = generate(page)
+    assert image[:, :12].mean() < 60
+    expect(page.locator("#link")).to_be_hidden()
+    expect(page.locator("#pictures a[href]")).to_have_count(0)
+
+
 def test_a_prompt_in_place_of_a_class(open_page, engines):
     page = open_page()
     expect(page.get_by_label("prompt", exact=True)).to_be_hidden()
@@ -155,7 +272,7 @@ def test_a_prompt_in_place_of_a_class(open_page, engines):
     page.get_by_text("More settings").click()
     page.get_by_label("negative prompt").fill("blue")
     image, _ = generate(page)
-    (output,) = engines["texts"].sample(prompts="a red fox", negative_prompt="blue", seed=0)
+    output = engines["texts"].sample(prompts="a red fox", negative_prompt="blue", seed=0)
     assert np.array_equal(image, np.asarray(output.pil()))
     expect(page.locator(".panel .image").first).to_have_attribute("alt", "a red fox, by speculative")
     page.get_by_label("model").select_option("digits32")

@@ -14,13 +14,32 @@ export function makeEditor(changed, fail) {
   element("file").onchange = async (event) => {
     const [file] = event.target.files;
     event.target.value = "";
+    await openFile(file);
+  };
+
+  const root = document.documentElement;
+  const marked = (isMarked) => root.classList.toggle("dropping", isMarked);
+  root.ondragover = (event) => {
+    if (!event.dataTransfer.types.includes("Files")) return; // such as a selected text
+    event.preventDefault(); // or the browser would leave the page
+    marked(true);
+  };
+  root.ondragleave = (event) => { if (!event.relatedTarget) marked(false); };
+  root.ondrop = async (event) => {
+    marked(false);
+    if (!event.dataTransfer.files.length) return;
+    event.preventDefault();
+    await openFile(event.dataTransfer.files[0]);
+  };
+
+  async function openFile(file) {
     if (!file) return;
     try {
       open(await createImageBitmap(file));
     } catch {
       fail(`${file.name} cannot be read as an image: open a PNG or JPEG file`);
     }
-  };
+  }
   element("close").onclick = () => close();
   element("clear").onclick = () => pen.clearRect(0, 0, mask.width, mask.height);
   mask.onpointerdown = (event) => {

@@ -1,14 +1,16 @@
 // The page: fills the form from /api/models, sends it to /api/images, and shows the events of the answer.
 
 import { makeEditor } from "./brush.js";
-import { makePanel, paintAll, showTag } from "./panel.js";
+import { askedBy, queryOf } from "./link.js";
+import { fieldOf, makeOptions, put } from "./options.js";
+import { makePanel, showTag } from "./panel.js";
 
 const element = (id) => document.getElementById(id);
-const TITLES = { cfg: "guidance scale", num_iter: "iterations", num_sampling_steps: "denoising steps" };
 const FIRST = ["cfg", "num_iter"]; // always visible
 const SIDES = ["first", "second"];
 const NONE = "none";
 const POLL = 2000; // milliseconds
+const MOST_KEPT = 200; // pictures in the gallery
 const KEY = "cspd-api-key"; // the browser stores the API key under this name
 
 let about = null;
@@ -53,6 +55,8 @@ async function begin() {
     return [term, text];
   }));
   setModel();
+  const asked = askedBy(location.search);
+  if (asked) fill(asked);
   showStatus();
 }
 
@@ -61,7 +65,7 @@ function findKey() {
   const [, given] = location.hash.match(/^#key=(.+)$/) ?? [];
   if (given) {
     keepKey(decodeURIComponent(given));
-    history.replaceState(null, "", location.pathname);
+    history.replaceState(null, "", location.pathname + location.search);
     return;
   }
   try {
@@ -98,43 +102,60 @@ function setModel() {
   element("label").value = model.classes[Math.min(3, model.classes.length - 1)] ?? "";
   document.querySelectorAll(".setting").forEach((field) => field.remove());
   for (const option of model.options) {
-    element(FIRST.includes(option.name) ? "fields" : "more").append(settingOf(option));
+    element(FIRST.includes(option.name) ? "fields" : "more").append(fieldOf(option));
   }
+  element("panels").replaceChildren(); // of another model
+  element("link").hidden = true;
   sides = SIDES.map(makeSide);
   element("sides").replaceChildren(...sides.map(({ root }) => root));
   editor.setModel(model);
 }
 
-function settingOf({ name, help, words, default: usual }) {
-  const field = document.createElement("label");
-  field.className = "setting";
-  field.title = help;
-  field.textContent = TITLES[name] ?? name.replaceAll("_", " ");
-  const input = field.appendChild(document.createElement(words ? "select" : "input"));
-  input.name = name;
-  if (words) input.append(...words.map((word) => new Option(word, word, word === usual, word === usual)));
-  else Object.assign(input, { placeholder: usual, inputMode: "decimal" });
-  return field;
+// Fills the form with what a link asks for.
+function fill(asked) {
+  element("model").value = asked.model;
+  if (!element("model").value) {
+    setModel();
+    fail(`this server has no model ${asked.model}: choose another one`);
+    return;
+  }
+  setModel();
+  element("label").value = asked.label ?? "";
+  element("prompt").value = asked.prompt ?? "";
+  element("negative").value = asked.negative ?? "";
+  element("seed").value = asked.seed ?? 0;
+  const inputs = commonInputs();
+  for (const option of model.options) {
+    put(inputs.find(({ name }) => name === option.name), option, asked.settings[option.name]);
+  }
+  sides.forEach((side, index) => side.fill(asked.methods[index]));
 }
 
 function makeSide(title, index) {
   const root = element("side").content.cloneNode(true).firstElementChild;
   const choice = root.querySelector(".method");
-  const options = root.querySelector(".options");
+  const own = root.querySelector(".own");
   root.querySelector("legend").textContent = title;
   const methods = model.methods.map(({ name, guarantee }) => new Option(`${name} (${guarantee})`, name));
   if (index) methods.unshift(new Option(NONE, ""));
   choice.append(...methods);
   choice.value = index ? "ar" : model.default;
   const side = { root, method: () => model.methods.find(({ name }) => name === choice.value) };
-  side.text = () => choice.value + (options.value.trim() ? ":" + options.value.trim() : "");
+  let options = null;
+  side.text = () => choice.value + options.text();
+  side.fill = (asked) => {
+    choice.value = asked?.name ?? "";
+    if (choice.selectedIndex < 0) choice.selectedIndex = 0;
+    choice.onchange();
+    options?.fill(asked?.options ?? {});
+    own.open = Boolean(options?.text());
+  };
   choice.onchange = () => {
     const method = side.method();
-    const names = Object.entries(method?.options ?? {});
-    options.value = "";
-    options.disabled = !names.length;
-    options.placeholder = names.length ? `like ${names[0][0]}=...` : "none";
-    options.title = names.map(([name, meaning]) => `${name}: ${meaning}`).join("\n");
+    options = method ? makeOptions(method.options) : null;
+    own.hidden = !method?.options.length;
+    own.querySelector("summary").textContent = `Options of ${choice.value}`;
+    own.querySelector(".fields").replaceChildren(...(options?.fields ?? []));
     root.querySelector(".about").hidden = !method;
     if (!method) return;
     showTag(root.querySelector(".tag"), method.guarantee, about.guarantees);
@@ -150,40 +171,81 @@ function classOrPrompt() {
   return { prompt: element("prompt").value, negative_prompt: element("negative").value || null };
 }
 
-async function make() {
-  const chosen = sides.filter((side) => side.method());
-  const settings = Object.fromEntries([...document.querySelectorAll(".setting [name]")].map((input) => [input.name, input.value]));
-  const wanted = {
+// The fields of the settings that all methods have.
+function commonInputs() {
+  return [...document.querySelectorAll(":is(#fields, #more) > .setting [name]")];
+}
+
+// The body of a request to /api/images.
+function wanted() {
+  return {
     model: model.name,
     ...classOrPrompt(),
     seed: element("seed").value,
-    methods: chosen.map((side) => side.text()),
-    settings,
+    methods: sides.filter((side) => side.method()).map((side) => side.text()),
+    settings: Object.fromEntries(commonInputs().map((input) => [input.name, input.value])),
     ...editor.content(),
   };
+}
+
+// Generates the images: as many at once as the server allows one client.
+async function make() {
+  const first = wanted();
+  const methods = sides.map((side) => side.method()).filter(Boolean);
+  const count = Math.max(1, Math.min(64, Math.floor(Number(element("count").value)) || 1));
   fail("");
-  setRunning(new AbortController());
-  const panels = chosen.map((side) => makePanel(side.method(), model, { ...about, edit: editor.openLink, say }));
+  element("panels").replaceChildren();
+  element("link").hidden = Boolean(first.picture); // which no link can hold
+  element("link").href = queryOf(first);
+  const own = new AbortController();
+  setRunning(own);
+  let next = 0;
+  const worker = async () => {
+    while (next < count && !own.signal.aborted) {
+      const index = next++;
+      const seed = count > 1 ? String(Number(first.seed) + index) : first.seed;
+      await makeOne({ ...first, seed }, methods, own);
+    }
+  };
+  const atOnce = Math.max(1, Math.floor(about.most_each / methods.length));
+  await Promise.all(Array.from({ length: Math.min(atOnce, count) }, worker));
+  setRunning(null);
+  showStatus();
+}
+
+// Generates the image of one seed by each method. An error stops all others.
+async function makeOne(body, methods, own) {
+  const tools = { ...about, edit: editor.openLink, say, keep };
+  const panels = methods.map((method) => makePanel(method, model, tools));
   try {
-    const body = JSON.stringify(wanted);
     const headers = { "Content-Type": "application/json" };
-    const answer = await ask("api/images", { method: "POST", headers, body, signal: running.signal });
+    const answer = await ask("api/images", { method: "POST", headers, body: JSON.stringify(body), signal: own.signal });
     element("starting").hidden = true;
     if (!answer.ok) throw new Error(await reason(answer));
-    element("panels").replaceChildren(...panels.map(({ root }) => root));
-    await follow(answer.body, (event) => {
-      panels[event.run].show(event);
-      paintAll(panels);
-    });
+    element("panels").append(...panels.map(({ root }) => root));
+    await follow(answer.body, (event) => panels[event.run].show(event));
     loseAll(panels, "the connection to the server was lost");
   } catch (error) {
-    running.abort(); // or the server would finish images that nobody sees
+    own.abort(); // or the server would finish images that nobody sees
     const isStopped = error.name === "AbortError";
     loseAll(panels, isStopped ? "stopped" : "the connection to the server was lost");
     if (!isStopped) fail(messageOf(error));
   }
-  setRunning(null);
-  showStatus();
+}
+
+// Adds a finished picture to the gallery; `link` is null if no link can generate it again.
+function keep({ image, class_name: name, request: { method, seed } }, link) {
+  const entry = document.createElement("li");
+  const picture = entry.appendChild(document.createElement("img"));
+  picture.src = image;
+  picture.alt = `${name}, seed ${seed}, by ${method}`;
+  picture.classList.toggle("pixelated", model.image_size < 128);
+  const caption = entry.appendChild(document.createElement("a"));
+  caption.textContent = picture.alt;
+  if (link) caption.href = link;
+  element("pictures").prepend(entry);
+  if (element("pictures").children.length > MOST_KEPT) element("pictures").lastChild.remove();
+  element("gallery").hidden = false;
 }
 
 // The message of an error; `fetch` throws a TypeError if the server does not answer.

@@ -1,8 +1,11 @@
 // The panel of a method: its image while it is generated, the cost of each token, and statistics.
 
+import { linkOf } from "./link.js";
+
 const SWATCHES = [[0, "rejected, or sampled by the target"], [1, "accepted"], [null, "not drafted"]];
 
-// method, model: entries of /api/models. tools: {colours, guarantees, edit(link), say(text)}; say() is for screen readers.
+// method, model: entries of /api/models. tools: {colours, guarantees, edit(link), say(text), keep(event, link)}; say() is
+// for screen readers, keep() for finished pictures.
 export function makePanel(method, model, tools) {
   const root = document.getElementById("panel").content.cloneNode(true).firstElementChild;
   const find = (name) => root.querySelector("." + name);
@@ -20,6 +23,7 @@ export function makePanel(method, model, tools) {
       find("note").hidden = false;
     }
     if (event.error) panel.fail(event.error);
+    if (event.position) find("state").textContent = `number ${event.position} in the queue`;
     if (event.share === undefined) return;
     root.querySelector("progress").value = event.share;
     if (event.image) {
@@ -33,6 +37,7 @@ export function makePanel(method, model, tools) {
     find("state").textContent = `${state}, ${digits(event.seconds)} s in the engine, ${speed}`;
     showNumbers(find("numbers"), event.numbers);
     if (event.finished) finish(event);
+    paint();
   };
 
   panel.fail = (message) => {
@@ -44,9 +49,14 @@ export function makePanel(method, model, tools) {
     tools.say(`${method.name}: ${message}`);
   };
 
-  // Colours the tokens by cost; low and high are the extremes of all panels.
-  panel.paint = (low, high) => {
+  // Colours the tokens by cost. A map in which all tokens cost the same would say nothing: words replace it.
+  function paint() {
+    const costs = panel.heat.filter((cost) => cost !== null);
+    const [low, high] = panel.isCounted ? [Math.min(...costs), Math.max(...costs)] : [0, 1];
+    const isFlat = panel.done && new Set(panel.heat).size < 2;
     const canvas = find("heat");
+    canvas.hidden = isFlat;
+    find("pictures").classList.toggle("alone", isFlat);
     canvas.width = canvas.height = model.side;
     const context = canvas.getContext("2d");
     panel.heat.forEach((cost, token) => {
@@ -55,8 +65,9 @@ export function makePanel(method, model, tools) {
       context.fillStyle = colourOf(share, tools.colours);
       context.fillRect(token % model.side, Math.floor(token / model.side), 1, 1);
     });
-    showLegend(find("legend"), panel.isCounted, low, high, tools.colours);
-  };
+    if (isFlat) find("legend").textContent = flatText(panel.isCounted, panel.heat[0]);
+    else if (costs.length) showLegend(find("legend"), panel.isCounted, low, high, tools.colours);
+  }
 
   function finish(event) {
     panel.done = true;
@@ -67,20 +78,23 @@ export function makePanel(method, model, tools) {
     const save = find("save");
     save.href = event.image;
     save.download = `${event.class_name.slice(0, 60)}-${method.name}.png`.replaceAll(/[^\w.+-]+/g, "_");
+    const link = linkOf(model, event.settings);
+    find("link").hidden = !link;
+    find("link").href = link;
     find("edit").onclick = () => tools.edit(event.image);
     find("actions").hidden = !event.image; // models without a decoder give tokens only
     tools.say(`${method.name}: finished`);
+    if (event.image) tools.keep(event, link);
   }
 
   return panel;
 }
 
-// Paints the heat maps of all panels, with one scale for those that count head calls.
-export function paintAll(panels) {
-  const costs = panels.filter((panel) => panel.isCounted).flatMap((panel) => panel.heat).filter((cost) => cost !== null);
-  const low = costs.length ? Math.min(...costs) : 0;
-  const high = costs.length ? Math.max(...costs) : 1;
-  for (const panel of panels) panel.paint(low, high);
+// What replaces a heat map of one colour: the cost of every token.
+function flatText(isCounted, cost) {
+  if (cost === null) return "nothing was drafted";
+  if (isCounted) return `${cost.toFixed(0)} head calls for each token`;
+  return `each token was ${SWATCHES[cost][1]}`;
 }
 
 export function showTag(element, guarantee, guarantees) {
